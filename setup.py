@@ -1,0 +1,43 @@
+"""Metadata and entry points; tools are configured in pyproject.toml, versions pinned in
+constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1]
+    for line in (HERE / "vllm_npu_prep" / "__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+
+setup(
+    name="vllm_npu_prep",
+    version=VERSION,
+    description="vLLM platform plugin for Ascend NPUs: input preparation that can be trusted",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["vllm_npu_prep*"]),
+    install_requires=[
+        "vllm==0.32.0",
+        "torch==2.13.0",
+        "numba==0.65.0",
+        "numpy",
+        "psutil",
+        "pydantic>=2",
+        "rich",
+    ],
+    extras_require={
+        "npu": ["torch_npu==2.13.0"],
+        "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "docs": ["mkdocs-material"],
+    },
+    entry_points={
+        "vllm.platform_plugins": ["npu_prep = vllm_npu_prep:register"],
+        "vllm.general_plugins": ["npu_prep = vllm_npu_prep:register_general"],
+        "console_scripts": ["vllm-npu-prep = vllm_npu_prep.cli:main"],
+    },
+)

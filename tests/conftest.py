@@ -1,0 +1,28 @@
+"""Seeds, profiles and what all tests share."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SEED = int(os.environ.get("NPU_PREP_TEST_SEED", "20240607"))
+EXAMPLES = int(os.environ.get("NPU_PREP_TEST_EXAMPLES", "1000"))
+
+settings.register_profile(
+    "npu_prep",
+    max_examples=EXAMPLES,
+    derandomize=True,  # the same examples at every run: a failure is no accident
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("npu_prep")
+
+
+def pytest_report_header():
+    return f"vllm_npu_prep: seed {SEED} (NPU_PREP_TEST_SEED), {EXAMPLES} property examples"
+
+
+@pytest.fixture
+def seed() -> int:
+    return SEED

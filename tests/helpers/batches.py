@@ -1,0 +1,133 @@
+"""Random batches for property tests, and the same batch for the core and for the oracle."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
+from vllm_npu_prep.prep.oracle import OracleRequest
+from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
+
+
+@dataclass(frozen=True)
+class RandomBatch:
+    requests: list[OracleRequest]
+    block_size: int
+    max_model_len: int
+    capture_sizes: list[int] | None
+    sliding_window: int | None
+    chunked_prefill: bool
+
+    def step(self) -> PreparedStep:
+        """Prepared by the pure core."""
+        batch = step_batch(self.requests, self.block_size, self.max_model_len, self.chunked_prefill)
+        padding = no_padding(batch.total_num_scheduled_tokens, batch.num_reqs)
+        if self.capture_sizes is not None:
+            uniform = uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens)
+            padding = full_graph_padding(
+                batch.total_num_scheduled_tokens, batch.num_reqs, uniform, self.capture_sizes
+            )
+        return prepare_step(batch, padding)
+
+    def settings(self) -> dict:
+        """Keyword arguments of the oracle."""
+        return {
+            "block_size": self.block_size,
+            "max_model_len": self.max_model_len,
+            "capture_sizes": self.capture_sizes,
+            "sliding_window": self.sliding_window,
+            "chunked_prefill": self.chunked_prefill,
+        }
+
+
+def step_batch(
+    requests: list[OracleRequest],
+    block_size: int,
+    max_model_len: int,
+    chunked_prefill: bool = True,
+    extra_columns: int = 3,
+) -> StepBatch:
+    """Tables as vLLM keeps them: rows to spare, block-table rows wider than the logical ones."""
+    columns = -(-max_model_len // block_size) + extra_columns
+    rows = len(requests) + 2
+    token_ids = np.full((rows, max_model_len), -7, np.int32)  # what must never be read
+    block_table = np.zeros((rows, columns), np.int32)
+    for row, request in enumerate(requests):
+        tokens = [*request.token_ids, *request.draft_token_ids]
+        token_ids[row, : len(tokens)] = tokens
+        block_table[row, : len(request.block_ids)] = request.block_ids
+
+    def column(values) -> np.ndarray:
+        return np.array(list(values), np.int32)
+
+    return StepBatch(
+        num_computed_tokens=column(r.num_computed_tokens for r in requests),
+        num_scheduled_tokens=column(r.num_scheduled_tokens for r in requests),
+        num_draft_tokens=column(r.num_draft_tokens for r in requests),
+        num_prompt_tokens=column(r.num_prompt_tokens for r in requests),
+        num_tokens=column(len(r.token_ids) for r in requests),
+        token_ids=token_ids,
+        block_tables=(block_table,),
+        block_sizes=np.array([block_size], np.int32),
+        chunked_prefill=chunked_prefill,
+    )
+
+
+@st.composite
+def random_batches(draw) -> RandomBatch:
+    """Any batch that a scheduler can make, and many shapes of it in particular."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 7, 16, 128]))
+    max_model_len = draw(st.integers(min_value=8, max_value=300))
+    shape = draw(st.sampled_from(["any", "fresh", "decode", "verify", "ragged drafts", "prompt"]))
+    num_reqs = draw(st.integers(min_value=1, max_value=12))
+    kinds = draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_reqs, max_size=num_reqs))
+    drafts_of_all = draw(st.integers(1, 3))
+    requests = []
+    for kind in kinds:
+        rng = np.random.default_rng(kind)
+        drafts = 0
+        if shape == "fresh":
+            computed, scheduled = 0, int(rng.integers(1, min(60, max_model_len) + 1))
+        elif shape == "decode":
+            computed, scheduled = int(rng.integers(1, max_model_len)), 1
+        elif shape in ("verify", "ragged drafts"):
+            drafts = drafts_of_all if shape == "verify" else int(rng.integers(0, 4))
+            computed = int(rng.integers(1, max_model_len - drafts))
+            scheduled = 1 + drafts
+        else:
+            computed = int(rng.integers(0, max_model_len - 1)) * int(rng.random() < 0.7)
+            scheduled = int(rng.integers(1, min(60, max_model_len - computed) + 1))
+        known = computed + scheduled - drafts
+        if shape == "prompt":
+            prompt = int(rng.integers(computed + 1, max_model_len + 1))
+        else:
+            prompt = int(rng.integers(1, known + 1))
+        num_tokens = max(known, prompt if not drafts else 0)
+        prompt = min(prompt, num_tokens)
+        requests.append(
+            {
+                "num_computed_tokens": computed,
+                "num_scheduled_tokens": scheduled,
+                "num_prompt_tokens": prompt,
+                "token_ids": rng.integers(0, 150_000, num_tokens).tolist(),
+                "num_draft_tokens": drafts,
+                "draft_token_ids": rng.integers(0, 150_000, drafts).tolist(),
+            }
+        )
+    # Blocks of all requests come from one shuffled pool: no order to rely on.
+    needed = [
+        -(-(r["num_computed_tokens"] + r["num_scheduled_tokens"]) // block_size) for r in requests
+    ]
+    pool = np.random.default_rng(kinds[0]).permutation(np.arange(1, sum(needed) + 1)).tolist()
+    requests = [
+        OracleRequest(**r, block_ids=[pool.pop() for _ in range(n)])
+        for r, n in zip(requests, needed)
+    ]
+    sizes = draw(
+        st.none()
+        | st.lists(st.integers(1, 256), min_size=1, max_size=4)
+        | st.just([1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128])
+    )
+    window = draw(st.none() | st.integers(1, 40))
+    return RandomBatch(requests, block_size, max_model_len, sizes, window, draw(st.booleans()))

@@ -1,0 +1,124 @@
+"""Graph padding rules and the buffer layout."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.helpers.batches import step_batch
+from vllm_npu_prep.prep.batch import prepare_step
+from vllm_npu_prep.prep.layout import ALIGNMENT, StepLayout, largest_layout
+from vllm_npu_prep.prep.oracle import OracleRequest
+from vllm_npu_prep.prep.padding import Padding, full_graph_padding, no_padding, uniform_query_len
+
+
+def decodes(count: int, drafts: int = 0) -> list[OracleRequest]:
+    return [
+        OracleRequest(
+            num_computed_tokens=5,
+            num_scheduled_tokens=1 + drafts,
+            num_prompt_tokens=3,
+            token_ids=list(range(6)),
+            block_ids=[2 * index + 1, 2 * index + 2],
+            num_draft_tokens=drafts,
+            draft_token_ids=list(range(drafts)),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reqs", "decode_len", "sizes", "expected"),
+    [
+        (3, 3, 1, [1, 2, 4, 8], Padding(4, 4, 1)),
+        (4, 4, 1, [1, 2, 4, 8], Padding(4, 4, 1)),
+        (5, 5, 1, [8, 4, 2, 1], Padding(8, 8, 1)),
+        (9, 9, 1, [1, 2, 4, 8], Padding(9, 9)),  # above the largest: eager
+        (6, 2, 3, [4, 8, 12], Padding(12, 4, 3)),  # sizes are multiples of the decode length
+        (6, 2, 3, [8], Padding(8, 3)),  # none is: one dummy request takes the rest
+        (10, 3, 0, [16], Padding(16, 4)),
+        (16, 3, 0, [16], Padding(16, 3)),
+    ],
+)
+def test_padded_sizes(tokens, reqs, decode_len, sizes, expected):
+    assert full_graph_padding(tokens, reqs, decode_len, sizes) == expected
+
+
+def test_uniform_padding_gives_every_dummy_request_one_decode_length():
+    batch = step_batch(decodes(3, drafts=1), block_size=4, max_model_len=16)
+    step = prepare_step(batch, Padding(10, 5, 2))
+    assert step.arrays.query_start_loc.tolist() == [0, 2, 4, 6, 8, 10]
+    assert step.arrays.seq_lens.tolist() == [7, 7, 7, 0, 0]
+
+
+def test_mixed_padding_gives_one_dummy_request_the_rest_and_later_rows_nothing():
+    batch = step_batch(decodes(2), block_size=4, max_model_len=16)
+    step = prepare_step(batch, Padding(8, 5))
+    assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 8, 8, 8]
+
+
+def test_uniform_query_len_tells_decodes_from_equal_prompts():
+    three, none = np.array([3, 3], np.int32), np.array([0, 0], np.int32)
+    assert uniform_query_len(three, none) == 0
+    assert uniform_query_len(three, none + 2) == 3
+    assert uniform_query_len(none + 1, none) == 1
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
+    arrays = list(StepLayout(37, 5, num_groups).arrays.values())
+    for left, right in pairwise(arrays):
+        assert left.end <= right.offset
+        assert right.offset % ALIGNMENT == 0
+
+
+def test_same_sizes_give_the_same_addresses():
+    buffer = np.zeros(StepLayout(64, 8, 1).nbytes, np.uint8)
+    first, second = (StepLayout(33, 4, 1).views(buffer) for _ in range(2))
+    for name in StepLayout(33, 4, 1).arrays:
+        assert getattr(first, name).ctypes.data == getattr(second, name).ctypes.data
+
+
+def test_a_step_copies_no_more_than_it_uses():
+    layout = StepLayout(4096, 2, 1)
+    assert layout.used_bytes(2) == layout.nbytes - (4096 - 2) * 4
+
+
+def test_a_buffer_too_small_is_refused():
+    with pytest.raises(ValueError, match="needs"):
+        StepLayout(10, 2, 1).views(np.zeros(8, np.uint8))
+
+
+def test_largest_layout_holds_every_step():
+    largest = largest_layout(64, 8, 2)
+    for tokens in (1, 17, 64):
+        for reqs in range(1, 11):
+            assert StepLayout(tokens, reqs, 2).nbytes <= largest.nbytes
+
+
+def test_groups_get_slots_of_their_own_tables():
+    batch = step_batch(decodes(2), block_size=4, max_model_len=16)
+    tables = (batch.block_tables[0], batch.block_tables[0] + 10)
+    both = prepare_step(
+        type(batch)(
+            **{
+                **vars(batch),
+                "block_tables": tables,
+                "block_sizes": np.array([4, 2], np.int32),
+            }
+        ),
+        no_padding(2, 2),
+    )
+    # Position 5: the second block of four tokens, the third of two.
+    assert both.slot_mapping(0).tolist() == [2 * 4 + 1, 4 * 4 + 1]
+    assert both.slot_mapping(1).tolist() == [10 * 2 + 1, 10 * 2 + 1]
+    assert both.block_numbers(1).tolist() == [10, 10]
+
+
+def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
+    batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
+    rows = np.array([4, -1, 0], np.int64)
+    step = prepare_step(type(batch)(**{**vars(batch), "previous_rows": rows}), no_padding(9, 3))
+    assert step.num_sampled_tokens_on_device == 2
+    assert step.arrays.sampled_token_indices[:2].tolist() == [0, 6]
+    assert step.arrays.sampled_token_rows[:2].tolist() == [4, 0]

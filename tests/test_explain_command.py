@@ -1,0 +1,223 @@
+"""``vllm-npu-prep explain``: the JSON contract, the tables, and one line for every bad file."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import worked_examples
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.explain import explain_json
+from vllm_npu_prep.inspect.scenario import parse_scenario
+
+
+def small() -> dict:
+    return copy.deepcopy(worked_examples.load("chunked-prefill")[0])
+
+
+@pytest.mark.parametrize("name", worked_examples.NAMES)
+def test_json_is_exactly_the_contract(name, capsys):
+    assert main(["explain", str(worked_examples.path_of(name)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == worked_examples.load(name)[1]
+
+
+def test_command_runs_without_importing_vllm():
+    """It has to work beside a broken engine, and at once."""
+    code = (
+        "import sys; from vllm_npu_prep.cli import main\n"
+        f"main(['explain', {str(worked_examples.path_of('decode-only'))!r}, '--json'])\n"
+        "sys.exit(3 if 'vllm' in sys.modules or 'torch' in sys.modules else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_tables_show_every_variable(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["explain", str(worked_examples.path_of("chunked-prefill"))]) == 0
+    text = capsys.readouterr().out
+    for part in ("ChunkedPrefill", "rows [5, 8]", "request level", "token level", "system level"):
+        assert part in text
+    for number in ("3007", "17", "4 5 6 8 0 0"):
+        assert number in text
+
+
+def test_capture_sizes_add_what_the_device_sees():
+    scenario = worked_examples.load("decode-only")[0] | {"capture_sizes": [1, 2, 4, 8]}
+    step = explain_json(parse_scenario(scenario))
+    assert step["num_input_tokens"] == 4
+    assert step["num_reqs_padded"] == 4
+    assert step["query_start_loc"] == [0, 1, 2, 3]
+    assert step["query_start_loc_padded"] == [0, 1, 2, 3, 4]
+    assert step["input_ids_padded"] == [1004, 2003, 3008, 0]
+    assert step["positions_padded"] == [4, 3, 8, 0]
+    assert step["slot_mapping_padded"] == [18, 15, 20, -1]
+    assert step["seq_lens_padded"] == [5, 4, 9, 0]
+
+
+def test_compressed_mask_is_named_not_listed():
+    step = explain_json(parse_scenario(small() | {"mask": "compressed"}))
+    assert step["attn_mask"] == {"form": "compressed", "shape": [2048, 2048]}
+    decode = worked_examples.load("decode-only")[0] | {"mask": "compressed"}
+    assert explain_json(parse_scenario(decode))["attn_mask"] is None
+
+
+def test_window_gives_decodes_a_mask():
+    decode = worked_examples.load("decode-only")[0] | {"sliding_window": 2}
+    assert explain_json(parse_scenario(decode))["attn_mask"] == {
+        "shape": [3, 9],
+        "masked": [
+            [1, 1, 1, 0, 0, 1, 1, 1, 1],
+            [1, 1, 0, 0, 1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 1, 1, 1, 0, 0],
+        ],
+    }
+
+
+def test_drafts_are_scheduled_after_the_known_tokens():
+    scenario = small()
+    scenario["requests"] = [
+        scenario["requests"][0]
+        | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
+        | {"block_ids": [1, 2, 5]}
+    ]
+    step = explain_json(parse_scenario(scenario))
+    assert step["attn_state"] == "SpecDecoding"
+    assert step["input_ids"] == [1003, 8, 9]
+    assert step["logits_indices"] == [0, 1, 2]
+
+
+def changed(path: str, value) -> dict:
+    """The small scenario with one field changed; `...` removes it."""
+    scenario = small()
+    target = scenario
+    *parents, last = path.split(".")
+    for part in parents:
+        target = target[int(part) if part.isdigit() else part]
+    if value is ...:
+        del target[last]
+    else:
+        target[last] = value
+    return scenario
+
+
+BAD = [
+    ("block_size", ..., "block_size: missing"),
+    ("requests.1.token_ids", ..., "requests.1.token_ids: missing"),
+    ("requests", [], "requests:"),
+    ("requests", {}, "requests:"),
+    ("blocksize", 2, "blocksize: unknown key (did you mean block_size?)"),
+    ("requests.0.num_computed", 2, "requests.0.num_computed: unknown key"),
+    ("requests.0.num_computed_tokens", -1, "requests.0.num_computed_tokens:"),
+    ("requests.0.num_scheduled_tokens", 0, "requests.0.num_scheduled_tokens:"),
+    ("requests.0.num_scheduled_tokens", True, "requests.0.num_scheduled_tokens:"),
+    ("requests.0.num_scheduled_tokens", 1.0, "requests.0.num_scheduled_tokens:"),
+    ("requests.0.num_scheduled_tokens", 10**30, "requests.0.num_scheduled_tokens:"),
+    ("requests.2.num_scheduled_tokens", 20, "max_num_batched_tokens"),
+    ("requests.2.num_computed_tokens", 11, "past max_model_len 12"),
+    ("requests.2.block_ids", [4, 5, 6], "requests.2.block_ids: 3 blocks"),
+    ("requests.2.block_ids", [4, 5, 6, 8, 9, 10, 11], "a row holds 6"),
+    ("requests.2.block_ids", [4, 5, 0, 8], "requests.2.block_ids.2: block 0"),
+    ("requests.2.block_ids", [4, 5, 6, -8], "requests.2.block_ids.3:"),
+    ("requests.2.block_ids", [4, 5, 6, 1 << 30], "exceed 32 bits"),
+    ("requests.2.block_ids", [4, 4, 6, 8], "block 4 stands 2 times"),
+    ("requests.2.block_ids", [4, 5, 6, 7], "block 7 belongs to requests.1 too"),
+    ("requests.2.token_ids", [1, 2, 3], "requests.2.token_ids: 3 ids"),
+    ("requests.2.token_ids", [1] * 13, "requests.2.token_ids: 13 ids are past"),
+    ("requests.2.req_id", "0", "req_id '0' stands 2 times"),
+    ("requests.2.num_draft_tokens", 3, "requests.2.num_draft_tokens:"),
+    ("requests.2.num_draft_tokens", 1, "requests.2.draft_token_ids:"),
+    ("max_model_len", 10**18, "max_model_len:"),
+    ("max_model_len", 1 << 24, "wide"),
+    ("max_num_reqs", 2, "max_num_reqs allows 2"),
+    ("capture_sizes", [], "capture_sizes:"),
+    ("capture_sizes", [0], "capture_sizes.0:"),
+    ("mask", "sparse", "mask:"),
+    ("sliding_window", 0, "sliding_window:"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BAD)
+def test_bad_scenario_gets_one_line_that_names_the_field(path, value, message, tmp_path, capfd):
+    scenario = changed(path, value)
+    if message == "wide":  # many requests of a huge length: refused, not allocated
+        request = scenario["requests"][0]
+        scenario["max_num_reqs"], scenario["max_num_batched_tokens"] = 100, 100
+        scenario["requests"] = [
+            request | {"req_id": str(i), "block_ids": [2 * i + 1, 2 * i + 2]} for i in range(8)
+        ]
+        message = "max_model_len:"
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(scenario))
+    assert main(["explain", str(file), "--json"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_shared_full_prefix_blocks_are_fine():
+    scenario = small()
+    first = scenario["requests"][2]
+    scenario["requests"] = [
+        first,
+        first | {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4},
+    ]
+    assert explain_json(parse_scenario(scenario))["block_numbers"][:3] == [6, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[1, 2]",
+        b"null",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"scenario": 3}',
+        b"9" * 5000,
+    ],
+    ids=["empty", "cut", "list", "null", "bytes", "deep", "number inside", "long number"],
+)
+def test_what_is_no_scenario_gets_one_line(content, tmp_path, capfd):
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    assert main(["explain", str(file)]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("vllm-npu-prep: error: ")
+    assert err.count("\n") == 1
+
+
+def test_missing_file_and_folder_get_one_line(tmp_path, capfd):
+    assert main(["explain", str(tmp_path / "none.json")]) == 2
+    assert main(["explain", str(tmp_path)]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 2
+    assert "No such file" in err
+    assert "directory" in err
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+FIELDS = [path for path, _, _ in BAD]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(FIELDS), json_values)
+def test_any_value_in_any_field_is_explained_or_refused(path, value):
+    try:
+        step = explain_json(parse_scenario(changed(path, value)))
+    except PrepError as error:
+        refusal = str(error)
+        assert "\n" not in refusal
+    else:
+        assert step["num_reqs"] >= 1

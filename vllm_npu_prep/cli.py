@@ -1,0 +1,56 @@
+"""The ``vllm-npu-prep`` command."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from vllm_npu_prep import __version__
+from vllm_npu_prep.errors import PrepError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; 0 on success, 2 for bad input, which gets one line and no traceback."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except PrepError as error:
+        print(f"vllm-npu-prep: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-npu-prep", description="Look at how vllm_npu_prep prepares a step."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    explain = commands.add_parser(
+        "explain", help="prepare a scenario's step and show every variable by level"
+    )
+    explain.add_argument("file", type=Path, metavar="FILE", help="a scenario, as JSON")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from vllm_npu_prep.inspect.explain import explain_json, explain_text
+    from vllm_npu_prep.inspect.scenario import read_scenario
+
+    scenario = read_scenario(args.file)
+    if args.json:
+        print(json.dumps(explain_json(scenario)))
+    else:
+        explain_text(scenario, Console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""``vllm-npu-prep explain``: a scenario's step, every variable by level."""
+
+import textwrap
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
+from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
+
+FULL_MASK_CELLS = 4096
+"""Masks up to this many cells are shown cell by cell, larger ones by their first masked column."""
+
+FOLDED_TOKENS = 400
+"""Token tables longer than this are folded in the terminal; ``--json`` always has all."""
+
+TOKEN_LEVEL = (
+    "req_indices",
+    "query_pos",
+    "positions",
+    "token_indices",
+    "input_ids",
+    "block_table_indices",
+    "block_numbers",
+    "block_offsets",
+    "slot_mapping",
+)
+REQUEST_LEVEL = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
+
+
+def prepare_scenario(scenario: Scenario) -> tuple[PreparedStep, MaskPlan]:
+    """Prepare a scenario's step and plan its mask."""
+    step = prepare_step(*scenario_batch(scenario))
+    plan = plan_mask(
+        step.attn_state,
+        MaskForm(scenario.mask),
+        step.num_input_tokens,
+        step.max_seq_len,
+        sliding_window=scenario.sliding_window,
+    )
+    return step, plan
+
+
+def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
+    """Token-level variables by name, each ``[total_num_scheduled_tokens]``."""
+    variables = {}
+    for name in TOKEN_LEVEL:
+        value = getattr(step, name)
+        variables[name] = value(group) if callable(value) else value
+    return variables
+
+
+def explain_json(scenario: Scenario) -> dict[str, Any]:
+    """Every variable of the step, by exactly the keys of the JSON contract."""
+    step, plan = prepare_scenario(scenario)
+    out: dict[str, Any] = {name: value.tolist() for name, value in token_level(step).items()}
+    for name in (*REQUEST_LEVEL, "query_start_loc", "logits_indices"):
+        out[name] = getattr(step, name).tolist()
+    out["block_table"] = step.block_table().tolist()
+    out["total_num_scheduled_tokens"] = step.total_num_scheduled_tokens
+    out["num_input_tokens"] = step.num_input_tokens
+    out["num_reqs"] = step.num_reqs
+    out["max_query_len"] = step.max_query_len
+    out["max_seq_len"] = step.max_seq_len
+    out["attn_state"] = step.attn_state.name
+    out["attn_mask"] = _mask_json(plan, step.positions)
+    if scenario.capture_sizes:
+        out["num_reqs_padded"] = step.padding.num_reqs_padded
+        for name in ("input_ids", "positions", "query_start_loc", "seq_lens"):
+            out[f"{name}_padded"] = getattr(step.arrays, name).tolist()
+        out["slot_mapping_padded"] = step.arrays.slot_mapping[0].tolist()
+    return out
+
+
+def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
+    if plan.shape is None:
+        return None
+    shape = list(plan.shape)
+    if plan.kind == MaskKind.COMPRESSED:
+        return {"form": MaskForm.COMPRESSED.value, "shape": shape}
+    num_rows, max_seq_len = plan.shape
+    if num_rows * max_seq_len <= FULL_MASK_CELLS:
+        mask = build_mask(plan, positions)
+        assert mask is not None
+        return {"shape": shape, "masked": mask.astype(int).tolist()}
+    rows = np.arange(max_seq_len) if plan.kind == MaskKind.MATRIX else positions
+    padding = np.full(num_rows - len(rows), max_seq_len)
+    first_masked = np.concatenate([np.minimum(rows + 1, max_seq_len), padding])
+    out = {"shape": shape, "first_masked_position_by_row": first_masked.tolist()}
+    if plan.sliding_window is not None:
+        first_visible = np.maximum(rows + 1 - plan.sliding_window, 0)
+        out["first_visible_position_by_row"] = [*first_visible.tolist(), *(0 * padding).tolist()]
+    return out
+
+
+def explain_text(scenario: Scenario, console: Console) -> None:
+    """Print the step: what it is, then each level as a table."""
+    step, plan = prepare_scenario(scenario)
+    padded = step.num_input_tokens - step.total_num_scheduled_tokens
+    console.print(f"[bold]{scenario.name or 'scenario'}[/bold]")
+    console.print(f"state   {step.attn_state.name}")
+    mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
+    console.print(f"mask    {mask}", highlight=False)
+    console.print(
+        f"sizes   {step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
+        f"num_input_tokens {step.num_input_tokens} ({padded} of padding), "
+        f"max_query_len {step.max_query_len}, max_seq_len {step.max_seq_len}",
+        highlight=False,
+    )
+
+    starts = step.query_start_loc
+    rows = []
+    for index, request in enumerate(scenario.requests):
+        own = step.logits_indices
+        own = own[(own >= starts[index]) & (own < starts[index + 1])]
+        values = (getattr(step, name)[index] for name in REQUEST_LEVEL)
+        span = f"{starts[index]}:{starts[index + 1]}"
+        rows.append([request.req_id, *values, span, ", ".join(map(str, own))])
+    columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices"]
+    _print_table(console, "request level", columns, rows)
+
+    variables = token_level(step)
+    tokens = list(range(step.total_num_scheduled_tokens))
+    folded = max(0, len(tokens) - FOLDED_TOKENS)
+    if folded:
+        del tokens[FOLDED_TOKENS // 2 : -FOLDED_TOKENS // 2]
+    rows = [[token, *(value[token] for value in variables.values())] for token in tokens]
+    _print_table(console, "token level", ["token", *variables], rows)
+    if folded:
+        console.print(f"{folded} tokens in the middle are folded; --json has them all")
+
+    rows = [
+        [request.req_id, " ".join(map(str, blocks))]
+        for request, blocks in zip(scenario.requests, step.block_table().tolist())
+    ]
+    _print_table(console, "system level", ["req_id", "block_table"], rows)
+
+
+def _print_table(
+    console: Console, title: str, columns: list[str], rows: list[list[object]]
+) -> None:
+    console.print(f"\n[bold]{title}[/bold]")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for name in columns:
+        # Narrow columns of numbers under long names: break names where they have joints.
+        header = "\n".join(textwrap.wrap(name.replace("_", "_ "), 8)).replace("_ ", "_")
+        table.add_column(header, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)

@@ -1,0 +1,265 @@
+"""Scenario files: a batch as JSON, checked at the boundary.
+
+A file holds a scenario, or an object with a ``scenario`` (as worked examples do).
+"""
+
+import difflib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.batch import StepBatch
+from vllm_npu_prep.prep.padding import (
+    Padding,
+    full_graph_padding,
+    no_padding,
+    uniform_query_len,
+)
+
+MAX_FILE_BYTES = 64 << 20
+MAX_TABLE_CELLS = 1 << 26
+"""Most cells of a token table or block table, so that a small file can't ask for all memory."""
+
+Count = Annotated[int, Field(ge=0, le=1 << 24)]
+Positive = Annotated[int, Field(ge=1, le=1 << 24)]
+Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ScenarioRequest(_Strict):
+    """One scheduled request."""
+
+    req_id: str
+    num_computed_tokens: Count
+    num_scheduled_tokens: Positive
+    num_prompt_tokens: Positive
+    block_ids: list[Int32]
+    token_ids: list[Int32]
+    num_draft_tokens: Count = 0
+    draft_token_ids: list[Int32] = []
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the request after the step."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
+
+
+class Scenario(_Strict):
+    """A batch, and the settings under which it is prepared."""
+
+    block_size: Annotated[int, Field(ge=1, le=1 << 16)]
+    max_model_len: Positive
+    max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
+    requests: Annotated[list[ScenarioRequest], Field(min_length=1)]
+    name: str = ""
+    source: str = ""
+    capture_sizes: Annotated[list[Positive], Field(min_length=1)] | None = None
+    mask: Literal["dense", "compressed"] = "dense"
+    sliding_window: Positive | None = None
+    chunked_prefill: bool = True
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read and check a scenario file.
+
+    Raises
+    ------
+    PrepError
+        One line that names the field: what was given, what is allowed.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise PrepError(f"{path}: {error.strerror or error}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise PrepError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes, which no scenario is")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PrepError(f"{path}: not JSON: {error}") from None
+    try:
+        return parse_scenario(data)
+    except PrepError as error:
+        raise PrepError(f"{path}: {error}") from None
+
+
+def parse_scenario(data: Any) -> Scenario:
+    """Check a scenario that was read from JSON.
+
+    Raises
+    ------
+    PrepError
+        One line that names the field.
+    """
+    if isinstance(data, dict) and "scenario" in data:
+        data = data["scenario"]
+    if not isinstance(data, dict):
+        raise PrepError(f"a scenario is an object, not {type(data).__name__}")
+    try:
+        scenario = Scenario.model_validate(data)
+    except ValidationError as error:
+        raise PrepError(_first_error(error)) from None
+    _check(scenario)
+    return scenario
+
+
+def _first_error(error: ValidationError) -> str:
+    detail = error.errors()[0]
+    where = ".".join(str(part) for part in detail["loc"]) or "scenario"
+    if detail["type"] == "missing":
+        return f"{where}: missing"
+    if detail["type"] == "extra_forbidden":
+        model = ScenarioRequest if detail["loc"][0] == "requests" else Scenario
+        allowed = list(model.model_fields)
+        near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"{where}: unknown key{hint}; allowed: {', '.join(allowed)}"
+    given = repr(detail["input"])
+    given = given if len(given) <= 40 else given[:37] + "..."
+    return f"{where}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {given}"
+
+
+def _check(scenario: Scenario) -> None:
+    """What no single field shows."""
+    requests = scenario.requests
+    columns = -(-scenario.max_model_len // scenario.block_size)
+    if len(requests) > scenario.max_num_reqs:
+        raise PrepError(
+            f"requests: {len(requests)} of them, max_num_reqs allows {scenario.max_num_reqs}"
+        )
+    if len(requests) * scenario.max_model_len > MAX_TABLE_CELLS:
+        raise PrepError(
+            f"max_model_len: {scenario.max_model_len} for {len(requests)} requests is a token "
+            f"table of more than {MAX_TABLE_CELLS:,} cells"
+        )
+    total = sum(request.num_scheduled_tokens for request in requests)
+    if total > scenario.max_num_batched_tokens:
+        raise PrepError(
+            f"requests: {total} tokens scheduled, max_num_batched_tokens allows "
+            f"{scenario.max_num_batched_tokens}"
+        )
+    for req_id, count in Counter(request.req_id for request in requests).items():
+        if count > 1:
+            raise PrepError(f"requests: req_id {req_id!r} stands {count} times")
+    for index, request in enumerate(requests):
+        _check_request(scenario, request, f"requests.{index}", columns)
+    _check_owners(scenario)
+
+
+def _check_request(scenario: Scenario, request: ScenarioRequest, where: str, columns: int) -> None:
+    if request.seq_len > scenario.max_model_len:
+        raise PrepError(
+            f"{where}.num_scheduled_tokens: {request.num_computed_tokens} computed + "
+            f"{request.num_scheduled_tokens} scheduled tokens are past max_model_len "
+            f"{scenario.max_model_len}"
+        )
+    drafts = request.num_draft_tokens
+    if drafts >= request.num_scheduled_tokens:
+        raise PrepError(
+            f"{where}.num_draft_tokens: {drafts} drafts of {request.num_scheduled_tokens} "
+            "scheduled tokens leave none to verify them with"
+        )
+    if len(request.draft_token_ids) != drafts:
+        raise PrepError(
+            f"{where}.draft_token_ids: {len(request.draft_token_ids)} ids for num_draft_tokens "
+            f"{drafts}"
+        )
+    known = request.seq_len - drafts
+    if len(request.token_ids) < max(known, request.num_prompt_tokens):
+        raise PrepError(
+            f"{where}.token_ids: {len(request.token_ids)} ids, but "
+            f"{max(known, request.num_prompt_tokens)} are needed (prompt, computed and scheduled)"
+        )
+    if len(request.token_ids) > scenario.max_model_len:
+        raise PrepError(
+            f"{where}.token_ids: {len(request.token_ids)} ids are past max_model_len "
+            f"{scenario.max_model_len}"
+        )
+    if drafts and len(request.token_ids) > known:
+        raise PrepError(
+            f"{where}.token_ids: {len(request.token_ids)} ids, but drafts begin at position {known}"
+        )
+    needed = -(-request.seq_len // scenario.block_size)
+    if not needed <= len(request.block_ids) <= columns:
+        raise PrepError(
+            f"{where}.block_ids: {len(request.block_ids)} blocks of {scenario.block_size} tokens; "
+            f"{request.seq_len} tokens need {needed}, and a row holds {columns}"
+        )
+    first_seen = 0  # blocks wholly before the window may have been freed
+    if scenario.sliding_window is not None:
+        first_seen = max(0, request.num_computed_tokens + 1 - scenario.sliding_window)
+    for place, block in enumerate(request.block_ids):
+        freed = (place + 1) * scenario.block_size <= first_seen
+        if block == 0 and not freed:
+            raise PrepError(f"{where}.block_ids.{place}: block 0 is the null block, nobody owns it")
+        if (block + 1) * scenario.block_size >= 1 << 31:
+            raise PrepError(f"{where}.block_ids.{place}: slots of block {block} exceed 32 bits")
+    owned = Counter(block for block in request.block_ids if block)
+    for block, count in owned.items():
+        if count > 1:
+            raise PrepError(f"{where}.block_ids: block {block} stands {count} times")
+
+
+def _check_owners(scenario: Scenario) -> None:
+    """Two requests share a block only if it is a full prefix block, which neither writes."""
+    owner: dict[int, tuple[int, bool]] = {}
+    for index, request in enumerate(scenario.requests):
+        full = request.num_computed_tokens // scenario.block_size
+        for place, block in enumerate(request.block_ids):
+            is_prefix = place < full
+            if block and block in owner:
+                other, other_is_prefix = owner[block]
+                if not (is_prefix and other_is_prefix):
+                    raise PrepError(
+                        f"requests.{index}.block_ids.{place}: block {block} belongs to "
+                        f"requests.{other} too; only full prefix blocks may be shared"
+                    )
+            elif block:
+                owner[block] = (index, is_prefix)
+
+
+def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
+    """The batch of a scenario and its padding."""
+    requests = scenario.requests
+    num_reqs = len(requests)
+    columns = -(-scenario.max_model_len // scenario.block_size)
+    token_ids = np.zeros((num_reqs, scenario.max_model_len), np.int32)
+    block_table = np.zeros((num_reqs, columns), np.int32)
+    for row, request in enumerate(requests):
+        tokens = request.token_ids + request.draft_token_ids
+        token_ids[row, : len(tokens)] = tokens
+        block_table[row, : len(request.block_ids)] = request.block_ids
+
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(request, name) for request in requests], np.int32)
+
+    batch = StepBatch(
+        num_computed_tokens=column("num_computed_tokens"),
+        num_scheduled_tokens=column("num_scheduled_tokens"),
+        num_draft_tokens=column("num_draft_tokens"),
+        num_prompt_tokens=column("num_prompt_tokens"),
+        num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
+        token_ids=token_ids,
+        block_tables=(block_table,),
+        block_sizes=np.array([scenario.block_size], np.int32),
+        chunked_prefill=scenario.chunked_prefill,
+    )
+    padding = no_padding(batch.total_num_scheduled_tokens, num_reqs)
+    if scenario.capture_sizes:
+        padding = full_graph_padding(
+            batch.total_num_scheduled_tokens,
+            num_reqs,
+            uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens),
+            scenario.capture_sizes,
+        )
+    return batch, padding

@@ -1,0 +1,165 @@
+"""The attention mask of a step, defined in numpy.
+
+True means *masked*: the token of that row may not attend to the position of that column. Devices
+do not upload these arrays: they keep their own causal matrix and gather rows from it
+(`vllm_npu_prep.attention.mask_cache`). This module is what both must agree with.
+
+=================================================  ==========================  =================
+state                                              dense                       compressed
+=================================================  ==========================  =================
+PrefillNoCache                                     one matrix for all requests the constant
+DecodeOnly                                         none (rows with a window)   none
+ChunkedPrefill, SpecDecoding, PrefillCacheHit      one row for each token      the constant
+=================================================  ==========================  =================
+
+The dense forms are those of the reference documents; the constant is what the fused Ascend
+attention kernels document for their sparse modes 2, 3 and 4.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from vllm_npu_prep.prep.state import AttentionState
+
+COMPRESSED_MASK_SIZE = 2048
+"""Side of the constant mask of the compressed form, fixed by the Ascend kernels."""
+
+
+class MaskForm(StrEnum):
+    """How a kernel family wants its mask."""
+
+    DENSE = "dense"
+    COMPRESSED = "compressed"
+
+
+class MaskKind(StrEnum):
+    """What a step's mask tensor holds."""
+
+    NONE = "none"
+    MATRIX = "matrix"  # [max_seq_len, max_seq_len], shared by all requests
+    ROWS = "rows"  # [num_input_tokens, max_seq_len], one row for each token
+    COMPRESSED = "compressed"  # [2048, 2048], a constant
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """Which mask a step needs; `build_mask` or a device's mask cache makes it.
+
+    Attributes
+    ----------
+    kind
+        What the tensor holds.
+    shape
+        Its shape, or None when there is none.
+    sliding_window
+        Token p sees positions p - sliding_window + 1 to p; None: all positions up to p.
+    """
+
+    kind: MaskKind
+    shape: tuple[int, int] | None
+    sliding_window: int | None = None
+
+
+NO_MASK = MaskPlan(MaskKind.NONE, None)
+
+
+def plan_mask(
+    state: AttentionState,
+    form: MaskForm,
+    num_input_tokens: int,
+    max_seq_len: int,
+    *,
+    sliding_window: int | None = None,
+    causal: bool = True,
+) -> MaskPlan:
+    """Decide the mask of a step: a function of state, form and the group's attention kind.
+
+    Parameters
+    ----------
+    state
+        Attention state of the step.
+    form
+        Form that the kernel family takes.
+    num_input_tokens
+        Tokens of the step after graph padding.
+    max_seq_len
+        Longest sequence of the step, this step's tokens included.
+    sliding_window
+        Window of the group in tokens, None without one.
+    causal
+        False for encoder-only groups, which have no mask.
+    """
+    if not causal:
+        return NO_MASK
+    if state == AttentionState.DecodeOnly and (
+        form == MaskForm.COMPRESSED or sliding_window is None
+    ):
+        # The newest token sees everything before it. A compressed window needs no tensor either:
+        # the kernel narrows the columns by its `pre_tokens`.
+        return MaskPlan(MaskKind.NONE, None, sliding_window)
+    if form == MaskForm.COMPRESSED:
+        shape = (COMPRESSED_MASK_SIZE, COMPRESSED_MASK_SIZE)
+        return MaskPlan(MaskKind.COMPRESSED, shape, sliding_window)
+    if state == AttentionState.PrefillNoCache:
+        return MaskPlan(MaskKind.MATRIX, (max_seq_len, max_seq_len), sliding_window)
+    return MaskPlan(MaskKind.ROWS, (num_input_tokens, max_seq_len), sliding_window)
+
+
+def mask_rows(
+    positions: np.ndarray,  # [num_rows]
+    max_seq_len: int,
+    sliding_window: int | None = None,
+) -> np.ndarray:
+    """Mask rows of the tokens at `positions`, bool ``[num_rows, max_seq_len]``."""
+    rows = np.asarray(positions, dtype=np.int64)[:, None]
+    columns = np.arange(max_seq_len)[None, :]
+    masked = columns > rows
+    if sliding_window is not None:
+        masked |= columns <= rows - sliding_window
+    return masked
+
+
+def causal_mask(size: int, sliding_window: int | None = None) -> np.ndarray:
+    """Causal matrix, bool ``[size, size]``: row p is the mask of a token at position p."""
+    return mask_rows(np.arange(size), size, sliding_window)
+
+
+def compressed_mask() -> np.ndarray:
+    """The constant of the compressed form: int8 ``[2048, 2048]``, 1 above the diagonal."""
+    return causal_mask(COMPRESSED_MASK_SIZE).astype(np.int8)
+
+
+def build_mask(
+    plan: MaskPlan,
+    positions: np.ndarray,  # [total_num_scheduled_tokens]
+) -> np.ndarray | None:
+    """Make the mask of `plan`.
+
+    Padding rows mask nothing, so that their softmax stays finite.
+
+    Returns
+    -------
+    numpy.ndarray or None
+        Of shape ``plan.shape``: bool for the dense kinds, int8 for the compressed one.
+    """
+    if plan.shape is None:
+        return None
+    if plan.kind == MaskKind.COMPRESSED:
+        return compressed_mask()
+    num_rows, max_seq_len = plan.shape
+    if plan.kind == MaskKind.MATRIX:
+        return causal_mask(max_seq_len, plan.sliding_window)
+    masked = np.zeros((num_rows, max_seq_len), dtype=bool)
+    masked[: len(positions)] = mask_rows(positions, max_seq_len, plan.sliding_window)
+    return masked
+
+
+def dense_mask_bytes(max_num_batched_tokens: int, max_model_len: int, itemsize: int) -> int:
+    """Most memory that dense masks can take, in bytes.
+
+    That is the cached causal matrix (``max_model_len`` squared) and the rows of one step (one for
+    each token of the budget).
+    """
+    return (max_model_len + max_num_batched_tokens) * max_model_len * itemsize

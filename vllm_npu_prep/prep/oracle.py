@@ -1,0 +1,197 @@
+"""The same step in plain scalar loops: the reference for tests, for `check` and for readers.
+
+Shares no arithmetic with `kernels`, `state`, `mask` or `padding`: each rule is written down a
+second time, token by token, as the reference documents tell it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OracleRequest:
+    """One scheduled request, in plain Python values."""
+
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    num_prompt_tokens: int
+    token_ids: Sequence[int]
+    block_ids: Sequence[int]
+    num_draft_tokens: int = 0
+    draft_token_ids: Sequence[int] = field(default_factory=tuple)
+
+
+def oracle_step(
+    requests: Sequence[OracleRequest],
+    *,
+    block_size: int,
+    max_model_len: int,
+    capture_sizes: Sequence[int] | None = None,
+    mask: str = "dense",
+    sliding_window: int | None = None,
+    chunked_prefill: bool = True,
+) -> dict[str, Any]:
+    """Prepare a step of one KV-cache group.
+
+    Parameters
+    ----------
+    requests
+        The batch in order.
+    block_size, max_model_len
+        In tokens.
+    capture_sizes
+        Sizes of full graphs; None runs eagerly and adds no padded keys.
+    mask
+        ``"dense"`` or ``"compressed"``.
+    sliding_window
+        In tokens, None without one.
+    chunked_prefill
+        Whether the scheduler may split prompts.
+
+    Returns
+    -------
+    dict
+        Every variable of the step as lists and integers, by the names of the reference documents;
+        ``attn_mask`` is a list of rows of 0 and 1 (1: masked), ``"compressed"`` or None.
+    """
+    out: dict[str, Any] = {
+        name: []
+        for name in (
+            "req_indices",
+            "query_pos",
+            "positions",
+            "token_indices",
+            "input_ids",
+            "block_table_indices",
+            "block_numbers",
+            "block_offsets",
+            "slot_mapping",
+            "query_lens",
+            "cu_num_tokens",
+            "seq_lens",
+            "num_computed_tokens",
+            "logits_indices",
+            "block_table",
+        )
+    }
+    out["query_start_loc"] = [0]
+    blocks_per_req = 0
+    while blocks_per_req * block_size < max_model_len:
+        blocks_per_req += 1
+
+    total = 0
+    for index, request in enumerate(requests):
+        row = list(request.block_ids) + [0] * (blocks_per_req - len(request.block_ids))
+        out["block_table"].append(row)
+        tokens = list(request.token_ids)
+        sequence_end = request.num_computed_tokens + request.num_scheduled_tokens
+        first_draft = sequence_end - request.num_draft_tokens
+        for offset in range(request.num_scheduled_tokens):
+            position = request.num_computed_tokens + offset
+            if position >= first_draft:
+                token = request.draft_token_ids[position - first_draft]
+            else:
+                token = tokens[position]
+            block = row[position // block_size]
+            out["req_indices"].append(index)
+            out["query_pos"].append(offset)
+            out["positions"].append(position)
+            out["token_indices"].append(index * max_model_len + position)
+            out["input_ids"].append(token)
+            out["block_table_indices"].append(index * blocks_per_req + position // block_size)
+            out["block_numbers"].append(block)
+            out["block_offsets"].append(position % block_size)
+            out["slot_mapping"].append(block * block_size + position % block_size)
+            if position >= first_draft - 1:
+                out["logits_indices"].append(total)
+            total += 1
+        out["query_lens"].append(request.num_scheduled_tokens)
+        out["cu_num_tokens"].append(total)
+        out["query_start_loc"].append(total)
+        out["seq_lens"].append(sequence_end)
+        out["num_computed_tokens"].append(request.num_computed_tokens)
+
+    out["total_num_scheduled_tokens"] = total
+    out["num_reqs"] = len(requests)
+    out["max_query_len"] = max(out["query_lens"])
+    out["max_seq_len"] = max(out["seq_lens"])
+    out["attn_state"] = _state(requests, chunked_prefill)
+    out["num_input_tokens"] = total
+    if capture_sizes is not None:
+        _pad(out, requests, capture_sizes)
+    out["attn_mask"] = _mask(out, mask, sliding_window)
+    return out
+
+
+def _state(requests: Sequence[OracleRequest], chunked_prefill: bool) -> str:
+    fresh = drafted = verify = single = prompt = 0
+    for request in requests:
+        fresh += request.num_computed_tokens == 0
+        drafted += request.num_draft_tokens > 0
+        verify += request.num_scheduled_tokens - request.num_draft_tokens == 1
+        single += request.num_scheduled_tokens == 1
+        prompt += request.num_computed_tokens < request.num_prompt_tokens
+    everyone = len(requests)
+    if fresh == everyone:
+        return "PrefillNoCache"
+    if drafted and verify == everyone:
+        return "SpecDecoding"
+    if single == everyone:
+        return "DecodeOnly"
+    if prompt == everyone and not chunked_prefill:
+        return "PrefillCacheHit"
+    return "ChunkedPrefill"
+
+
+def _pad(
+    out: dict[str, Any], requests: Sequence[OracleRequest], capture_sizes: Sequence[int]
+) -> None:
+    total = out["total_num_scheduled_tokens"]
+    lengths = {request.num_scheduled_tokens for request in requests}
+    decodes = all(r.num_scheduled_tokens - r.num_draft_tokens == 1 for r in requests)
+    decode_len = lengths.pop() if len(lengths) == 1 and decodes else 0
+
+    size, step = total, 0
+    fitting = sorted(s for s in capture_sizes if s >= total)
+    whole = [s for s in fitting if decode_len and s % decode_len == 0]
+    if whole:
+        size, step = whole[0], decode_len
+    elif fitting:
+        size = fitting[0]
+
+    query_start_loc = list(out["query_start_loc"])
+    seq_lens = list(out["seq_lens"])
+    while query_start_loc[-1] < size:
+        query_start_loc.append(query_start_loc[-1] + step if step else size)
+        seq_lens.append(0)
+    extra = size - total
+    out["num_input_tokens"] = size
+    out["num_reqs_padded"] = len(seq_lens)
+    out["input_ids_padded"] = out["input_ids"] + [0] * extra
+    out["positions_padded"] = out["positions"] + [0] * extra
+    out["slot_mapping_padded"] = out["slot_mapping"] + [-1] * extra
+    out["query_start_loc_padded"] = query_start_loc
+    out["seq_lens_padded"] = seq_lens
+
+
+def _mask(out: dict[str, Any], form: str, sliding_window: int | None) -> Any:
+    if out["attn_state"] == "DecodeOnly" and (form == "compressed" or sliding_window is None):
+        return None
+    if form == "compressed":
+        return "compressed"
+
+    def row(position: int) -> list[int]:
+        cells = []
+        for column in range(out["max_seq_len"]):
+            visible = column <= position
+            if sliding_window is not None and position - column >= sliding_window:
+                visible = False
+            cells.append(0 if visible else 1)
+        return cells
+
+    if out["attn_state"] == "PrefillNoCache":
+        return [row(position) for position in range(out["max_seq_len"])]
+    rows = [row(position) for position in out["positions"]]
+    padding = out["num_input_tokens"] - out["total_num_scheduled_tokens"]
+    return rows + [[0] * out["max_seq_len"] for _ in range(padding)]

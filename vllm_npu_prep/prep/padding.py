@@ -1,0 +1,110 @@
+"""Graph padding: how many tokens and requests the device sees, and what the extra ones hold.
+
+Sizes
+    ``num_input_tokens`` is the smallest capture size that holds the step's tokens. Without graphs,
+    or above the largest size, it is the number of scheduled tokens and nothing is padded.
+
+Token level
+    ================  =============================================
+    array             value in padding
+    ================  =============================================
+    input_ids         0
+    positions         0
+    slot_mapping      -1, which no cache writer may write
+    ================  =============================================
+
+Request level, in a full graph
+    ===================  ==========================  ==============================
+    array                uniform decode batch        any other batch
+    ===================  ==========================  ==============================
+    padding requests     as many as fill the size    one, which takes all the rest
+    query_start_loc      + decode length for each    ends at ``num_input_tokens``
+    seq_lens             0                           0
+    num_computed_tokens  0                           0
+    block-table rows     0, the null block           0
+    ===================  ==========================  ==============================
+
+    The end of ``query_start_loc`` at ``num_input_tokens`` is what the TND layout of the fused
+    Ascend attention kernel demands (error 561002 otherwise; vllm-project/vllm-ascend 4518, 6357).
+
+Piecewise graphs run attention eagerly on the real requests alone, so only tokens are padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PAD_SLOT_ID = -1
+"""Slot of a padding token: skipped by every cache writer."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Sizes of a step as the device sees them.
+
+    Attributes
+    ----------
+    num_input_tokens
+        Tokens after padding.
+    num_reqs_padded
+        Requests after padding.
+    decode_query_len
+        Tokens of each padding request in a uniform decode batch; 0: one padding request takes all.
+    """
+
+    num_input_tokens: int
+    num_reqs_padded: int
+    decode_query_len: int = 0
+
+
+def no_padding(num_tokens: int, num_reqs: int) -> Padding:
+    """Padding of an eager step: none."""
+    return Padding(num_tokens, num_reqs)
+
+
+def padded_size(num_tokens: int, capture_sizes: Sequence[int]) -> int | None:
+    """Smallest capture size that holds `num_tokens`; None when the step has to run eagerly."""
+    return min((size for size in capture_sizes if size >= num_tokens), default=None)
+
+
+def uniform_query_len(num_scheduled_tokens: np.ndarray, num_draft_tokens: np.ndarray) -> int:
+    """Decode length of a uniform decode batch, 0 when the batch is not one.
+
+    Parameters
+    ----------
+    num_scheduled_tokens, num_draft_tokens
+        Integers of shape ``[num_reqs]``. A decode schedules one token and its drafts.
+    """
+    query_len = int(num_scheduled_tokens[0])
+    uniform = (num_scheduled_tokens == query_len).all()
+    decodes = (num_scheduled_tokens - num_draft_tokens == 1).all()
+    return query_len if uniform and decodes else 0
+
+
+def full_graph_padding(
+    num_tokens: int,
+    num_reqs: int,
+    decode_query_len: int,
+    capture_sizes: Sequence[int],
+) -> Padding:
+    """Padding of a step that replays a full graph, or none when no size fits.
+
+    Parameters
+    ----------
+    num_tokens, num_reqs
+        Sizes of the real batch.
+    decode_query_len
+        Result of `uniform_query_len`.
+    capture_sizes
+        Captured sizes in tokens, in any order.
+    """
+    if decode_query_len:
+        sizes = [size for size in capture_sizes if size % decode_query_len == 0]
+        size = padded_size(num_tokens, sizes)
+        if size is not None:
+            return Padding(size, size // decode_query_len, decode_query_len)
+    size = padded_size(num_tokens, capture_sizes)
+    if size is None:
+        return no_padding(num_tokens, num_reqs)
+    return Padding(size, num_reqs + (size > num_tokens))
