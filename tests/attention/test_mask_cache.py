@@ -1,0 +1,71 @@
+"""Masks on the device agree with their numpy definition, and never change once handed out."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_npu_prep.attention.mask_cache import MaskCache
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.mask import MaskForm, build_mask, plan_mask
+from vllm_npu_prep.prep.state import AttentionState
+
+BUDGET = 1 << 22
+
+
+@pytest.mark.parametrize("state", AttentionState)
+@pytest.mark.parametrize("form", MaskForm)
+@pytest.mark.parametrize("window", [None, 1, 3, 500])
+def test_device_masks_equal_the_definition(state, form, window, seed):
+    cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
+    rng = np.random.default_rng(seed)
+    for max_seq_len in (5, 130, 600, 20):
+        positions = rng.integers(0, max_seq_len, 7)
+        plan = plan_mask(state, form, 9, max_seq_len, sliding_window=window)
+        expected = build_mask(plan, positions)
+        mask = cache.build(plan, torch.from_numpy(positions))
+        if expected is None:
+            assert mask is None
+        else:
+            assert mask.numpy().dtype == expected.dtype
+            assert np.array_equal(mask.numpy(), expected)
+
+
+def test_decodes_build_no_mask():
+    cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
+    plan = plan_mask(AttentionState.DecodeOnly, MaskForm.DENSE, 4, 900)
+    assert cache.build(plan, torch.arange(4)) is None
+    assert not cache._matrices
+
+
+def test_non_causal_groups_have_no_mask():
+    plan = plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 4, 9, causal=False)
+    assert plan.shape is None
+
+
+def test_growing_leaves_masks_in_flight_alone():
+    cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
+    small = plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 9, 9)
+    before = cache.build(small, torch.arange(9))
+    copy = before.clone()
+    cache.build(plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 9, 900), torch.arange(9))
+    assert torch.equal(before, copy)
+    assert cache.build(small, torch.arange(9)).data_ptr() != before.data_ptr()
+
+
+def test_growth_doubles_and_stops_at_max_model_len():
+    cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
+    sides = []
+    for length in (3, 129, 200, 300, 999):
+        cache.build(
+            plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 1, length), torch.arange(1)
+        )
+        sides.append(cache._matrices[None].shape[0])
+    assert sides == [128, 256, 256, 512, 1000]
+
+
+def test_a_matrix_beyond_the_budget_is_refused():
+    cache = MaskCache(torch.device("cpu"), 10_000, 1 << 20)
+    with pytest.raises(PrepError, match="mask_budget_bytes"):
+        cache.build(
+            plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 1, 2000), torch.arange(1)
+        )

@@ -1,0 +1,89 @@
+"""Engines of vLLM in this process, and small models for them."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
+
+
+def make_qwen3(folder: Path, *, seed: int = 0, spread: float = 0.25, **config: Any) -> Path:
+    """Save a tiny random Qwen3 with untied weights.
+
+    `spread` is the deviation of its weights: large enough that greedy tokens vary, which a model
+    that repeats one token would hide.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": spread,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **config}, dtype="float32"))
+    model.save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def engine(model: Path, **settings: Any) -> Iterator[Any]:
+    """An `LLM` in this process, gone afterwards."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 16 << 20,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "seed": 0,
+    }
+    llm = LLM(str(model), **{**defaults, **settings})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def runner_of(llm: Any) -> Any:
+    """The engine's model runner."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def greedy(max_tokens: int, **params: Any) -> Any:
+    """Greedy sampling parameters without detokenisation."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **params
+    )
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    """Token ids that the engine generates for prompts given as token ids."""
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,0 +1,130 @@
+"""Driving a runner step by step with real scheduler outputs, without a forward pass."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
+
+
+def new_request(req_id: str, prompt: list[int], block_ids: list[int]) -> NewRequestData:
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0),
+        pooling_params=None,
+        block_ids=(list(block_ids),),
+        num_computed_tokens=0,
+        lora_request=None,
+    )
+
+
+def scheduler_output(
+    num_scheduled_tokens: dict[str, int],
+    new: list[NewRequestData] = (),  # type: ignore[assignment]
+    cached: dict[str, tuple[list[int], int, int]] | None = None,
+) -> SchedulerOutput:
+    """One step; `cached` maps a request to new blocks, computed tokens and output tokens."""
+    cached = cached or {}
+    return SchedulerOutput(
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=list(cached),
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[(blocks,) if blocks else None for blocks, _, _ in cached.values()],
+            num_computed_tokens=[computed for _, computed, _ in cached.values()],
+            num_output_tokens=[outputs for _, _, outputs in cached.values()],
+        ),
+        num_scheduled_tokens=num_scheduled_tokens,
+        total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(),
+        free_encoder_mm_hashes=[],
+    )
+
+
+def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
+    """`_update_states`, `_prepare_inputs` and the padding decision, as `execute_model` does.
+
+    Returns
+    -------
+    dict
+        What the runner left for the rest of the step, by upstream's names, as arrays.
+    """
+    output = copy.deepcopy(output)  # runners keep and extend its lists
+    with torch.inference_mode():
+        runner._update_states(output)
+        batch = runner.input_batch
+        tokens = [output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
+        counts = np.array(tokens, np.int32)
+        total, reqs = output.total_num_scheduled_tokens, batch.num_reqs
+        logits_indices, spec, max_sampled = runner._prepare_inputs(output, counts)
+        mode, descriptor, *_ = runner._determine_batch_execution_and_padding(
+            num_tokens=total,
+            num_reqs=reqs,
+            num_scheduled_tokens_np=counts,
+            max_num_scheduled_tokens=int(counts.max()),
+        )
+        by_group, _ = runner._get_slot_mappings(total, reqs, total)
+        return {
+            "req_ids": list(batch.req_ids),
+            "input_ids": runner.input_ids.gpu[:total].tolist(),
+            "positions": runner.positions[:total].tolist(),
+            "slot_mapping": {gid: slots[:total].tolist() for gid, slots in by_group.items()},
+            "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
+            "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
+            "seq_lens": runner.seq_lens[:reqs].tolist(),
+            "optimistic_seq_lens_cpu": runner.optimistic_seq_lens_cpu[:reqs].tolist(),
+            "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
+            "discard_request_mask": runner.discard_request_mask.np[:reqs].tolist(),
+            "discard_request_mask_gpu": runner.discard_request_mask.gpu[:reqs].tolist(),
+            "logits_indices": logits_indices.tolist(),
+            "block_table": [
+                table.get_device_tensor(reqs).tolist() for table in batch.block_table.block_tables
+            ],
+            "padding": (mode, descriptor),
+            "max_num_sampled_tokens": max_sampled,
+            "spec_decode_metadata": None if spec is None else _as_lists(spec),
+        }
+
+
+def _as_lists(record: Any) -> dict[str, Any]:
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(record).items()
+    }
+
+
+def bookkeep(
+    runner: Any, output: SchedulerOutput, tokens: dict[str, int] | dict[str, list[int]]
+) -> list[list[int]]:
+    """Let the runner book sampled tokens as if its sampler had chosen `tokens`.
+
+    Returns
+    -------
+    list
+        The tokens that count, for each request of the batch; empty under async scheduling.
+    """
+    rows = [tokens[req_id] for req_id in runner.input_batch.req_ids]
+    rows = [row if isinstance(row, list) else [row] for row in rows]
+    width = max(map(len, rows))
+    sampled = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
+    total = output.total_num_scheduled_tokens
+    with torch.inference_mode():
+        if runner.use_async_scheduling:
+            runner.input_batch.prev_sampled_token_ids = None  # as `sample_tokens` does
+        *_, valid, _, _, _, _ = runner._bookkeeping_sync(
+            output,
+            SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None),
+            None,
+            torch.zeros(total, 1),
+            total,
+        )
+    return valid

@@ -1,0 +1,67 @@
+"""``--additional-config '{"npu_prep": {...}}'`` and what start-up decides from it."""
+
+import pytest
+
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES
+from vllm_npu_prep.config import PrepConfig, decide, parse_config
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.mask import MaskForm
+
+
+def decisions(max_num_batched_tokens=512, max_model_len=512, **options):
+    config = PrepConfig(**options)
+    return decide(config, "cpu", KERNEL_FAMILIES, max_num_batched_tokens, max_model_len)
+
+
+def test_nothing_given_means_defaults():
+    assert parse_config({}) == parse_config(None) == parse_config({"other": 1}) == PrepConfig()
+
+
+def test_keys_are_read():
+    config = parse_config({"npu_prep": {"mask": "compressed", "mask_budget_bytes": 1 << 20}})
+    assert (config.mask, config.mask_budget_bytes) == ("compressed", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"npu_prep": {"maks": "dense"}}, ['"maks"', 'did you mean "mask"', "mask_budget_bytes"]),
+        ({"npu_prep": {"zzz": 1}}, ['"zzz"', "allowed: attention, mask, mask_budget_bytes"]),
+        ({"npu_prep": {"mask": "sparse"}}, ["npu_prep.mask", "sparse", "'dense'"]),
+        ({"npu_prep": {"mask": 3}}, ["npu_prep.mask"]),
+        ({"npu_prep": {"mask_budget_bytes": "1GB"}}, ["npu_prep.mask_budget_bytes", "1GB"]),
+        ({"npu_prep": {"mask_budget_bytes": -1}}, ["npu_prep.mask_budget_bytes"]),
+        ({"npu_prep": []}, ["object"]),
+        ({"npu-prep": {}}, ['unknown section "npu-prep"', 'write "npu_prep"']),
+    ],
+)
+def test_bad_keys_and_values_are_named(given, parts):
+    with pytest.raises(PrepError) as error:
+        parse_config(given)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_cpu_takes_the_reference_family_and_dense_masks():
+    assert decisions().attention == "reference"
+    assert decisions().mask_form == MaskForm.DENSE
+    assert decisions(mask="compressed").mask_form == MaskForm.COMPRESSED
+
+
+def test_dense_masks_beyond_the_budget_become_compressed_and_say_so():
+    decided = decisions(max_num_batched_tokens=8192, max_model_len=131072)
+    assert decided.mask_form == MaskForm.COMPRESSED
+    assert decided.dense_bytes == (8192 + 131072) * 131072
+    assert "mask_budget_bytes" in decided.note
+
+
+def test_explicit_dense_masks_beyond_the_budget_are_refused_with_the_flag():
+    with pytest.raises(PrepError, match="raise mask_budget_bytes"):
+        decisions(max_num_batched_tokens=8192, max_model_len=131072, mask="dense")
+
+
+@pytest.mark.parametrize("name", ["fia", "atb"])
+def test_a_family_of_another_device_is_refused(name):
+    with pytest.raises(PrepError, match=f'"{name}" does not run on device type "cpu"'):
+        decisions(attention=name)

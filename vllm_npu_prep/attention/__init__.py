@@ -1,0 +1,1 @@
+"""Attention: metadata, backend, masks on the device, and the kernel families."""

@@ -1,0 +1,280 @@
+"""The attention backend: builds `AscendMetadata` and hands layers to a kernel family."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
+from vllm_npu_prep.attention.mask_cache import MaskCache
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.config import Decisions, decisions_of
+from vllm_npu_prep.device.staging import DeviceArrays
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.mask import plan_mask
+from vllm_npu_prep.prep.state import attention_state
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+class AscendAttentionBackend(AttentionBackend):
+    """vLLM's view of this plugin's attention."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """Name under which vLLM registers out-of-tree backends."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["AscendAttentionImpl"]:
+        """Class of a layer's attention."""
+        return AscendAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["AscendMetadataBuilder"]:
+        """Class of the metadata builder."""
+        return AscendMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        """Block sizes that kernels take; families that take fewer are checked at start-up."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Block size unless the user gives one: 128, what Ascend kernels are made for."""
+        return DEFAULT_BLOCK_SIZE
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Layers apart from each other, so that each is a region of its own (see kv_cache)."""
+        return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Windows narrow the mask."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Groups without a mask."""
+        return True
+
+
+class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
+    """The only constructor of `AscendMetadata`.
+
+    `build_step` serves the steps that the runner prepared; `build` serves vLLM's own callers (dummy
+    runs, drafters), which know a step only as `CommonAttentionMetadata`.
+    """
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.decisions: Decisions = decisions_of(vllm_config)
+        self.sliding_window = getattr(kv_cache_spec, "sliding_window", None)
+        self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
+        self.masks = MaskCache(
+            device,
+            vllm_config.model_config.max_model_len,
+            self.decisions.mask_budget_bytes,
+        )
+
+    def build_step(
+        self,
+        step: PreparedStep,
+        group: int,
+        arrays: DeviceArrays,
+        host: DeviceArrays,
+        block_table: torch.Tensor,
+        pad_requests: bool,
+    ) -> AscendMetadata:
+        """Metadata of a prepared step for one KV-cache group: views, and no device read-back.
+
+        Parameters
+        ----------
+        step
+            The prepared step.
+        group
+            Index of the KV-cache group.
+        arrays, host
+            The step's arrays on the device and on the host.
+        block_table
+            int32 ``[max_num_reqs, max_num_blocks]`` on the device.
+        pad_requests
+            Whether attention sees padding requests: in a full graph.
+        """
+        num_reqs = step.padding.num_reqs_padded if pad_requests else step.num_reqs
+        query_start_loc_np = host.query_start_loc[: num_reqs + 1].numpy()
+        plan = plan_mask(
+            step.attn_state,
+            self.decisions.mask_form,
+            step.num_input_tokens,
+            step.max_seq_len,
+            sliding_window=self.sliding_window,
+        )
+        positions = arrays.positions[: step.total_num_scheduled_tokens]
+        return AscendMetadata(
+            attn_state=step.attn_state,
+            attn_mask=self.masks.build(plan, positions),
+            block_tables=block_table[:num_reqs],
+            slot_mapping=arrays.slot_mapping[group],
+            query_start_loc=arrays.query_start_loc[: num_reqs + 1],
+            query_start_loc_np=query_start_loc_np,
+            query_lens=np.diff(query_start_loc_np),
+            seq_lens=arrays.seq_lens[:num_reqs],
+            seq_lens_np=host.seq_lens[:num_reqs].numpy(),
+            num_computed_tokens=arrays.num_computed_tokens[:num_reqs],
+            num_reqs=step.num_reqs,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            num_actual_tokens=step.total_num_scheduled_tokens,
+            num_input_tokens=step.num_input_tokens,
+            sliding_window=plan.sliding_window,
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> AscendMetadata:
+        """Metadata from vLLM's common metadata, whose host values serve as they are.
+
+        Which tokens are drafts is not known here; drafted batches of vLLM's own callers take the
+        general state.
+        """
+        del common_prefix_len, fast_build
+        common = common_attn_metadata
+        num_reqs = common.num_reqs
+        assert common.seq_lens_cpu_upper_bound is not None and common.positions is not None
+        query_start_loc_np = common.query_start_loc_cpu[: num_reqs + 1].numpy()
+        query_lens = np.diff(query_start_loc_np)
+        seq_lens_np = common.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        num_tokens = int(query_start_loc_np[-1])
+        state = attention_state(
+            seq_lens_np - query_lens,
+            query_lens,
+            np.zeros_like(query_lens),
+            seq_lens_np,
+            self.chunked_prefill,
+        )
+        max_seq_len = int(seq_lens_np.max())
+        plan = plan_mask(
+            state,
+            self.decisions.mask_form,
+            num_tokens,
+            max_seq_len,
+            sliding_window=self.sliding_window,
+            causal=bool(common.causal),
+        )
+        return AscendMetadata(
+            attn_state=state,
+            attn_mask=self.masks.build(plan, common.positions[:num_tokens]),
+            block_tables=common.block_table_tensor[:num_reqs],
+            slot_mapping=common.slot_mapping.to(torch.int32),
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            query_start_loc_np=query_start_loc_np,
+            query_lens=query_lens,
+            seq_lens=common.seq_lens[:num_reqs],
+            seq_lens_np=seq_lens_np,
+            num_computed_tokens=common.compute_num_computed_tokens()[:num_reqs],
+            num_reqs=int(np.count_nonzero(query_lens)),
+            max_query_len=common.max_query_len,
+            max_seq_len=max_seq_len,
+            num_actual_tokens=num_tokens,
+            num_input_tokens=common.num_actual_tokens,
+            sliding_window=plan.sliding_window,
+            causal=bool(common.causal),
+        )
+
+
+class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
+    """One layer's attention: writes K and V, then attends, both through the kernel family."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **unsupported: Any,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError("ALiBi is not supported by the Ascend attention backend")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{attn_type} attention is not supported, only decoder")
+        if set(unsupported.values()) - {None}:
+            raise NotImplementedError(f"not supported by this backend: {sorted(unsupported)}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self.shares_kv = kv_sharing_target_layer_name is not None
+        self.layer_shape = LayerShape(
+            num_heads, self.num_kv_heads, head_size, scale, logits_soft_cap
+        )
+        self.kernels = make_kernels(decisions_of(None).attention)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
+        key: torch.Tensor | None,  # [num_input_tokens, num_kv_heads, head_size]
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
+        attn_metadata: AscendMetadata | None,
+        output: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend over one layer; tokens of padding are neither written nor computed."""
+        del layer, output_scale, output_block_scale
+        if attn_metadata is None:  # profiling run: no cache exists yet
+            return output.zero_()
+        num_tokens = attn_metadata.num_actual_tokens
+        query = query[:num_tokens].contiguous()
+        if self.shares_kv:
+            key = value = None
+        if key is not None and value is not None:
+            key, value = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
+            slots = attn_metadata.slot_mapping[:num_tokens]
+            self.kernels.write_kv(key, value, kv_cache, slots)
+        self.kernels.attend(
+            query, key, value, kv_cache, attn_metadata, self.layer_shape, output[:num_tokens]
+        )
+        output[num_tokens:].zero_()
+        return output

@@ -1,0 +1,93 @@
+"""The KV cache: K and V as two contiguous planes for each layer.
+
+A layer's cache is ``(2, num_blocks, block_size, num_kv_heads, head_size)``, because Ascend kernels
+take K and V each as a contiguous ``(num_blocks, block_size, ...)``. vLLM plans the bytes (which
+layers, how many blocks, where in the one allocation) and interleaves K and V inside a block; here
+the same bytes are viewed as planes.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_npu_prep.errors import PrepError
+
+
+def allocate_planes(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate what `config` plans and view each layer's region as planes.
+
+    Parameters
+    ----------
+    config
+        vLLM's plan of the KV cache.
+    device
+        Where it lives.
+
+    Returns
+    -------
+    dict
+        Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``.
+
+    Raises
+    ------
+    PrepError
+        If a layer's cache can't be two equal planes, or layers that share bytes would split them
+        differently.
+    """
+    if not config.kv_cache_tensors:
+        return {}
+    buffer = torch.zeros(config.kv_cache_tensors[0].size, dtype=torch.int8, device=device)
+    caches: dict[str, torch.Tensor] = {}
+    plane_bytes: dict[tuple[int, int], int] = {}  # region of the buffer -> bytes of one plane
+    for tensor in config.kv_cache_tensors:
+        for index, layer_name in enumerate(tensor.layers):
+            spec = _plane_spec(layer_name, _layer_spec(config, layer_name))
+            start = tensor.offset + index * tensor.layer_stride
+            size = config.num_blocks * spec.page_size_bytes
+            if tensor.block_stride != spec.page_size_bytes:
+                raise PrepError(
+                    f"the KV cache of {layer_name} is interleaved with other layers (block stride "
+                    f"{tensor.block_stride}, page {spec.page_size_bytes}); planes need a layer-"
+                    "compact layout: unset VLLM_KV_CACHE_LAYOUT"
+                )
+            if plane_bytes.setdefault((start, size), size // 2) != size // 2:
+                raise PrepError(f"{layer_name} shares bytes with layers of another page size")
+            shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+            caches[layer_name] = buffer[start : start + size].view(spec.dtype).view(shape)
+    return caches
+
+
+def _layer_spec(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
+    for group in config.kv_cache_groups:
+        if layer_name in group.layer_names:
+            spec = group.kv_cache_spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                return spec.kv_cache_specs[layer_name]
+            return spec
+    raise AssertionError(f"{layer_name} belongs to no KV-cache group")
+
+
+def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
+    if not isinstance(spec, AttentionSpec):
+        raise PrepError(
+            f"{layer_name} has a {type(spec).__name__}: only attention caches are supported"
+        )
+    plane = spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    if spec.page_size_bytes != 2 * plane:
+        raise PrepError(
+            f"{layer_name}: a page of {spec.page_size_bytes} bytes is not K and V of {plane} bytes "
+            "each (padded, quantised and MLA caches are not supported)"
+        )
+    return spec
+
+
+def zero_blocks(planes: Iterable[torch.Tensor], block_ids: list[int]) -> None:
+    """Zero newly allocated blocks in every plane."""
+    for plane in planes:
+        plane[block_ids] = 0

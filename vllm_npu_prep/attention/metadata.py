@@ -1,0 +1,41 @@
+"""AscendMetadata: what attention needs to know of a step, one for each KV-cache group."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import AttentionMetadata
+
+from vllm_npu_prep.prep.state import AttentionState
+
+
+@dataclass
+class AscendMetadata(AttentionMetadata):
+    """Attention metadata of one KV-cache group for one step.
+
+    ``R`` is the number of requests that attention sees and ``T`` the number of tokens; both
+    include padding in a full graph and only there. Host values (``_np``) come from the host and
+    are never read back.
+    """
+
+    attn_state: AttentionState
+    # Dense matrix [max_seq_len, max_seq_len], dense rows [num_input_tokens, max_seq_len],
+    # the constant [2048, 2048], or None
+    attn_mask: torch.Tensor | None
+    block_tables: torch.Tensor  # [R, max_num_blocks] int32
+    slot_mapping: torch.Tensor  # [num_input_tokens] int32
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    query_start_loc_np: np.ndarray  # [R + 1] int32, host
+    query_lens: np.ndarray  # [R] int32, host
+    seq_lens: torch.Tensor  # [R] int32
+    seq_lens_np: np.ndarray  # [R] int32, host
+    num_computed_tokens: torch.Tensor  # [R] int32
+    num_reqs: int  # requests that were scheduled
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int  # tokens that were scheduled
+    num_input_tokens: int  # tokens after graph padding
+    sliding_window: int | None = None
+    causal: bool = True
+    kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step

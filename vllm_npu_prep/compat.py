@@ -1,0 +1,230 @@
+"""The only module that touches version-specific seams of vLLM; every patch names its reason."""
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.errors import PrepError
+
+SUPPORTED_VLLM = ("0.32.0",)
+PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
+V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def check_vllm_version() -> None:
+    """Refuse a vLLM whose seams were not tested.
+
+    Raises
+    ------
+    PrepError
+        If the installed vLLM is not among `SUPPORTED_VLLM`.
+    """
+    version = metadata.version("vllm").partition("+")[0]
+    if version not in SUPPORTED_VLLM:
+        raise PrepError(
+            f"vLLM {version} is installed, vllm_npu_prep supports {', '.join(SUPPORTED_VLLM)}: "
+            f"pip install vllm=={SUPPORTED_VLLM[-1]} as the README says"
+        )
+
+
+def activate_platform() -> str | None:
+    """Decide whether the plugin's platform is the one, and prepare for it.
+
+    Returns
+    -------
+    str or None
+        The platform class; None where another platform of vLLM works and nobody asked for this one.
+    """
+    from vllm_npu_prep.device import choose_device_type, requested_device
+
+    _report_errors_in_one_line()
+    _log_with_vllm()
+    try:
+        if requested_device() == "auto" and _other_platform_works():
+            return None
+        check_vllm_version()
+        choose_device_type()
+        _select_v1_runner()
+    except PrepError as error:
+        # vLLM would swallow it and then fail for want of a platform.
+        _exit_with(error)
+    return PLATFORM_CLASS
+
+
+def _other_platform_works() -> bool:
+    """Whether vLLM's own CUDA, ROCm, TPU, XPU or CPU platform can run on this machine."""
+    from vllm.platforms import builtin_platform_plugins
+
+    for detect in builtin_platform_plugins.values():
+        with contextlib.suppress(Exception):
+            if detect() is not None:
+                return True
+    return False
+
+
+def _select_v1_runner() -> None:
+    """Model Runner V2 is vLLM's default wherever Triton works; its scheduler output differs.
+
+    The choice has to stand before vLLM resolves its config, and in every process of the engine,
+    hence the environment variable.
+
+    Raises
+    ------
+    PrepError
+        If the user asked for V2.
+    """
+    asked = os.environ.get(V2_RUNNER_ENV_VAR, "").strip().lower()
+    if asked in ("1", "true"):
+        raise PrepError(
+            f"{V2_RUNNER_ENV_VAR}=1: this plugin prepares inputs for vLLM's V1 model runner only; "
+            f"unset {V2_RUNNER_ENV_VAR}"
+        )
+    os.environ[V2_RUNNER_ENV_VAR] = "0"
+
+
+def prepare_process() -> None:
+    """What every process of an engine needs, once the platform is known."""
+    from vllm.platforms import current_platform
+
+    if type(current_platform).__name__ == "NPUPlatform":
+        _silence_accelerator_calls()
+
+
+def _log_with_vllm() -> None:
+    """Send this package's log where vLLM's goes: vLLM configures the logger ``vllm`` only."""
+    ours, upstream = logging.getLogger("vllm_npu_prep"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = upstream.handlers
+        ours.setLevel(upstream.level)
+        ours.propagate = False
+
+
+def _silence_accelerator_calls() -> None:
+    """Let ``torch.accelerator`` calls of upstream do nothing where no accelerator exists.
+
+    Engine, worker and API process call these at shutdown and after profiling
+    (``cleanup_dist_env_and_memory``, ``GPUModelRunner.shutdown``), and they raise.
+    """
+    if torch.accelerator.is_available():
+        return
+
+    def synchronize(*args: object, **kwargs: object) -> None:
+        """No accelerator, nothing to wait for."""
+
+    def empty_cache(*args: object, **kwargs: object) -> None:
+        """No accelerator, nothing cached."""
+
+    def empty_host_cache(*args: object, **kwargs: object) -> None:
+        """No accelerator, nothing cached."""
+
+    # Distinct objects: Dynamo keys its handlers on them.
+    torch.accelerator.synchronize = synchronize
+    torch.accelerator.empty_cache = empty_cache
+    torch.accelerator.empty_host_cache = empty_host_cache
+
+
+class _OneLineErrors:
+    """Exception hook that prints a `PrepError` which nobody caught as one line."""
+
+    def __init__(self) -> None:
+        self.previous = sys.excepthook
+
+    def __call__(self, kind: type, error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, PrepError):
+            print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
+        else:
+            self.previous(kind, error, traceback)
+
+
+def _report_errors_in_one_line() -> None:
+    """Bad config is no crash, and ``vllm serve`` lets exceptions through to the interpreter."""
+    if not isinstance(sys.excepthook, _OneLineErrors):
+        sys.excepthook = _OneLineErrors()
+
+
+def _exit_with(error: PrepError) -> None:
+    print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
+    """Register replacements of Triton kernels with vLLM's dispatcher, once for each process.
+
+    The dispatcher then looks for copies of the kernels in every attribute of every module:
+    deprecated ones warn, and llvmlite's library object breaks the scan by answering to any name.
+    """
+    from vllm.triton_utils import dispatcher
+
+    new = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
+    if not new:
+        return
+    llvmlite_ffi = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dispatcher.register_kernels(new)
+    finally:
+        if llvmlite_ffi is not None:
+            sys.modules["llvmlite.binding.ffi"] = llvmlite_ffi
+
+
+class _InertEvent:
+    """Stands for a CUDA event where all work is complete when it returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, *args: object) -> None:
+        """Nothing to mark."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always complete."""
+        return True
+
+
+class _InertStream:
+    """Stands for a CUDA stream where all work is complete when it returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, *args: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@contextlib.contextmanager
+def inert_cuda_streams() -> Iterator[None]:
+    """Let upstream's runner make streams and events on a machine without CUDA.
+
+    Its constructor and its asynchronous outputs name ``torch.cuda`` directly. Scoped to those
+    calls, so that nothing else in the process sees the stand-ins.
+    """
+    names = {
+        (torch, "Event"): _InertEvent,
+        (torch.cuda, "Event"): _InertEvent,
+        (torch.cuda, "Stream"): _InertStream,
+        (torch.cuda, "current_stream"): _InertStream,
+        (torch.cuda, "stream"): lambda stream: contextlib.nullcontext(),
+    }
+    saved = {key: getattr(*key) for key in names}
+    try:
+        for (owner, name), stand_in in names.items():
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        for (owner, name), original in saved.items():
+            setattr(owner, name, original)

@@ -1,0 +1,178 @@
+"""The plugin's own options, and what start-up decides from them."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.mask import MaskForm, dense_mask_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+SECTION = "npu_prep"
+"""Key of the plugin's section in ``--additional-config``."""
+
+
+class PrepConfig(BaseModel):
+    """``--additional-config '{"npu_prep": {...}}'``, parsed once, every key validated.
+
+    Attributes
+    ----------
+    attention
+        Kernel family; ``auto`` takes the device's default.
+    mask
+        Form of the attention mask; ``auto`` takes the family's default, or the compressed form when
+        dense masks could outgrow the budget.
+    mask_budget_bytes
+        Most memory that dense masks may take, in bytes.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    attention: Literal["auto", "reference", "fia", "atb"] = "auto"
+    mask: Literal["auto", "dense", "compressed"] = "auto"
+    mask_budget_bytes: int = Field(default=256 << 20, ge=1 << 14, le=1 << 40)
+
+
+def parse_config(additional_config: object) -> PrepConfig:
+    """Parse the plugin's section.
+
+    Parameters
+    ----------
+    additional_config
+        Value of ``--additional-config``; other sections are left alone.
+
+    Raises
+    ------
+    PrepError
+        For an unknown or ill-typed key: names it, the allowed ones and the nearest match.
+    """
+    if not isinstance(additional_config, Mapping):
+        return PrepConfig()
+    _check_section_name(additional_config)
+    section = additional_config.get(SECTION, {})
+    allowed = list(PrepConfig.model_fields)
+    if not isinstance(section, Mapping):
+        raise PrepError(
+            f'--additional-config: "{SECTION}" must be an object with keys among '
+            f"{', '.join(allowed)}, not {section!r}"
+        )
+    try:
+        return PrepConfig(**section)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            raise PrepError(
+                f'--additional-config: "{SECTION}" has no key "{key}"{_nearest(key, allowed)}; '
+                f"allowed: {', '.join(allowed)}"
+            ) from None
+        raise PrepError(
+            f'--additional-config: "{SECTION}.{key}" = {detail["input"]!r}: {detail["msg"]}'
+        ) from None
+
+
+def _check_section_name(additional_config: Mapping[str, Any]) -> None:
+    """A misspelt section would silently do nothing."""
+    for name in additional_config:
+        if name != SECTION and difflib.get_close_matches(str(name), [SECTION], cutoff=0.8):
+            raise PrepError(f'--additional-config: unknown section "{name}": write "{SECTION}"')
+
+
+def _nearest(key: str, allowed: list[str]) -> str:
+    match = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+    return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What start-up decided from options, device and model; everything else reads this.
+
+    Attributes
+    ----------
+    attention
+        Kernel family.
+    mask_form
+        Form of masks.
+    mask_budget_bytes
+        As configured.
+    dense_bytes
+        Most memory that dense masks would take with this model and token budget.
+    note
+        Why the form is not the family's default; empty if it is.
+    """
+
+    attention: str
+    mask_form: MaskForm
+    mask_budget_bytes: int
+    dense_bytes: int
+    note: str = ""
+
+
+def decide(
+    config: PrepConfig,
+    device_type: str,
+    families: Mapping[str, KernelFamily],
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> Decisions:
+    """Choose kernel family and mask form.
+
+    Raises
+    ------
+    PrepError
+        For a family that the device doesn't have, a form that the family can't run, or an explicit
+        dense mask beyond the budget.
+    """
+    usable = [name for name, family in families.items() if family.device_type == device_type]
+    name = usable[0] if config.attention == "auto" else config.attention
+    if name not in usable:
+        raise PrepError(
+            f'"{SECTION}.attention" = "{name}" does not run on device type "{device_type}": '
+            f"use one of auto, {', '.join(usable)}"
+        )
+    family = families[name]
+    dense_bytes = dense_mask_bytes(max_num_batched_tokens, max_model_len, family.mask_itemsize)
+    fits = dense_bytes <= config.mask_budget_bytes
+    size = (
+        f"dense masks could take {dense_bytes:,} bytes ({max_num_batched_tokens} tokens x "
+        f"max_model_len {max_model_len}), more than mask_budget_bytes={config.mask_budget_bytes:,}"
+    )
+    note = ""
+    if config.mask != "auto":
+        form = MaskForm(config.mask)
+    elif family.mask_forms[0] == MaskForm.DENSE and not fits:
+        form = MaskForm.COMPRESSED
+        note = f"{size}: the compressed form is used"
+    else:
+        form = family.mask_forms[0]
+    if form not in family.mask_forms:
+        forms = ", ".join(each.value for each in family.mask_forms)
+        raise PrepError(f'"{SECTION}.mask" = "{form.value}": family "{name}" takes {forms}')
+    if form == MaskForm.DENSE and not fits:
+        raise PrepError(
+            f"{size}: raise mask_budget_bytes, lower --max-model-len or "
+            f'--max-num-batched-tokens, or use {{"{SECTION}": {{"mask": "compressed"}}}}'
+        )
+    return Decisions(name, form, config.mask_budget_bytes, dense_bytes, note)
+
+
+def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
+    """Decisions of an engine; of the engine that is being built, if None."""
+    if vllm_config is None:
+        from vllm.config import get_current_vllm_config
+
+        vllm_config = get_current_vllm_config()
+    return decide(
+        parse_config(vllm_config.additional_config),
+        vllm_config.device_config.device_type,
+        KERNEL_FAMILIES,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.model_config.max_model_len,
+    )

@@ -1,0 +1,20 @@
+"""Replacements for vLLM's Triton kernels, registered through vLLM's own dispatcher."""
+
+from vllm_npu_prep import compat
+
+
+def register_overrides() -> None:
+    """Replace the kernels that a runner reaches with ngram drafts or vLLM's own block tables."""
+    from vllm_npu_prep.ops import rejection, slot_mapping
+
+    sampler = "vllm.v1.sample.rejection_sampler"
+    overrides = {
+        "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": (
+            slot_mapping.compute_slot_mapping
+        ),
+        f"{sampler}.rejection_greedy_sample_kernel": rejection.rejection_greedy_sample,
+        f"{sampler}.rejection_random_sample_kernel": rejection.rejection_random_sample,
+        f"{sampler}.expand_kernel": rejection.expand,
+        f"{sampler}.sample_recovered_tokens_kernel": rejection.sample_recovered_tokens,
+    }
+    compat.override_triton_kernels(overrides)

@@ -1,0 +1,33 @@
+"""Slot mapping for vLLM's own block tables, which dummy runs and upstream's runner still use."""
+
+import torch
+
+
+def compute_slot_mapping(
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    positions: torch.Tensor,  # [num_tokens] int64
+    block_table: torch.Tensor,  # [max_num_reqs, max_num_blocks] int32
+    block_table_stride: int,
+    slot_mapping: torch.Tensor,  # [max_num_tokens] int64, written
+    kv_cache_block_size: int,
+    total_cp_world_size: int,
+    total_cp_rank: int,
+    cp_kv_cache_interleave_size: int,
+    pad_id: int,
+    block_size: int,
+) -> None:
+    """``ComputeSlotMappingKernel`` in torch, for one rank of context parallelism.
+
+    Arguments stand in the order of the Triton kernel; strides and tile sizes serve only there.
+    """
+    del max_num_tokens, block_table_stride, cp_kv_cache_interleave_size, block_size
+    assert total_cp_world_size == 1 and total_cp_rank == 0, "context parallelism is refused"
+    query_lens = query_start_loc.diff()
+    req_indices = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens.long())
+    positions = positions[: len(req_indices)]
+    blocks = block_table[req_indices, positions // kv_cache_block_size].long()
+    slots = blocks * kv_cache_block_size + positions % kv_cache_block_size
+    slot_mapping[: len(slots)] = slots
+    slot_mapping[num_tokens:] = pad_id

@@ -1,0 +1,241 @@
+"""NPUPlatform: what vLLM asks of a device, decided in one place."""
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
+from vllm_npu_prep.config import Decisions, decisions_of
+from vllm_npu_prep.device import choose_device_type
+from vllm_npu_prep.errors import PrepError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger(__name__)
+
+DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
+
+
+class NPUPlatform(Platform):
+    """Ascend NPUs, and the CPU fallback that runs the same code without one."""
+
+    _enum = PlatformEnum.OOT
+    device_type = choose_device_type()
+    device_name = device_type  # vLLM makes torch device strings of it
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    ray_device_key = "NPU"
+    device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    simple_compile_backend = "eager"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the default family, the one that ``--dtype auto`` falls back to first."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Nothing compiled to import; upstream would warn about a missing ``vllm._C``."""
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Replace the Triton kernels that this version reaches; no Triton runs here."""
+        from vllm_npu_prep.ops import register_overrides
+
+        register_overrides()
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        """Name for logs and metrics."""
+        return "cpu"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """Memory in bytes, asked without initialising a device: the parent process calls this."""
+        return psutil.virtual_memory().total
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> None:
+        """A notion of CUDA devices."""
+        return None
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """There is one."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        """`torch.manual_seed`, which vLLM calls too, seeds the CPU."""
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        """Context of inference."""
+        return torch.inference_mode()
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        """Page-locked memory needs a device that reads it."""
+        return False
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """Dtypes are checked against the kernel family at start-up."""
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        """Memory of this process in bytes."""
+        return psutil.Process().memory_info().rss
+
+    @classmethod
+    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        """The one backend; kernel families are chosen behind it."""
+        return "vllm_npu_prep.attention.backend.AscendAttentionBackend"
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """Block tables, slots and metadata are made for each KV-cache group."""
+        return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Fine: layers find their cache by name, not by index."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Check everything that can be checked before a process starts, and switch off the rest.
+
+        Raises
+        ------
+        PrepError
+            For what this plugin can't do: says what was given, what is allowed and what to do.
+        """
+        if vllm_config.model_config is None:  # tests of vLLM's own
+            return
+        decisions = decisions_of(vllm_config)
+        _refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention])
+        switched_off = _switch_off(vllm_config)
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
+        _log_start_up(vllm_config, decisions, switched_off)
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None:
+    """Raise for the first thing that the kernel family or this version can't do."""
+    model = vllm_config.model_config
+    dtypes = [DTYPE_NAMES[str(dtype)] for dtype in family.dtypes]
+    if model.dtype not in family.dtypes:
+        raise PrepError(
+            f"--dtype {model.dtype}: kernel family {family.name} takes {', '.join(dtypes)}"
+        )
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in ("auto", *dtypes):
+        raise PrepError(
+            f"--kv-cache-dtype {cache.cache_dtype}: only auto is supported (the model's dtype)"
+        )
+    if cache.user_specified_block_size and cache.block_size % family.block_size_multiple:
+        raise PrepError(
+            f"--block-size {cache.block_size}: kernel family {family.name} takes multiples of "
+            f"{family.block_size_multiple}"
+        )
+    for feature, reason in _unsupported_features(vllm_config, model):
+        raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
+    head_size = model.get_head_size()
+    if head_size > family.max_head_size or head_size % family.head_size_multiple:
+        raise PrepError(
+            f"head size {head_size} of {model.model}: kernel family {family.name} takes multiples "
+            f"of {family.head_size_multiple} up to {family.max_head_size}"
+        )
+
+
+def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
+    """Features that the engine was asked for and that this version refuses, with reasons."""
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    text_config = model.hf_text_config
+    checks = [
+        (model.runner_type == "pooling", "a pooling model", "only generation is prepared"),
+        (
+            model.is_multimodal_model,
+            f"multimodal input ({model.model})",
+            "only token ids are prepared; use a text-only model",
+        ),
+        (model.is_encoder_decoder, "an encoder-decoder model", "only decoder attention runs"),
+        (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
+        (
+            getattr(text_config, "num_experts", None)
+            or getattr(text_config, "n_routed_experts", 0),
+            "a mixture-of-experts model",
+            "no expert kernels on this device",
+        ),
+        (
+            model.is_hybrid or model.is_attention_free,
+            "a state-space or linear-attention model",
+            "the KV cache holds K and V planes only",
+        ),
+        (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
+        (model.enable_prompt_embeds, "--enable-prompt-embeds", "only token ids are prepared"),
+        (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
+        (vllm_config.lora_config is not None, "LoRA", "not prepared yet"),
+        (
+            parallel.world_size_across_dp > 1,
+            f"more than one rank ({parallel.world_size_across_dp})",
+            "set tensor, pipeline and data parallel sizes to 1",
+        ),
+        (parallel.use_ubatching, "dual-batch overlap", "one batch is prepared for each step"),
+        (
+            speculative is not None and speculative.method != "ngram",
+            f"speculative method {speculative.method if speculative else ''}",
+            "only ngram drafts are prepared",
+        ),
+        (vllm_config.kv_transfer_config is not None, "a KV connector", "K and V are planes"),
+        (
+            vllm_config.attention_config.backend is not None
+            and vllm_config.attention_config.backend.name != "CUSTOM",
+            "--attention-backend",
+            "this platform has one backend; leave the flag out",
+        ),
+    ]
+    return [(feature, reason) for applies, feature, reason in checks if applies]
+
+
+def _switch_off(vllm_config: "VllmConfig") -> list[str]:
+    """Turn off what can't be honoured but isn't needed either; say what and why, a line each."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    off = []
+    compilation = vllm_config.compilation_config
+    asked_for_graphs = not vllm_config.model_config.enforce_eager
+    if asked_for_graphs:
+        off.append("graph mode and torch.compile: every step runs eagerly in this version")
+    compilation.mode = CompilationMode.NONE
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    compilation.cudagraph_capture_sizes = []
+    compilation.max_cudagraph_capture_size = 0
+    scheduler = vllm_config.scheduler_config
+    if vllm_config.speculative_config is not None and scheduler.async_scheduling:
+        scheduler.async_scheduling = False
+        off.append("async scheduling: speculation needs exact lengths on the host")
+    return off
+
+
+def _log_start_up(vllm_config: "VllmConfig", decisions: Decisions, switched_off: list[str]) -> None:
+    """One short block: device, kernel family, mask form, graph mode and sizes, what is off."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
+    block_size = cache.block_size if cache.user_specified_block_size else "default (128)"
+    lines = [
+        f"device        {'CPU fallback' if NPUPlatform.device_type == 'cpu' else 'Ascend NPU'}",
+        f"attention     {decisions.attention} kernels, {model.dtype}, block size {block_size}",
+        f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
+        f"{decisions.mask_budget_bytes:,} bytes)",
+        "graph mode    NONE",
+        f"sizes         {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} "
+        f"tokens a step, max_model_len {model.max_model_len}",
+        f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
+    ]
+    lines += [f"note          {decisions.note}"] if decisions.note else []
+    lines += [f"off           {line}" for line in switched_off]
+    logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
