@@ -15,7 +15,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
-from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagingRing
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
@@ -224,7 +224,11 @@ class NPUModelRunner(GPUModelRunner):
         metadata, self._attn_metadata = self._attn_metadata, None
         if metadata is None:
             return super()._build_attention_metadata(*args, **kwargs)
-        return metadata, None
+        common = None
+        if self.speculative_config is not None:
+            group = self.kv_cache_config.kv_cache_groups[0]
+            common = common_metadata(metadata[group.layer_names[0]], self.positions)
+        return metadata, common
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's own buffers, which hold the largest sizes."""

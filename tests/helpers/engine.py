@@ -12,14 +12,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
 
 
-def make_qwen3(folder: Path, *, seed: int = 0, spread: float = 0.25, **config: Any) -> Path:
-    """Save a tiny random Qwen3 with untied weights.
+def make_model(
+    folder: Path,
+    family: str = "Qwen3",
+    *,
+    seed: int = 0,
+    spread: float = 0.25,
+    embedding_scale: float = 1.0,
+    **config: Any,
+) -> Path:
+    """Save a tiny random model of a family of transformers, with untied weights.
 
     `spread` is the deviation of its weights: large enough that greedy tokens vary, which a model
-    that repeats one token would hide.
+    that repeats one token would hide. `embedding_scale` shrinks embeddings that are tied or scaled
+    up by the model, and would drown its layers.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
     settings = {
@@ -36,8 +45,13 @@ def make_qwen3(folder: Path, *, seed: int = 0, spread: float = 0.25, **config: A
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 0,
+        "dtype": "float32",
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **config}, dtype="float32"))
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model = model_class(config_class(**{**settings, **config}))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(embedding_scale)
     model.save_pretrained(folder)
     return folder
 

@@ -16,7 +16,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tests.helpers.engine import engine, make_qwen3, runner_of
+from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import bookkeep, prepare
 from vllm_npu_prep.compat import inert_cuda_streams
 
@@ -26,7 +26,9 @@ NUM_DRAFTS = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("qwen3"), vocab_size=VOCAB, num_hidden_layers=1)
+    return make_model(
+        tmp_path_factory.mktemp("qwen3"), "Qwen3", vocab_size=VOCAB, num_hidden_layers=1
+    )
 
 
 def upstream_twin(runner) -> GPUModelRunner:

@@ -4,13 +4,15 @@ so that upstream's `_update_states` builds the tables."""
 import pytest
 
 from tests.helpers import worked_examples
-from tests.helpers.engine import engine, make_qwen3, runner_of
+from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("qwen3"), vocab_size=8192, num_hidden_layers=1)
+    return make_model(
+        tmp_path_factory.mktemp("qwen3"), "Qwen3", vocab_size=8192, num_hidden_layers=1
+    )
 
 
 def settings(scenario):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -39,3 +39,24 @@ class AscendMetadata(AttentionMetadata):
     sliding_window: int | None = None
     causal: bool = True
     kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step
+
+
+def common_metadata(
+    metadata: AscendMetadata,
+    positions: torch.Tensor,  # [num_input_tokens] int64
+) -> CommonAttentionMetadata:
+    """The same step as vLLM's common metadata, which drafters read; real requests only."""
+    num_reqs, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
+    return CommonAttentionMetadata(
+        query_start_loc=metadata.query_start_loc[: num_reqs + 1],
+        query_start_loc_cpu=torch.from_numpy(metadata.query_start_loc_np[: num_reqs + 1]),
+        seq_lens=metadata.seq_lens[:num_reqs],
+        num_reqs=num_reqs,
+        num_actual_tokens=num_tokens,
+        max_query_len=metadata.max_query_len,
+        max_seq_len=metadata.max_seq_len,
+        block_table_tensor=metadata.block_tables[:num_reqs],
+        slot_mapping=metadata.slot_mapping[:num_tokens],
+        seq_lens_cpu_upper_bound=torch.from_numpy(metadata.seq_lens_np[:num_reqs]),
+        positions=positions[:num_tokens],
+    )

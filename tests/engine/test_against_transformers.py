@@ -1,0 +1,258 @@
+"""End to end through vLLM's engine: greedy tokens are those of Hugging Face transformers."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from vllm_npu_prep.attention.mask_cache import MaskCache
+
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), "Qwen3")
+
+
+def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, VOCAB, length).tolist() for length in lengths]
+
+
+def reference(folder, prompts, max_tokens, dtype=torch.float32):
+    """Greedy tokens of transformers, a prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    hf.eval()
+    out = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            generated = hf.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+                suppress_tokens=None,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            out.append(generated[0, len(prompt) :].tolist())
+    return out
+
+
+def count_states(llm) -> Counter:
+    """Count the attention states of all later steps."""
+    runner, states = runner_of(llm), Counter()
+    prepare_inputs = runner._prepare_inputs
+
+    def counted(*args):
+        result = prepare_inputs(*args)
+        states[runner.last_step.attn_state.name] += 1
+        return result
+
+    runner._prepare_inputs = counted
+    return states
+
+
+def check_varied(tokens: list[list[int]]) -> None:
+    """A model that repeats itself would be a weak oracle."""
+    assert len({token for row in tokens for token in row}) > 3 * len(tokens)
+
+
+@pytest.mark.parametrize("mask", ["dense", "compressed"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("block_size", [7, 128])
+def test_short_and_long_prompts_with_a_budget_below_a_prompt(
+    model, seed, mask, asynchronous, block_size
+):
+    prompts = prompts_of(seed, [3, 1, 150, 40, 90, 17, 2, 64, 65, 33])
+    with engine(
+        model,
+        block_size=block_size,
+        async_scheduling=asynchronous,
+        additional_config={"npu_prep": {"mask": mask}},
+        max_num_batched_tokens=48,
+    ) as llm:
+        states = count_states(llm)
+        got = generate(llm, prompts, greedy(24))
+    expected = reference(model, prompts, 24)
+    assert got == expected
+    check_varied(expected)
+    print(dict(states))
+    assert {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"} <= set(states)
+
+
+def test_one_engine_passes_through_every_state(model, seed):
+    """Chunked prefill off, prefix caching on, ngram drafts: all five states in one run."""
+    shared = prompts_of(seed, [48])[0]
+    tails = prompts_of(seed + 1, [5, 9, 12])
+    loops = [p * 6 for p in prompts_of(seed + 2, [4, 3])]  # repeats, for ngram to find
+    prompts = [shared + tails[0], *(shared + tail for tail in tails), *loops]
+    with engine(
+        model,
+        block_size=16,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=256,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        },
+        max_num_seqs=2,
+    ) as llm:
+        states = count_states(llm)
+        got = generate(llm, prompts[:1], greedy(8))
+        got += generate(llm, prompts[1:4], greedy(40))
+        got += generate(llm, prompts[4:], greedy(40))
+        got += generate(llm, prompts, greedy(16))
+    expected = reference(model, prompts[:1], 8)
+    expected += reference(model, prompts[1:], 40)
+    expected += reference(model, prompts, 16)
+    assert got == expected
+    print(dict(states))
+    assert set(states) == {
+        "PrefillNoCache",
+        "PrefillCacheHit",
+        "ChunkedPrefill",
+        "DecodeOnly",
+        "SpecDecoding",
+    }
+
+
+def test_ngram_drafts_are_accepted_and_rejected_without_changing_tokens(tmp_path_factory, seed):
+    """A model that falls into loops, so that drafts are right often and wrong sometimes."""
+    model = make_model(tmp_path_factory.mktemp("loops"), spread=0.1)
+    prompts = prompts_of(seed, [20, 9, 30])
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with engine(model, speculative_config=ngram) as llm:
+        runner, sampled = runner_of(llm), Counter()
+        bookkeeping = runner._bookkeeping_sync
+
+        def counted(output, *args):
+            result = bookkeeping(output, *args)
+            for req_id, tokens in zip(runner.input_batch.req_ids, result[3]):
+                drafts = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
+                if drafts:
+                    sampled["all" if len(tokens) > drafts else min(len(tokens), 2)] += 1
+            return result
+
+        runner._bookkeeping_sync = counted
+        got = generate(llm, prompts, greedy(60))
+    print("accepted: all", sampled["all"], "some", sampled[2], "none", sampled[1])
+    assert got == reference(model, prompts, 60)
+    assert sampled["all"] > 0
+    assert sampled[1] + sampled[2] > 0
+
+
+def test_preempted_requests_come_back_with_the_same_tokens(model, seed):
+    prompts = prompts_of(seed, [30, 28, 25, 31, 22, 29])
+    with engine(model, block_size=4, num_gpu_blocks_override=40, max_model_len=96) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        count = Counter()
+        preempt = scheduler._preempt_request
+
+        def counted(*args, **kwargs):
+            count["preempted"] += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+        got = generate(llm, prompts, greedy(40))
+    assert count["preempted"] > 0
+    assert got == reference(model, prompts, 40)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Mistral", {"sliding_window": 13}),
+        (
+            "Gemma2",
+            {
+                "sliding_window": 13,
+                "attn_logit_softcapping": 5.0,
+                "final_logit_softcapping": 8.0,
+                "query_pre_attn_scalar": 16,
+                "tie_word_embeddings": True,
+                "embedding_scale": 0.02,
+            },
+        ),
+        ("Llama", {}),
+    ],
+)
+@pytest.mark.parametrize("mask", ["dense", "compressed"])
+def test_windows_and_soft_caps(tmp_path_factory, seed, family, settings, mask):
+    folder = make_model(tmp_path_factory.mktemp(family), family, **settings)
+    prompts = prompts_of(seed, [5, 70, 30, 12, 14])
+    with engine(
+        folder,
+        max_num_batched_tokens=32,
+        block_size=16,
+        additional_config={"npu_prep": {"mask": mask}},
+    ) as llm:
+        got = generate(llm, prompts, greedy(24))
+    expected = reference(folder, prompts, 24)
+    assert got == expected
+    check_varied(expected)
+
+
+BF16_TOLERANCE = 0.15
+"""Largest difference of a log-probability from transformers' in bfloat16, in nats: the two run the
+same sums in another order, with eight bits of mantissa."""
+
+
+def test_bf16_log_probabilities_stay_within_tolerance(model, seed):
+    from transformers import AutoModelForCausalLM
+
+    prompts = prompts_of(seed, [5, 60, 33, 90])
+    with engine(model, dtype="bfloat16", max_num_batched_tokens=48) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": p} for p in prompts],
+            greedy(1, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+    got = torch.tensor(
+        [
+            output.prompt_logprobs[position][prompt[position]].logprob
+            for prompt, output in zip(prompts, outputs)
+            for position in range(1, len(prompt))
+        ]
+    )
+
+    def log_probabilities(dtype):
+        hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        rows = []
+        for prompt in prompts:
+            with torch.no_grad():
+                logits = hf(torch.tensor([prompt])).logits[0, :-1].float()
+            rows.append(logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+        return torch.cat(rows)
+
+    theirs, exact = log_probabilities(torch.bfloat16), log_probabilities(torch.float32)
+    print("from transformers", (got - theirs).abs().max(), "from fp32", (got - exact).abs().max())
+    assert (got - theirs).abs().max() < BF16_TOLERANCE
+    # No further from the truth than transformers is.
+    assert (got - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("mask", ["dense", "compressed"])
+def test_a_wrong_mask_gives_wrong_tokens(model, seed, mask, monkeypatch):
+    """The mask in the metadata is the mask that attention applies."""
+    build = MaskCache.build
+
+    def planted(self, plan, positions):
+        mask = build(self, plan, positions)
+        return None if mask is None else torch.zeros_like(mask)
+
+    monkeypatch.setattr(MaskCache, "build", planted)
+    prompts = prompts_of(seed, [20, 33])
+    with engine(model, additional_config={"npu_prep": {"mask": mask}}) as llm:
+        got = generate(llm, prompts, greedy(8))
+    assert got != reference(model, prompts, 8)
