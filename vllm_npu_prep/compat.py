@@ -1,7 +1,8 @@
 """The only module that touches version-specific seams of vLLM; every patch names its reason."""
 
+import asyncio
 import contextlib
-import logging
+import functools
 import os
 import sys
 import warnings
@@ -46,7 +47,6 @@ def activate_platform() -> str | None:
     from vllm_npu_prep.device import choose_device_type, requested_device
 
     _report_errors_in_one_line()
-    _log_with_vllm()
     try:
         if requested_device() == "auto" and _other_platform_works():
             return None
@@ -96,15 +96,7 @@ def prepare_process() -> None:
 
     if type(current_platform).__name__ == "NPUPlatform":
         _silence_accelerator_calls()
-
-
-def _log_with_vllm() -> None:
-    """Send this package's log where vLLM's goes: vLLM configures the logger ``vllm`` only."""
-    ours, upstream = logging.getLogger("vllm_npu_prep"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = upstream.handlers
-        ours.setLevel(upstream.level)
-        ours.propagate = False
+        _let_output_handler_stop_quietly()
 
 
 def _silence_accelerator_calls() -> None:
@@ -129,6 +121,33 @@ def _silence_accelerator_calls() -> None:
     torch.accelerator.synchronize = synchronize
     torch.accelerator.empty_cache = empty_cache
     torch.accelerator.empty_host_cache = empty_host_cache
+
+
+def _let_output_handler_stop_quietly() -> None:
+    """A server that was told to stop is no crash.
+
+    The task that reads the engine's outputs ends when the engine does; with an unlucky order of
+    events upstream logs that as ``EngineDeadError`` with a traceback, although shutdown was asked
+    for.
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    upstream = AsyncMPClient.get_output_async
+    if getattr(upstream, "stops_quietly", False):
+        return
+
+    @functools.wraps(upstream)
+    async def get_output_async(self: AsyncMPClient) -> Any:
+        try:
+            return await upstream(self)
+        except EngineDeadError:
+            if not self._finalizer.alive:  # detached by `shutdown`
+                raise asyncio.CancelledError from None
+            raise
+
+    get_output_async.stops_quietly = True  # type: ignore[attr-defined]
+    AsyncMPClient.get_output_async = get_output_async
 
 
 class _OneLineErrors:

@@ -26,7 +26,7 @@ from vllm_npu_prep.prep.padding import Padding
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
 class NPUModelRunner(GPUModelRunner):
@@ -262,7 +262,7 @@ class NPUModelRunner(GPUModelRunner):
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         """K and V as planes; upstream interleaves them, which Ascend kernels don't take."""
-        caches = allocate_planes(kv_cache_config, self.device)
+        caches = allocate_planes(kv_cache_config, self.prep_device)
         for layer_name, target in self.shared_kv_cache_layers.items():
             caches[layer_name] = caches[target]
         bind_kv_cache(

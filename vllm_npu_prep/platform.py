@@ -1,5 +1,6 @@
 """NPUPlatform: what vLLM asks of a device, decided in one place."""
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -15,7 +16,10 @@ from vllm_npu_prep.errors import PrepError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+SHUTDOWN_SECONDS = 10
+"""Time that running requests get to finish when the server is told to stop, unless given."""
 
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
@@ -118,9 +122,13 @@ class NPUPlatform(Platform):
         decisions = decisions_of(vllm_config)
         _refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention])
         switched_off = _switch_off(vllm_config)
+        if vllm_config.shutdown_timeout == 0:
+            # Zero kills the engine process at once, which vLLM then reports as a dead engine.
+            vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
-        _log_start_up(vllm_config, decisions, switched_off)
+        if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
+            _log_start_up(vllm_config, decisions, switched_off)
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None:

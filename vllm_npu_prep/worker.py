@@ -17,7 +17,7 @@ from vllm_npu_prep.device import make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.model_runner import NPUModelRunner
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 CPU_KV_CACHE_BYTES = 2 << 30
 """KV cache of the CPU fallback unless ``--kv-cache-memory-bytes`` says otherwise. A share of the

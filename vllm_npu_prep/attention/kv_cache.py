@@ -16,10 +16,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 
 
-def allocate_planes(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
+def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:
     """Allocate what `config` plans and view each layer's region as planes.
 
     Parameters
@@ -42,7 +43,7 @@ def allocate_planes(config: KVCacheConfig, device: torch.device) -> dict[str, to
     """
     if not config.kv_cache_tensors:
         return {}
-    buffer = torch.zeros(config.kv_cache_tensors[0].size, dtype=torch.int8, device=device)
+    buffer = device.zeros(config.kv_cache_tensors[0].size)
     caches: dict[str, torch.Tensor] = {}
     plane_bytes: dict[tuple[int, int], int] = {}  # region of the buffer -> bytes of one plane
     for tensor in config.kv_cache_tensors:

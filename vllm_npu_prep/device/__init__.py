@@ -31,6 +31,9 @@ class Device(Protocol):
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy pinned host bytes to the device, in stream order, without waiting."""
 
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """A large zeroed buffer on the device, int8 ``[nbytes]``."""
+
     def synchronize(self) -> None:
         """Wait for all work of the device."""
 

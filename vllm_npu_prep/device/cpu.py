@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import psutil
 import torch
 
@@ -27,6 +28,13 @@ class CPUDevice:
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy at once."""
         target.copy_(source)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Pages of zeros that the kernel hands out when they are touched.
+
+        `torch.zeros` writes them all: seconds at start-up for a KV cache of gigabytes.
+        """
+        return torch.from_numpy(np.zeros(nbytes, np.int8))
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

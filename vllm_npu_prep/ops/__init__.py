@@ -1,5 +1,8 @@
 """Replacements for vLLM's Triton kernels, registered through vLLM's own dispatcher."""
 
+from collections.abc import Callable
+from typing import Any
+
 from vllm_npu_prep import compat
 
 
@@ -8,7 +11,7 @@ def register_overrides() -> None:
     from vllm_npu_prep.ops import rejection, slot_mapping
 
     sampler = "vllm.v1.sample.rejection_sampler"
-    overrides = {
+    overrides: dict[str, Callable[..., Any]] = {
         "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": (
             slot_mapping.compute_slot_mapping
         ),

@@ -1,0 +1,46 @@
+# make help lists what there is.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+MODEL ?=
+PORT ?= 8000
+ARGS ?=
+ONCE ?=
+PY := $(VENV)/bin/python
+
+# The serving path and the tests run on the CPU fallback here; say NPU_PREP_DEVICE=npu for an NPU.
+export NPU_PREP_DEVICE ?= cpu
+
+.PHONY: help install serve test test-fast test-all lint format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: ## make .venv with vLLM and the plugin; quick when nothing changed
+	@scripts/install.sh --venv $(VENV)
+
+serve: install ## vllm serve with the plugin, one chat request; MODEL=path, ONCE=1, PORT=, ARGS="..."
+	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) -- $(ARGS)
+
+test: install lint ## everything that must hold at every change
+	$(PY) -m pytest -q
+
+test-fast: install lint ## what fails first: no engine, fewer examples
+	NPU_PREP_TEST_EXAMPLES=200 $(PY) -m pytest -q --ignore tests/runner --ignore tests/engine --ignore tests/server
+
+test-all: install lint ## the long runs too
+	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PY) -m pytest -q
+
+lint: install ## ruff and mypy
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/mypy
+
+format: install ## let ruff format and sort
+	$(VENV)/bin/ruff format --quiet .
+	$(VENV)/bin/ruff check --quiet --fix .
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .cache build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+"""Start a real ``vllm serve`` with the plugin, ask it one thing over HTTP, print the answer.
+
+    python examples/serve.py [--model PATH] [--port 8000] [--once] [-- flags of vllm serve]
+
+Without a model, the demo model is made first. The server stays until Ctrl-C or SIGTERM.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DEMO_MODEL = ROOT / ".cache" / "tiny-qwen3"
+DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
+QUESTION = "What is a slot mapping?"
+START_SECONDS = 600
+
+
+def main() -> int:
+    """Returns the exit code: 0 if the server answered and stopped cleanly."""
+    args, flags = arguments()
+    started = time.perf_counter()
+    model, defaults = args.model, []
+    if model is None:
+        sys.path.insert(0, str(ROOT / "examples"))
+        import tiny_model
+
+        model, defaults = tiny_model.make(DEMO_MODEL), DEMO_FLAGS
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [str(vllm), "serve", str(model), "--port", str(args.port), *defaults, *flags]
+    print("$", " ".join(command), flush=True)
+    server_started = time.perf_counter()
+    # A group of its own: Ctrl-C reaches this process alone, which then stops the server once.
+    server = subprocess.Popen(command, process_group=0)
+    stop = Stopper(server)
+    try:
+        if not wait_until_ready(server, args.port, stop):
+            return stop.finish()
+        ready = time.perf_counter()
+        answer = chat(args.port)
+        print(f"\nuser:      {QUESTION}\nassistant: {answer}\n")
+        print(
+            f"ready {ready - server_started:.1f} s after the command, first answer "
+            f"{time.perf_counter() - server_started:.1f} s "
+            f"(with the model, {time.perf_counter() - started:.1f} s)",
+            flush=True,
+        )
+        if args.once:
+            stop.request()
+        else:
+            print(f"serving on http://localhost:{args.port}, Ctrl-C stops", flush=True)
+        return stop.finish()
+    finally:
+        stop.force()
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """This script's options, and the server's behind ``--``."""
+    argv = sys.argv[1:]
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of a model; default: the demo model")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--once", action="store_true", help="stop after the answer")
+    return parser.parse_args(argv[:cut]), argv[cut + 1 :]
+
+
+class Stopper:
+    """Stops the server once, on Ctrl-C, on SIGTERM or when asked to."""
+
+    def __init__(self, server: subprocess.Popen) -> None:
+        self.server = server
+        self.requested = False
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *_: self.request())
+
+    def request(self) -> None:
+        """Ask the server to stop; once."""
+        if not self.requested and self.server.poll() is None:
+            self.server.send_signal(signal.SIGTERM)
+        self.requested = True
+
+    def finish(self) -> int:
+        """Wait for the server's end; a server that ends unasked is a failure."""
+        code = self.server.wait()
+        if code or self.requested:
+            return code
+        print("the server ended by itself", file=sys.stderr)
+        return 1
+
+    def force(self) -> None:
+        """Leave no process behind, whatever happened."""
+        if self.server.poll() is None:
+            os.killpg(self.server.pid, signal.SIGKILL)
+            self.server.wait()
+
+
+def wait_until_ready(server: subprocess.Popen, port: int, stop: Stopper) -> bool:
+    """Poll the health check; False if the server ended or was told to stop."""
+    deadline = time.monotonic() + START_SECONDS
+    while server.poll() is None and not stop.requested and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    return False
+
+
+def chat(port: int) -> str:
+    """One chat completion."""
+    body = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 64,
+    }
+    request = urllib.request.Request(
+        f"http://localhost:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The real `vllm serve` with the plugin: requests of every kind, and a clean stop."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import tiny_model
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = tiny_model.exchanges()
+
+
+@pytest.fixture(scope="session")
+def demo_model():
+    return tiny_model.make(ROOT / ".cache" / "tiny-qwen3")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """One `vllm serve` process and its log."""
+
+    def __init__(self, model: Path, log: Path):
+        self.port, self.log_path = free_port(), log
+        vllm = Path(sys.executable).with_name("vllm")
+        flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
+        command = [str(vllm), "serve", str(model), "--port", str(self.port), *flags]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, process_group=0
+            )
+        deadline = time.monotonic() + 180
+        while True:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the server did not start:\n{self.log()[-5000:]}")
+            try:
+                if self.request("GET", "/health")[0] == 200:
+                    break
+            except OSError:
+                time.sleep(0.2)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+
+    def request(self, method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
+        connection = self.connect()
+        try:
+            payload = json.dumps(body) if body is not None else None
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def chat(self, question: str, **params) -> str:
+        messages = [{"role": "user", "content": question}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 64, **params}
+        status, answer = self.request("POST", "/v1/chat/completions", body)
+        assert status == 200, answer
+        return json.loads(answer)["choices"][0]["message"]["content"]
+
+    def stop(self, signum: int) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(demo_model, tmp_path_factory):
+    server = Server(demo_model, tmp_path_factory.mktemp("server") / "log")
+    yield server
+    server.kill()
+
+
+def test_the_plugin_is_what_serves(server):
+    log = server.log()
+    assert "Platform plugin npu_prep is activated" in log or "vllm_npu_prep:" in log
+    assert "device        CPU fallback" in log
+    assert server.request("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("index", [0, 5, 12, -1])
+def test_chat_answers_what_the_model_learned(server, index):
+    question, answer = QUESTIONS[index]
+    assert server.chat(question) == answer
+
+
+def test_completion(server):
+    body = {"prompt": "<|im_start|>user\nCount to ten.<|im_end|>\n<|im_start|>assistant\none, two,"}
+    status, answer = server.request(
+        "POST", "/v1/completions", {**body, "temperature": 0, "max_tokens": 40}
+    )
+    assert status == 200
+    text = json.loads(answer)["choices"][0]["text"]
+    assert text.strip().startswith("three, four, five")
+
+
+def test_streaming_yields_the_same_text_in_pieces(server):
+    question, answer = QUESTIONS[3]
+    connection = server.connect()
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 64,
+        "stream": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    pieces = []
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            delta = json.loads(line[6:])["choices"][0]["delta"]
+            pieces.append(delta.get("content") or "")
+    connection.close()
+    assert "".join(pieces) == answer
+    assert sum(map(bool, pieces)) > 5
+
+
+def test_thirty_two_concurrent_requests_do_not_mix(server):
+    """Twice as many as the engine runs at once, so that some wait."""
+    asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda pair: server.chat(pair[0]), asked))
+    assert answers == [answer for _, answer in asked]
+
+
+def test_clients_that_hang_up_leave_the_server_well(server):
+    body = {"prompt": "one, two,", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    for _ in range(4):
+        connection = server.connect()
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.getresponse().read(20)
+        connection.close()
+    question, answer = QUESTIONS[7]
+    assert server.chat(question) == answer
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        metrics = server.request("GET", "/metrics")[1].decode()
+        running = [
+            line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")
+        ]
+        if running and all(line.endswith(" 0.0") for line in running):
+            break
+        time.sleep(0.2)
+    assert running, "no metric of running requests"
+    assert all(line.endswith(" 0.0") for line in running), running
+
+
+def check_clean_stop(server: Server, signum: int) -> None:
+    assert server.stop(signum) == 0, server.log()[-3000:]
+    log = server.log()
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+    assert "leaked" not in log
+    _, alive = psutil.wait_procs(server.children, timeout=10)
+    assert not alive, f"left behind: {alive}"
+
+
+def test_sigterm_stops_cleanly(server):
+    check_clean_stop(server, signal.SIGTERM)
+
+
+def test_ctrl_c_during_a_request_stops_cleanly(demo_model, tmp_path):
+    server = Server(demo_model, tmp_path / "log")
+    try:
+        connection = server.connect()
+        body = {"prompt": "one, two,", "max_tokens": 450, "ignore_eos": True, "stream": True}
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.getresponse().read(20)
+        check_clean_stop(server, signal.SIGINT)
+        connection.close()
+    finally:
+        server.kill()
+
+
+def test_the_serve_example_prints_the_answer_and_exits(demo_model):
+    command = [sys.executable, "examples/serve.py", "--once", "--port", str(free_port())]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    answer = dict(QUESTIONS)["What is a slot mapping?"]
+    assert f"assistant: {answer}" in run.stdout

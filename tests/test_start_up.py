@@ -1,0 +1,186 @@
+"""What start-up refuses, switches off and says; which platform is active."""
+
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine import make_model
+from vllm_npu_prep import compat, device
+from vllm_npu_prep.device.probe import NPUProbe
+from vllm_npu_prep.errors import PrepError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def configure(model):
+    """Resolve an engine's config as `vllm serve` does before any process starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def resolve(folder=model, **settings):
+        defaults = {"max_model_len": 128, "skip_tokenizer_init": True, "dtype": "float32"}
+        return EngineArgs(model=str(folder), **{**defaults, **settings}).create_engine_config()
+
+    return resolve
+
+
+REFUSED = {
+    "unknown key": ({"additional_config": {"npu_prep": {"maks": 1}}}, ['"maks"', '"mask"']),
+    "family of another device": (
+        {"additional_config": {"npu_prep": {"attention": "fia"}}},
+        ['"fia"', "reference"],
+    ),
+    "dense mask beyond the budget": (
+        {"additional_config": {"npu_prep": {"mask": "dense", "mask_budget_bytes": 1 << 14}}},
+        ["mask_budget_bytes", "compressed"],
+    ),
+    "cache dtype": ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype fp8", "auto"]),
+    "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
+    "LoRA": ({"enable_lora": True}, ["LoRA"]),
+    "prompt embeddings": ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds"]),
+    "drafter": (
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
+        ["speculative method suffix", "ngram"],
+    ),
+    "KV connector": (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+            }
+        },
+        ["KV connector"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
+    settings, parts = REFUSED[case]
+    if case == "drafter":  # the package that vLLM wants for it is beside the point
+        monkeypatch.setitem(sys.modules, "arctic_inference", sys)
+        monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
+    with pytest.raises(PrepError) as error:
+        configure(**settings)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32}, "mixture-of-experts"),
+        ("Qwen3", {"head_dim": 1024}, "head size 1024"),
+    ],
+)
+def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config, message):
+    folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
+    with pytest.raises(PrepError, match=message):
+        configure(folder)
+
+
+def test_pooling_is_refused(configure):
+    with pytest.raises(PrepError, match="pooling"):
+        configure(runner="pooling")
+
+
+def test_another_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1+empty")
+    with pytest.raises(PrepError, match=r"vLLM 0\.99\.1 is installed.*supports 0\.32\.0"):
+        compat.check_vllm_version()
+
+
+def test_defaults_that_start_up_decides(configure):
+    config = configure()
+    assert config.parallel_config.worker_cls == "vllm_npu_prep.worker.NPUWorker"
+    assert config.compilation_config.cudagraph_mode.name == "NONE"
+    assert not config.use_v2_model_runner
+    assert config.shutdown_timeout > 0
+    assert config.scheduler_config.async_scheduling
+
+
+def test_speculation_switches_async_scheduling_off(configure):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    assert not configure(speculative_config=ngram).scheduler_config.async_scheduling
+
+
+def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        configure(max_num_seqs=7, additional_config={"npu_prep": {"mask": "compressed"}})
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:" in r.getMessage())
+    for part in ("CPU fallback", "reference", "compressed", "graph mode    NONE", "7 requests"):
+        assert part in block
+    assert "off           graph mode and torch.compile" in block
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NPU_PREP_DEVICE": "gpu"}, "NPU_PREP_DEVICE='gpu' is not a device"),
+        ({"NPU_PREP_DEVICE": "npu"}, "torch_npu is not installed"),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER=1"),
+    ],
+)
+def test_bad_environment_gets_one_line_and_no_traceback(environment, message, model):
+    code = "from vllm.platforms import current_platform"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_bad_config_gets_one_line_and_no_traceback_from_vllm_serve(model):
+    vllm = Path(sys.executable).with_name("vllm")
+    flag = '{"npu_prep": {"mask_budget": 5}}'
+    run = subprocess.run(
+        [str(vllm), "serve", str(model), "--skip-tokenizer-init", "--additional-config", flag],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    line = 'has no key "mask_budget" (did you mean "mask_budget_bytes"?)'
+    assert line in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("choice", "probe", "expected"),
+    [
+        ("cpu", NPUProbe(True, True, ""), "cpu"),
+        ("auto", NPUProbe(False, False, "torch_npu is not installed"), "cpu"),
+        ("auto", NPUProbe(True, False, "no /dev/davinci* node"), PrepError),
+        ("npu", NPUProbe(False, False, "torch_npu is not installed"), PrepError),
+        ("npu", NPUProbe(True, False, "no /dev/davinci* node"), PrepError),
+    ],
+)
+def test_device_choice_never_falls_silently_to_the_cpu(choice, probe, expected, monkeypatch):
+    monkeypatch.setenv("NPU_PREP_DEVICE", choice)
+    monkeypatch.setattr("vllm_npu_prep.device.probe.probe_npu", lambda: probe)
+    if expected is PrepError:
+        with pytest.raises(PrepError, match=probe.reason.replace("*", r"\*")):
+            device.choose_device_type()
+    else:
+        assert device.choose_device_type() == expected
+
+
+def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
+    monkeypatch.setattr(compat, "_other_platform_works", lambda: True)
+    monkeypatch.setenv("NPU_PREP_DEVICE", "auto")
+    assert compat.activate_platform() is None
+    monkeypatch.setenv("NPU_PREP_DEVICE", "cpu")
+    assert compat.activate_platform() == compat.PLATFORM_CLASS
