@@ -30,7 +30,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 
 class NPUModelRunner(GPUModelRunner):
-    """Prepares a step in six steps, in one copy, and hands attention an `AscendMetadata`.
+    """Prepares a step in six steps and hands attention an `AscendMetadata`.
 
     Who owns what of a step, once `_prepare_inputs` has returned:
 
@@ -42,7 +42,7 @@ class NPUModelRunner(GPUModelRunner):
     seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view
     num_computed_tokens        ours
     discard_request_mask       ours
-    block tables               upstream's tables; on the CPU the device's is the host's
+    block tables               upstream's; committed by `_build_step_metadata`
     M-RoPE, LoRA, encoder      upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`
     a dummy run
@@ -94,7 +94,7 @@ class NPUModelRunner(GPUModelRunner):
         slot, host_np, host = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, host_np)
-        # 5 copy: the one of this step; device tensors are views of the twin
+        # 5 copy: all of them at once; device tensors are views of the twin
         arrays = self.staging.submit(slot, layout, layout.used_bytes(step.num_logits))
         self._bind(arrays, host)
         self._place_sampled_tokens(step, arrays)
@@ -133,7 +133,7 @@ class NPUModelRunner(GPUModelRunner):
     ) -> tuple[Padding, bool]:
         """Ask upstream's dispatcher now; its answer is kept for the one later call of this step."""
         max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
-        decision = self._determine_batch_execution_and_padding(
+        decision = super()._determine_batch_execution_and_padding(
             num_tokens=batch.total_num_scheduled_tokens,
             num_reqs=batch.num_reqs,
             num_scheduled_tokens_np=batch.num_scheduled_tokens,
@@ -232,6 +232,7 @@ class NPUModelRunner(GPUModelRunner):
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's own buffers, which hold the largest sizes."""
+        self._padding_decision = self._attn_metadata = None
         _restore_attributes(self, self._upstream_buffers)
         return super()._dummy_run(*args, **kwargs)
 
@@ -249,9 +250,6 @@ class NPUModelRunner(GPUModelRunner):
         """Allocate the cache, then what depends on its groups: staging ring and table views."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         tables = self.input_batch.block_table.block_tables
-        if self.prep_device.device.type == "cpu":
-            for table in tables:  # one memory: committing a table is no copy
-                table.block_table.gpu = table.block_table.cpu
         self._block_tables_np = tuple(table.block_table.np for table in tables)
         self._block_sizes = np.array([table.block_size for table in tables], np.int32)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
@@ -291,12 +289,6 @@ class NPUModelRunner(GPUModelRunner):
     def _sync_device(self) -> None:
         """Upstream asks ``torch.accelerator``."""
         self.prep_device.synchronize()
-
-    def _to_list(self, sampled_token_ids: torch.Tensor) -> list[list[int]]:
-        """On the CPU the tokens are at hand; upstream copies them and waits for an event."""
-        if sampled_token_ids.device.type == "cpu":
-            return sampled_token_ids.tolist()
-        return super()._to_list(sampled_token_ids)
 
 
 _TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")

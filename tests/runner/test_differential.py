@@ -5,6 +5,7 @@ preempted and come back; tokens are random instead of sampled, so no forward pas
 """
 
 import copy
+import os
 from collections import Counter
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm_npu_prep.compat import inert_cuda_streams
 
 VOCAB = 512
 NUM_DRAFTS = 3
+STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "400"))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +194,7 @@ def test_every_prepared_array_equals_upstreams(mode, reorder, model, seed):
         traffic = Traffic(llm, seed)
         if reorder:  # backends that want decodes first make the runner reorder its batch
             traffic.reorder(threshold=1)
-        traffic.run(steps=400)
+        traffic.run(STEPS)
     print(mode, dict(traffic.count), dict(traffic.states))
     assert set(traffic.states) >= SEEN[mode]
     assert traffic.count["resumed"] > 0, "no preemption happened"

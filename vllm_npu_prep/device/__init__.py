@@ -20,7 +20,8 @@ class Device(Protocol):
     """What the worker, the runner and the staging ring need of a device."""
 
     device: torch.device
-    name: str
+    name: str  # for people
+    computes_on_host: bool  # whether host threads do the model's work
 
     def record_event(self) -> object:
         """Mark the present end of the current stream's work."""

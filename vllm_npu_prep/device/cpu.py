@@ -15,6 +15,7 @@ class CPUDevice:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.name = "CPU fallback"
+        self.computes_on_host = True
 
     def record_event(self) -> object:
         """Work on the CPU is complete when it returns, so an event needs no state."""
