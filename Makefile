@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 # The serving path and the tests run on the CPU fallback here; say NPU_PREP_DEVICE=npu for an NPU.
 export NPU_PREP_DEVICE ?= cpu
 
-.PHONY: help install serve test test-fast test-all lint format clean
+.PHONY: help install serve test test-fast test-all mutants lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,6 +31,9 @@ test-fast: install lint ## what fails first: no engine, fewer examples
 
 test-all: install lint ## the long runs too
 	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PY) -m pytest -q
+
+mutants: install ## plant bugs one at a time; the suite has to catch each
+	$(PY) -m tests.mutants
 
 lint: install ## ruff and mypy
 	$(VENV)/bin/ruff format --check --quiet .

@@ -20,7 +20,7 @@ from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagingRing
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.kernels import warm_up
-from vllm_npu_prep.prep.layout import StepLayout, largest_layout
+from vllm_npu_prep.prep.layout import largest_layout, step_layout
 from vllm_npu_prep.prep.padding import Padding
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class NPUModelRunner(GPUModelRunner):
         # 1 padding: decided first, from counts alone
         padding, pad_requests = self._decide_padding(scheduler_output, batch)
         # 2 layout: where each array lives, a function of the padded sizes
-        layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, batch.num_groups)
+        layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, batch.num_groups)
         slot, host_np, host = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, host_np)

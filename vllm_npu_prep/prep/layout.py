@@ -1,7 +1,8 @@
 """StepLayout: where every per-step array lives in the one buffer that travels to the device."""
 
+import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
@@ -131,6 +132,18 @@ class StepArrays:
     sampled_token_indices: np.ndarray  # [R] int64
     sampled_token_rows: np.ndarray  # [R] int64
     logits_indices: np.ndarray  # [T] int32
+
+
+@lru_cache(maxsize=1024)
+def step_layout(num_input_tokens: int, num_reqs_padded: int, num_groups: int) -> StepLayout:
+    """The layout of these sizes: the same object each time, its offsets worked out once.
+
+    Returns
+    -------
+    StepLayout
+        See there for the parameters.
+    """
+    return StepLayout(num_input_tokens, num_reqs_padded, num_groups)
 
 
 def largest_layout(max_num_tokens: int, max_num_reqs: int, num_groups: int) -> StepLayout:

@@ -1,0 +1,1 @@
+"""Planted bugs: does the suite catch each of them?"""

@@ -1,0 +1,227 @@
+"""The planted bugs: one line of the package each, and the tests that ought to notice."""
+
+from dataclasses import dataclass
+
+CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
+ENGINE = ("tests/runner", "tests/engine")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug.
+
+    Attributes
+    ----------
+    name
+        The bug in a few words.
+    path
+        File of the package.
+    before, after
+        The line's part that is replaced; it must occur exactly once.
+    tests
+        What is run; the first failure ends the run.
+    """
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...] = CORE
+
+
+MUTANTS = [
+    Mutant(
+        "positions start at zero in every chunk",
+        "prep/kernels.py",
+        "positions[start + offset] = first + offset",
+        "positions[start + offset] = offset",
+    ),
+    Mutant(
+        "slot of the logical block",
+        "prep/kernels.py",
+        "base = (block_tables[group][req, block] - block) * block_size",
+        "base = 0",
+    ),
+    Mutant(
+        "slots of a block's later tokens shifted",
+        "prep/kernels.py",
+        "(block_tables[group][req, block] - block) * block_size",
+        "block_tables[group][req, block] * block_size - block",
+    ),
+    Mutant(
+        "first group's block table for all groups",
+        "prep/kernels.py",
+        "block_tables[group][req, block]",
+        "block_tables[0][req, block]",
+    ),
+    Mutant("padding writes slot 0", "prep/padding.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
+    Mutant(
+        "short query_start_loc in a mixed full graph",
+        "prep/kernels.py",
+        "start = num_input_tokens\n",
+        "start = start\n",
+    ),
+    Mutant(
+        "padding decodes of one token under speculation",
+        "prep/kernels.py",
+        "min(start + decode_query_len, num_input_tokens)",
+        "min(start + 1, num_input_tokens)",
+    ),
+    Mutant(
+        "stale lengths in padding rows", "prep/kernels.py", "seq_lens[req] = 0", "seq_lens[req] = 1"
+    ),
+    Mutant(
+        "one logit too few for drafts",
+        "prep/kernels.py",
+        "range(end - 1 - drafts, end)",
+        "range(end - drafts, end)",
+    ),
+    Mutant(
+        "whole prompts are discarded",
+        "prep/kernels.py",
+        "seq_len < num_tokens[req]",
+        "seq_len <= num_tokens[req]",
+    ),
+    Mutant(
+        "sampled token placed behind the drafts",
+        "prep/kernels.py",
+        "sampled_token_indices[num_sampled] = end - 1 - drafts",
+        "sampled_token_indices[num_sampled] = end - 1",
+    ),
+    Mutant(
+        "decodes win over drafts",
+        "prep/state.py",
+        "if (num_scheduled_tokens == 1).all():",
+        "if (num_scheduled_tokens >= 1).all():",
+    ),
+    Mutant(
+        "one fresh request makes a prefill",
+        "prep/state.py",
+        "if not num_computed_tokens.any():",
+        "if not num_computed_tokens.all():",
+    ),
+    Mutant(
+        "chunked prefill ignored",
+        "prep/state.py",
+        "if not chunked_prefill and",
+        "if chunked_prefill and",
+    ),
+    Mutant("a token can't see itself", "prep/mask.py", "columns > rows", "columns >= rows"),
+    Mutant(
+        "window one too wide",
+        "prep/mask.py",
+        "columns <= rows - sliding_window",
+        "columns < rows - sliding_window",
+    ),
+    Mutant(
+        "padding rows mask everything",
+        "prep/mask.py",
+        "masked = np.zeros((num_rows, max_seq_len), dtype=bool)",
+        "masked = np.ones((num_rows, max_seq_len), dtype=bool)",
+    ),
+    Mutant(
+        "rows of the device mask by index, not by position",
+        "attention/mask_cache.py",
+        "index_select(0, positions)",
+        "index_select(0, torch.arange(len(positions)))",
+    ),
+    Mutant(
+        "mask cache changes a matrix in flight",
+        "attention/mask_cache.py",
+        "        matrix = self._matrices.get(sliding_window)\n",
+        "        matrix = self._matrices.get(sliding_window)\n"
+        "        _ = matrix.zero_() if matrix is not None else None\n",
+    ),
+    Mutant(
+        "compressed mask off by one in chunks",
+        "attention/kernels/reference.py",
+        "masked = lookup(ahead)",
+        "masked = lookup(ahead - 1)",
+    ),
+    Mutant(
+        "kv length off by one",
+        "attention/kernels/reference.py",
+        "valid = columns < seq_lens[:, None]",
+        "valid = columns < seq_lens[:, None] - 1",
+    ),
+    Mutant(
+        "V written from K",
+        "attention/kernels/reference.py",
+        "zip(kv_cache, (key, value))",
+        "zip(kv_cache, (key, key))",
+    ),
+    Mutant(
+        "query heads grouped wrongly",
+        "attention/kernels/reference.py",
+        "visible.repeat(1, 1, group, 1)",
+        "visible.repeat_interleave(group, 2)",
+    ),
+    Mutant(
+        "metadata keeps the mask of another state",
+        "attention/backend.py",
+        "            step.attn_state,\n            self.decisions.mask_form,",
+        "            AttentionState.PrefillNoCache,\n            self.decisions.mask_form,",
+        ENGINE,
+    ),
+    Mutant(
+        "async: sampled tokens are not placed",
+        "model_runner.py",
+        "        if sampled is None or not count:",
+        "        if True:",
+        ENGINE,
+    ),
+    Mutant(
+        "async: sampled tokens of other rows",
+        "model_runner.py",
+        "sampled[arrays.sampled_token_rows[:count], 0]",
+        "sampled[:count, 0]",
+        ENGINE,
+    ),
+    Mutant(
+        "seq_lens not rebound",
+        "model_runner.py",
+        "        self.seq_lens = arrays.seq_lens\n",
+        "",
+        ENGINE,
+    ),
+    Mutant(
+        "drafters get no common metadata",
+        "model_runner.py",
+        "        return metadata, common",
+        "        return metadata, None",
+        ENGINE,
+    ),
+    Mutant(
+        "copy ends before the logits indices",
+        "model_runner.py",
+        "layout.used_bytes(step.num_logits)",
+        "layout.used_bytes(0)",
+        ENGINE,
+    ),
+    Mutant(
+        "prefix hits counted as fresh",
+        "model_runner.py",
+        "num_computed_tokens=table.num_computed_tokens_cpu[:num_reqs]",
+        "num_computed_tokens=table.num_computed_tokens_cpu[:num_reqs] * 0",
+        ENGINE,
+    ),
+    Mutant(
+        "a rejected draft is kept",
+        "ops/rejection.py",
+        "columns <= num_accepted[:, None]",
+        "columns <= num_accepted[:, None] + 1",
+    ),
+    Mutant(
+        "shared block that is written is accepted",
+        "inspect/scenario.py",
+        "if not (is_prefix and other_is_prefix):",
+        "if False:",
+    ),
+    Mutant(
+        "dense masks beyond the budget are taken",
+        "config.py",
+        "fits = dense_bytes <= config.mask_budget_bytes",
+        "fits = True",
+        ("tests/test_config.py",),
+    ),
+]
