@@ -43,6 +43,15 @@ REFUSED = {
         ["mask_budget_bytes", "compressed"],
     ),
     "cache dtype": ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype fp8", "auto"]),
+    "cache of another dtype than the model's": (
+        {"kv_cache_dtype": "bfloat16"},
+        ["--kv-cache-dtype bfloat16", "auto"],
+    ),
+    "more cache than memory": (
+        {"kv_cache_memory_bytes": 1 << 50},
+        ["--kv-cache-memory-bytes", "free"],
+    ),
+    "fast prefill": ({"kv_sharing_fast_prefill": True}, ["--kv-sharing-fast-prefill"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
     "LoRA": ({"enable_lora": True}, ["LoRA"]),
     "prompt embeddings": ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds"]),
@@ -79,6 +88,7 @@ def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
     ("family", "config", "message"),
     [
         ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32}, "mixture-of-experts"),
+        ("Mixtral", {"num_local_experts": 4}, "mixture-of-experts"),
         ("Qwen3", {"head_dim": 1024}, "head size 1024"),
     ],
 )
@@ -161,8 +171,10 @@ def test_bad_config_gets_one_line_and_no_traceback_from_vllm_serve(model):
 @pytest.mark.parametrize(
     ("choice", "probe", "expected"),
     [
-        ("cpu", NPUProbe(True, True, ""), "cpu"),
-        ("auto", NPUProbe(False, False, "torch_npu is not installed"), "cpu"),
+        ("cpu", NPUProbe(True, True, ""), device.CPU_KIND),
+        ("auto", NPUProbe(True, True, ""), device.NPU_KIND),
+        ("npu", NPUProbe(True, True, ""), device.NPU_KIND),
+        ("auto", NPUProbe(False, False, "torch_npu is not installed"), device.CPU_KIND),
         ("auto", NPUProbe(True, False, "no /dev/davinci* node"), PrepError),
         ("npu", NPUProbe(False, False, "torch_npu is not installed"), PrepError),
         ("npu", NPUProbe(True, False, "no /dev/davinci* node"), PrepError),
@@ -173,9 +185,9 @@ def test_device_choice_never_falls_silently_to_the_cpu(choice, probe, expected, 
     monkeypatch.setattr("vllm_npu_prep.device.probe.probe_npu", lambda: probe)
     if expected is PrepError:
         with pytest.raises(PrepError, match=probe.reason.replace("*", r"\*")):
-            device.choose_device_type()
+            device.choose_device()
     else:
-        assert device.choose_device_type() == expected
+        assert device.choose_device() == expected
 
 
 def test_inactive_where_another_platform_works_unless_asked(monkeypatch):

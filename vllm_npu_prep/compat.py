@@ -44,14 +44,16 @@ def activate_platform() -> str | None:
     str or None
         The platform class; None where another platform of vLLM works and nobody asked for this one.
     """
-    from vllm_npu_prep.device import choose_device_type, requested_device
+    from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
 
-    _report_errors_in_one_line()
     try:
         if requested_device() == "auto" and _other_platform_works():
             return None
+        _report_errors_in_one_line()
         check_vllm_version()
-        choose_device_type()
+        if choose_device() == NPU_KIND:
+            # A forked process can't use a device that its parent has asked about.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         _select_v1_runner()
     except PrepError as error:
         # vLLM would swallow it and then fail for want of a platform.
@@ -94,7 +96,8 @@ def prepare_process() -> None:
     """What every process of an engine needs, once the platform is known."""
     from vllm.platforms import current_platform
 
-    if type(current_platform).__name__ == "NPUPlatform":
+    kind = type(current_platform)
+    if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
         _silence_accelerator_calls()
         _let_output_handler_stop_quietly()
 
@@ -225,25 +228,31 @@ class _InertStream:
         """Nothing to wait for."""
 
 
-@contextlib.contextmanager
-def inert_cuda_streams() -> Iterator[None]:
-    """Let upstream's runner make streams and events on a machine without CUDA.
+def inert_cuda_streams() -> contextlib.AbstractContextManager[None]:
+    """Streams and events for upstream's runner on a machine without any."""
+    return cuda_names(
+        Event=_InertEvent,
+        Stream=_InertStream,
+        current_stream=_InertStream,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
 
-    Its constructor and its asynchronous outputs name ``torch.cuda`` directly. Scoped to those
-    calls, so that nothing else in the process sees the stand-ins.
+
+@contextlib.contextmanager
+def cuda_names(**stand_ins: Any) -> Iterator[None]:
+    """Give names of ``torch.cuda`` to another device's streams and events.
+
+    Upstream's runner names ``torch.cuda`` directly in its constructor and in its asynchronous
+    outputs. Scoped to those calls, so that nothing else in the process sees the stand-ins.
     """
-    names = {
-        (torch, "Event"): _InertEvent,
-        (torch.cuda, "Event"): _InertEvent,
-        (torch.cuda, "Stream"): _InertStream,
-        (torch.cuda, "current_stream"): _InertStream,
-        (torch.cuda, "stream"): lambda stream: contextlib.nullcontext(),
-    }
-    saved = {key: getattr(*key) for key in names}
+    saved = {name: getattr(torch.cuda, name) for name in stand_ins}
+    saved_event = torch.Event
     try:
-        for (owner, name), stand_in in names.items():
-            setattr(owner, name, stand_in)
+        for name, stand_in in stand_ins.items():
+            setattr(torch.cuda, name, stand_in)
+        torch.Event = stand_ins["Event"]  # type: ignore[misc]
         yield
     finally:
-        for (owner, name), original in saved.items():
-            setattr(owner, name, original)
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
+        torch.Event = saved_event  # type: ignore[misc]

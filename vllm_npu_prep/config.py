@@ -121,8 +121,23 @@ def decide(
     families: Mapping[str, KernelFamily],
     max_num_batched_tokens: int,
     max_model_len: int,
+    num_windows: int = 1,
 ) -> Decisions:
     """Choose kernel family and mask form.
+
+    Parameters
+    ----------
+    config
+        The plugin's options.
+    device_type
+        Where the engine runs.
+    families
+        Every kernel family by name; the first of the device type is its default.
+    max_num_batched_tokens, max_model_len
+        Limits of a step, in tokens.
+    num_windows
+        Different attention windows of the model's layers, full attention counted as one; each has
+        masks of its own.
 
     Raises
     ------
@@ -138,7 +153,9 @@ def decide(
             f"use one of auto, {', '.join(usable)}"
         )
     family = families[name]
-    dense_bytes = dense_mask_bytes(max_num_batched_tokens, max_model_len, family.mask_itemsize)
+    dense_bytes = num_windows * dense_mask_bytes(
+        max_num_batched_tokens, max_model_len, family.mask_itemsize
+    )
     fits = dense_bytes <= config.mask_budget_bytes
     size = (
         f"dense masks could take {dense_bytes:,} bytes ({max_num_batched_tokens} tokens x "
@@ -175,4 +192,5 @@ def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
         KERNEL_FAMILIES,
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.model_config.max_model_len,
+        len(set(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or [None])),
     )

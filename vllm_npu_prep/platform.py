@@ -10,13 +10,15 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
 from vllm_npu_prep.config import Decisions, decisions_of
-from vllm_npu_prep.device import choose_device_type
+from vllm_npu_prep.device import CPU_KIND, choose_device, device_name, free_memory, total_memory
 from vllm_npu_prep.errors import PrepError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+KIND = choose_device()
 
 SHUTDOWN_SECONDS = 10
 """Time that running requests get to finish when the server is told to stop, unless given."""
@@ -28,18 +30,18 @@ class NPUPlatform(Platform):
     """Ascend NPUs, and the CPU fallback that runs the same code without one."""
 
     _enum = PlatformEnum.OOT
-    device_type = choose_device_type()
-    device_name = device_type  # vLLM makes torch device strings of it
-    dispatch_key = "CPU"
-    dist_backend = "gloo"
+    device_type = KIND.device_type
+    device_name = KIND.device_type  # vLLM makes torch device strings of it
+    dispatch_key = KIND.dispatch_key
+    dist_backend = KIND.dist_backend
     ray_device_key = "NPU"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     simple_compile_backend = "eager"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the default family, the one that ``--dtype auto`` falls back to first."""
-        return [torch.bfloat16, torch.float16, torch.float32]
+        """Dtypes of the device, the one that ``--dtype auto`` falls back to first."""
+        return list(KIND.dtypes)
 
     @classmethod
     def import_kernels(cls) -> None:
@@ -55,12 +57,12 @@ class NPUPlatform(Platform):
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         """Name for logs and metrics."""
-        return "cpu"
+        return device_name(KIND.device_type, device_id)
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Memory in bytes, asked without initialising a device: the parent process calls this."""
-        return psutil.virtual_memory().total
+        """Memory in bytes; workers are spawned, so asking in the parent process does no harm."""
+        return total_memory(KIND.device_type, device_id)
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> None:
@@ -73,7 +75,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """`torch.manual_seed`, which vLLM calls too, seeds the CPU."""
+        """`torch.manual_seed`, which vLLM calls too, seeds every device."""
 
     @classmethod
     def inference_mode(cls) -> Any:
@@ -83,7 +85,7 @@ class NPUPlatform(Platform):
     @classmethod
     def is_pin_memory_available(cls) -> bool:
         """Page-locked memory needs a device that reads it."""
-        return False
+        return KIND.pin_memory
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
@@ -140,15 +142,23 @@ def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None
             f"--dtype {model.dtype}: kernel family {family.name} takes {', '.join(dtypes)}"
         )
     cache = vllm_config.cache_config
-    if cache.cache_dtype not in ("auto", *dtypes):
+    if cache.cache_dtype not in ("auto", DTYPE_NAMES[str(model.dtype)]):
         raise PrepError(
             f"--kv-cache-dtype {cache.cache_dtype}: only auto is supported (the model's dtype)"
+        )
+    asked = cache.kv_cache_memory_bytes
+    if asked and KIND == CPU_KIND and asked > free_memory():
+        raise PrepError(
+            f"--kv-cache-memory-bytes {asked:,}: only {free_memory():,} bytes of the host are free"
         )
     if cache.user_specified_block_size and cache.block_size % family.block_size_multiple:
         raise PrepError(
             f"--block-size {cache.block_size}: kernel family {family.name} takes multiples of "
             f"{family.block_size_multiple}"
         )
+    for feature, applies in _family_limits(model, family).items():
+        if applies:
+            raise PrepError(f"{feature} of {model.model}: kernel family {family.name} has none")
     for feature, reason in _unsupported_features(vllm_config, model):
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
     head_size = model.get_head_size()
@@ -159,10 +169,22 @@ def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None
         )
 
 
+def _family_limits(model: "ModelConfig", family: KernelFamily) -> dict[str, bool]:
+    """What the model needs of its attention and the family lacks."""
+    text = model.hf_text_config
+    soft_cap = getattr(text, "attn_logit_softcapping", None)
+    window = model.get_sliding_window() or "sliding_attention" in (
+        getattr(text, "layer_types", None) or ()
+    )
+    return {
+        "logits soft cap": bool(soft_cap) and not family.logits_soft_cap,
+        "sliding window": bool(window) and not family.sliding_window,
+    }
+
+
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
     """Features that the engine was asked for and that this version refuses, with reasons."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    text_config = model.hf_text_config
     checks = [
         (model.runner_type == "pooling", "a pooling model", "only generation is prepared"),
         (
@@ -173,8 +195,7 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
         (model.is_encoder_decoder, "an encoder-decoder model", "only decoder attention runs"),
         (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
         (
-            getattr(text_config, "num_experts", None)
-            or getattr(text_config, "n_routed_experts", 0),
+            model.is_moe,
             "a mixture-of-experts model",
             "no expert kernels on this device",
         ),
@@ -191,6 +212,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             parallel.world_size_across_dp > 1,
             f"more than one rank ({parallel.world_size_across_dp})",
             "set tensor, pipeline and data parallel sizes to 1",
+        ),
+        (
+            vllm_config.cache_config.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill",
+            "metadata is built for whole steps",
         ),
         (parallel.use_ubatching, "dual-batch overlap", "one batch is prepared for each step"),
         (
@@ -211,7 +237,7 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     """Turn off what can't be honoured but isn't needed either; say what and why, a line each."""
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 
     off = []
     compilation = vllm_config.compilation_config
@@ -222,6 +248,9 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     compilation.cudagraph_capture_sizes = []
     compilation.max_cudagraph_capture_size = 0
+    share = vllm_config.cache_config.gpu_memory_utilization
+    if KIND == CPU_KIND and share != CacheConfig.gpu_memory_utilization:
+        off.append("--gpu-memory-utilization: on the CPU fallback use --kv-cache-memory-bytes")
     scheduler = vllm_config.scheduler_config
     if vllm_config.speculative_config is not None and scheduler.async_scheduling:
         scheduler.async_scheduling = False
@@ -235,7 +264,7 @@ def _log_start_up(vllm_config: "VllmConfig", decisions: Decisions, switched_off:
     scheduler = vllm_config.scheduler_config
     block_size = cache.block_size if cache.user_specified_block_size else "default (128)"
     lines = [
-        f"device        {'CPU fallback' if NPUPlatform.device_type == 'cpu' else 'Ascend NPU'}",
+        f"device        {KIND.label} ({NPUPlatform.get_device_name()})",
         f"attention     {decisions.attention} kernels, {model.dtype}, block size {block_size}",
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",

@@ -2,10 +2,9 @@
 
 import contextlib
 import gc
-from typing import Any
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.mem_utils import format_gib
@@ -13,29 +12,27 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_npu_prep.device import make_device
+from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.model_runner import NPUModelRunner
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 CPU_KV_CACHE_BYTES = 2 << 30
-"""KV cache of the CPU fallback unless ``--kv-cache-memory-bytes`` says otherwise. A share of the
-host's memory, as on a device, would take it from everything else that runs there."""
+"""KV cache of the CPU fallback unless ``--kv-cache-memory-bytes`` says otherwise."""
 
 
 class NPUWorker(Worker):
     """One rank of the engine."""
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        self.prep_device = make_device(vllm_config.device_config.device_type)
+    prep_device: Device  # from `init_device` on
 
     def init_device(self) -> None:
         """Set up the device and the process group, then build the runner.
 
         Upstream's version knows CUDA only.
         """
+        self.prep_device = make_device(self.device_config.device_type, self.local_rank)
         self.device = self.prep_device.device
         init_worker_distributed_environment(
             self.vllm_config,
@@ -70,24 +67,34 @@ class NPUWorker(Worker):
     def determine_available_memory(self) -> int:
         """Memory for the KV cache in bytes.
 
-        Upstream measures a device allocator, which the CPU has not. A profiling run still comes
-        first: it allocates what a full step needs.
+        What is free after a profiling run, less the peak of that run and the share of the device
+        that is to stay free. On the CPU fallback a fixed size: a share of the host's memory would
+        be taken from everything else that runs there.
         """
+        self.prep_device.reset_peak_memory()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.profile_run()
         gc.collect()
-        free, _ = self.prep_device.memory_info()
+        peak = self.prep_device.peak_memory()
+        free, total = self.prep_device.memory_info()
         asked = self.cache_config.kv_cache_memory_bytes
-        size = asked or min(CPU_KV_CACHE_BYTES, free // 2)
-        if size > free:
+        if asked:
+            size, why = asked, "as given"
+        elif self.prep_device.computes_on_host:
+            size, why = min(CPU_KV_CACHE_BYTES, free // 2), "default of the CPU fallback"
+        else:
+            kept_free = int(total * (1 - self.cache_config.gpu_memory_utilization))
+            size, why = free - peak - kept_free, "by --gpu-memory-utilization"
+        if not 0 < size <= free:
             raise PrepError(
-                f"--kv-cache-memory-bytes {size:,} is more than the {free:,} bytes that are free"
+                f"no room for the KV cache: {size:,} bytes wanted ({why}), {free:,} free; change "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization"
             )
         logger.info(
-            "KV cache: %s GiB of %s GiB free (%s).",
+            "KV cache: %s GiB of %s GiB free (%s; --kv-cache-memory-bytes changes it).",
             format_gib(size),
             format_gib(free),
-            "as given" if asked else "default; change it with --kv-cache-memory-bytes",
+            why,
         )
         return size
 

@@ -59,7 +59,7 @@ def test_growth_doubles_and_stops_at_max_model_len():
         cache.build(
             plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 1, length), torch.arange(1)
         )
-        sides.append(cache._matrices[None].shape[0])
+        sides.append(cache._matrices[None, True].shape[0])
     assert sides == [128, 256, 256, 512, 1000]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class KernelFamily:
         Block sizes are multiples of this, in tokens.
     head_size_multiple, max_head_size
         Head sizes it takes.
-    mask_itemsize
-        Bytes of one element of a dense mask.
-    logits_soft_cap, sliding_window, non_causal
+    logits_soft_cap, sliding_window, kv_sharing
         Whether it has them.
+    mask_values
+        Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
+        which True masks. Not masked is always 0.
     """
 
     name: str
@@ -38,10 +39,15 @@ class KernelFamily:
     block_size_multiple: int
     head_size_multiple: int
     max_head_size: int
-    mask_itemsize: int
     logits_soft_cap: bool
     sliding_window: bool
-    non_causal: bool
+    kv_sharing: bool
+    mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
+
+    @property
+    def mask_itemsize(self) -> int:
+        """Bytes of one element of a dense mask."""
+        return 1 if self.mask_values is None else max(dtype.itemsize for dtype in self.mask_values)
 
 
 REFERENCE = KernelFamily(
@@ -52,11 +58,41 @@ REFERENCE = KernelFamily(
     block_size_multiple=1,
     head_size_multiple=1,
     max_head_size=512,
-    mask_itemsize=1,
     logits_soft_cap=True,
     sliding_window=True,
-    non_causal=True,
+    kv_sharing=True,
 )
 
-KERNEL_FAMILIES = {REFERENCE.name: REFERENCE}
-"""Every family of this version by name."""
+FIA = KernelFamily(
+    name="fia",
+    device_type="npu",
+    mask_forms=(MaskForm.COMPRESSED,),
+    dtypes=(torch.bfloat16, torch.float16),
+    block_size_multiple=16,
+    head_size_multiple=16,
+    max_head_size=512,
+    logits_soft_cap=False,
+    sliding_window=False,
+    kv_sharing=True,
+)
+
+ATB = KernelFamily(
+    name="atb",
+    device_type="npu",
+    mask_forms=(MaskForm.DENSE,),
+    dtypes=(torch.bfloat16, torch.float16),
+    block_size_multiple=16,
+    head_size_multiple=16,
+    max_head_size=256,
+    logits_soft_cap=False,
+    sliding_window=False,
+    kv_sharing=False,
+    # bfloat16 masks of flash attention are flags; splitfuse adds its mask to the scores.
+    mask_values={
+        torch.float16: {MaskKind.MATRIX: float("-inf"), MaskKind.ROWS: float("-inf")},
+        torch.bfloat16: {MaskKind.MATRIX: 1.0, MaskKind.ROWS: -10000.0},
+    },
+)
+
+KERNEL_FAMILIES = {family.name: family for family in (REFERENCE, FIA, ATB)}
+"""Every family of this version by name; the first of a device type is its default."""

@@ -20,6 +20,9 @@ class MaskCache:
         Longest sequence; no matrix is larger.
     budget_bytes
         Most memory that one causal matrix may take.
+    dtype, masked_values
+        How the kernel family writes dense masks (`KernelFamily.mask_values`): the masked value by
+        kind of mask; None: bool.
 
     Notes
     -----
@@ -27,11 +30,21 @@ class MaskCache:
     metadata in flight keeps its mask (vllm-project/vllm-ascend 1678).
     """
 
-    def __init__(self, device: torch.device, max_model_len: int, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        max_model_len: int,
+        budget_bytes: int,
+        dtype: torch.dtype = torch.bool,
+        masked_values: dict[MaskKind, float] | None = None,
+    ) -> None:
         self.device = device
         self.max_model_len = max_model_len
         self.budget_bytes = budget_bytes
-        self._matrices: dict[int | None, torch.Tensor] = {}
+        self.dtype = torch.bool if masked_values is None else dtype
+        self.masked_values = masked_values or {}
+        # By sliding window and masked value
+        self._matrices: dict[tuple[int | None, float], torch.Tensor] = {}
         self._compressed: torch.Tensor | None = None
 
     def build(self, plan: MaskPlan, positions: torch.Tensor) -> torch.Tensor | None:
@@ -47,7 +60,7 @@ class MaskCache:
         Returns
         -------
         torch.Tensor or None
-            Of shape ``plan.shape``; bool (True: masked) for dense kinds, int8 for the constant.
+            Of shape ``plan.shape``; the family's dtype for dense kinds, int8 for the constant.
 
         Raises
         ------
@@ -59,30 +72,34 @@ class MaskCache:
         if plan.kind == MaskKind.COMPRESSED:
             return self._constant()
         num_rows, max_seq_len = plan.shape
-        matrix = self._matrix(max_seq_len, plan.sliding_window)
+        value = self.masked_values.get(plan.kind, True)
+        matrix = self._matrix(max_seq_len, plan.sliding_window, value)
         if plan.kind == MaskKind.MATRIX:
             return matrix[:max_seq_len, :max_seq_len]
         rows = matrix[:, :max_seq_len].index_select(0, positions)
         padding = num_rows - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
 
-    def _matrix(self, size: int, sliding_window: int | None) -> torch.Tensor:
-        matrix = self._matrices.get(sliding_window)
+    def _matrix(self, size: int, sliding_window: int | None, value: float) -> torch.Tensor:
+        matrix = self._matrices.get((sliding_window, value))
         if matrix is None or matrix.shape[0] < size:
             side = SMALLEST_MATRIX if matrix is None else matrix.shape[0]
             while side < size:
                 side *= 2
             side = min(side, max(self.max_model_len, size))
-            if side * side > self.budget_bytes:
+            nbytes = side * side * self.dtype.itemsize
+            if nbytes > self.budget_bytes:
                 raise PrepError(
-                    f"a dense mask for {size} positions takes {side * side:,} bytes, more than "
+                    f"a dense mask for {size} positions takes {nbytes:,} bytes, more than "
                     f"mask_budget_bytes={self.budget_bytes:,}: raise it, lower --max-model-len or "
                     'use {"npu_prep": {"mask": "compressed"}}'
                 )
-            matrix = torch.ones(side, side, dtype=torch.bool, device=self.device).triu_(1)
+            masked = torch.ones(side, side, dtype=torch.bool, device=self.device).triu_(1)
             if sliding_window is not None:
-                matrix |= torch.ones_like(matrix).tril_(-sliding_window)
-            self._matrices[sliding_window] = matrix
+                masked |= torch.ones_like(masked).tril_(-sliding_window)
+            matrix = torch.zeros(side, side, dtype=self.dtype, device=self.device)
+            matrix.masked_fill_(masked, value)
+            self._matrices[sliding_window, value] = matrix
         return matrix
 
     def _constant(self) -> torch.Tensor:

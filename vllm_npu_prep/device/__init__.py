@@ -6,14 +6,52 @@ which device it runs on.
 
 import contextlib
 import os
+from dataclasses import dataclass
 from typing import Protocol
 
+import psutil
 import torch
 
 from vllm_npu_prep.errors import PrepError
 
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
 DEVICE_CHOICES = ("auto", "npu", "cpu")
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What vLLM's platform has to know of a type of device.
+
+    Attributes
+    ----------
+    device_type
+        As in torch device strings.
+    label
+        For people.
+    dispatch_key
+        Key of torch's dispatcher.
+    dist_backend
+        Backend of collectives.
+    pin_memory
+        Whether host memory can be page-locked for it.
+    dtypes
+        Supported dtypes; ``--dtype auto`` falls back to the first.
+    """
+
+    device_type: str
+    label: str
+    dispatch_key: str
+    dist_backend: str
+    pin_memory: bool
+    dtypes: tuple[torch.dtype, ...]
+
+
+CPU_KIND = DeviceKind(
+    "cpu", "CPU fallback", "CPU", "gloo", False, (torch.bfloat16, torch.float16, torch.float32)
+)
+NPU_KIND = DeviceKind(
+    "npu", "Ascend NPU", "PrivateUse1", "hccl", True, (torch.bfloat16, torch.float16)
+)
 
 
 class Device(Protocol):
@@ -41,6 +79,12 @@ class Device(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Free and total memory in bytes."""
 
+    def reset_peak_memory(self) -> None:
+        """Begin to watch for the peak of allocated memory."""
+
+    def peak_memory(self) -> int:
+        """Most bytes allocated at once since `reset_peak_memory`, above the present."""
+
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Context in which upstream code may make streams and events."""
 
@@ -61,8 +105,8 @@ def requested_device() -> str:
     return value
 
 
-def choose_device_type() -> str:
-    """Decide between ``"cpu"`` and ``"npu"`` (DESIGN: device rules).
+def choose_device() -> DeviceKind:
+    """Decide between the CPU fallback and NPUs.
 
     ``auto`` takes an NPU if torch_npu sees one and the CPU if torch_npu is absent. torch_npu
     without a visible NPU is an error, never a silent fall to the CPU.
@@ -74,17 +118,14 @@ def choose_device_type() -> str:
     """
     choice = requested_device()
     if choice == "cpu":
-        return "cpu"
+        return CPU_KIND
     from vllm_npu_prep.device.probe import probe_npu
 
     probe = probe_npu()
-    if probe.installed and probe.visible:
-        raise PrepError(
-            "an Ascend NPU is visible, but this version has no NPU kernel family yet: set "
-            f"{DEVICE_ENV_VAR}=cpu to run on the CPU fallback"
-        )
+    if probe.visible:
+        return NPU_KIND
     if choice == "auto" and not probe.installed:
-        return "cpu"
+        return CPU_KIND
     raise PrepError(
         f"{DEVICE_ENV_VAR}={choice}: {probe.reason}. Install torch_npu (pip install "
         "'vllm_npu_prep[npu]'), check `npu-smi info`, /dev/davinci* and ASCEND_RT_VISIBLE_DEVICES, "
@@ -92,9 +133,35 @@ def choose_device_type() -> str:
     )
 
 
-def make_device(device_type: str) -> Device:
-    """Device object of a type that `choose_device_type` returned."""
+def make_device(device_type: str, index: int = 0) -> Device:
+    """Device object of the type that `choose_device` chose; `index` counts visible devices."""
+    if device_type == "npu":
+        from vllm_npu_prep.device.npu import NPUDevice
+
+        return NPUDevice(index)
     from vllm_npu_prep.device.cpu import CPUDevice
 
-    assert device_type == "cpu", device_type
     return CPUDevice()
+
+
+def device_name(device_type: str, index: int = 0) -> str:
+    """Name of a device for logs and metrics."""
+    if device_type == "npu":
+        from vllm_npu_prep.device.npu import soc_name
+
+        return soc_name(index)
+    return device_type
+
+
+def total_memory(device_type: str, index: int = 0) -> int:
+    """Memory of a device in bytes."""
+    if device_type == "npu":
+        from vllm_npu_prep.device import npu
+
+        return npu.total_memory(index)
+    return psutil.virtual_memory().total
+
+
+def free_memory() -> int:
+    """Free memory of the host in bytes."""
+    return psutil.virtual_memory().available

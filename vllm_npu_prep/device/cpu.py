@@ -45,6 +45,13 @@ class CPUDevice:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
+    def reset_peak_memory(self) -> None:
+        """The host's allocator keeps no peak."""
+
+    def peak_memory(self) -> int:
+        """Unknown: nothing is taken from the free memory for it."""
+        return 0
+
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Streams and events that do nothing, for upstream code that makes some."""
         return compat.inert_cuda_streams()

@@ -1,6 +1,5 @@
-"""Is torch_npu installed, and does it see an NPU? Asked without initialising a device."""
+"""Is torch_npu installed, and does it see an NPU?"""
 
-import glob
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ class NPUProbe:
     installed
         torch_npu can be found.
     visible
-        The host offers at least one NPU that this process may use.
+        At least one NPU that this process may use.
     reason
         In a few words, why no NPU can be used; empty if one can.
     """
@@ -26,15 +25,17 @@ class NPUProbe:
 
 
 def probe_npu() -> NPUProbe:
-    """Look for torch_npu and for device nodes.
-
-    Nothing is imported: the platform is chosen in the parent process, and a runtime initialised
-    there would not survive the fork of the workers.
-    """
+    """Look for torch_npu, then ask it for devices. No device is initialised."""
     if importlib.util.find_spec("torch_npu") is None:
         return NPUProbe(False, False, "torch_npu is not installed")
     if os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "unset").strip() == "":
         return NPUProbe(True, False, "ASCEND_RT_VISIBLE_DEVICES is empty, which hides every NPU")
-    if not glob.glob("/dev/davinci[0-9]*"):
-        return NPUProbe(True, False, "torch_npu is installed, but there is no /dev/davinci* node")
+    try:
+        from vllm_npu_prep.device.npu import visible_devices
+
+        count = visible_devices()
+    except Exception as error:  # whatever a broken driver or CANN makes torch_npu raise
+        return NPUProbe(True, False, f"torch_npu does not load ({error})")
+    if not count:
+        return NPUProbe(True, False, "torch_npu is installed, but sees no NPU")
     return NPUProbe(True, True, "")

@@ -1,5 +1,6 @@
 """Kernel families behind one small interface: one file for each."""
 
+import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,8 +49,10 @@ class AttentionKernels(Protocol):
 
 
 def make_kernels(name: str) -> AttentionKernels:
-    """Kernels of a family that start-up accepted."""
-    from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
-
-    assert name == "reference", name
-    return ReferenceKernels()
+    """Kernels of a family that start-up accepted; imports that family only."""
+    module, kernels = {
+        "reference": ("reference", "ReferenceKernels"),
+        "fia": ("fia", "FiaKernels"),
+        "atb": ("atb", "AtbKernels"),
+    }[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), kernels)()

@@ -1,0 +1,89 @@
+"""The ATB family (A2, A3): an operator for each state, dense masks as in the reference documents.
+
+Sources: the schemas of ``torch_npu._npu_flash_attention``, ``_npu_paged_attention`` and
+``_npu_paged_attention_splitfuse``. Their lengths are host tensors.
+"""
+
+import torch
+import torch_npu
+
+from vllm_npu_prep.attention.families import ATB
+from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.prep.state import AttentionState
+
+
+class AtbKernels:
+    """`vllm_npu_prep.attention.kernels.AttentionKernels` on the operators of ATB."""
+
+    family = ATB
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write K and V to their slots."""
+        torch_npu._npu_reshape_and_cache(
+            key=key,
+            value=value,
+            key_cache=kv_cache[0],
+            value_cache=kv_cache[1],
+            slot_indices=slot_mapping,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AscendMetadata,
+        layer: LayerShape,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend with the operator of the step's state."""
+        shape = {
+            "num_heads": layer.num_heads,
+            "num_kv_heads": layer.num_kv_heads,
+            "scale_value": layer.scale,
+            "out": output,
+        }
+        query_lens, seq_lens = _host_lengths(metadata)
+        state = metadata.attn_state
+        if state == AttentionState.PrefillNoCache and key is not None:
+            torch_npu._npu_flash_attention(
+                query=query,
+                key=key,
+                value=value,
+                mask=metadata.attn_mask,
+                seq_len=seq_lens,
+                **shape,
+            )
+            return
+        paged = {
+            "query": query,
+            "key_cache": kv_cache[0],
+            "value_cache": kv_cache[1],
+            "block_table": metadata.block_tables,
+            "context_lens": seq_lens,
+            **shape,
+        }
+        if state == AttentionState.DecodeOnly:
+            torch_npu._npu_paged_attention(**paged)
+            return
+        torch_npu._npu_paged_attention_splitfuse(
+            mask=metadata.attn_mask, seq_len=query_lens, **paged
+        )
+
+
+def _host_lengths(metadata: AscendMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and sequence lengths as int32 host tensors, made once for all layers."""
+    if metadata.kernel_plan is None:
+        metadata.kernel_plan = (
+            torch.from_numpy(metadata.query_lens),
+            torch.from_numpy(metadata.seq_lens_np),
+        )
+    return metadata.kernel_plan

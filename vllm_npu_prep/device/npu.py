@@ -1,0 +1,82 @@
+"""Ascend NPUs through torch_npu."""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch_npu
+
+from vllm_npu_prep import compat
+
+
+def visible_devices() -> int:
+    """NPUs that this process may use."""
+    return torch_npu.npu.device_count()
+
+
+def soc_name(device_id: int = 0) -> str:
+    """Name of the chip, such as ``Ascend910B1``."""
+    return torch_npu.npu.get_device_name(device_id)
+
+
+def total_memory(device_id: int = 0) -> int:
+    """Memory of a device in bytes."""
+    return torch_npu.npu.mem_get_info(device_id)[1]
+
+
+class NPUDevice:
+    """One NPU; see `vllm_npu_prep.device.Device`."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("npu", index)
+        self.computes_on_host = False
+        torch_npu.npu.set_device(self.device)
+        self.name = soc_name(index)
+
+    def record_event(self) -> object:
+        """An event at the present end of the current stream."""
+        event = torch_npu.npu.Event()
+        event.record()
+        return event
+
+    def wait_event(self, event: Any) -> bool:
+        """Wait on the host; True if the event had not happened yet."""
+        if event.query():
+            return False
+        event.synchronize()
+        return True
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy pinned memory in stream order."""
+        target.copy_(source, non_blocking=True)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """A zeroed buffer, int8 ``[nbytes]``."""
+        return torch.zeros(nbytes, dtype=torch.int8, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        torch_npu.npu.synchronize()
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes. What torch_npu's allocator holds unused counts as free."""
+        torch_npu.npu.empty_cache()
+        return torch_npu.npu.mem_get_info(self.device)
+
+    def reset_peak_memory(self) -> None:
+        """Begin to watch for the peak."""
+        torch_npu.npu.reset_peak_memory_stats(self.device)
+
+    def peak_memory(self) -> int:
+        """Most bytes that were allocated at once since `reset_peak_memory`, above the present."""
+        peak = torch_npu.npu.max_memory_allocated(self.device)
+        return peak - torch_npu.npu.memory_allocated(self.device)
+
+    def host_streams(self) -> contextlib.AbstractContextManager[None]:
+        """NPU streams and events under the names that upstream uses."""
+        return compat.cuda_names(
+            Event=torch_npu.npu.Event,
+            Stream=torch_npu.npu.Stream,
+            current_stream=torch_npu.npu.current_stream,
+            stream=torch_npu.npu.stream,
+        )
