@@ -1,6 +1,7 @@
 """``vllm-npu-prep explain``: the JSON contract, the tables, and one line for every bad file."""
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -8,11 +9,12 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.helpers import worked_examples
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.explain import explain_json
+from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.scenario import parse_scenario
 
 
@@ -137,7 +139,10 @@ BAD = [
     ("capture_sizes", [], "capture_sizes:"),
     ("capture_sizes", [0], "capture_sizes.0:"),
     ("mask", "sparse", "mask:"),
+    ("capture_sizes", [1 << 24], "capture_sizes.0:"),
     ("sliding_window", 0, "sliding_window:"),
+    ("name", "\ud800", "name:"),
+    ("requests.0.req_id", "a\nb", "requests.0.req_id:"),
 ]
 
 
@@ -221,3 +226,15 @@ def test_any_value_in_any_field_is_explained_or_refused(path, value):
         assert "\n" not in refusal
     else:
         assert step["num_reqs"] >= 1
+        console = Console(file=io.StringIO())
+        explain_text(parse_scenario(changed(path, value)), console)
+        assert "token level" in console.file.getvalue()
+
+
+def test_markup_in_names_is_shown_as_it_is(capsys):
+    scenario = small() | {"name": "[/bold] x"}
+    scenario["requests"][0]["req_id"] = "[/red]"
+    explain_text(parse_scenario(scenario), Console(width=120))
+    out = capsys.readouterr().out
+    assert "[/bold] x" in out
+    assert "[/red]" in out

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ TORCH_NPU_ALLOWED = (
     "ops/npu.py",
     "graph/",
 )
-UPSTREAM_STATE = {"torch", "vllm", "sys"}
+PATCHABLE = {"torch", "vllm", "sys"}
+PURE = [path for path in SOURCES if path.parent.name == "prep"]
 
 
 def relative(path: Path) -> str:
@@ -23,71 +25,111 @@ def relative(path: Path) -> str:
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
+    """Modules that a file imports, dotted, at any place."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module}
     return names
 
 
-def assigned_owners(tree: ast.AST, modules: set[str]) -> list[str]:
-    """Attributes of imported modules that a file assigns to: patches."""
+def top_level(tree: ast.AST) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(tree)}
+
+
+def foreign_names(tree: ast.AST) -> set[str]:
+    """Names that imports of torch, vllm and sys bind in a file."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in PATCHABLE:
+                    names.add(alias.asname or alias.name.split(".")[0])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PATCHABLE:
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def patches(tree: ast.AST) -> list[str]:
+    """Places where a file changes something that it imported from torch, vllm or sys."""
+    foreign = foreign_names(tree)
+
+    def is_foreign(target: ast.expr) -> bool:
+        root = target
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        return root is not target and isinstance(root, ast.Name) and root.id in foreign
+
     found = []
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = list(node.targets)
         elif isinstance(node, ast.AugAssign | ast.AnnAssign):
             targets = [node.target]
-        for target in targets:
-            root = target
+        while targets:
+            target = targets.pop()
+            if isinstance(target, ast.Tuple | ast.List):
+                targets += target.elts
+            elif is_foreign(target):
+                found.append(ast.unparse(target))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            changes = node.func.id in ("setattr", "delattr")
+            root = node.args[0] if node.args else None
             while isinstance(root, ast.Attribute):
                 root = root.value
-            if root is not target and isinstance(root, ast.Name) and root.id in modules:
-                found.append(ast.unparse(target))
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "setattr"
-            and isinstance(node.args[0], ast.Name)
-            and node.args[0].id in modules
-        ):
-            found.append(ast.unparse(node))
+            if changes and isinstance(root, ast.Name) and root.id in foreign:
+                found.append(ast.unparse(node))
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_pure_core_imports_neither_vllm_nor_torch_npu_nor_names_cuda(path):
-    if not relative(path).startswith("prep/"):
-        return
-    assert not imported_modules(ast.parse(path.read_text())) & {"vllm", "torch", "torch_npu"}
+@pytest.mark.parametrize("path", PURE, ids=relative)
+def test_pure_core_imports_itself_numpy_and_numba_only(path):
+    tree = ast.parse(path.read_text())
+    allowed = {"numpy", "numba", "vllm_npu_prep", *sys.stdlib_module_names}
+    assert top_level(tree) <= allowed
+    ours = {name for name in imported_modules(tree) if name.startswith("vllm_npu_prep")}
+    assert all(name.startswith("vllm_npu_prep.prep") for name in ours)
     assert "cuda" not in path.read_text().lower()
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if not relative(p).startswith(TORCH_NPU_ALLOWED)], ids=relative
+)
 def test_torch_npu_is_imported_behind_the_device_walls_only(path):
-    if relative(path).startswith(TORCH_NPU_ALLOWED):
-        return
-    assert "torch_npu" not in imported_modules(ast.parse(path.read_text()))
+    assert "torch_npu" not in top_level(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p) != "compat.py"], ids=relative)
 def test_only_compat_patches(path):
-    if relative(path) == "compat.py":
-        return
-    tree = ast.parse(path.read_text())
-    modules = imported_modules(tree) & UPSTREAM_STATE
-    assert assigned_owners(tree, modules) == []
+    assert patches(ast.parse(path.read_text())) == []
 
 
-def test_the_patch_detector_sees_patches():
-    tree = ast.parse("import torch\ntorch.cuda.Event = 1\nsetattr(torch, 'x', 2)\ntorch.a += 1")
-    assert len(assigned_owners(tree, {"torch"})) == 3
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.cuda.Event = 1",
+        "import torch\ntorch.a += 1",
+        "import torch\nsetattr(torch.cuda, 'Event', 1)",
+        "from torch import cuda\ncuda.Event = 1",
+        "from vllm.v1.engine.core_client import AsyncMPClient\nAsyncMPClient.f = 1",
+        "import vllm.envs as e\ne.X = 1",
+        "import sys\nsys.modules['x'] = 1",
+        "import sys\na, sys.excepthook = 1, 2",
+        "import sys\ndel sys.modules['x']",
+    ],
+)
+def test_the_patch_detector_sees_patches(code):
+    assert len(patches(ast.parse(code))) == 1
 
 
-def test_runner_holds_no_arithmetic():
+def test_compat_is_where_patches_are():
+    assert len(patches(ast.parse((PACKAGE / "compat.py").read_text()))) >= 5
+
+
+def test_runner_holds_no_operators_of_arithmetic():
     tree = ast.parse((PACKAGE / "model_runner.py").read_text())
     operations = [
         ast.unparse(node)

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -21,6 +23,7 @@ from vllm_npu_prep.device.staging import DeviceArrays, StagingRing
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.kernels import warm_up
 from vllm_npu_prep.prep.layout import largest_layout, step_layout
+from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import Padding
 
 if TYPE_CHECKING:
@@ -184,12 +187,17 @@ class NPUModelRunner(GPUModelRunner):
     ) -> dict[str, AscendMetadata]:
         """One metadata object for each attention group, shared by its layers."""
         by_layer: dict[str, AscendMetadata] = {}
+        masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
         self.input_batch.block_table.commit_block_table(step.num_reqs)
         for group, attn_groups in enumerate(self.attn_groups):
             block_table = self.input_batch.block_table[group].block_table.gpu
+            if pad_requests:  # rows of earlier, larger steps
+                block_table[step.num_reqs : step.padding.num_reqs_padded] = NULL_BLOCK_ID
             for attn_group in attn_groups:
                 builder: AscendMetadataBuilder = attn_group.get_metadata_builder()
-                metadata = builder.build_step(step, group, arrays, host, block_table, pad_requests)
+                metadata = builder.build_step(
+                    step, group, arrays, host, block_table, pad_requests, masks
+                )
                 by_layer.update(dict.fromkeys(attn_group.layer_names, metadata))
         return by_layer
 
@@ -238,9 +246,20 @@ class NPUModelRunner(GPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:
-        """Upstream's asynchronous output makes a stream event."""
-        with self.prep_device.host_streams():
-            return super().sample_tokens(*args, **kwargs)
+        """Upstream's asynchronous output makes a stream event.
+
+        It also rolls back the generators of requests whose sample is discarded, by an offset that
+        generators of the CPU don't have: there, they are kept from advancing instead.
+        """
+        generators, held = self.input_batch.generators, {}
+        if self.prep_device.computes_on_host and generators:
+            discarded = np.flatnonzero(self.discard_request_mask.np).tolist()
+            held = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            with self.prep_device.host_streams():
+                return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(held)
 
     # ----------------------------------------------------------------- the KV cache
 
@@ -249,12 +268,19 @@ class NPUModelRunner(GPUModelRunner):
     ) -> None:
         """Allocate the cache, then what depends on its groups: staging ring and table views."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        builders = [group.get_metadata_builder() for group in self._attn_group_iterator()]
+        for builder in builders:
+            builder.masks = builders[
+                0
+            ].masks  # one causal matrix for each window, not for each group
         tables = self.input_batch.block_table.block_tables
         self._block_tables_np = tuple(table.block_table.np for table in tables)
         self._block_sizes = np.array([table.block_size for table in tables], np.int32)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
         layout = largest_layout(self.max_num_tokens, self.max_num_reqs, len(tables))
-        self.staging = StagingRing(self.prep_device, layout.nbytes)
+        self.staging = StagingRing(
+            self.prep_device, layout.nbytes, pin_memory=is_pin_memory_available()
+        )
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any

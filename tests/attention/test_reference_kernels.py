@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.kernels import LayerShape, reference
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -184,13 +184,42 @@ def test_layers_that_share_kv_read_the_cache(seed):
         check(Step(state, seed), share_kv=True)
 
 
-def test_tiles_split_large_batches_without_changing_the_result(seed, monkeypatch):
-    step = Step(AttentionState.ChunkedPrefill, seed)
-    whole = step.run()
-    monkeypatch.setattr("vllm_npu_prep.attention.kernels.reference.TILE_ELEMENTS", 64)
-    step.metadata.kernel_plan = None
-    torch.testing.assert_close(step.run(), whole)
-    assert len(step.metadata.kernel_plan.paged) > 3
+@pytest.mark.parametrize("state", BATCHES)
+@pytest.mark.parametrize("form", MaskForm)
+@pytest.mark.parametrize("window", [None, 3])
+def test_small_tiles_cut_requests_and_queries_without_changing_the_result(
+    state, form, window, seed, monkeypatch
+):
+    monkeypatch.setattr(reference, "TILE_PAIRS", 16)
+    monkeypatch.setattr(reference, "TILE_ROWS", 8)
+    monkeypatch.setattr(reference, "KEPT_PAIRS", 0)
+    step = Step(state, seed, form=form, window=window)
+    check(step)
+    (plan,) = step.metadata.kernel_plan.values()
+    assert not plan.tiles, "large steps keep nothing"
+    if state == AttentionState.ChunkedPrefill:
+        assert len(plan.chunks) > len(step.lengths), "no request was cut"
+
+
+def test_long_prompts_need_memory_in_proportion_to_their_length(seed):
+    """A tile is bounded in pairs and in rows, whatever the step."""
+    for query_len, seq_len, requests in [(4096, 65536, 1), (1, 4096, 256), (700, 700, 9)]:
+        lengths = np.full(requests, query_len, np.int32)
+        metadata = Step(AttentionState.ChunkedPrefill, seed).metadata
+        metadata.attn_mask = None
+        metadata.num_reqs = requests
+        metadata.query_lens = lengths
+        metadata.seq_lens_np = np.full(requests, seq_len, np.int32)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        metadata.query_start_loc_np = starts
+        metadata.block_tables = torch.zeros(requests, 1, dtype=torch.int32)
+        plan = reference._plan(metadata)
+        assert sum(c.query_len for chunks in plan.chunks for c in chunks) == lengths.sum()
+        for chunks in plan.chunks:
+            longest = max(c.seq_len for c in chunks)
+            pairs = len(chunks) * longest * max(c.query_len for c in chunks)
+            assert pairs <= reference.TILE_PAIRS
+            assert len(chunks) == 1 or len(chunks) * longest <= reference.TILE_ROWS
 
 
 @pytest.mark.parametrize("state", set(BATCHES) - {AttentionState.DecodeOnly})

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from vllm_npu_prep.attention.mask_cache import MaskCache
@@ -240,6 +241,23 @@ def test_bf16_log_probabilities_stay_within_tolerance(model, seed):
     assert (got - theirs).abs().max() < BF16_TOLERANCE
     # No further from the truth than transformers is.
     assert (got - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_seeded_request_draws_the_same_tokens_however_its_prompt_is_cut(
+    model, seed, asynchronous
+):
+    """A chunk's sample is thrown away, and its generator must not have advanced."""
+    prompts = prompts_of(seed, [60, 5, 33])
+    params = SamplingParams(
+        temperature=1.0, seed=7, max_tokens=12, ignore_eos=True, detokenize=False
+    )
+    drawn = []
+    for budget in (16, 256):
+        with engine(model, max_num_batched_tokens=budget, async_scheduling=asynchronous) as llm:
+            drawn.append(generate(llm, prompts, params))
+    assert drawn[0] == drawn[1]
+    check_varied(drawn[0])
 
 
 @pytest.mark.parametrize("mask", ["dense", "compressed"])

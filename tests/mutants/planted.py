@@ -160,7 +160,7 @@ MUTANTS = [
         "metadata keeps the mask of another state",
         "attention/backend.py",
         "            step.attn_state,\n            self.decisions.mask_form,",
-        "            AttentionState.PrefillNoCache,\n            self.decisions.mask_form,",
+        "            type(step.attn_state)(0),\n            self.decisions.mask_form,",
         ENGINE,
     ),
     Mutant(

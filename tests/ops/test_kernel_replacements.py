@@ -20,7 +20,7 @@ class Drafts:
         self.lengths = lengths
         total = sum(lengths)
         self.cu = torch.tensor(lengths).cumsum(0).int()
-        self.max_len = max(lengths)
+        self.max_len = max(*lengths, 1)
 
         def probs(rows):
             return torch.rand(rows, VOCAB, generator=generator).softmax(-1)
@@ -48,7 +48,7 @@ class Drafts:
 
 drafts = st.builds(
     Drafts,
-    st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any),
+    st.lists(st.integers(0, 4), min_size=1, max_size=6),
     st.integers(0, 10**6),
 )
 
@@ -101,7 +101,7 @@ def test_greedy_acceptance_equals_the_scalar_reading(d, mixed):
 
 
 @settings(max_examples=300)
-@given(drafts, st.booleans())
+@given(drafts.filter(lambda d: any(d.lengths)), st.booleans())
 def test_random_acceptance_equals_the_scalar_reading(d, with_draft_probs):
     draft_probs = d.draft_probs if with_draft_probs else None
     expected = scalar_random(d, draft_probs)
@@ -125,10 +125,9 @@ def test_random_acceptance_equals_the_scalar_reading(d, with_draft_probs):
 
 
 @settings(max_examples=300)
-@given(drafts, st.booleans())
+@given(drafts.filter(lambda d: any(d.lengths)), st.booleans())
 def test_recovered_tokens_equal_the_scalar_reading(d, with_draft_probs):
     out = torch.zeros(sum(d.lengths), dtype=torch.int64)
-    d.draft.clamp_(min=0)
     expected = []
     for row, start, length in d.spans():
         for index in range(start, start + length):

@@ -16,13 +16,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import DeviceArrays
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import plan_mask
+from vllm_npu_prep.prep.mask import MaskPlan, plan_mask
 from vllm_npu_prep.prep.state import attention_state
 
 DEFAULT_BLOCK_SIZE = 128
@@ -99,10 +101,14 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.decisions: Decisions = decisions_of(vllm_config)
         self.sliding_window = getattr(kv_cache_spec, "sliding_window", None)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
+        model = vllm_config.model_config
+        values = KERNEL_FAMILIES[self.decisions.attention].mask_values
         self.masks = MaskCache(
             device,
-            vllm_config.model_config.max_model_len,
+            model.max_model_len,
             self.decisions.mask_budget_bytes,
+            model.dtype,
+            values[model.dtype] if values else None,
         )
 
     def build_step(
@@ -113,6 +119,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         host: DeviceArrays,
         block_table: torch.Tensor,
         pad_requests: bool,
+        masks: dict[MaskPlan, torch.Tensor | None],
     ) -> AscendMetadata:
         """Metadata of a prepared step for one KV-cache group: views, and no device read-back.
 
@@ -128,6 +135,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             int32 ``[max_num_reqs, max_num_blocks]`` on the device.
         pad_requests
             Whether attention sees padding requests: in a full graph.
+        masks
+            Masks that other groups made for this step; this one is added.
         """
         num_reqs = step.padding.num_reqs_padded if pad_requests else step.num_reqs
         query_start_loc_np = host.query_start_loc[: num_reqs + 1].numpy()
@@ -138,10 +147,12 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             step.max_seq_len,
             sliding_window=self.sliding_window,
         )
-        positions = arrays.positions[: step.total_num_scheduled_tokens]
+        if plan not in masks:
+            positions = arrays.positions[: step.total_num_scheduled_tokens]
+            masks[plan] = self.masks.build(plan, positions)
         return AscendMetadata(
             attn_state=step.attn_state,
-            attn_mask=self.masks.build(plan, positions),
+            attn_mask=masks[plan],
             block_tables=block_table[:num_reqs],
             slot_mapping=arrays.slot_mapping[group],
             query_start_loc=arrays.query_start_loc[: num_reqs + 1],
@@ -248,6 +259,11 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
             num_heads, self.num_kv_heads, head_size, scale, logits_soft_cap
         )
         self.kernels = make_kernels(decisions_of(None).attention)
+        if self.shares_kv and not self.kernels.family.kv_sharing:
+            raise PrepError(
+                f'layers that share K and V do not run with "{self.kernels.family.name}" kernels: '
+                'use {"npu_prep": {"attention": "fia"}}'
+            )
 
     def forward(
         self,

@@ -11,13 +11,18 @@ from collections.abc import Iterable
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
+
+PLANE_SPECS = (FullAttentionSpec, SlidingWindowSpec)
+"""Caches that are K and V of whole blocks, and whose attention this backend's builder knows."""
 
 
 def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:
@@ -45,7 +50,7 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
         return {}
     buffer = device.zeros(config.kv_cache_tensors[0].size)
     caches: dict[str, torch.Tensor] = {}
-    plane_bytes: dict[tuple[int, int], int] = {}  # region of the buffer -> bytes of one plane
+    regions: dict[int, int] = {}  # start of a region of the buffer -> its end
     for tensor in config.kv_cache_tensors:
         for index, layer_name in enumerate(tensor.layers):
             spec = _plane_spec(layer_name, _layer_spec(config, layer_name))
@@ -57,8 +62,17 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                     f"{tensor.block_stride}, page {spec.page_size_bytes}); planes need a layer-"
                     "compact layout: unset VLLM_KV_CACHE_LAYOUT"
                 )
-            if plane_bytes.setdefault((start, size), size // 2) != size // 2:
-                raise PrepError(f"{layer_name} shares bytes with layers of another page size")
+            if any(
+                start < other_end
+                and other < start + size
+                and (other, other_end) != (start, start + size)
+                for other, other_end in regions.items()
+            ):
+                raise PrepError(
+                    f"{layer_name} shares bytes with layers that split them into other planes "
+                    "(pages of different sizes)"
+                )
+            regions[start] = start + size
             shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
             caches[layer_name] = buffer[start : start + size].view(spec.dtype).view(shape)
     return caches
@@ -75,10 +89,10 @@ def _layer_spec(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
 
 
 def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
-    if not isinstance(spec, AttentionSpec):
-        raise PrepError(
-            f"{layer_name} has a {type(spec).__name__}: only attention caches are supported"
-        )
+    if type(spec) not in PLANE_SPECS:
+        allowed = " and ".join(each.__name__ for each in PLANE_SPECS)
+        raise PrepError(f"{layer_name} has a {type(spec).__name__}: {allowed} are supported")
+    assert isinstance(spec, AttentionSpec)
     plane = spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     if spec.page_size_bytes != 2 * plane:
         raise PrepError(

@@ -7,6 +7,7 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
@@ -101,7 +102,7 @@ def explain_text(scenario: Scenario, console: Console) -> None:
     """Print the step: what it is, then each level as a table."""
     step, plan = prepare_scenario(scenario)
     padded = step.num_input_tokens - step.total_num_scheduled_tokens
-    console.print(f"[bold]{scenario.name or 'scenario'}[/bold]")
+    console.print(scenario.name or "scenario", style="bold", markup=False)
     console.print(f"state   {step.attn_state.name}")
     mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
     console.print(f"mask    {mask}", highlight=False)
@@ -150,5 +151,5 @@ def _print_table(
         header = "\n".join(textwrap.wrap(name.replace("_", "_ "), 8)).replace("_ ", "_")
         table.add_column(header, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(Text(str(cell)) for cell in row))
     console.print(table)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import StepBatch
@@ -25,8 +25,17 @@ MAX_FILE_BYTES = 64 << 20
 MAX_TABLE_CELLS = 1 << 26
 """Most cells of a token table or block table, so that a small file can't ask for all memory."""
 
+
+def _printable(text: str) -> str:
+    if not all(character.isprintable() for character in text):
+        raise ValueError("must hold printable characters only")
+    return text
+
+
 Count = Annotated[int, Field(ge=0, le=1 << 24)]
 Positive = Annotated[int, Field(ge=1, le=1 << 24)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Text = Annotated[str, AfterValidator(_printable)]
 Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -37,7 +46,7 @@ class _Strict(BaseModel):
 class ScenarioRequest(_Strict):
     """One scheduled request."""
 
-    req_id: str
+    req_id: Text
     num_computed_tokens: Count
     num_scheduled_tokens: Positive
     num_prompt_tokens: Positive
@@ -58,11 +67,11 @@ class Scenario(_Strict):
     block_size: Annotated[int, Field(ge=1, le=1 << 16)]
     max_model_len: Positive
     max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
+    max_num_batched_tokens: Size
     requests: Annotated[list[ScenarioRequest], Field(min_length=1)]
-    name: str = ""
-    source: str = ""
-    capture_sizes: Annotated[list[Positive], Field(min_length=1)] | None = None
+    name: Text = ""
+    source: Text = ""
+    capture_sizes: Annotated[list[Size], Field(min_length=1)] | None = None
     mask: Literal["dense", "compressed"] = "dense"
     sliding_window: Positive | None = None
     chunked_prefill: bool = True

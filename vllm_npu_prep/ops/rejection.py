@@ -65,16 +65,15 @@ def rejection_greedy_sample(
     del uniform_probs, synthetic_conditional_rates
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
     index, is_draft, num_draft_tokens = _draft_grid(cu_num_draft_tokens, max_spec_len)
-    if not len(draft_token_ids):
-        index = index[:, :0]
     greedy = torch.ones_like(num_draft_tokens, dtype=torch.bool) if is_greedy is None else is_greedy
-    target = target_argmax[index] if index.numel() else index
-    is_draft = is_draft[:, : index.shape[1]]
-    accepted = (draft_token_ids[index] == target) & is_draft if index.numel() else is_draft
+    if not len(draft_token_ids):  # nothing to verify: every request gets its bonus
+        output_token_ids[greedy, 0] = bonus_token_ids.flatten()[greedy].to(output_token_ids.dtype)
+        return
+    target = target_argmax[index]
     _write_accepted(
-        output_token_ids[:, : index.shape[1] + 1] if not index.numel() else output_token_ids,
+        output_token_ids,
         target,
-        accepted,
+        (draft_token_ids[index] == target) & is_draft,
         is_draft,
         num_draft_tokens,
         bonus_token_ids,
@@ -158,7 +157,8 @@ def sample_recovered_tokens(
     req_indices = torch.arange(len(ends)).repeat_interleave(repeats)
     if NO_DRAFT_PROBS:
         excess = target_probs[:num_drafts].clone()
-        excess.scatter_(1, draft_token_ids[:num_drafts].long()[:, None].clamp(min=0), 0.0)
+        rows = (draft_token_ids[:num_drafts] >= 0).nonzero().squeeze(1)  # -1 pads drafts
+        excess[rows, draft_token_ids[rows].long()] = 0.0
     else:
         assert draft_probs is not None
         excess = (target_probs[:num_drafts] - draft_probs[:num_drafts]).clamp_(min=0.0)

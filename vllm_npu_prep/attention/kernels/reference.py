@@ -4,8 +4,8 @@ It reads the mask of the metadata and nothing else to decide who sees whom, so a
 wrong tokens; and it asserts what the Ascend kernels demand, so that the fallback rejects what an
 NPU would.
 
-A step is cut into *tiles* of requests of similar lengths. Tiles depend on the step alone, so they
-are planned once (`ReferenceKernels.plan`) and run once for each layer.
+A step is cut into *chunks* of queries, and chunks of similar lengths run together as a *tile*. The
+cut depends on the step alone, so the first layer works it out for all.
 """
 
 from dataclasses import dataclass, field
@@ -19,18 +19,40 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE
 from vllm_npu_prep.prep.state import AttentionState
 
-TILE_ELEMENTS = 1 << 22
-"""Most query-key pairs of one tile and head, which bounds the memory of its scores and its mask."""
+TILE_PAIRS = 1 << 20
+"""Most query-key pairs of one tile: bounds its mask and, for each head, its scores."""
+
+TILE_ROWS = 1 << 14
+"""Most rows of K and of V that one tile gathers, unless a single request has more."""
+
+KEPT_PAIRS = 1 << 24
+"""Steps of up to this many pairs keep their tiles for the next layer; larger ones make them again,
+so that a long prompt costs memory in proportion to its length, not to its square."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some queries of one request."""
+
+    request: int
+    start: int  # first query token in the batch
+    query_len: int
+    first_position: int  # of the first query token
+
+    @property
+    def seq_len(self) -> int:
+        """Positions up to the last query token; causal attention reads no others."""
+        return self.first_position + self.query_len
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Requests that are computed together, padded to the longest of them.
+    """Chunks that are computed together, padded to the longest of them.
 
-    ``B`` requests, ``Q`` query tokens, ``S`` positions.
+    ``B`` chunks, ``Q`` query tokens, ``S`` positions.
     """
 
-    token_indices: torch.Tensor  # [B, Q] int64, a request's last token repeated in padding
+    token_indices: torch.Tensor  # [B, Q] int64, a chunk's last token repeated in padding
     is_token: torch.Tensor  # [B, Q] bool, False in padding
     kv_indices: torch.Tensor  # [B * S] int64, rows of the K and V that are read
     visible: torch.Tensor  # [B, 1, Q or 1, S] bool
@@ -38,10 +60,11 @@ class Tile:
 
 @dataclass
 class TilePlan:
-    """Tiles of one step: over the step's own K and V, or over the cache."""
+    """How a step is cut, over its own K and V or over the cache; the first layer works it out."""
 
-    fresh: list[Tile] = field(default_factory=list)
-    paged: list[Tile] = field(default_factory=list)
+    chunks: list[list[Chunk]]
+    keep: bool
+    tiles: dict[int, Tile] = field(default_factory=dict)
 
 
 class ReferenceKernels:
@@ -78,21 +101,24 @@ class ReferenceKernels:
         """Attend over the step's own K and V where nothing is cached, else over the cache."""
         assert query.is_contiguous() and query.shape[1:] == (layer.num_heads, layer.head_size)
         assert query.dtype in REFERENCE.dtypes, query.dtype
-        plan = metadata.kernel_plan
-        if plan is None:
-            plan = metadata.kernel_plan = TilePlan()
         fresh = key is not None and (
             metadata.attn_state == AttentionState.PrefillNoCache or not metadata.causal
         )
+        plans = metadata.kernel_plan = metadata.kernel_plan or {}
+        if fresh not in plans:
+            plans[fresh] = _plan(metadata)
+        plan: TilePlan = plans[fresh]
         if fresh:
             assert key is not None and value is not None
-            tiles = plan.fresh = plan.fresh or _plan_tiles(metadata, None)
-            keys, values = key, value
+            block_size, keys, values = None, key, value
         else:
             _check_cache(kv_cache, query)
-            tiles = plan.paged = plan.paged or _plan_tiles(metadata, kv_cache.shape[2])
+            block_size = kv_cache.shape[2]
             keys, values = (plane.view(-1, *plane.shape[2:]) for plane in kv_cache)
-        for tile in tiles:
+        for index, chunks in enumerate(plan.chunks):
+            tile = plan.tiles.get(index) or _make_tile(metadata, block_size, chunks)
+            if plan.keep:
+                plan.tiles[index] = tile
             _attend_tile(tile, query, keys, values, layer, output)
 
 
@@ -123,78 +149,87 @@ def _check_metadata(metadata: AscendMetadata) -> None:
         assert metadata.attn_mask.dtype == torch.int8 and metadata.attn_mask.is_contiguous()
 
 
-def _plan_tiles(metadata: AscendMetadata, block_size: int | None) -> list[Tile]:
-    """Cut the step into tiles; with `block_size` over the cache, without over fresh K and V."""
+def _plan(metadata: AscendMetadata) -> TilePlan:
+    """Cut the step into chunks, and group chunks whose lengths differ by less than a factor of two.
+
+    Padding requests attend to nothing: their output is never read.
+    """
     _check_metadata(metadata)
-    # Padding requests attend to nothing: their output is never read.
-    query_lens = metadata.query_lens[: metadata.num_reqs].astype(np.int64)
-    seq_lens = metadata.seq_lens_np[: metadata.num_reqs].astype(np.int64)
-    starts = metadata.query_start_loc_np[: metadata.num_reqs].astype(np.int64)
-
-    # Lengths in one tile differ by less than a factor of two.
-    size_class = np.ceil(np.log2(query_lens)) * 64 + np.ceil(np.log2(seq_lens))
-    order = np.argsort(size_class, kind="stable")
-    classes = np.split(order, np.flatnonzero(np.diff(size_class[order])) + 1)
-    tiles = []
-    for requests in classes:
-        pairs = int(query_lens[requests].max() * seq_lens[requests].max())
-        for part in np.array_split(requests, -(-len(requests) * pairs // TILE_ELEMENTS) or 1):
-            if part.size:
-                tiles.append(
-                    _plan_tile(
-                        metadata,
-                        block_size,
-                        torch.from_numpy(part),
-                        torch.from_numpy(query_lens[part]),
-                        torch.from_numpy(seq_lens[part]),
-                        torch.from_numpy(starts[part]),
-                    )
-                )
-    return tiles
+    real = slice(0, metadata.num_reqs)
+    starts = metadata.query_start_loc_np[real].tolist()
+    query_lens = metadata.query_lens[real].tolist()
+    seq_lens = metadata.seq_lens_np[real].tolist()
+    by_class: dict[tuple[int, int], list[Chunk]] = {}
+    pairs = 0
+    for request, (start, query_len, seq_len) in enumerate(zip(starts, query_lens, seq_lens)):
+        pairs += query_len * seq_len
+        # Without a causal mask every query reads the whole sequence: no cutting.
+        longest = max(1, TILE_PAIRS // seq_len) if metadata.causal else query_len
+        for done in range(0, query_len, longest):
+            length = min(longest, query_len - done)
+            chunk = Chunk(request, start + done, length, seq_len - query_len + done)
+            size_class = (length.bit_length(), chunk.seq_len.bit_length())
+            by_class.setdefault(size_class, []).append(chunk)
+    groups = []
+    for chunks in by_class.values():
+        longest_query = max(chunk.query_len for chunk in chunks)
+        longest_seq = max(chunk.seq_len for chunk in chunks)
+        together = min(TILE_PAIRS // (longest_query * longest_seq), TILE_ROWS // longest_seq)
+        together = max(1, together)
+        groups += [chunks[i : i + together] for i in range(0, len(chunks), together)]
+    return TilePlan(groups, keep=pairs <= KEPT_PAIRS)
 
 
-def _plan_tile(
-    metadata: AscendMetadata,
-    block_size: int | None,
-    requests: torch.Tensor,  # [B]
-    query_lens: torch.Tensor,  # [B]
-    seq_lens: torch.Tensor,  # [B]
-    starts: torch.Tensor,  # [B]
-) -> Tile:
+def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Chunk]) -> Tile:
+    """Indices and mask of some chunks; over the cache, or without `block_size` over fresh K, V."""
+    columns_of = [(c.request, c.start, c.query_len, c.first_position, c.seq_len) for c in chunks]
+    requests, starts, query_lens, first, seq_lens = torch.tensor(columns_of).unbind(1)
     query_pos = torch.arange(int(query_lens.max()))[None, :]  # [1, Q]
     columns = torch.arange(int(seq_lens.max()))[None, :]  # [1, S]
     is_token = query_pos < query_lens[:, None]
     query_pos = query_pos.minimum(query_lens[:, None] - 1)  # [B, Q]
     token_indices = starts[:, None] + query_pos
-    valid = columns < seq_lens[:, None]  # [B, S]
-    cells = columns.minimum(seq_lens[:, None] - 1)
+    positions = first[:, None] + query_pos
+    cells = columns.minimum(seq_lens[:, None] - 1)  # [B, S]
 
     if block_size is None:
-        kv_indices = starts[:, None] + cells
+        kv_indices = torch.from_numpy(metadata.query_start_loc_np).long()[requests][:, None] + cells
     else:
         blocks = metadata.block_tables[requests].long().gather(1, cells // block_size)
         kv_indices = blocks * block_size + cells % block_size
 
-    # How far a column lies ahead of the query token: 0 is the token itself.
-    ahead = columns[:, None, :] - ((seq_lens - query_lens)[:, None] + query_pos)[:, :, None]
-    mask = metadata.attn_mask
-    if mask is None:
-        masked = torch.zeros((), dtype=torch.bool)
-        if metadata.sliding_window is not None:
-            masked = ahead <= -metadata.sliding_window
-    elif mask.dtype != torch.bool:
-        masked = expand_compressed(mask, ahead, metadata.sliding_window)
-    elif metadata.attn_state == AttentionState.PrefillNoCache:
-        masked = mask[query_pos][:, :, : columns.shape[1]]
-    else:
-        masked = mask[token_indices][:, :, : columns.shape[1]]
-    visible = valid[:, None, :] & ~masked
+    visible = (columns < seq_lens[:, None])[:, None, :]  # [B, 1, S]
+    masked = _masked(metadata, token_indices, positions, columns)
+    if masked is not None:
+        visible = visible & ~masked
     return Tile(token_indices, is_token, kv_indices.flatten(), visible[:, None])
+
+
+def _masked(
+    metadata: AscendMetadata,
+    token_indices: torch.Tensor,  # [B, Q]
+    positions: torch.Tensor,  # [B, Q]
+    columns: torch.Tensor,  # [1, S]
+) -> torch.Tensor | None:
+    """What the metadata's mask hides, bool ``[B, Q, S]``; None if nothing."""
+    mask, window = metadata.attn_mask, metadata.sliding_window
+    width = columns.shape[1]
+    if mask is not None and mask.dtype == torch.bool:
+        matrix = metadata.attn_state == AttentionState.PrefillNoCache
+        return mask[positions if matrix else token_indices, :width]
+    if mask is None and window is None:
+        return None
+    # How far a column lies ahead of the query token: 0 is the token itself.
+    ahead = columns.int()[:, None, :] - positions.int()[:, :, None]
+    if mask is None:
+        assert window is not None
+        return ahead <= -window
+    return expand_compressed(mask, ahead, window)
 
 
 def expand_compressed(
     mask: torch.Tensor,  # [2048, 2048] int8, 1 above the diagonal
-    ahead: torch.Tensor,  # [...] int64
+    ahead: torch.Tensor,  # [...] int32
     sliding_window: int | None,
 ) -> torch.Tensor:
     """Expand the constant mask as the fused Ascend kernel documents it.
@@ -209,9 +244,13 @@ def expand_compressed(
         Bool of the shape of `ahead`, True where masked.
     """
     last = mask.shape[0] - 1
+    # The cells that can be looked up lie on the first column and the first row.
+    edge = torch.cat([mask[:, 0].flip(0), mask[0, 1:]]).bool()  # distance -last to last
 
     def lookup(distance: torch.Tensor) -> torch.Tensor:
-        return mask[(-distance).clamp(0, last), distance.clamp(0, last)].bool()
+        return edge.index_select(0, (distance + last).clamp_(0, 2 * last).flatten()).view(
+            distance.shape
+        )
 
     masked = lookup(ahead)
     if sliding_window is not None:
@@ -232,6 +271,8 @@ def _attend_tile(
     shape = (num_reqs, -1, layer.num_kv_heads, layer.head_size)
     k = keys.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)  # [B, Hkv, S, D]
     v = values.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)
+    # Half precision is for storage: as on a device, sums are kept in float32 and rounded once.
+    q, k, v = q.float(), k.float(), v.float()
     # Grouped queries: the heads of one K/V head stand behind each other as more query rows.
     group = layer.num_heads // layer.num_kv_heads
     q = q.reshape(num_reqs, layer.num_kv_heads, group * query_len, layer.head_size)
@@ -239,14 +280,12 @@ def _attend_tile(
     if visible.shape[2] > 1:
         visible = visible.repeat(1, 1, group, 1)
     if layer.logits_soft_cap:
-        scores = layer.logits_soft_cap * torch.tanh(
-            (q @ k.transpose(2, 3)).float() * (layer.scale / layer.logits_soft_cap)
-        )
-        scores = scores.masked_fill(~visible, float("-inf"))
-        out = scores.softmax(-1).to(v.dtype) @ v
+        scores = (q @ k.transpose(2, 3)).mul_(layer.scale / layer.logits_soft_cap)
+        scores = scores.tanh_().mul_(layer.logits_soft_cap).masked_fill_(~visible, float("-inf"))
+        out = scores.softmax(-1) @ v
     else:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=layer.scale
         )
     out = out.view(num_reqs, layer.num_heads, query_len, layer.head_size).transpose(1, 2)
-    output[tile.token_indices[tile.is_token]] = out[tile.is_token]
+    output[tile.token_indices[tile.is_token]] = out[tile.is_token].to(output.dtype)

@@ -1,0 +1,87 @@
+"""K and V as planes of the bytes that vLLM plans, and what can't be planes."""
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+
+from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
+from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.errors import PrepError
+
+BLOCKS = 5
+SHAPE = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+
+
+def config(*groups, layers=2, offsets=None, block_stride=None) -> KVCacheConfig:
+    """Groups of `layers` layers each, overlaying each other unless offsets are given."""
+    tensors, specs = [], []
+    sizes = [spec.page_size_bytes * BLOCKS for spec in groups]
+    offsets = offsets or [0] * len(groups)
+    total = max(offset + size * layers for offset, size in zip(offsets, sizes))
+    for index, (spec, size, offset) in enumerate(zip(groups, sizes, offsets)):
+        names = [f"model.layers.{index * layers + i}.attn" for i in range(layers)]
+        stride = block_stride or spec.page_size_bytes
+        tensors.append(KVCacheTensor(total, names, size, stride, offset))
+        specs.append(KVCacheGroupSpec(names, spec))
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=specs)
+
+
+def test_layers_are_contiguous_planes_apart_from_each_other():
+    caches = allocate_planes(config(FullAttentionSpec(**SHAPE)), CPUDevice())
+    assert len(caches) == 2
+    for value, cache in enumerate(caches.values(), 1):
+        assert cache.shape == (2, BLOCKS, 4, 2, 8)
+        assert cache[0].is_contiguous()
+        assert cache[1].is_contiguous()
+        assert not cache.any()
+        cache.fill_(value)
+    for value, cache in enumerate(caches.values(), 1):
+        assert (cache == value).all()
+
+
+def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block():
+    window = SlidingWindowSpec(**SHAPE, sliding_window=8)
+    caches = allocate_planes(config(FullAttentionSpec(**SHAPE), window), CPUDevice())
+    full, windowed = caches["model.layers.0.attn"], caches["model.layers.2.attn"]
+    full[:, 3] = 7
+    assert (windowed[:, 3] == 7).all()
+    assert not windowed[:, [0, 1, 2, 4]].any()
+
+
+def test_zeroing_touches_the_blocks_it_is_told_in_both_planes():
+    (cache,) = allocate_planes(config(FullAttentionSpec(**SHAPE), layers=1), CPUDevice()).values()
+    cache.fill_(1)
+    zero_blocks(list(cache), [1, 4])
+    assert not cache[:, [1, 4]].any()
+    assert (cache[:, [0, 2, 3]] == 1).all()
+
+
+def test_groups_that_split_the_same_bytes_differently_are_refused():
+    wide = FullAttentionSpec(**{**SHAPE, "block_size": 8})
+    with pytest.raises(PrepError, match="other planes"):
+        allocate_planes(config(FullAttentionSpec(**SHAPE), wide), CPUDevice())
+
+
+def test_blocks_interleaved_with_other_layers_are_refused():
+    spec = FullAttentionSpec(**SHAPE)
+    with pytest.raises(PrepError, match="layer-compact"):
+        allocate_planes(config(spec, block_stride=2 * spec.page_size_bytes), CPUDevice())
+
+
+def test_padded_pages_are_refused():
+    spec = FullAttentionSpec(**SHAPE, page_size_padded=1024)
+    with pytest.raises(PrepError, match="not K and V"):
+        allocate_planes(config(spec), CPUDevice())
+
+
+def test_caches_whose_attention_is_not_built_are_refused():
+    spec = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)
+    with pytest.raises(PrepError, match="ChunkedLocalAttentionSpec"):
+        allocate_planes(config(spec), CPUDevice())
