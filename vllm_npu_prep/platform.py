@@ -20,6 +20,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 KIND = choose_device()
 
+NZ_CACHE_CHIPS = "Ascend310P"
+"""Chips whose kernels take KV caches in the NZ layout only."""
+
 SHUTDOWN_SECONDS = 10
 """Time that running requests get to finish when the server is told to stop, unless given."""
 
@@ -136,6 +139,12 @@ class NPUPlatform(Platform):
 def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None:
     """Raise for the first thing that the kernel family or this version can't do."""
     model = vllm_config.model_config
+    name = device_name(KIND.device_type)
+    if name.startswith(NZ_CACHE_CHIPS):
+        raise PrepError(
+            f"{name}: Ascend310P keeps its KV cache in the NZ layout, which is not supported; use "
+            "an Ascend910B or Ascend910_93 device"
+        )
     dtypes = [DTYPE_NAMES[str(dtype)] for dtype in family.dtypes]
     if model.dtype not in family.dtypes:
         raise PrepError(

@@ -75,7 +75,7 @@ class MaskCache:
         value = self.masked_values.get(plan.kind, True)
         matrix = self._matrix(max_seq_len, plan.sliding_window, value)
         if plan.kind == MaskKind.MATRIX:
-            return matrix[:max_seq_len, :max_seq_len]
+            return matrix[:max_seq_len, :max_seq_len].contiguous()  # kernels take no strides
         rows = matrix[:, :max_seq_len].index_select(0, positions)
         padding = num_rows - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows

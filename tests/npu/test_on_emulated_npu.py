@@ -1,0 +1,115 @@
+"""The plugin on npu:0: the unmodified torch_npu on the emulated Ascend runtime.
+
+Each test starts a process under ``vllm-npu-prep emulate``, where hazards are errors. What only
+hardware can show (numerics, speed, layout limits of real kernels, HCCL) is not shown here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine import make_model
+
+ROOT = Path(__file__).parents[2]
+DTYPES = ["float16", "bfloat16"]
+SITE = Path(sys.prefix) / "npu-emulator"
+pytestmark = pytest.mark.skipif(
+    not (SITE / "torch_npu").is_dir(), reason=f"torch_npu is not in {SITE} (scripts/install.sh)"
+)
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def emulate(*command: str, options: tuple[str, ...] = (), **environment: str):
+    """Run Python with arguments on emulated devices."""
+    cli = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate", "--hazards", "error", *options]
+    environment = {"NPU_PREP_DEVICE": "npu", **environment}
+    return run([*cli, "--", sys.executable, *command], **environment)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory):
+    """Tokens of the reference family on the CPU fallback, by dtype and scheduling."""
+    out = tmp_path_factory.mktemp("reference") / "tokens.json"
+    command = ["-m", "tests.npu.generate", str(model), str(out), "--dtype", *DTYPES]
+    result = run([sys.executable, *command], NPU_PREP_DEVICE="cpu")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    ("attention", "delay", "dtypes"),
+    [
+        ("fia", "none", DTYPES),
+        ("atb", "none", DTYPES),
+        ("fia", "skewed", ["float16"]),
+        ("atb", "skewed", ["float16"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention, delay, dtypes):
+    out, report = tmp_path / "tokens.json", tmp_path / "report.json"
+    result = emulate(
+        *("-m", "tests.npu.generate", str(model), str(out)),
+        *("--attention", attention, "--dtype", *dtypes),
+        options=("--delay", delay, "--report", str(report)),
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    got = json.loads(out.read_text())
+    for case, tokens in got.items():
+        assert tokens["device"] == "npu:0"
+        assert tokens["tokens"] == reference[case]["tokens"], case
+        assert tokens["states"] == reference[case]["states"], case
+        assert set(tokens["states"]) == {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
+    assert json.loads(report.read_text())["hazards"] == []
+
+
+def test_worked_examples_through_the_runner_on_the_device():
+    result = emulate(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/npu/on_device"),
+        NPU_PREP_ON_DEVICE="1",
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert " passed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("soc", "settings", "message"),
+    [
+        ("Ascend310P3", {}, "Ascend310P"),
+        ("Ascend910B1", {"dtype": "float32"}, "bfloat16, float16"),
+        ("Ascend910B1", {"block_size": 24}, "multiples of 16"),
+        ("Ascend910B1", {"additional_config": {"npu_prep": {"attention": "reference"}}}, "npu"),
+        ("Ascend910B1", {"additional_config": {"npu_prep": {"mask": "dense"}}}, "compressed"),
+    ],
+)
+def test_what_an_npu_cannot_run_is_refused_in_one_line(model, soc, settings, message):
+    code = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        f"settings = {{'dtype': 'float16', **{settings!r}}}\n"
+        f"EngineArgs(model={str(model)!r}, skip_tokenizer_init=True, **settings)"
+        ".create_engine_config()"
+    )
+    result = emulate("-c", code, options=("--soc", soc))
+    assert result.returncode != 0
+    (line,) = [row for row in result.stderr.splitlines() if "vllm_npu_prep: error" in row]
+    assert message in line
+    assert "Traceback" not in result.stderr
