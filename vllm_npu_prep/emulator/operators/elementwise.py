@@ -310,9 +310,9 @@ def _check_rotary(
     demand("dtype", x.dtype in DTYPES, x.dtype)
     for argument, tensor in {"input": x, "r1": r1, "r2": r2}.items():
         demand("rank", tensor.dim() == 4, shape_of(tensor), argument)
-    for argument, tensor in {"r1": r1, "r2": r2, "rotate": rotate}.items():
-        if tensor is not None:
-            demand("same dtype", tensor.dtype == x.dtype, tensor.dtype, argument)
+    for argument, factor in {"r1": r1, "r2": r2, "rotate": rotate}.items():
+        if factor is not None:
+            demand("same dtype", factor.dtype == x.dtype, factor.dtype, argument)
     demand("rotary_mode", rotary_mode in ("half", "interleave"), repr(rotary_mode))
     head_size = x.shape[3]
     demand("head size", head_size % 2 == 0 and head_size < 896, head_size)
