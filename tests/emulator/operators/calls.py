@@ -233,3 +233,15 @@ def cache_arguments(seed=0, dtype=torch.float16, slot_name="slot_indices", **cha
 def scatter_arguments(seed=0, dtype=torch.float16, **changes):
     """Arguments of ``npu_scatter_pa_kv_cache``."""
     return cache_arguments(seed, dtype, "slot_mapping", **({"cache_mode": "Norm"} | changes))
+
+
+def strided(tensor):
+    """Same shape and values, not contiguous."""
+    doubled = torch.stack([tensor, tensor], -1)[..., 0]
+    assert not doubled.is_contiguous() and doubled.shape == tensor.shape
+    return doubled
+
+
+def spoiled(arguments, **functions):
+    """Arguments with some of them replaced by a function of themselves."""
+    return arguments | {name: function(arguments[name]) for name, function in functions.items()}

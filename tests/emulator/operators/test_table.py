@@ -1,5 +1,6 @@
 """The table of references: schemas, installation, documentation, and that it needs no torch_npu."""
 
+import copy
 import inspect
 import subprocess
 import sys
@@ -7,7 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
+from tests.emulator.operators.calls import (
+    FUNCTIONS,
+    MIXED,
+    V1,
+    V2,
+    V2_NAMES,
+    Batch,
+    cache_arguments,
+    decode_arguments,
+    flash_arguments,
+    scatter_arguments,
+    splitfuse_arguments,
+)
 from vllm_npu_prep.emulator.operators import CONSTRAINTS, REFERENCES, install
 from vllm_npu_prep.emulator.operators.document import render
 from vllm_npu_prep.emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
@@ -61,24 +76,71 @@ def test_install_registers_every_reference_once():
     assert registered == [tuple(reference) for reference in REFERENCES]
 
 
-def test_references_work_as_cpu_kernels_of_torch_dispatcher():
-    """As the runtime launches them: with defaults stripped and mutated arguments as aliases."""
+@pytest.fixture(scope="module")
+def dispatched():
+    """Operators of torch's dispatcher with the real schemas and the references as CPU kernels."""
     library = torch.library.Library("npu_prep_test", "FRAGMENT")
-    functions = {reference.name: reference.function for reference in REFERENCES}
-    for name in ("npu::npu_rms_norm", "npu::npu_scatter_pa_kv_cache"):
-        short = name.split("::")[1]
-        library.define(schema_text(name).split("::")[1])
-        library.impl(short, functions[name], "CPU")
-    output, _ = torch.ops.npu_prep_test.npu_rms_norm(torch.ones(2, 4), torch.ones(4))
-    torch.testing.assert_close(output, torch.ones(2, 4))
-    cache = torch.zeros(2, 2, 16, 1, 16, dtype=torch.float16)
-    rows = torch.ones(1, 1, 16, dtype=torch.float16)
-    slots = torch.tensor([17], dtype=torch.int32)
-    write = torch.ops.npu_prep_test.npu_scatter_pa_kv_cache
-    write(rows, rows, cache[0], cache[1], slots, cache_mode="Norm")
-    assert cache.sum() == 32 and cache[0, 1, 1].sum() == 16
+    for name, overload, function in REFERENCES:
+        library.define(schema_text(name, overload).split("::")[1])
+        library.impl(".".join(filter(None, (name.split("::")[1], overload))), function, "CPU")
+    yield torch.ops.npu_prep_test
+    library._destroy()
+
+
+def tensors(values):
+    return [value for value in pytree.tree_leaves(values) if torch.is_tensor(value)]
+
+
+def results(function, arguments):
+    """What a call returns, and what its tensors hold afterwards."""
+    arguments = copy.deepcopy(arguments)
+    return tensors(function(**arguments)) + tensors(arguments)
+
+
+def every_call():
+    batch = Batch(MIXED)
+    paged = batch.paged(softmax_lse_flag=True)
+    paged_v2 = {V2_NAMES.get(key, key): value for key, value in paged.items()}
+    out = {"out": [torch.zeros_like(batch.query), torch.zeros(103, 4, 1)]}
+    rows, gamma = torch.randn(3, 8), torch.randn(8)
+    heads = torch.randn(1, 3, 2, 8)
+    return {
+        (V1, ""): paged,
+        (V1, "out"): paged | out,
+        ("npu::_npu_fused_infer_attention_score_get_max_workspace", ""): paged,
+        (V2, ""): paged_v2,
+        (V2, "out"): paged_v2 | out,
+        ("npu::_npu_fused_infer_attention_score_v2_get_max_workspace", ""): paged_v2,
+        ("atb::_npu_reshape_and_cache", ""): cache_arguments(),
+        ("npu::npu_scatter_pa_kv_cache", ""): scatter_arguments(),
+        ("atb::_npu_flash_attention", ""): flash_arguments()[0],
+        ("atb::_npu_paged_attention", ""): decode_arguments()[0],
+        ("atb::_npu_paged_attention_get_workspace", ""): decode_arguments()[0],
+        ("atb::_npu_paged_attention_splitfuse", ""): splitfuse_arguments()[0],
+        ("npu::npu_rms_norm", ""): {"input": rows, "gamma": gamma},
+        ("npu::npu_add_rms_norm", ""): {"x1": rows, "x2": rows, "gamma": gamma},
+        ("npu::npu_swiglu", ""): {"input": rows},
+        ("npu::npu_rotary_mul", ""): {"input": heads, "r1": heads, "r2": heads},
+    }
+
+
+@pytest.mark.parametrize("key", KEYS, ids=".".join)
+def test_references_compute_the_same_behind_torchs_dispatcher(key, dispatched):
+    """As the runtime launches them: it strips defaults and passes lists of symbolic integers."""
+    name, overload = key
+    arguments = every_call()[key]
+    operator = getattr(getattr(dispatched, name.split("::")[1]), overload or "default")
+    direct, behind = (results(f, arguments) for f in (FUNCTIONS[key], operator))
+    assert len(direct) == len(behind)
+    for ours, theirs in zip(direct, behind):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_refusals_pass_the_dispatcher(dispatched):
     with pytest.raises(RuntimeError, match="cache_mode"):
-        write(rows, rows, cache[0], cache[1], slots)
+        dispatched.npu_scatter_pa_kv_cache(**cache_arguments(slot_name="slot_mapping"))
+    with pytest.raises(RuntimeError, match=r"(unexpected|[Uu]nknown) keyword"):
+        dispatched.npu_fused_infer_attention_score(**Batch(MIXED).paged(actual_lengths=[1]))
 
 
 def test_the_document_is_up_to_date():
