@@ -230,6 +230,22 @@ def test_full_masks_of_several_tokens(shape, seed):
     )
 
 
+def test_full_masks_may_differ_by_request(seed):
+    batch = Batch([(3, 4), (3, 4)], seed)
+    mask = torch.zeros(2, 1, 4, 7, dtype=torch.uint8)
+    mask[0, ..., 2] = 1
+    mask[1, ..., 5] = 1
+    output, _ = fused(batch.padded("BSND", atten_mask=mask))
+    for request, hidden in enumerate((2, 5)):
+        expected, _ = formula.of_batch(batch, lambda _, column, hidden=hidden: column != hidden)
+        formula.assert_close(output[request], expected[request], batch.dtype)
+
+
+def test_query_lengths_have_no_effect_on_one_token(seed):
+    batch = Batch(ONE_TOKEN, seed)
+    same_side_by_side(batch, batch.padded("BSND", actual_seq_lengths=[0]))
+
+
 def test_the_band_of_a_full_mask_starts_in_the_upper_left_corner(seed):
     batch = Batch([(3, 5)], seed)
     mask = torch.zeros(5, 8, dtype=torch.bool)
