@@ -1,0 +1,113 @@
+"""The atb attention operators against attention by definition, masks included."""
+
+import math
+
+import pytest
+import torch
+
+from tests.emulator.operators import formula
+from tests.emulator.operators.calls import (
+    DECODES,
+    MIXED,
+    PROMPTS,
+    call,
+    decode_arguments,
+    flash_arguments,
+    splitfuse_arguments,
+)
+
+FLASH = "atb::_npu_flash_attention"
+PAGED = "atb::_npu_paged_attention"
+SPLITFUSE = "atb::_npu_paged_attention_splitfuse"
+DTYPES = [torch.float16, torch.bfloat16]
+HEADS = [(4, 2), (1, 1), (8, 1), (6, 6)]
+
+
+def same(name, arguments, batch, visible=formula.causal):
+    assert call(name, arguments) is None
+    expected = torch.cat(formula.of_batch(batch, visible)[0])
+    formula.assert_close(arguments["out"], expected, batch.dtype)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts(dtype, heads, seed):
+    same(FLASH, *flash_arguments(seed, dtype, heads=heads))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_with_an_empty_request(dtype, seed):
+    same(FLASH, *flash_arguments(seed, dtype, lengths=[(0, 5), (0, 0), (0, 3)]))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes(dtype, heads, seed):
+    same(PAGED, *decode_arguments(seed, dtype, heads=heads))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_block_sizes(block_size, seed):
+    same(PAGED, *decode_arguments(seed, block_size=block_size))
+    same(SPLITFUSE, *splitfuse_arguments(seed, block_size=block_size))
+
+
+def test_decodes_with_a_workspace(seed):
+    arguments, batch = decode_arguments(seed)
+    workspace = call("atb::_npu_paged_attention_get_workspace", arguments)
+    same(PAGED, arguments | {"workspace": workspace}, batch)
+
+
+def test_a_decode_without_context_is_zero(seed):
+    arguments, _ = decode_arguments(seed)
+    arguments["context_lens"][2] = 0
+    call(PAGED, arguments)
+    assert (arguments["out"][2] == 0).all() and arguments["out"].isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [MIXED, DECODES, PROMPTS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_steps(dtype, lengths, seed):
+    same(SPLITFUSE, *splitfuse_arguments(seed, dtype, lengths))
+
+
+def test_mixed_steps_take_rows_of_padding_and_wider_masks(seed):
+    arguments, batch = splitfuse_arguments(seed)
+    mask = arguments["mask"]
+    wide = torch.zeros(mask.shape[0] + 5, mask.shape[1] + 40, dtype=mask.dtype)
+    wide[: mask.shape[0], : mask.shape[1]] = mask
+    same(SPLITFUSE, arguments | {"mask": wide}, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_window_is_a_matter_of_the_mask(dtype, seed):
+    arguments, batch = splitfuse_arguments(seed, dtype)
+    token = 0
+    for context, query_len in batch.lengths:
+        for position in range(context, context + query_len):
+            masked = -math.inf if dtype == torch.float16 else -10000.0
+            arguments["mask"][token, : max(0, position - 8 + 1)] = masked
+            token += 1
+    same(SPLITFUSE, arguments, batch, formula.window(8))
+
+
+def test_splitfuse_sees_everything_that_the_mask_leaves(seed):
+    arguments, batch = splitfuse_arguments(seed)
+    arguments["mask"] = torch.zeros_like(arguments["mask"])
+    same(SPLITFUSE, arguments, batch, formula.everything)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [(FLASH, flash_arguments), (SPLITFUSE, splitfuse_arguments)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_values_of_another_kernel_in_a_mask_give_wrong_results(dtype, name, build, seed):
+    arguments, _ = build(seed, dtype)
+    call(name, arguments)
+    right = arguments["out"].clone()
+    flags = (arguments["mask"] != 0).to(dtype)
+    # Flags where values are added; -inf where flags are wanted.
+    if (name, dtype) == (FLASH, torch.bfloat16):
+        flags = torch.zeros_like(flags).masked_fill(flags.bool(), -math.inf)
+    call(name, arguments | {"mask": flags})
+    assert not torch.allclose(arguments["out"], right, atol=1e-2)

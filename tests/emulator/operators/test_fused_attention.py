@@ -1,0 +1,328 @@
+"""Fused attention against its definition in float64: layouts, caches, masks, outputs."""
+
+import math
+
+import pytest
+import torch
+
+from tests.emulator.operators import formula
+from tests.emulator.operators.calls import (
+    DECODES,
+    MIXED,
+    PROMPTS,
+    V1,
+    V2,
+    V2_NAMES,
+    Batch,
+    call,
+    fused,
+    triangle,
+)
+
+DTYPES = [torch.float16, torch.bfloat16]
+SIDE_BY_SIDE = ["BSH", "BSND", "BNSD", "BNSD_BSND"]
+UNEVEN = [(3, 5), (0, 2), (20, 7)]
+"""Every request with its own query length."""
+ONE_TOKEN = [(3, 1), (40, 1), (20, 1)]
+
+
+def same(batch, arguments, visible=formula.causal, version=1, **kwargs):
+    """Assert that a TND call equals the formula."""
+    output, _ = fused(arguments, version)
+    expected, _ = formula.of_batch(batch, visible, **kwargs)
+    formula.assert_close(output, torch.cat(expected), batch.dtype)
+
+
+def as_batch(output, layout, num_heads):
+    """Output of a layout as ``[B, S, N, D]``."""
+    if layout == "BSH":
+        return output.unflatten(2, (num_heads, -1))
+    return output.transpose(1, 2) if layout == "BNSD" else output
+
+
+def same_side_by_side(batch, arguments, visible=formula.everything, **kwargs):
+    layout = arguments["input_layout"]
+    output = as_batch(fused(arguments)[0], layout, batch.heads[0])
+    expected, _ = formula.of_batch(batch, visible, **kwargs)
+    for request, rows in enumerate(expected):
+        formula.assert_close(output[request, : len(rows)], rows, batch.dtype)
+        assert (output[request, len(rows) :] == 0).all()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_over_their_own_keys(dtype, version, seed):
+    batch = Batch(PROMPTS, seed, dtype=dtype)
+    same(batch, batch.packed(), version=version)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("form", [3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [MIXED, DECODES])
+def test_any_step_over_the_cache(lengths, dtype, form, version, seed):
+    batch = Batch(lengths, seed, dtype=dtype)
+    same(batch, batch.paged(form), version=version)
+
+
+def test_decodes_need_no_mask(seed):
+    batch = Batch(DECODES, seed)
+    same(batch, batch.paged(sparse_mode=0, atten_mask=None))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (12, 4)])
+@pytest.mark.parametrize("head_size", [16, 64])
+def test_grouped_heads(heads, head_size, seed):
+    batch = Batch(MIXED, seed, heads=heads, head_size=head_size)
+    same(batch, batch.paged())
+    zero_means_equal = batch.heads[1] if heads[0] != heads[1] else 0
+    same(batch, batch.packed(num_key_value_heads=zero_means_equal))
+
+
+@pytest.mark.parametrize("block_size", [128, 256])
+def test_block_sizes(block_size, seed):
+    batch = Batch(MIXED, seed, block_size=block_size)
+    same(batch, batch.paged())
+    small = Batch(DECODES, seed, block_size=16)
+    same(small, small.paged())
+
+
+@pytest.mark.parametrize("lengths", [PROMPTS, MIXED, DECODES])
+def test_no_mask_sees_everything(lengths, seed):
+    batch = Batch(lengths, seed)
+    changes = {"sparse_mode": 0, "atten_mask": None}
+    same(batch, batch.packed(**changes), formula.everything)
+    same(batch, batch.paged(**changes), formula.everything)
+
+
+@pytest.mark.parametrize("size", [1, 2, 17, 128, 1000])
+@pytest.mark.parametrize("lengths", [PROMPTS, MIXED, DECODES])
+def test_a_window_of_w_is_pre_tokens_w_minus_one(size, lengths, seed):
+    batch = Batch(lengths, seed)
+    changes = {"sparse_mode": 4, "pre_tokens": size - 1, "next_tokens": 0}
+    same(batch, batch.packed(**changes), formula.window(size))
+    same(batch, batch.paged(**changes), formula.window(size))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 2), (5, -1), (-1, 3), (10**9, 10**9)])
+def test_bands(before, after, seed):
+    batch = Batch([(20, 5), (9, 9)], seed)
+    changes = {"sparse_mode": 4, "pre_tokens": before, "next_tokens": after, "inner_precise": 2}
+    same(batch, batch.paged(**changes), formula.band(before, after))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8])
+@pytest.mark.parametrize("shape", [(2048, 2048), (1, 2048, 2048), (1, 1, 2048, 2048)])
+def test_dtypes_and_shapes_of_the_constant_mask(dtype, shape, seed):
+    batch = Batch(MIXED, seed)
+    same(batch, batch.paged(atten_mask=triangle(dtype).view(shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    {
+        "nothing masked": torch.zeros(2048, 2048),
+        "everything masked": torch.ones(2048, 2048),
+        "inverted": torch.tril(torch.ones(2048, 2048)),
+        "diagonal masked": torch.triu(torch.ones(2048, 2048)),
+        "one token ahead visible": torch.triu(torch.ones(2048, 2048), 2),
+        "one cell": triangle()
+        .float()
+        .index_put((torch.tensor(7), torch.tensor(7)), torch.ones(())),
+    }.items(),
+)
+@pytest.mark.parametrize("mode", [3, 4])
+def test_a_wrong_constant_gives_wrong_results(name, wrong, mode, seed):
+    batch = Batch(PROMPTS, seed)
+    changes = {"sparse_mode": mode, "pre_tokens": 50, "next_tokens": 0}
+    right, _ = fused(batch.packed(**changes))
+    output, _ = fused(batch.packed(**changes, atten_mask=wrong.to(torch.int8)))
+    assert not torch.allclose(output, right, atol=1e-2, equal_nan=True), name
+
+
+def test_the_constant_serves_sequences_longer_than_itself(seed):
+    batch = Batch([(2500, 1100)], seed, heads=(1, 1))
+    size = 1500
+    arguments = batch.packed(sparse_mode=4, pre_tokens=size - 1, next_tokens=0)
+    output, _ = fused(arguments)
+    scores = batch.queries[0][:, 0].double() @ batch.keys[0][:, 0].double().T * batch.scale
+    position = torch.arange(2500, 3600)[:, None]
+    column = torch.arange(3600)[None]
+    scores[(column > position) | (column <= position - size)] = -math.inf
+    formula.assert_close(
+        output[:, 0], scores.softmax(-1) @ batch.values[0][:, 0].double(), batch.dtype
+    )
+
+
+@pytest.mark.parametrize("layout", SIDE_BY_SIDE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_with_a_batch_axis(layout, dtype, seed):
+    batch = Batch(UNEVEN, seed, dtype=dtype)
+    same_side_by_side(batch, batch.padded(layout))
+
+
+@pytest.mark.parametrize("layout", SIDE_BY_SIDE)
+@pytest.mark.parametrize(
+    ("mode", "visible", "origin"),
+    [
+        (2, formula.causal, "upper left"),
+        (3, formula.causal, "lower right"),
+        (4, formula.window(4), "lower right"),
+    ],
+)
+def test_layouts_with_a_batch_axis_and_the_constant_mask(layout, mode, visible, origin, seed):
+    batch = Batch(UNEVEN, seed)
+    changes = {"atten_mask": triangle(), "sparse_mode": mode, "pre_tokens": 3, "next_tokens": 0}
+    same_side_by_side(batch, batch.padded(layout, **changes), visible, origin=origin)
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_one_token_with_one_mask_row_for_each_request(layout, mode, seed):
+    batch = Batch(ONE_TOKEN, seed)
+    mask = torch.zeros(3, 48, dtype=torch.int8)
+    mask[:, 7] = 1
+    mask[:, 0] = 1
+    arguments = batch.padded(layout, atten_mask=mask, sparse_mode=mode)
+    # Rounded up to 16 as documented: 41 columns become 48.
+    same_side_by_side(batch, arguments, lambda position, column: (column != 0) & (column != 7))
+
+
+def test_mask_rows_let_lengths_stay_padded(seed):
+    """Lengths of a bucket, real ones in the mask: what a graph without rebinding would do."""
+    batch = Batch(ONE_TOKEN, seed)
+    mask = torch.ones(3, 41, dtype=torch.bool)
+    for request, length in enumerate(batch.kv_lens):
+        mask[request, :length] = False
+    arguments = batch.padded("BSH", atten_mask=mask, actual_seq_lengths_kv=[41])
+    same_side_by_side(batch, arguments)
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
+def test_one_token_over_the_cache(layout, seed):
+    batch = Batch(DECODES, seed)
+    key, value, table = batch.caches()
+    mask = torch.zeros(len(DECODES), table.shape[1] * 128, dtype=torch.bool)
+    mask[:, 3] = True
+    arguments = batch.padded(layout) | {
+        "key": key.flatten(2),
+        "value": value.flatten(2),
+        "block_table": table,
+        "block_size": 128,
+        "atten_mask": mask,
+    }
+    same_side_by_side(batch, arguments, lambda position, column: column != 3)
+
+
+@pytest.mark.parametrize("shape", ["(Q, KV)", "(1, Q, KV)", "(1, 1, Q, KV)", "(B, 1, Q, KV)"])
+def test_full_masks_of_several_tokens(shape, seed):
+    batch = Batch([(3, 4), (3, 4)], seed)
+    rows = (torch.arange(4)[:, None] + torch.arange(7)[None]) % 3 == 0
+    mask = {
+        "(Q, KV)": rows,
+        "(1, Q, KV)": rows[None],
+        "(1, 1, Q, KV)": rows[None, None],
+        "(B, 1, Q, KV)": rows.repeat(2, 1, 1, 1),
+    }[shape]
+    arguments = batch.padded("BSND", atten_mask=mask)
+    same_side_by_side(
+        batch, arguments, lambda row, column: (row + column) % 3 != 0, origin="upper left"
+    )
+
+
+def test_full_masks_may_differ_by_request(seed):
+    batch = Batch([(3, 4), (3, 4)], seed)
+    mask = torch.zeros(2, 1, 4, 7, dtype=torch.uint8)
+    mask[0, ..., 2] = 1
+    mask[1, ..., 5] = 1
+    output, _ = fused(batch.padded("BSND", atten_mask=mask))
+    for request, hidden in enumerate((2, 5)):
+        expected, _ = formula.of_batch(batch, lambda _, column, hidden=hidden: column != hidden)
+        formula.assert_close(output[request], expected[request], batch.dtype)
+
+
+def test_query_lengths_have_no_effect_on_one_token(seed):
+    batch = Batch(ONE_TOKEN, seed)
+    same_side_by_side(batch, batch.padded("BSND", actual_seq_lengths=[0]))
+
+
+def test_the_band_of_a_full_mask_starts_in_the_upper_left_corner(seed):
+    batch = Batch([(3, 5)], seed)
+    mask = torch.zeros(5, 8, dtype=torch.bool)
+    arguments = batch.padded("BNSD", atten_mask=mask, pre_tokens=2, next_tokens=1)
+    same_side_by_side(batch, arguments, formula.band(2, 1), origin="upper left")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_softmax_lse_in_tnd(version, seed):
+    batch = Batch(MIXED, seed)
+    _, lse = fused(batch.paged(softmax_lse_flag=True), version)
+    expected = torch.cat(formula.of_batch(batch)[1])
+    assert lse.dtype == torch.float32 and lse.shape == (103, 4, 1)
+    formula.assert_close(lse[..., 0], expected, batch.dtype)
+
+
+def test_softmax_lse_side_by_side(seed):
+    batch = Batch(UNEVEN, seed)
+    _, lse = fused(batch.padded("BNSD", softmax_lse_flag=True))
+    assert lse.shape == (3, 4, 7, 1)
+    for request, expected in enumerate(formula.of_batch(batch, formula.everything)[1]):
+        formula.assert_close(lse[request, :, : len(expected), 0].T, expected, batch.dtype)
+
+
+def test_softmax_lse_is_empty_unless_asked_for(seed):
+    batch = Batch(DECODES, seed)
+    assert fused(batch.paged())[1].shape == (0,)
+
+
+@pytest.mark.parametrize("padding", [[1, 1, 1], [3]])
+def test_padding_requests_get_zero_and_change_nothing(padding, seed):
+    batch = Batch(DECODES, seed)
+    expected, _ = fused(batch.paged())
+    arguments = batch.paged()
+    count = sum(padding)
+    arguments["query"] = torch.cat([batch.query, batch.random(count, 4, 16)])
+    arguments["actual_seq_lengths"] = batch.cumulative([1] * len(DECODES) + padding)
+    arguments["actual_seq_lengths_kv"] = batch.kv_lens + [0] * len(padding)
+    rows = torch.zeros(len(padding), arguments["block_table"].shape[1], dtype=torch.int32)
+    arguments["block_table"] = torch.cat([arguments["block_table"], rows])
+    output, lse = fused(arguments | {"softmax_lse_flag": True})
+    assert torch.equal(output[:-count], expected)
+    assert (output[-count:] == 0).all() and (lse[-count:] == math.inf).all()
+
+
+def test_requests_without_query_tokens(seed):
+    batch = Batch([(5, 2), (7, 0), (0, 3)], seed)
+    same(batch, batch.paged())
+    same(batch, batch.packed())
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+@pytest.mark.parametrize("with_workspace", [True, False])
+def test_out_writes_what_the_functional_form_returns(name, with_workspace, seed):
+    batch = Batch(MIXED, seed)
+    arguments = batch.paged(softmax_lse_flag=True)
+    if name == V2:
+        arguments = {V2_NAMES.get(key, key): value for key, value in arguments.items()}
+    expected = call(name, arguments)
+    workspace = call(name.replace("::", "::_") + "_get_max_workspace", arguments)
+    assert workspace.dim() == 1 and workspace.dtype == batch.dtype
+    out = [torch.full_like(batch.query, float("nan")), torch.zeros(103, 4, 1)]
+    extra = {"workspace": workspace} if with_workspace else {}
+    result = call(name, {**arguments, **extra, "out": out}, "out")
+    for given, returned, wanted in zip(out, result, expected):
+        assert returned is given and torch.equal(given, wanted)
+
+
+def test_out_leaves_the_second_output_alone_unless_asked(seed):
+    batch = Batch(DECODES, seed)
+    out = [torch.empty_like(batch.query), torch.full((1,), 7.0, dtype=batch.dtype)]
+    call(V1, {**batch.paged(), "out": out}, "out")
+    assert out[1].item() == 7.0
+
+
+def test_long_prompts_are_cut_without_changing_the_result(seed, monkeypatch):
+    batch = Batch(MIXED, seed)
+    whole = fused(batch.paged())
+    monkeypatch.setattr("vllm_npu_prep.emulator.operators.attention.SCORES_AT_ONCE", 1000)
+    torch.testing.assert_close(fused(batch.paged())[0], whole[0])

@@ -1,0 +1,164 @@
+"""The table of references: schemas, installation, documentation, and that it needs no torch_npu."""
+
+import copy
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.emulator.operators.calls import (
+    FUNCTIONS,
+    MIXED,
+    V1,
+    V2,
+    V2_NAMES,
+    Batch,
+    cache_arguments,
+    decode_arguments,
+    flash_arguments,
+    scatter_arguments,
+    splitfuse_arguments,
+)
+from vllm_npu_prep.emulator.operators import CONSTRAINTS, REFERENCES, install
+from vllm_npu_prep.emulator.operators.document import render
+from vllm_npu_prep.emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "operators.md"
+KEYS = [(reference.name, reference.overload) for reference in REFERENCES]
+
+
+def test_each_reference_has_one_recorded_schema():
+    assert len(set(KEYS)) == len(KEYS)
+    assert set(KEYS) == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda r: f"{r.name}.{r.overload}")
+def test_arguments_are_those_of_the_schema_in_name_order_and_default(reference):
+    """Names, order, kinds and defaults; the fused references bind to the schema itself."""
+    found = inspect.signature(reference.function).parameters.values()
+    if [parameter.kind for parameter in found] == [
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    ]:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'actual_lengths'"):
+            reference.function(None, None, None, actual_lengths=[1], out=[])
+        return
+    wanted = signature(reference.name, reference.overload).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in found] == [
+        (p.name, p.kind, p.default) for p in wanted
+    ]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=".".join)
+def test_recorded_schemas_are_as_torch_prints_them(key):
+    assert str(parse(*key)) == schema_text(*key)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=".".join)
+def test_recorded_schemas_are_those_of_torch_npu_where_it_is_loaded(key):
+    if "torch_npu" not in sys.modules:
+        pytest.skip("torch_npu is not loaded")
+    real = [str(schema) for schema in torch._C._jit_get_schemas_for_operator(key[0])]
+    assert schema_text(*key) in real
+
+
+def test_install_registers_every_reference_once():
+    registered = []
+
+    def register_reference(name, function, overload=""):
+        registered.append((name, overload, function))
+
+    install(register_reference)
+    assert registered == [tuple(reference) for reference in REFERENCES]
+
+
+@pytest.fixture(scope="module")
+def dispatched():
+    """Operators of torch's dispatcher with the real schemas and the references as CPU kernels."""
+    library = torch.library.Library("npu_prep_test", "FRAGMENT")
+    for name, overload, function in REFERENCES:
+        library.define(schema_text(name, overload).split("::")[1])
+        library.impl(".".join(filter(None, (name.split("::")[1], overload))), function, "CPU")
+    yield torch.ops.npu_prep_test
+    library._destroy()
+
+
+def tensors(values):
+    return [value for value in pytree.tree_leaves(values) if torch.is_tensor(value)]
+
+
+def results(function, arguments):
+    """What a call returns, and what its tensors hold afterwards."""
+    arguments = copy.deepcopy(arguments)
+    return tensors(function(**arguments)) + tensors(arguments)
+
+
+def every_call():
+    batch = Batch(MIXED)
+    paged = batch.paged(softmax_lse_flag=True)
+    paged_v2 = {V2_NAMES.get(key, key): value for key, value in paged.items()}
+    out = {"out": [torch.zeros_like(batch.query), torch.zeros(103, 4, 1)]}
+    rows, gamma = torch.randn(3, 8), torch.randn(8)
+    heads = torch.randn(1, 3, 2, 8)
+    return {
+        (V1, ""): paged,
+        (V1, "out"): paged | out,
+        ("npu::_npu_fused_infer_attention_score_get_max_workspace", ""): paged,
+        (V2, ""): paged_v2,
+        (V2, "out"): paged_v2 | out,
+        ("npu::_npu_fused_infer_attention_score_v2_get_max_workspace", ""): paged_v2,
+        ("atb::_npu_reshape_and_cache", ""): cache_arguments(),
+        ("npu::npu_scatter_pa_kv_cache", ""): scatter_arguments(),
+        ("atb::_npu_flash_attention", ""): flash_arguments()[0],
+        ("atb::_npu_paged_attention", ""): decode_arguments()[0],
+        ("atb::_npu_paged_attention_get_workspace", ""): decode_arguments()[0],
+        ("atb::_npu_paged_attention_splitfuse", ""): splitfuse_arguments()[0],
+        ("npu::npu_rms_norm", ""): {"input": rows, "gamma": gamma},
+        ("npu::npu_add_rms_norm", ""): {"x1": rows, "x2": rows, "gamma": gamma},
+        ("npu::npu_swiglu", ""): {"input": rows},
+        ("npu::npu_rotary_mul", ""): {"input": heads, "r1": heads, "r2": heads},
+    }
+
+
+@pytest.mark.parametrize("key", KEYS, ids=".".join)
+def test_references_compute_the_same_behind_torchs_dispatcher(key, dispatched):
+    """As the runtime launches them: it strips defaults and passes lists of symbolic integers."""
+    name, overload = key
+    arguments = every_call()[key]
+    operator = getattr(getattr(dispatched, name.split("::")[1]), overload or "default")
+    direct, behind = (results(f, arguments) for f in (FUNCTIONS[key], operator))
+    assert len(direct) == len(behind)
+    for ours, theirs in zip(direct, behind):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_refusals_pass_the_dispatcher(dispatched):
+    with pytest.raises(RuntimeError, match="cache_mode"):
+        dispatched.npu_scatter_pa_kv_cache(**cache_arguments(slot_name="slot_mapping"))
+    with pytest.raises(RuntimeError, match=r"(unexpected|[Uu]nknown) keyword"):
+        dispatched.npu_fused_infer_attention_score(**Batch(MIXED).paged(actual_lengths=[1]))
+
+
+def test_the_document_is_up_to_date():
+    command = "python -m vllm_npu_prep.emulator.operators.document docs/operators.md"
+    assert DOCUMENT.read_text() == render(), f"run {command}"
+
+
+def test_records_are_complete():
+    assert len({constraint.key for constraint in CONSTRAINTS}) == len(CONSTRAINTS)
+    for constraint in CONSTRAINTS:
+        texts = (constraint.argument, constraint.demand, constraint.docstring_says)
+        assert all((*texts, constraint.practice, constraint.source)), constraint
+
+
+def test_importing_the_references_needs_neither_torch_npu_nor_vllm():
+    code = (
+        "import sys, vllm_npu_prep.emulator.operators as o;"
+        "sys.exit(bool({'torch_npu', 'vllm'} & set(sys.modules)))"
+    )
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,280 @@
+"""One call for each constraint that breaks it and nothing else.
+
+``VIOLATIONS[family, name]`` is a list of functions without arguments that make such a call. Where
+several arguments or both versions are concerned, there is one for each.
+"""
+
+import torch
+
+from tests.emulator.operators.calls import (
+    V1,
+    cache_arguments,
+    call,
+    decode_arguments,
+    flash_arguments,
+    scatter_arguments,
+    splitfuse_arguments,
+    spoiled,
+    strided,
+)
+from tests.emulator.operators.fused_violations import FUSED_VIOLATIONS
+from vllm_npu_prep.emulator.operators import check_placement
+
+FUSED, CACHE, ATB = "fused attention", "cache write", "atb attention"
+NORMS, SWIGLU, ROTARY, PLACEMENT = "norms", "npu_swiglu", "npu_rotary_mul", "placement"
+WRITERS = {
+    "atb::_npu_reshape_and_cache": (cache_arguments, "slot_indices"),
+    "npu::npu_scatter_pa_kv_cache": (scatter_arguments, "slot_mapping"),
+}
+
+
+def writes(**functions):
+    """One call of each writer with arguments replaced; ``slots`` is the slots of either."""
+
+    def build(name):
+        make, slot_name = WRITERS[name]
+        named = {slot_name if key == "slots" else key: f for key, f in functions.items()}
+        return lambda: call(name, spoiled(make(), **named))
+
+    return [build(name) for name in WRITERS]
+
+
+def slots(*values, dtype=torch.int32):
+    return lambda _: torch.tensor(values, dtype=dtype)
+
+
+CACHE_VIOLATIONS = {
+    "dtype": writes(
+        **dict.fromkeys(("key", "value", "key_cache", "value_cache"), torch.Tensor.float)
+    ),
+    "same dtype": [
+        *writes(value=torch.Tensor.bfloat16),
+        *writes(key_cache=torch.Tensor.bfloat16),
+        *writes(value_cache=torch.Tensor.bfloat16),
+    ],
+    "rank": writes(key=lambda k: k.flatten(1)),
+    "key and value shapes": writes(value=lambda v: v[:4]),
+    "cache form": [
+        *writes(key_cache=lambda c: c.flatten(2)),
+        # Heads before positions, as fused attention also takes it.
+        *writes(value_cache=lambda c: c.transpose(1, 2).contiguous()),
+    ],
+    "cache blocks": writes(value_cache=lambda c: c[1:]),
+    "contiguous": [*writes(key=strided), *writes(value=strided), *writes(slots=strided)],
+    "contiguous cache": [*writes(key_cache=strided), *writes(value_cache=strided)],
+    "slot dtype": [
+        lambda: call(
+            "atb::_npu_reshape_and_cache",
+            cache_arguments(slot_indices=torch.tensor([17, 3, -1, 63, 18])),
+        ),
+        lambda: call(
+            "npu::npu_scatter_pa_kv_cache",
+            scatter_arguments(slot_mapping=torch.tensor([17, 3, 5, 6, 18], dtype=torch.int16)),
+        ),
+    ],
+    "slot count": [
+        *writes(slots=slots(1, 2, 3, 4)),
+        *writes(slots=lambda s: s[None]),
+    ],
+    "slot range": [*writes(slots=slots(1, 2, 3, 4, 64)), *writes(slots=slots(1, 2, 3, 4, -2))],
+    "distinct slots": [*writes(slots=slots(1, 2, 3, 4, 1)), *writes(slots=slots(0, 0, 0, -1, 1))],
+    "cache_mode": [
+        lambda: call("npu::npu_scatter_pa_kv_cache", scatter_arguments(cache_mode="PA_NZ")),
+        lambda: call("npu::npu_scatter_pa_kv_cache", cache_arguments(slot_name="slot_mapping")),
+    ],
+    "compression": [
+        lambda: call("npu::npu_scatter_pa_kv_cache", scatter_arguments(seq_lens=torch.ones(1)))
+    ],
+}
+
+
+def atb(name, build, **functions):
+    return lambda: call(f"atb::{name}", spoiled(build()[0], **functions))
+
+
+def flash(**functions):
+    return atb("_npu_flash_attention", flash_arguments, **functions)
+
+
+def decode(**functions):
+    return atb("_npu_paged_attention", decode_arguments, **functions)
+
+
+def splitfuse(**functions):
+    return atb("_npu_paged_attention_splitfuse", splitfuse_arguments, **functions)
+
+
+def workspace(**functions):
+    return atb("_npu_paged_attention_get_workspace", decode_arguments, **functions)
+
+
+def decode_with(**changes):
+    return lambda: call("atb::_npu_paged_attention", decode_arguments(**changes)[0])
+
+
+ANY = (flash, decode, splitfuse, workspace)
+CACHED = (decode, splitfuse, workspace)
+
+ATB_VIOLATIONS = {
+    "dtype": [spoil(query=torch.Tensor.float) for spoil in ANY],
+    "same dtype": [
+        flash(key=torch.Tensor.bfloat16),
+        *(spoil(value_cache=torch.Tensor.bfloat16) for spoil in CACHED),
+        *(spoil(out=torch.Tensor.float) for spoil in ANY),
+    ],
+    "rank": [spoil(query=lambda q: q.flatten(1)) for spoil in ANY],
+    "contiguous": [
+        *(spoil(query=strided) for spoil in ANY),
+        flash(value=strided),
+        flash(mask=strided),
+        *(spoil(key_cache=strided) for spoil in CACHED),
+        *(spoil(block_table=lambda t: t[:, :2]) for spoil in CACHED),
+        *(spoil(out=strided) for spoil in ANY),
+    ],
+    "num_heads": [spoil(num_heads=lambda n: n // 2) for spoil in ANY],
+    "num_kv_heads": [
+        *(spoil(num_kv_heads=lambda n: 3) for spoil in ANY),
+        decode(num_kv_heads=lambda n: 0),
+    ],
+    "head size": [
+        lambda: call("atb::_npu_flash_attention", flash_arguments(head_size=592)[0]),
+        decode_with(head_size=272, block_size=16),
+    ],
+    "out": [spoil(out=lambda o: o[:-1]) for spoil in ANY],
+    "key and value shapes": [
+        flash(key=lambda k: k[:-1]),
+        flash(value=lambda v: v[:, :1].contiguous()),
+    ],
+    "cache form": [
+        *(spoil(key_cache=lambda c: c.flatten(2)) for spoil in CACHED),
+        *(spoil(value_cache=lambda c: c.transpose(1, 2).contiguous()) for spoil in CACHED),
+        decode(num_kv_heads=lambda n: 4),
+    ],
+    "block size": [decode_with(block_size=8), decode_with(block_size=256)],
+    "block area": [decode_with(head_size=256, block_size=128)],
+    "block table": [spoil(block_table=torch.Tensor.long) for spoil in CACHED],
+    "block table rows": [spoil(block_table=lambda t: t[:-1]) for spoil in CACHED]
+    + [splitfuse(context_lens=lambda n: n[:-1], block_table=lambda t: t[:-1])],
+    "block ids": [
+        *(spoil(block_table=lambda t: t + 9) for spoil in CACHED),
+        decode(block_table=lambda t: t - 99),
+    ],
+    "length dtype": [
+        flash(seq_len=torch.Tensor.long),
+        splitfuse(seq_len=torch.Tensor.long),
+        splitfuse(context_lens=torch.Tensor.long),
+        decode(context_lens=torch.Tensor.long),
+    ],
+    "context lengths in table": [
+        *(spoil(context_lens=lambda n: n + 400) for spoil in CACHED),
+        decode(context_lens=lambda n: n - 99),
+    ],
+    "one token for each request": [decode(context_lens=lambda n: n[:-1])],
+    "sum of lengths": [
+        flash(seq_len=lambda n: n.cumsum(0).int()),
+        splitfuse(seq_len=lambda n: n + 1),
+        flash(seq_len=lambda n: n - 2 + torch.tensor([8, 0, 0, 0], dtype=torch.int32)),
+    ],
+    "as many keys as queries": [splitfuse(context_lens=lambda n: n.clamp(max=20))],
+    "mask dtype": [
+        flash(mask=torch.Tensor.bool),
+        splitfuse(mask=torch.Tensor.bool),
+        splitfuse(mask=torch.Tensor.bfloat16),
+    ],
+    "square mask": [
+        flash(mask=lambda m: m[:5, :5].contiguous()),
+        flash(mask=lambda m: m[:-1]),
+        flash(mask=lambda m: m[0]),
+    ],
+    "mask rows": [
+        splitfuse(mask=lambda m: m[:-1]),
+        splitfuse(mask=lambda m: m[:, :-1].contiguous()),
+        splitfuse(mask=lambda m: m[0]),
+    ],
+    "workspace": [
+        lambda: call(
+            "atb::_npu_paged_attention",
+            decode_arguments()[0] | {"workspace": torch.zeros(5, dtype=torch.uint8)},
+        )
+    ],
+}
+
+
+def norm(name="npu_rms_norm", **changes):
+    good = {"gamma": torch.ones(8)}
+    rows = {"input": torch.ones(3, 8)}
+    if name == "npu_add_rms_norm":
+        rows = {"x1": torch.ones(3, 8), "x2": torch.ones(3, 8)}
+    return lambda: call(f"npu::{name}", good | rows | changes)
+
+
+def swiglu(*shape, dim=-1, dtype=torch.float32):
+    return lambda: call("npu::npu_swiglu", {"input": torch.ones(shape, dtype=dtype), "dim": dim})
+
+
+def rotary(shape=(2, 3, 4, 8), factor=(1, 3, 1, 8), **changes):
+    arguments = {"input": torch.ones(shape), "r1": torch.ones(factor), "r2": torch.ones(factor)}
+    return lambda: call("npu::npu_rotary_mul", arguments | changes)
+
+
+NORM_VIOLATIONS = {
+    "dtype": [
+        norm(input=torch.ones(3, 8).double()),
+        norm("npu_add_rms_norm", x1=torch.ones(3, 8, dtype=torch.int32)),
+    ],
+    "same dtype": [norm(gamma=torch.ones(8).half())],
+    "rank": [norm(input=torch.ones(8)), norm(input=torch.ones(*[1] * 8, 8))],
+    "gamma shape": [norm(gamma=torch.ones(4)), norm(gamma=torch.ones(3, 8))],
+    "equal shapes": [
+        norm("npu_add_rms_norm", x2=torch.ones(1, 8)),
+        norm("npu_add_rms_norm", x2=torch.ones(3, 8).half()),
+    ],
+}
+SWIGLU_VIOLATIONS = {
+    "dtype": [swiglu(3, 8, dtype=torch.float64)],
+    "rank": [swiglu(), swiglu(*[2] * 9)],
+    "dim": [swiglu(3, 8, dim=2)],
+    "even": [swiglu(3, 8, dim=0)],
+}
+ROTARY_VIOLATIONS = {
+    "dtype": [rotary(input=torch.ones(2, 3, 4, 8).double())],
+    "same dtype": [rotary(r1=torch.ones(1, 3, 1, 8).half())],
+    "rank": [rotary((3, 4, 8), (3, 1, 8))],
+    "head size": [rotary((2, 3, 4, 7), (1, 3, 1, 7)), rotary((1, 2, 1, 896), (1, 2, 1, 896))],
+    "batch and heads": [
+        rotary((1000, 3, 2, 8), (1, 3, 1, 8)),
+        rotary((50, 3, 20, 8), (1, 3, 1, 8), rotary_mode="interleave"),
+    ],
+    "rotary_mode": [rotary(rotary_mode="neox")],
+    "r1 layout": [
+        rotary(factor=(1, 3, 4, 8)),
+        rotary(factor=(1, 1, 1, 8)),
+        rotary(factor=(2, 3, 1, 8), rotary_mode="interleave"),
+    ],
+    "equal shapes": [rotary(r2=torch.ones(2, 3, 1, 8))],
+    "rotate": [rotary(rotate=torch.ones(8)), rotary(rotate=torch.ones(8, 4))],
+}
+PLACEMENT_VIOLATIONS = {
+    "host tensor": [
+        lambda: check_placement("atb::_npu_flash_attention", {"query": False, "seq_len": False}),
+        lambda: check_placement("atb::_npu_paged_attention", {"context_lens": False}),
+    ],
+    "device tensor": [
+        lambda: check_placement(V1, {"query": False, "block_table": True}, "out"),
+        lambda: check_placement("atb::_npu_paged_attention", {"block_table": True}),
+    ],
+}
+
+VIOLATIONS = {
+    (family, name): calls
+    for family, table in {
+        FUSED: FUSED_VIOLATIONS,
+        CACHE: CACHE_VIOLATIONS,
+        ATB: ATB_VIOLATIONS,
+        NORMS: NORM_VIOLATIONS,
+        SWIGLU: SWIGLU_VIOLATIONS,
+        ROTARY: ROTARY_VIOLATIONS,
+        PLACEMENT: PLACEMENT_VIOLATIONS,
+    }.items()
+    for name, calls in table.items()
+}

@@ -1,0 +1,144 @@
+"""Attention as the kernels define it, one request at a time, in float32."""
+
+import torch
+
+COMPRESSED_SIZE = 2048
+"""Rows and columns of the constant mask of sparse modes 2, 3 and 4."""
+MASK_TILE = COMPRESSED_SIZE // 2
+"""Tile that a constant of this size can serve at any distance from the diagonal."""
+SCORES_AT_ONCE = 1 << 24
+"""Most scores that are held at once, which bounds the memory of long prompts."""
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    masked: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one request.
+
+    Parameters
+    ----------
+    query
+        ``[Q, N, D]``.
+    key, value
+        ``[S, Nkv, D]``; ``N / Nkv`` query heads share one K/V head.
+    scale
+        Factor of the scores.
+    masked
+        ``[Q, S]`` bool, True where a query must not look. None: it looks everywhere.
+    bias
+        ``[Q, S]`` float, added to the scaled scores.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[Q, N, Dv]`` float32. Zero without any key; NaN in rows where everything is masked, which
+        no kernel defines.
+    torch.Tensor
+        ``[Q, N]`` float32, the logarithm of the sum of exponentials; +inf in rows that see nothing.
+    """
+    num_rows, num_heads, _ = query.shape
+    num_columns, num_kv_heads = key.shape[:2]
+    output = torch.zeros(num_rows, num_heads, value.shape[2])
+    lse = torch.full((num_rows, num_heads), float("inf"))
+    if not num_columns or not num_rows:
+        return output, lse
+    group = num_heads // num_kv_heads
+    keys = key.float().permute(1, 2, 0)  # [Nkv, D, S]
+    values = value.float().transpose(0, 1)  # [Nkv, S, Dv]
+    step = max(1, SCORES_AT_ONCE // (num_heads * num_columns))
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        part = query[rows].float()
+        # Query heads of one K/V head stand behind each other as more rows.
+        part = part.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = (part @ keys * scale).unflatten(1, (group, -1))  # [Nkv, group, rows, S]
+        if bias is not None:
+            scores = scores + bias[rows]
+        if masked is not None:
+            scores = scores.masked_fill(masked[rows], float("-inf"))
+        part_lse = scores.logsumexp(-1)
+        weights = (scores - part_lse.unsqueeze(-1)).exp()
+        part_output = weights.flatten(1, 2) @ values
+        output[rows] = part_output.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+        lse[rows] = part_lse.permute(2, 0, 1).flatten(1, 2)
+    return output, lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def expand_constant(
+    constant: torch.Tensor, num_rows: int, num_columns: int, shift: int
+) -> torch.Tensor:
+    """Lay the diagonal of the constant mask on another diagonal of a larger matrix.
+
+    The kernels read the constant by tiles: a tile takes the window of the constant that lies as far
+    from its diagonal as the tile lies from the wanted one, clamped where the distance exceeds the
+    tile. Like them this reads what the constant holds, so a wrong constant gives wrong results.
+
+    Parameters
+    ----------
+    constant
+        ``[2048, 2048]`` bool, meant to be True above the diagonal.
+    num_rows, num_columns
+        Shape of the result.
+    shift
+        Column of the first row that the diagonal passes through; may lie far outside.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_rows, num_columns]`` bool; with the right constant, True where
+        ``column > row + shift``.
+    """
+    expanded = torch.empty(num_rows, num_columns, dtype=torch.bool)
+    for top in range(0, num_rows, MASK_TILE):
+        for left in range(0, num_columns, MASK_TILE):
+            tile = expanded[top : top + MASK_TILE, left : left + MASK_TILE]
+            ahead = top + shift - left
+            row = min(max(ahead, 0), MASK_TILE)
+            column = min(max(-ahead, 0), MASK_TILE)
+            tile.copy_(constant[row : row + tile.shape[0], column : column + tile.shape[1]])
+    return expanded
+
+
+def expand_band(
+    constant: torch.Tensor, num_rows: int, num_columns: int, pre_tokens: int, next_tokens: int
+) -> torch.Tensor:
+    """Mask of sparse mode 4: a band around the diagonal that ends in the lower right corner.
+
+    Both limits are inclusive: a row at position ``p`` sees ``p - pre_tokens`` to
+    ``p + next_tokens``. The lower limit reads the constant inverted, one diagonal further down.
+    """
+    corner = num_columns - num_rows
+    after = expand_constant(constant, num_rows, num_columns, corner + next_tokens)
+    before = ~expand_constant(constant, num_rows, num_columns, corner - pre_tokens - 1)
+    return before | after
+
+
+def gather_blocks(
+    cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    """Rows of one request in a paged cache.
+
+    Parameters
+    ----------
+    cache
+        ``[num_blocks, block_size, Nkv, D]``, any strides.
+    block_ids
+        ``[max_blocks]``, the request's row of the block table.
+    length
+        Rows wanted; blocks behind them are not looked at.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[length, Nkv, D]``.
+    """
+    block_size = cache.shape[1]
+    wanted = block_ids[: -(-length // block_size)].long()
+    return cache[wanted].flatten(0, 1)[:length]

@@ -1,0 +1,130 @@
+"""Schemas of the operators, as torch's dispatcher holds them once torch_npu is loaded.
+
+Source: ``torch._C._jit_get_schemas_for_operator`` after ``import torch_npu`` (2.13.0) and loading
+its ``lib/libop_plugin_atb.so``. They are facts about an interface; a test compares them with the
+real ones wherever torch_npu can be imported. A schema is recorded once and its siblings (``.out``,
+workspace) are built from it, because they differ in their last arguments alone.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+
+FUSED_ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, Tensor? atten_mask=None, "
+    "SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, "
+    "Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, "
+    "Tensor? quant_scale2=None, Tensor? quant_offset2=None, Tensor? antiquant_scale=None, "
+    "Tensor? antiquant_offset=None, Tensor? key_antiquant_scale=None, "
+    "Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, "
+    "Tensor? value_antiquant_offset=None, Tensor? block_table=None, "
+    "Tensor? query_padding_size=None, Tensor? kv_padding_size=None, "
+    "Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, "
+    "SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+    "Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1., "
+    'int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout="BSH", '
+    "int num_key_value_heads=0, int sparse_mode=0, int inner_precise=0, int block_size=0, "
+    "int antiquant_mode=0, int key_antiquant_mode=0, int value_antiquant_mode=0, "
+    "bool softmax_lse_flag=False"
+)
+FUSED_ATTENTION_V2 = (
+    "Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, "
+    "Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, "
+    "SymInt[]? actual_seq_kvlen=None, Tensor? block_table=None, Tensor? dequant_scale_query=None, "
+    "Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None, "
+    "Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, "
+    "Tensor? dequant_scale_key_rope=None, Tensor? quant_scale_out=None, "
+    "Tensor? quant_offset_out=None, Tensor? quant_scale_p=None, Tensor? learnable_sink=None, "
+    "int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1., "
+    'int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout="BSH", '
+    "int sparse_mode=0, int block_size=0, int query_quant_mode=0, int key_quant_mode=0, "
+    "int value_quant_mode=0, int inner_precise=0, bool return_softmax_lse=False, "
+    "int? query_dtype=None, int? key_dtype=None, int? value_dtype=None, "
+    "int? query_rope_dtype=None, int? key_rope_dtype=None, int? key_shared_prefix_dtype=None, "
+    "int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, "
+    "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, "
+    "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None"
+)
+PAGED_ATTENTION = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, int num_heads, "
+    "float scale_value, Tensor block_table, Tensor context_lens, Tensor(a!) out"
+)
+OUT = ", Tensor? workspace=None, Tensor[] out) -> (Tensor, Tensor)"
+
+SCHEMAS = {
+    ("npu::npu_fused_infer_attention_score", ""): f"({FUSED_ATTENTION}) -> (Tensor, Tensor)",
+    ("npu::npu_fused_infer_attention_score", "out"): f"({FUSED_ATTENTION}{OUT}",
+    ("npu::_npu_fused_infer_attention_score_get_max_workspace", ""): (
+        f"({FUSED_ATTENTION}) -> Tensor"
+    ),
+    ("npu::npu_fused_infer_attention_score_v2", ""): f"({FUSED_ATTENTION_V2}) -> (Tensor, Tensor)",
+    ("npu::npu_fused_infer_attention_score_v2", "out"): f"({FUSED_ATTENTION_V2}{OUT}",
+    ("npu::_npu_fused_infer_attention_score_v2_get_max_workspace", ""): (
+        f"({FUSED_ATTENTION_V2}) -> Tensor"
+    ),
+    ("atb::_npu_reshape_and_cache", ""): (
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor slot_indices) -> ()"
+    ),
+    ("npu::npu_scatter_pa_kv_cache", ""): (
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, "
+        'Tensor? seq_lens=None, str? cache_mode="PA_NZ") -> ()'
+    ),
+    ("atb::_npu_flash_attention", ""): (
+        "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor seq_len, float scale_value, "
+        "int num_heads, int num_kv_heads, Tensor(a!) out) -> ()"
+    ),
+    ("atb::_npu_paged_attention", ""): f"({PAGED_ATTENTION}, *, Tensor? workspace=None) -> ()",
+    ("atb::_npu_paged_attention_get_workspace", ""): f"({PAGED_ATTENTION}) -> Tensor",
+    ("atb::_npu_paged_attention_splitfuse", ""): (
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+        "Tensor context_lens, Tensor mask, Tensor seq_len, int num_kv_heads, int num_heads, "
+        "float scale_value, Tensor(a!) out) -> ()"
+    ),
+    ("npu::npu_rms_norm", ""): (
+        "(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)"
+    ),
+    ("npu::npu_add_rms_norm", ""): (
+        "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    ("npu::npu_swiglu", ""): "(Tensor input, int dim=-1) -> Tensor",
+    ("npu::npu_rotary_mul", ""): (
+        '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
+        "-> Tensor"
+    ),
+}
+"""Arguments and results by (name, overload)."""
+
+
+def schema_text(name: str, overload: str = "") -> str:
+    """Whole schema, as the dispatcher prints it."""
+    full_name = f"{name}.{overload}" if overload else name
+    return full_name + SCHEMAS[name, overload]
+
+
+def parse(name: str, overload: str = "") -> Any:
+    """Parsed schema, with ``arguments`` and ``returns``."""
+    return torch._C.parse_schema(schema_text(name, overload))
+
+
+@cache
+def signature(name: str, overload: str = "") -> inspect.Signature:
+    """Python signature of an operator: names, order, defaults and what is keyword-only."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY
+                if argument.kwarg_only
+                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value
+                if argument.has_default_value()
+                else inspect.Parameter.empty,
+            )
+            for argument in parse(name, overload).arguments
+        ]
+    )
