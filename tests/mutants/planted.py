@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
+ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
+FIA = (f"{ON_NPU}[fia-none-float16+bfloat16]",)
+ATB = (f"{ON_NPU}[atb-none-float16+bfloat16]",)
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ MUTANTS = [
     Mutant(
         "mask cache changes a matrix in flight",
         "attention/mask_cache.py",
-        "        matrix = self._matrices.get(sliding_window)\n",
-        "        matrix = self._matrices.get(sliding_window)\n"
+        "        matrix = self._matrices.get((sliding_window, value))\n",
+        "        matrix = self._matrices.get((sliding_window, value))\n"
         "        _ = matrix.zero_() if matrix is not None else None\n",
     ),
     Mutant(
@@ -141,8 +144,8 @@ MUTANTS = [
     Mutant(
         "kv length off by one",
         "attention/kernels/reference.py",
-        "valid = columns < seq_lens[:, None]",
-        "valid = columns < seq_lens[:, None] - 1",
+        "visible = (columns < seq_lens[:, None])",
+        "visible = (columns < seq_lens[:, None] - 1)",
     ),
     Mutant(
         "V written from K",
@@ -223,5 +226,184 @@ MUTANTS = [
         "fits = dense_bytes <= config.mask_budget_bytes",
         "fits = True",
         ("tests/test_config.py",),
+    ),
+    # --- the NPU path, on the emulated runtime
+    Mutant(
+        "npu: wrong keyword",
+        "attention/kernels/fia.py",
+        "atten_mask=metadata.attn_mask",
+        "attn_mask=metadata.attn_mask",
+        FIA,
+    ),
+    Mutant(
+        "npu: query lengths not cumulative",
+        "attention/kernels/fia.py",
+        "metadata.query_start_loc_np[1:].tolist()",
+        "metadata.query_lens.tolist()",
+        FIA,
+    ),
+    Mutant(
+        "npu: kv length off by one",
+        "attention/kernels/fia.py",
+        "metadata.seq_lens_np.tolist()",
+        "(metadata.seq_lens_np - 1).tolist()",
+        FIA,
+    ),
+    Mutant(
+        "npu: missing mask",
+        "attention/kernels/fia.py",
+        "atten_mask=metadata.attn_mask",
+        "atten_mask=None",
+        FIA,
+    ),
+    Mutant(
+        "npu: no causal mode",
+        "attention/kernels/fia.py",
+        "CAUSAL_MODE = 3",
+        "CAUSAL_MODE = 0",
+        FIA,
+    ),
+    Mutant(
+        "npu: fresh kv lengths not cumulative",
+        "attention/kernels/fia.py",
+        "kv_lengths = query_ends",
+        "kv_lengths = seq_lens",
+        FIA,
+    ),
+    Mutant(
+        "npu: paged kv lengths cumulative",
+        "attention/kernels/fia.py",
+        "kv_lengths = seq_lens",
+        "kv_lengths = query_ends",
+        FIA,
+    ),
+    Mutant(
+        "npu: transposed cache",
+        "attention/kernels/fia.py",
+        "(plane.flatten(2) for plane in kv_cache)",
+        "(plane.transpose(2, 3).flatten(2) for plane in kv_cache)",
+        FIA,
+    ),
+    Mutant(
+        "npu: cache mode left to its default",
+        "attention/kernels/fia.py",
+        ', cache_mode="Norm"',
+        "",
+        FIA,
+    ),
+    Mutant("npu: wrong layout", "attention/kernels/fia.py", '"TND"', '"BSND"', FIA),
+    Mutant("npu: no scale", "attention/kernels/fia.py", "scale=layer.scale,", "", FIA),
+    Mutant(
+        "npu: K and V change places",
+        "attention/kernels/fia.py",
+        "kv_cache[0], kv_cache[1]",
+        "kv_cache[1], kv_cache[0]",
+        FIA,
+    ),
+    Mutant(
+        "npu: null block for every request",
+        "attention/kernels/fia.py",
+        '"block_table": metadata.block_tables',
+        '"block_table": metadata.block_tables * 0',
+        FIA,
+    ),
+    Mutant(
+        "npu: query heads for K and V",
+        "attention/kernels/fia.py",
+        "num_key_value_heads=layer.num_kv_heads",
+        "num_key_value_heads=layer.num_heads",
+        FIA,
+    ),
+    Mutant(
+        "npu: wrong dtype of the constant mask",
+        "attention/mask_cache.py",
+        "torch.ones(size, size, dtype=torch.int8",
+        "torch.ones(size, size, dtype=torch.float32",
+        FIA,
+    ),
+    Mutant(
+        "npu: slots past the end",
+        "attention/backend.py",
+        "slots = attn_metadata.slot_mapping[:num_tokens]",
+        "slots = attn_metadata.slot_mapping[:num_tokens] + (1 << 20)",
+        FIA,
+    ),
+    Mutant(
+        "npu: stale block table",
+        "model_runner.py",
+        "self.input_batch.block_table.commit_block_table(step.num_reqs)",
+        "pass",
+        FIA,
+    ),
+    Mutant(
+        "npu: staging buffer reused while its copy is in flight",
+        "device/staging.py",
+        "        self._turn = (self._turn + 1) % len(self.slots)\n",
+        "        self._turn, slot.event = 0, None\n",
+        FIA,
+    ),
+    Mutant(
+        "npu: copy on a stream of its own",
+        "device/npu.py",
+        "        target.copy_(source, non_blocking=True)\n",
+        "        with torch_npu.npu.stream(torch_npu.npu.Stream()):\n"
+        "            target.copy_(source, non_blocking=True)\n",
+        FIA,
+    ),
+    Mutant(
+        "npu: asynchronous output waits for the wrong stream",
+        "device/npu.py",
+        "current_stream=torch_npu.npu.current_stream",
+        "current_stream=torch_npu.npu.Stream",
+        FIA,
+    ),
+    Mutant(
+        "npu: asynchronous output recorded on no event",
+        "compat.py",
+        "            setattr(torch.cuda, name, stand_in)",
+        '            setattr(torch.cuda, name, _InertEvent if name == "Event" else stand_in)',
+        FIA,
+    ),
+    Mutant(
+        "npu: slots of 64 bits",
+        "attention/backend.py",
+        "slots = attn_metadata.slot_mapping[:num_tokens]",
+        "slots = attn_metadata.slot_mapping[:num_tokens].long()",
+        ATB,
+    ),
+    Mutant(
+        "npu: dense mask with strides",
+        "attention/mask_cache.py",
+        ".contiguous()",
+        "",
+        ATB,
+    ),
+    Mutant(
+        "npu: flags where values are added",
+        "attention/families.py",
+        'torch.float16: {MaskKind.MATRIX: float("-inf")',
+        "torch.float16: {MaskKind.MATRIX: 1.0",
+        ATB,
+    ),
+    Mutant(
+        "npu: lengths on the device",
+        "attention/kernels/atb.py",
+        "torch.from_numpy(metadata.seq_lens_np)",
+        "metadata.seq_lens",
+        ATB,
+    ),
+    Mutant(
+        "npu: sequence lengths for query lengths",
+        "attention/kernels/atb.py",
+        "seq_len=query_lens",
+        "seq_len=seq_lens",
+        ATB,
+    ),
+    Mutant(
+        "npu: decode operator for chunks",
+        "attention/kernels/atb.py",
+        "if state == AttentionState.DecodeOnly:",
+        "if state != AttentionState.PrefillNoCache:",
+        ATB,
     ),
 ]

@@ -24,7 +24,7 @@ def _draft_grid(
     """
     ends = cu_num_draft_tokens.long()
     num_draft_tokens = torch.diff(ends, prepend=ends.new_zeros(1))
-    columns = torch.arange(max_spec_len)[None, :]
+    columns = torch.arange(max_spec_len, device=ends.device)[None, :]
     is_draft = columns < num_draft_tokens[:, None]
     index = (ends - num_draft_tokens)[:, None] + columns
     return index.clamp_(max=max(int(ends[-1]) - 1, 0)), is_draft, num_draft_tokens
@@ -41,7 +41,7 @@ def _write_accepted(
 ) -> None:
     """Write drafts up to and including the first rejected one, and the bonus if none was."""
     num_accepted = accepted.long().cumprod(1).sum(1)
-    columns = torch.arange(tokens.shape[1])[None, :]
+    columns = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
     write = is_draft & (columns <= num_accepted[:, None]) & requests[:, None]
     output[:, :-1][write] = tokens[write].to(output.dtype)
     whole = (num_accepted == num_draft_tokens) & requests
@@ -154,7 +154,7 @@ def sample_recovered_tokens(
     ends = cu_num_draft_tokens.long()
     num_drafts = int(ends[-1])
     repeats = torch.diff(ends, prepend=ends.new_zeros(1))
-    req_indices = torch.arange(len(ends)).repeat_interleave(repeats)
+    req_indices = torch.arange(len(ends), device=ends.device).repeat_interleave(repeats)
     if NO_DRAFT_PROBS:
         excess = target_probs[:num_drafts].clone()
         rows = (draft_token_ids[:num_drafts] >= 0).nonzero().squeeze(1)  # -1 pads drafts

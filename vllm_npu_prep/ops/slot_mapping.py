@@ -25,7 +25,8 @@ def compute_slot_mapping(
     del max_num_tokens, block_table_stride, cp_kv_cache_interleave_size, block_size
     assert total_cp_world_size == 1 and total_cp_rank == 0, "context parallelism is refused"
     query_lens = query_start_loc.diff()
-    req_indices = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens.long())
+    req_indices = torch.arange(len(query_lens), device=positions.device)
+    req_indices = req_indices.repeat_interleave(query_lens.long())
     positions = positions[: len(req_indices)]
     blocks = block_table[req_indices, positions // kv_cache_block_size].long()
     slots = blocks * kv_cache_block_size + positions % kv_cache_block_size
