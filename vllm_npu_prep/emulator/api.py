@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from vllm_npu_prep.emulator.options import LIBRARIES, REFERENCES
 from vllm_npu_prep.errors import PrepError
 
 OWN_REFERENCES = "vllm_npu_prep.emulator.operators"
+PlacementCheck = Callable[[str, Mapping[str, bool], str], None]
 
 
 @dataclass
@@ -102,14 +103,15 @@ def register_reference(
     function: Callable[..., Any],
     overload: str = "",
     written: Sequence[str] = (),
+    check_placement: PlacementCheck | None = None,
 ) -> None:
     """Run a Python function wherever torch_npu would run a device kernel.
 
     The function gets CPU tensors: views of device memory for device tensors, copies made at the
     call for host tensors (`is_on_device` tells them apart). It runs in stream order on the stream's
     worker, and again at each replay of a graph that captured it. It is called with every argument
-    of the operator's schema by its name, as far as its signature takes it; an argument that it
-    doesn't take must have its default value.
+    of the operator's schema, by position or by name as there, as far as its signature takes them;
+    an argument that it doesn't take must have its default value.
 
     Results are returned: their shapes and dtypes must be those of torch_npu's Meta function, `None`
     leaves one unwritten, and an operator without Meta function makes the caller wait for them.
@@ -126,6 +128,9 @@ def register_reference(
         ``out`` for the variant ``.out``.
     written
         Arguments that the operator writes although its schema doesn't say so.
+    check_placement
+        Called before the function with the operator's name, whether each tensor is on the host (by
+        argument name), and the overload; raises when one is on the wrong side.
 
     Raises
     ------
@@ -143,7 +148,7 @@ def register_reference(
     namespace, operator = name.split("::")
     packet = getattr(getattr(torch.ops, namespace), operator)
     schema = getattr(packet, overload or "default")._schema
-    kernel = _cpu_kernel(schema, function, launcher)
+    kernel = _cpu_kernel(schema, function, check_placement, launcher)
     _library(namespace).impl(
         f"{operator}.{overload}" if overload else operator, kernel, "CPU", allow_override=True
     )
@@ -159,13 +164,24 @@ def install() -> None:
     _load_atb()
     _flush_at_hard_exit()
     for module in filter(None, (_own_references(), *os.environ.get(REFERENCES, "").split(","))):
-        importlib.import_module(module)
+        _install_references(importlib.import_module(module))
 
 
-def _cpu_kernel(schema: Any, function: Callable[..., Any], launcher: Any) -> Callable[..., Any]:
+def _install_references(module: Any) -> None:
+    """Let a module register its references, which it may also have done when it was imported."""
+    if hasattr(module, "install"):
+        check = getattr(module, "check_placement", None)
+        module.install(functools.partial(register_reference, check_placement=check))
+
+
+def _cpu_kernel(
+    schema: Any,
+    function: Callable[..., Any],
+    check_placement: PlacementCheck | None,
+    launcher: Any,
+) -> Callable[..., Any]:
     """Make a CPU kernel of a reference: binds its arguments, refuses calls by hand."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    bind = _binder(schema, inspect.signature(function))
     is_out = any(argument.name == "out" for argument in schema.arguments)
 
     @functools.wraps(function)
@@ -173,19 +189,48 @@ def _cpu_kernel(schema: Any, function: Callable[..., Any], launcher: Any) -> Cal
         if not launcher.emulator_in_launch():
             raise NotImplementedError(f"{schema.name} was called with tensors of the CPU only")
         arguments = {a.name: a.default_value for a in schema.arguments}
-        arguments.update(zip(arguments, given))
+        arguments.update(zip((a.name for a in schema.arguments), given))
         arguments.update(keywords)
-        for argument in schema.arguments:
-            if takes_all or argument.name in parameters:
-                continue
-            if not _is_default(arguments.pop(argument.name), argument):
-                raise NotImplementedError(f"the reference of {schema.name} has no {argument.name}")
-        result = function(**arguments)
+        if check_placement is not None:
+            check_placement(schema.name, _on_host(arguments), schema.overload_name)
+        positional, named = bind(arguments)
+        result = function(*positional, **named)
         if is_out:
             return tuple(arguments["out"]) if len(schema.returns) > 1 else arguments["out"]
         return _without_none(result, len(schema.returns))
 
     return kernel
+
+
+def _binder(schema: Any, signature: inspect.Signature) -> Callable[[dict], tuple[list, dict]]:
+    """How a schema's arguments are passed: by position or name as in the schema, if taken at all."""
+    parameters = signature.parameters.values()
+    takes_names = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    room = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        room = len(schema.arguments)
+
+    def bind(arguments: dict) -> tuple[list, dict]:
+        positional, named = [], {}
+        for argument in schema.arguments:
+            value = arguments[argument.name]
+            if not argument.kwarg_only and len(positional) < room:
+                positional.append(value)
+            elif takes_names or argument.name in signature.parameters:
+                named[argument.name] = value
+            elif not _is_default(value, argument):
+                raise NotImplementedError(f"the reference of {schema.name} has no {argument.name}")
+        return positional, named
+
+    return bind
+
+
+def _on_host(arguments: dict[str, Any]) -> dict[str, bool]:
+    import torch
+
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    # An empty tensor has no address to tell by.
+    return {name: not is_on_device(value) for name, value in tensors.items() if value.numel()}
 
 
 def _is_default(value: Any, argument: Any) -> bool:

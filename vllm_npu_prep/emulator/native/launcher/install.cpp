@@ -2,6 +2,7 @@
 #include <Python.h>
 
 #include <ATen/NativeFunctions.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <set>
@@ -57,6 +58,23 @@ void replace(const c10::OperatorName& name, c10::KernelFunction kernel) {
       name, kKey, std::move(kernel), std::nullopt, nullptr, "npu-emulator"));
 }
 
+// Attention of torch's own interface has no reference: it is computed by its definition, of
+// operators that do. torch_npu routes it to a fused kernel in its autograd kernel already.
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& mask, double dropout, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa) {
+  return std::get<0>(at::_scaled_dot_product_attention_math(
+      query, key, value, mask, dropout, is_causal, std::nullopt, scale, enable_gqa));
+}
+
+void replace_attention() {
+  for (const auto key : {kKey, c10::DispatchKey::AutogradPrivateUse1})
+    registrations().push_back(c10::Dispatcher::singleton().registerImpl(
+        {"aten::scaled_dot_product_attention", ""}, key,
+        c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(attention)), std::nullopt, nullptr,
+        "npu-emulator"));
+}
+
 void* release_python() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
 void reacquire_python(void* state) {
   if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
@@ -76,6 +94,7 @@ extern "C" __attribute__((visibility("default"))) int emulator_install() {
     replace(name, kernel_for(*op));
     ++count;
   }
+  replace_attention();
   emulator_set_wait_hooks(release_python, reacquire_python);
   return count;
 }
