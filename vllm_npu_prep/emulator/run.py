@@ -51,6 +51,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--references", action="append", default=[], metavar="MODULE", help="operator references"
     )
+    parser.add_argument(
+        "--site",
+        type=Path,
+        metavar="DIR",
+        help="folder with torch_npu, if it isn't installed beside torch (default: %(default)s)",
+        default=Path(sys.prefix) / "npu-emulator",
+    )
     parser.add_argument("--quiet", action="store_true", help="no banner and no summary")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     parser.set_defaults(run=emulate)
@@ -74,11 +81,13 @@ def emulate(args: argparse.Namespace) -> int:
         report=args.report,
         references=tuple(args.references),
     )
+    site = [args.site.resolve()] if args.site.is_dir() else []
+    sys.path[:0] = map(str, site)
     libraries = ensure_built()
     if not args.quiet:
         _print_banner(options)
     with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
-        code = _run(command, _environment(options, libraries, Path(folder)))
+        code = _run(command, _environment(options, libraries, Path(folder), site))
         report = _merged_report(Path(folder), options)
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n")
@@ -91,11 +100,17 @@ def emulate(args: argparse.Namespace) -> int:
     return code
 
 
-def _environment(options: Options, libraries: Path, report_folder: Path) -> dict[str, str]:
+def _environment(
+    options: Options, libraries: Path, report_folder: Path, site: list[Path]
+) -> dict[str, str]:
     environment = os.environ | options.environment(libraries, report_folder)
-    for name, entry in (("LD_LIBRARY_PATH", libraries), ("PYTHONPATH", HOOK)):
+    added = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": [HOOK, *site]}
+    for name, entries in added.items():
         rest = os.environ.get(name)
-        environment[name] = f"{entry}{os.pathsep}{rest}" if rest else str(entry)
+        environment[name] = os.pathsep.join([*map(str, entries), *([rest] if rest else [])])
+    # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned off,
+    # since torch can't be imported with torch_npu installed and no Ascend libraries.
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
     return environment
 
 

@@ -87,7 +87,6 @@ Call make_call(const c10::OperatorHandle& op, Stack* stack, bool is_reference) {
   call.arguments.assign(stack->end() - count, stack->end());
   call.is_reference = is_reference;
   call.device = device_of(call);
-  call.stream = current_stream(call.device.index());
   find_written(call);
   return call;
 }
@@ -270,7 +269,10 @@ void run_and_wait(Call& call) {
     Accesses write;
     add_accesses(out, true, write);
     launch(call.stream, call.schema.name() + " (result)", write,
-           [to = cpu_alias(out), tensor] { to.copy_(tensor); });
+           [to = cpu_alias(out), tensor] {
+             c10::InferenceMode inference(true);
+             to.copy_(tensor);
+           });
     return out;
   };
   for (size_t i = 0; i < results->size(); ++i) {
@@ -286,7 +288,8 @@ void finish(const Call& call, Stack* stack) {
 
 void run(const c10::OperatorHandle& op, Stack* stack, bool is_reference) {
   auto call = make_call(op, stack, is_reference);
-  c10::OptionalDeviceGuard guard(call.device);
+  c10::OptionalDeviceGuard guard(call.device);  // torch_npu sets a device up when it is first set
+  call.stream = current_stream(call.device.index());
   if (const auto meta = meta_results(call)) {
     make_results(call, *meta);
     launch_call(call);

@@ -169,6 +169,8 @@ void fault(acl::Status status, const std::string& message) {
   if (log().fault_status != acl::kSuccess) return;  // the first one is the cause
   log().fault_status = status;
   log().fault_message = message;
+  // Not every sync of torch_npu passes the message on.
+  if (status != acl::kInternalError) say("FAULT: %s", message.c_str());
 }
 
 aclError take_fault() {
