@@ -10,7 +10,7 @@ def test_allocator_counts_reuses_and_returns_memory(emulate):
         assert total == 64 << 20 and free == total
         x = torch.ones(1 << 20, device="npu")
         address = x.data_ptr()
-        assert torch.npu.memory_allocated() == 4 << 20
+        assert 4 << 20 <= torch.npu.memory_allocated() <= (4 << 20) + 4096
         assert torch.npu.mem_get_info()[0] < total
         del x
         assert torch.ones(1 << 20, device="npu").data_ptr() == address
@@ -76,25 +76,19 @@ def test_wrong_frees_are_refused(emulate):
         assert message in errors
 
 
-def test_memory_freed_while_a_stream_uses_it_is_a_hazard(emulate):
-    run = emulate(
+def test_memory_freed_while_a_stream_may_use_it_is_a_hazard(emulate):
+    emulate(
         """
         torch.npu.set_device(0)
         stream, address = torch.npu.Stream(), ctypes.c_void_p()
         assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
         n = ctypes.c_size_t(4096)
         assert acl.aclrtMemsetAsync(address, n, 0, n, ctypes.c_void_p(stream.npu_stream)) == 0
-        stream.query()
-        import time; time.sleep(0.2)
+        import time; time.sleep(0.1)  # it has run, and the host can't know
         assert acl.aclrtFree(address) == 0
         assert "freed while a stream may still use it" in sync_error()
-        """,
-        "--delay",
-        "equal",
-        expect_code=None,
+        """
     )
-    # The query may have told the host already; then there is nothing to find.
-    assert run.code == 0 or "AssertionError" in run.err, str(run)
 
 
 def test_leaks_at_exit_are_reported(emulate):

@@ -110,8 +110,9 @@ def register_reference(
     The function gets CPU tensors: views of device memory for device tensors, copies made at the
     call for host tensors (`is_on_device` tells them apart). It runs in stream order on the stream's
     worker, and again at each replay of a graph that captured it. It is called with every argument
-    of the operator's schema, by position or by name as there, as far as its signature takes them;
-    an argument that it doesn't take must have its default value.
+    of the operator's schema by name, as far as its signature takes them; an argument that it
+    doesn't take must have its default value. A positional parameter whose name isn't in the schema
+    stands for the argument at its position.
 
     Results are returned: their shapes and dtypes must be those of torch_npu's Meta function, `None`
     leaves one unwritten, and an operator without Meta function makes the caller wait for them.
@@ -193,8 +194,7 @@ def _cpu_kernel(
         arguments.update(keywords)
         if check_placement is not None:
             check_placement(schema.name, _on_host(arguments), schema.overload_name)
-        positional, named = bind(arguments)
-        result = function(*positional, **named)
+        result = function(**bind(arguments))
         if is_out:
             return tuple(arguments["out"]) if len(schema.returns) > 1 else arguments["out"]
         return _without_none(result, len(schema.returns))
@@ -202,25 +202,29 @@ def _cpu_kernel(
     return kernel
 
 
-def _binder(schema: Any, signature: inspect.Signature) -> Callable[[dict], tuple[list, dict]]:
-    """How a schema's arguments are passed: by position or name as in the schema, if taken at all."""
-    parameters = signature.parameters.values()
-    takes_names = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    room = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        room = len(schema.arguments)
+def _binder(schema: Any, signature: inspect.Signature) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """How a schema's arguments are passed: by their names, as far as they are taken at all."""
+    parameters = list(signature.parameters.values())
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {argument.name for argument in schema.arguments}
+    passed_as = {}
+    for argument, parameter in zip(schema.arguments, parameters):
+        by_position = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if by_position and not argument.kwarg_only and parameter.name not in names:
+            passed_as[argument.name] = parameter.name  # the reference names it differently
+    for name in names:
+        if name in signature.parameters or (takes_all and name not in passed_as):
+            passed_as[name] = name
 
-    def bind(arguments: dict) -> tuple[list, dict]:
-        positional, named = [], {}
+    def bind(arguments: dict[str, Any]) -> dict[str, Any]:
+        bound = {}
         for argument in schema.arguments:
             value = arguments[argument.name]
-            if not argument.kwarg_only and len(positional) < room:
-                positional.append(value)
-            elif takes_names or argument.name in signature.parameters:
-                named[argument.name] = value
+            if argument.name in passed_as:
+                bound[passed_as[argument.name]] = value
             elif not _is_default(value, argument):
                 raise NotImplementedError(f"the reference of {schema.name} has no {argument.name}")
-        return positional, named
+        return bound
 
     return bind
 

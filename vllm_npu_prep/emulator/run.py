@@ -46,6 +46,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--hazards", choices=HAZARDS, default=defaults.hazards, help="(default: %(default)s)"
     )
+    parser.add_argument(
+        "--hang-seconds", type=int, default=defaults.hang_seconds, help="(default: %(default)s)"
+    )
     parser.add_argument("--trace", action="store_true", help="print every call and launch")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     parser.add_argument(
@@ -79,6 +82,7 @@ def emulate(args: argparse.Namespace) -> int:
         hazards=args.hazards,
         trace=args.trace,
         report=args.report,
+        hang_seconds=args.hang_seconds,
         references=tuple(args.references),
     )
     site = [args.site.resolve()] if args.site.is_dir() else []

@@ -44,6 +44,10 @@ void check_source(const PendingSource& source) {
 }
 
 void deliver(const PendingTarget& target) {
+  // Copies that have read the range before are no longer the host's concern: the device rewrites it.
+  pinned().sources.remove_if([&](auto& s) {
+    return s->ran && overlap(s->begin, s->bytes.size(), target.begin, target.bytes.size());
+  });
   std::memcpy(target.begin, target.bytes.data(), target.bytes.size());
 }
 
@@ -84,6 +88,9 @@ std::shared_ptr<PendingSource> watch_source(const void* begin, size_t size, std:
   source->stream = std::move(stream);
   auto& p = pinned();
   std::lock_guard lock(p.mutex);
+  source->is_fed = std::any_of(p.targets.begin(), p.targets.end(), [&](auto& t) {
+    return overlap(t->begin, t->bytes.size(), begin, size);
+  });
   p.sources.push_back(source);
   return source;
 }
@@ -105,6 +112,7 @@ std::shared_ptr<PendingTarget> poison_target(void* begin, size_t size) {
 
 void source_was_read(PendingSource& source, const Epoch& epoch) {
   std::lock_guard lock(pinned().mutex);
+  if (source.is_fed) std::memcpy(source.bytes.data(), source.begin, source.bytes.size());
   source.done = epoch;
   source.ran = true;
 }

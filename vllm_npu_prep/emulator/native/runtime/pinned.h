@@ -19,6 +19,7 @@ struct PendingSource {
   std::string stream;
   Epoch done;           // set once the copy ran on its worker
   bool ran = false;
+  bool is_fed = false;  // by an earlier copy from the device: its bytes are those at the read
 };
 
 // A device-to-host copy: the target holds poison, the bytes wait here until the host may look.

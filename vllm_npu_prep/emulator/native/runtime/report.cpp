@@ -6,6 +6,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
@@ -36,7 +37,14 @@ Log& log() {
   return instance;
 }
 
-thread_local std::string recent_error;
+// torch_npu keeps the pointer that aclGetRecentErrMsg returned, so a few messages stay alive.
+constexpr size_t kMessagesAlive = 64;
+thread_local std::deque<std::string> recent_errors;
+
+void remember(const std::string& message) {
+  recent_errors.push_back("emulator: " + message);
+  if (recent_errors.size() > kMessagesAlive) recent_errors.pop_front();
+}
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -138,13 +146,13 @@ void say(const char* format, ...) {
 }
 
 aclError fail(acl::Status status, const std::string& message) {
-  recent_error = "emulator: " + message;
+  remember(message);
   if (options().trace) say("status %d: %s", status, message.c_str());
   return status;
 }
 
 aclError misuse(acl::Status status, const std::string& message) {
-  recent_error = "emulator: " + message;
+  remember(message);
   ++counters().errors;
   say("ERROR %d: %s", status, message.c_str());
   std::lock_guard lock(log().mutex);
@@ -176,7 +184,7 @@ void fault(acl::Status status, const std::string& message) {
 aclError take_fault() {
   std::lock_guard lock(log().mutex);
   const auto status = log().fault_status;
-  if (status != acl::kSuccess) recent_error = "emulator: " + log().fault_message;
+  if (status != acl::kSuccess) remember(log().fault_message);
   log().fault_status = acl::kSuccess;
   return status;
 }
@@ -220,7 +228,7 @@ using namespace emulator;
 
 ACL_API const char* aclGetRecentErrMsg() {
   EMULATOR_CALL();
-  return recent_error.c_str();
+  return recent_errors.empty() ? "" : recent_errors.back().c_str();
 }
 
 ACL_API void emulator_counters(uint64_t* out) {
