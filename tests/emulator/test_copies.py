@@ -40,7 +40,11 @@ def test_wrong_direction_and_bounds_are_refused(emulate):
         """
     )
     errors = " ".join(run.report["errors"])
-    for message in ("wrong direction", "out of bounds at its target", "out of bounds at its source"):
+    for message in (
+        "wrong direction",
+        "out of bounds at its target",
+        "out of bounds at its source",
+    ):
         assert message in errors
     assert run.report["counters"]["errors"] == 6
 
@@ -53,7 +57,7 @@ def test_a_rewritten_pinned_source_is_found_whatever_the_delay(emulate):
         device.copy_(source, non_blocking=True)
         source.fill_(2)
         assert "rewritten before the host knew" in sync_error()
-        # Nor may it be rewritten because a later kernel is under way, or another stream was awaited.
+        # A later kernel under way, or a wait for another stream, says nothing of the copy.
         source.fill_(1)
         device.copy_(source, non_blocking=True)
         device + 1

@@ -195,14 +195,16 @@ def _cpu_kernel(
         if check_placement is not None:
             check_placement(schema.name, _on_host(arguments), schema.overload_name)
         result = function(**bind(arguments))
-        if is_out:
+        if is_out and schema.returns:
             return tuple(arguments["out"]) if len(schema.returns) > 1 else arguments["out"]
         return _without_none(result, len(schema.returns))
 
     return kernel
 
 
-def _binder(schema: Any, signature: inspect.Signature) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _binder(
+    schema: Any, signature: inspect.Signature
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """How a schema's arguments are passed: by their names, as far as they are taken at all."""
     parameters = list(signature.parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -258,7 +260,7 @@ def _own_references() -> str:
 
 
 def _load_atb() -> None:
-    """Load the atb operators now: torch_npu does at their first use, when it is too late to hook."""
+    """Load the atb operators now, rather than at their first use: references need their schemas."""
     try:
         from torch_npu.op_plugin.atb import _atb_ops
     except ImportError:

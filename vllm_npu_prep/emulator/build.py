@@ -163,9 +163,7 @@ def _compile(target: Target, source: Path, out: Path, includes: list[str]) -> Pa
 
 def _link(target: Target, library: Path, objects: list[Path], libraries: list[str]) -> None:
     soname = f"-Wl,-soname,{library.name}"
-    _run(
-        [target.compiler, "-shared", soname, "-o", str(library), *map(str, objects), *libraries]
-    )
+    _run([target.compiler, "-shared", soname, "-o", str(library), *map(str, objects), *libraries])
 
 
 def _traps(target: Target, objects: list[Path], out: Path) -> Path:

@@ -112,8 +112,8 @@ def _environment(
     for name, entries in added.items():
         rest = os.environ.get(name)
         environment[name] = os.pathsep.join([*map(str, entries), *([rest] if rest else [])])
-    # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned off,
-    # since torch can't be imported with torch_npu installed and no Ascend libraries.
+    # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned
+    # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
     return environment
 
