@@ -2,6 +2,10 @@
 
 import os
 
+# Where torch_npu is installed without Ascend libraries, `import torch` fails unless told not to
+# load it. Under the emulator (vllm-npu-prep emulate) this is set already.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from vllm_npu_prep import __version__
+from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
 
 
@@ -14,14 +15,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; 0 on success, 2 for bad input, which gets one line and no traceback."""
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
     except PrepError as error:
         print(f"vllm-npu-prep: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("file", type=Path, metavar="FILE", help="a scenario, as JSON")
     explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
     explain.set_defaults(run=_explain)
+    add_emulate_parser(commands)
     return parser
 
 

@@ -1,0 +1,123 @@
+"""Devices, generators, processes and counters."""
+
+
+def test_several_devices_copy_and_compute(emulate):
+    run = emulate(
+        """
+        assert torch.npu.is_available() and torch.npu.device_count() == 2
+        x = torch.arange(8.0, device="npu:1")
+        y = (x.to("npu:0") + 1).to("npu:1") + x
+        assert y.device.index == 1 and torch.equal(y.cpu(), 2 * torch.arange(8.0) + 1)
+        torch.npu.set_device(1)
+        assert torch.ones(3, device="npu").device.index == 1
+        assert acl.aclrtSetDevice(2) == 107001
+        """,
+        "--devices",
+        "2",
+    )
+    assert "npu:2 does not exist" in run.report["errors"][0]
+
+
+def test_visible_devices_and_the_chip_are_honoured(emulate, monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,1,7")
+    emulate(
+        """
+        assert torch.npu.device_count() == 2          # 7 is no device, and ends the list
+        assert torch.npu.get_device_name(0) == "Ascend910_9391"
+        """,
+        "--devices",
+        "4",
+        "--soc",
+        "Ascend910_9391",
+    )
+
+
+def test_asking_for_devices_leaves_forked_and_spawned_processes_usable(emulate):
+    run = emulate(
+        """
+        import multiprocessing
+
+        def work(queue):
+            queue.put((torch.ones(4, device="npu") * 3).sum().item())
+
+        if __name__ == "__main__":
+            assert torch.npu.is_available() and torch.npu.device_count() == 1
+            for method in ("fork", "spawn"):
+                context = multiprocessing.get_context(method)
+                queue = context.Queue()
+                process = context.Process(target=work, args=(queue,))
+                process.start()
+                assert queue.get(timeout=60) == 12
+                process.join()
+                assert process.exitcode == 0
+        """
+    )
+    assert run.report["processes"] >= 2 and run.report["kernels"]["aten::mul"] == 2
+
+
+def test_generators_are_seeded_and_differ_from_the_cpus(emulate):
+    emulate(
+        """
+        def draw(seed):
+            torch.npu.manual_seed(seed)
+            return torch.rand(64, device="npu").cpu(), torch.randn(64, device="npu").cpu()
+        first, again, other = draw(7), draw(7), draw(8)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+        assert not torch.equal(first[0], other[0])
+        torch.manual_seed(7)
+        assert not torch.equal(first[0], torch.rand(64))
+        own = torch.Generator(device="npu")
+        own.manual_seed(7)
+        assert torch.equal(torch.rand(64, device="npu", generator=own).cpu(), first[0])
+        assert sorted(torch.randperm(9, device="npu").cpu().tolist()) == list(range(9))
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            x = torch.rand(64, device="npu")
+        torch.npu.manual_seed(7)
+        graph.replay()
+        assert torch.equal(x.cpu(), first[0])
+        graph.replay()
+        assert not torch.equal(x.cpu(), first[0])     # every replay draws anew
+        state = torch.get_rng_state()
+        torch.rand(8, device="npu").cpu()
+        assert torch.equal(state, torch.get_rng_state())
+        try:
+            torch.rand(4, device="npu", generator=torch.Generator())
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("a CPU generator was accepted")
+        """
+    )
+
+
+def test_counters_count_regions(emulate):
+    run = emulate(
+        """
+        x, host = torch.zeros(64, dtype=INT, device="npu"), pinned(64)
+        torch.npu.synchronize()
+        with emulator.count() as outer:
+            with emulator.count() as c:
+                x.copy_(host, non_blocking=True)
+                y = (x + 1) * 2
+                y.clone()
+                torch.npu.synchronize()
+            assert c.nonzero() == {**c.nonzero(), "h2d_copies": 1, "h2d_bytes": 256, "launches": 3}
+            assert c.syncs == 1 and c.d2h_copies == 0
+            y.cpu()
+        assert (outer.d2h_copies, outer.d2h_bytes) == (1, 256), outer
+        assert emulator.count().__enter__().nonzero() == {}
+        assert emulator.is_active()
+        """,
+        "--trace",
+    )
+    assert "call aclrtMemcpyAsync" in run.err and "launch aten::add" in run.err
+    assert run.report["calls"]["aclrtMemcpyAsync"] >= 1
+    assert run.report["kernels"]["aten::add"] == 1
+
+
+def test_an_unimplemented_function_ends_the_process_by_name(emulate):
+    run = emulate("acl.aclrtMapMem()", expect_code=None)
+    assert run.code != 0
+    assert "aclrtMapMem is not implemented by the emulated Ascend runtime" in run.err
+    assert "aclrtMapMem is not implemented" in run.report["errors"][0]

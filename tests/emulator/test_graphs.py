@@ -1,0 +1,247 @@
+"""Capture, replay and task groups."""
+
+import pytest
+
+GRAPH = """
+    torch.inference_mode().__enter__()
+    x = torch.arange(4.0, device="npu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x * 2 + 1
+"""
+
+
+def test_replay_computes_again_from_the_same_memory(emulate):
+    run = emulate(
+        GRAPH
+        + """
+    for start in (0, 10):
+        x.copy_(torch.arange(4.0) + start)
+        with emulator.count() as c:
+            graph.replay()
+            torch.npu.synchronize()
+        assert (c.graph_launches, c.launches, c.h2d_copies) == (1, 0, 0), c
+        assert torch.equal(y.cpu(), (torch.arange(4.0) + start) * 2 + 1)
+    second = torch.npu.NPUGraph()
+    with torch.npu.graph(second, pool=graph.pool()):
+        z = x[:2] - 1
+    second.replay()
+    assert torch.equal(z.cpu(), x[:2].cpu() - 1)
+    graph.replay()
+    assert torch.equal(y.cpu(), x.cpu() * 2 + 1)
+    graph.reset()
+    """
+    )
+    assert run.report["hazards"] == run.report["errors"] == []
+
+
+def test_forked_streams_are_captured_and_must_be_joined(emulate):
+    run = emulate(
+        GRAPH
+        + """
+    side, forked = torch.npu.Stream(), torch.npu.NPUGraph()
+    with torch.npu.graph(forked):
+        a = x * 2
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            b = a + 1
+        torch.npu.current_stream().wait_stream(side)
+        c = b * 3
+    for _ in range(3):
+        forked.replay()
+    assert torch.equal(c.cpu(), (x.cpu() * 2 + 1) * 3)
+    try:
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            a = x * 2
+            side.wait_stream(torch.npu.current_stream())
+            with torch.npu.stream(side):
+                b = a + 1
+    except RuntimeError as error:
+        assert "107025" in str(error)
+    else:
+        raise AssertionError("an unjoined capture was accepted")
+    """
+    )
+    assert any("not joined again" in text for text in run.report["errors"])
+
+
+def test_a_race_inside_a_graph_is_found(emulate):
+    run = emulate(
+        GRAPH
+        + """
+    side, racy = torch.npu.Stream(), torch.npu.NPUGraph()
+    with torch.npu.graph(racy):
+        a = x * 2
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            b = a + 1
+        c = a.add_(1)                                 # while the other stream reads it
+        torch.npu.current_stream().wait_stream(side)
+    racy.replay()
+    assert "write after read" in sync_error()
+    """
+    )
+    assert "branch 1" in run.report["hazards"][0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("y.sum().item()", "while it is captured"),
+        ("torch.npu.synchronize()", "synchronise of the device during a capture"),
+        ("torch.nonzero(y)", "can't be captured"),
+        ("torch.npu.current_stream().wait_event(outside)", "recorded outside the capture"),
+    ],
+)
+def test_what_can_not_be_captured_is_refused(emulate, statement, message):
+    run = emulate(
+        GRAPH
+        + f"""
+    outside = torch.npu.Event()
+    outside.record()
+    refused = []
+    try:
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            a = x + 1
+            try:
+                {statement}
+            except RuntimeError as error:
+                refused.append(str(error))
+                raise
+    except RuntimeError as error:
+        refused.append(str(error))
+    assert refused
+    print(refused)
+    """
+    )
+    assert message in run.out + run.err
+
+
+def test_pinned_sources_of_a_graph_are_watched_at_each_replay(emulate):
+    emulate(
+        """
+        source, device = pinned(256, 1), torch.zeros(256, dtype=INT, device="npu")
+        torch.npu.synchronize()
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            device.copy_(source, non_blocking=True)
+        for value in (1, 2):
+            source.fill_(value)
+            graph.replay()
+            assert sync_error() == ""
+            assert device.cpu()[0] == value
+        graph.replay()
+        source.fill_(3)
+        assert "rewritten" in sync_error()
+        """
+    )
+
+
+GROUP = """
+    torch.inference_mode().__enter__()
+    def attention(query, actual_seq_lengths_kv=None, out=None, **ignored):
+        result = query * sum(actual_seq_lengths_kv)
+        return (result, None) if out is None else out[0].copy_(result)
+    name = "npu::npu_fused_infer_attention_score"
+    emulator.register_reference(name, attention)
+    emulator.register_reference(name, attention, "out")
+    q = torch.ones(1, 4, 16, device="npu")
+    cache = torch.ones(8, 4, 32, device="npu")
+    out, lse = torch.empty_like(q), torch.empty(0, device="npu")
+    side = torch.npu.Stream()
+
+    def attend(length):
+        torch_npu.npu_fused_infer_attention_score.out(
+            query=q, key=cache, value=cache, input_layout="TND", num_heads=4,
+            actual_seq_lengths=[1], actual_seq_lengths_kv=[length], out=[out, lse])
+
+    def update(length, record=True):
+        with torch.npu.stream(side):
+            torch.npu.graph_task_update_begin(side, handle)
+            attend(length)
+            torch.npu.graph_task_update_end(side)
+            if record:
+                event.record(side)
+
+    graph, event = torch.npu.NPUGraph(), torch.npu.ExternalEvent()
+    with torch.npu.graph(graph):
+        main = torch.npu.current_stream()
+        event.wait(main)
+        event.reset(main)
+        torch.npu.graph_task_group_begin(main)
+        attend(5)
+        handle = torch.npu.graph_task_group_end(main)
+        result = out + 0
+"""
+
+
+@pytest.mark.parametrize("delay", ["none", "skewed"])
+def test_a_task_group_is_updated_with_new_lengths(emulate, delay):
+    run = emulate(
+        GROUP
+        + """
+    for length in (5, 9, 3):
+        update(length)
+        graph.replay()
+        torch.npu.synchronize()
+        assert result.cpu()[0, 0, 0] == length
+    graph.replay()                                    # the update may as well come after the call
+    update(7)
+    torch.npu.synchronize()
+    assert result.cpu()[0, 0, 0] == 7
+    """,
+        "--delay",
+        delay,
+    )
+    assert run.report["hazards"] == run.report["errors"] == []
+
+
+def test_updates_that_nothing_orders_with_the_replay_are_found(emulate):
+    run = emulate(
+        GROUP
+        + """
+    update(5)
+    graph.replay()
+    import time; time.sleep(0.1)
+    update(9)                                         # the first replay isn't known to be complete
+    assert "while an earlier replay may still run it" in sync_error()
+    """
+    )
+    assert run.report["counters"]["hazards"] == 1
+
+
+def test_an_external_event_that_is_never_recorded_hangs_the_stream(emulate):
+    emulate(
+        GROUP
+        + """
+    update(5, record=False)
+    graph.replay()
+    assert "external event" in sync_error()
+    """,
+        "--hang-seconds",
+        "1",
+    )
+
+
+def test_updates_must_match_what_was_captured(emulate):
+    run = emulate(
+        GROUP
+        + """
+    def refused(tasks):
+        try:
+            with torch.npu.stream(side):
+                torch.npu.graph_task_update_begin(side, handle)
+                try:
+                    tasks()
+                finally:
+                    torch.npu.graph_task_update_end(side)
+        except RuntimeError:
+            return True
+    assert refused(lambda: None)
+    assert refused(lambda: (attend(1), attend(2)))
+    assert refused(lambda: out.add_(1))
+    """
+    )
+    errors = " ".join(run.report["errors"])
+    for message in ("issued 0 tasks", "more tasks than were captured", "where npu::"):
+        assert message in errors

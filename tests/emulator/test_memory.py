@@ -1,0 +1,104 @@
+"""Device memory: who may touch it, and what happens to it."""
+
+import signal
+
+
+def test_allocator_counts_reuses_and_returns_memory(emulate):
+    emulate(
+        """
+        free, total = torch.npu.mem_get_info()
+        assert total == 64 << 20 and free == total
+        x = torch.ones(1 << 20, device="npu")
+        address = x.data_ptr()
+        assert 4 << 20 <= torch.npu.memory_allocated() <= (4 << 20) + 4096
+        assert torch.npu.mem_get_info()[0] < total
+        del x
+        assert torch.ones(1 << 20, device="npu").data_ptr() == address
+        torch.npu.empty_cache()
+        assert torch.npu.mem_get_info()[0] == total
+        """,
+        "--memory",
+        "64M",
+    )
+
+
+def test_out_of_memory_is_raised_and_survived(emulate):
+    run = emulate(
+        """
+        kept = torch.ones(8, device="npu")
+        try:
+            torch.empty(65 << 20, dtype=torch.uint8, device="npu")
+        except torch.OutOfMemoryError as error:
+            assert "out of memory" in str(error)
+        else:
+            raise AssertionError("65 MiB fitted into 64")
+        fits = torch.ones(32 << 20, dtype=torch.uint8, device="npu")
+        assert fits.sum().item() == 32 << 20
+        """,
+        "--memory",
+        "64M",
+    )
+    assert run.report["counters"]["peak_memory_bytes"] > 32 << 20
+    assert not run.report["errors"]
+
+
+def test_the_host_can_not_touch_device_memory(emulate):
+    run = emulate(
+        """
+        x = torch.ones(8, device="npu")
+        torch.npu.synchronize()
+        ctypes.c_float.from_address(x.data_ptr() + 4).value
+        """,
+        expect_code=128 + signal.SIGSEGV,
+    )
+    assert "the host touched device memory" in run.err
+    assert "byte 4 of allocation #1" in run.err
+    assert run.report["hazards"]
+
+
+def test_wrong_frees_are_refused(emulate):
+    run = emulate(
+        """
+        torch.npu.set_device(0)
+        address = ctypes.c_void_p()
+        assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
+        inside = ctypes.c_void_p(address.value + 512)
+        assert acl.aclrtFree(inside) == 107000
+        assert acl.aclrtFree(address) == 0
+        assert acl.aclrtFree(address) == 107000
+        host = ctypes.create_string_buffer(16)
+        assert acl.aclrtFree(host) == 107000
+        assert acl.aclrtFreeHost(host) == 107000
+        """
+    )
+    errors = " ".join(run.report["errors"])
+    for message in ("free inside an allocation", "double free", "not device memory", "as pinned"):
+        assert message in errors
+
+
+def test_memory_freed_while_a_stream_may_use_it_is_a_hazard(emulate):
+    emulate(
+        """
+        torch.npu.set_device(0)
+        stream, address = torch.npu.Stream(), ctypes.c_void_p()
+        assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
+        n = ctypes.c_size_t(4096)
+        assert acl.aclrtMemsetAsync(address, n, 0, n, ctypes.c_void_p(stream.npu_stream)) == 0
+        import time; time.sleep(0.1)  # it has run, and the host can't know
+        assert acl.aclrtFree(address) == 0
+        assert "freed while a stream may still use it" in sync_error()
+        """
+    )
+
+
+def test_leaks_at_exit_are_reported(emulate):
+    run = emulate(
+        """
+        torch.npu.set_device(0)
+        address = ctypes.c_void_p()
+        assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(12345), 0) == 0
+        """
+    )
+    assert len(run.report["leaks"]) == 1 and "12800 bytes" in run.report["leaks"][0]
+    clean = emulate("x = torch.ones(8, device='npu'); del x")
+    assert clean.report["leaks"] == []

@@ -1,0 +1,133 @@
+"""Operator references written in Python run as kernels do."""
+
+RMS = """
+    torch.inference_mode().__enter__()
+    calls = []
+
+    def rms_norm(input, gamma, epsilon=1e-6):
+        calls.append((emulator.is_on_device(input), input.device.type))
+        scale = torch.rsqrt(input.float().pow(2).mean(-1, keepdim=True) + epsilon)
+        return (input * scale * gamma).to(input.dtype), scale
+
+    emulator.register_reference("npu::npu_rms_norm", rms_norm)
+    x, gamma = torch.randn(4, 8).npu(), torch.ones(8, device="npu")
+"""
+
+
+def test_a_reference_runs_in_stream_order_and_again_at_replays(emulate):
+    emulate(
+        RMS
+        + """
+    with emulator.count() as c:
+        y, scale = torch_npu.npu_rms_norm(x * 2, gamma)
+        z = y + 1
+    assert c.launches == 3
+    want = rms_norm(x.cpu() * 2, torch.ones(8))[0] + 1
+    assert torch.allclose(z.cpu(), want) and calls[0] == (True, "cpu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = torch_npu.npu_rms_norm(x, gamma)[0]
+    before = len(calls)
+    graph.replay()
+    graph.replay()
+    torch.npu.synchronize()
+    assert len(calls) == before + 2
+    """,
+        "--delay",
+        "equal",
+    )
+
+
+def test_errors_of_references_surface_at_the_next_sync(emulate):
+    emulate(
+        """
+        def swiglu(input, dim=-1):
+            raise ValueError("the kernel refuses this")
+        emulator.register_reference("npu::npu_swiglu", swiglu)
+        torch_npu.npu_swiglu(torch.ones(2, 4, device="npu"))
+        assert "the kernel refuses this" in sync_error()
+
+        def wrong_shape(input, dim=-1):
+            return input
+        emulator.register_reference("npu::npu_swiglu", wrong_shape)
+        torch_npu.npu_swiglu(torch.ones(2, 4, device="npu"))
+        assert "the Meta function says" in sync_error()
+
+        def incomplete(input):
+            return input[:, :2]
+        emulator.register_reference("npu::npu_swiglu", incomplete)
+        torch_npu.npu_swiglu(torch.ones(2, 4, device="npu"), dim=0)
+        assert "has no dim" in sync_error()
+        """
+    )
+
+
+def test_host_arguments_are_taken_at_the_call_and_told_apart(emulate):
+    emulate(
+        """
+        seen = {}
+
+        def paged_attention(query, key_cache, context_lens, out, **ignored):
+            seen.update(lens=context_lens.tolist(), on_device=emulator.is_on_device(context_lens))
+            out.copy_(query)
+
+        def check(name, on_host, overload):
+            seen.update(name=name, on_host=on_host)
+
+        name = "atb::_npu_paged_attention"
+        emulator.register_reference(name, paged_attention, check_placement=check)
+        q, cache = torch.ones(2, 4, 16, device="npu"), torch.ones(8, 4, 2, 16, device="npu")
+        lens, out = torch.tensor([3, 5], dtype=INT), torch.zeros_like(q)
+        torch_npu._npu_paged_attention(
+            query=q, key_cache=cache, value_cache=cache, num_kv_heads=2, num_heads=4,
+            scale_value=1.0, block_table=torch.zeros(2, 2, dtype=INT, device="npu"),
+            context_lens=lens, out=out)
+        lens.fill_(9)
+        torch.npu.synchronize()
+        assert seen["lens"] == [3, 5] and not seen["on_device"]
+        assert seen["on_host"]["context_lens"] and not seen["on_host"]["query"]
+        assert torch.equal(out.cpu(), q.cpu())
+        """,
+        "--delay",
+        "equal",
+    )
+
+
+def test_references_are_not_for_cpu_tensors_nor_for_operators_that_do_not_exist(emulate):
+    emulate(
+        RMS
+        + """
+    try:
+        torch_npu.npu_rms_norm(torch.ones(2, 8), torch.ones(8))
+    except (NotImplementedError, RuntimeError) as error:
+        assert "CPU" in str(error)
+    else:
+        raise AssertionError("ran on the CPU")
+    try:
+        emulator.register_reference("npu::no_such_operator", rms_norm)
+    except Exception as error:
+        assert "has no operator npu::no_such_operator" in str(error)
+    try:
+        torch_npu.npu_gelu(torch.ones(4, device="npu"))
+    except RuntimeError as error:
+        assert "aclnnGelu" in str(error)              # no reference: it fails by name
+    else:
+        raise AssertionError("an operator without a reference ran")
+    """
+    )
+
+
+def test_modules_with_references_are_installed_in_every_process(emulate, tmp_path, monkeypatch):
+    (tmp_path / "their_references.py").write_text(
+        "def install(register_reference):\n"
+        "    register_reference('npu::npu_swiglu', lambda input, dim=-1: input.chunk(2, dim)[0])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    emulate(
+        """
+        y = torch_npu.npu_swiglu(torch.ones(2, 4, device="npu"))
+        assert torch.equal(y.cpu(), torch.ones(2, 2))
+        """,
+        "--references",
+        "their_references",
+    )

@@ -1,0 +1,190 @@
+"""Streams and events: what orders work, and what happens where nothing does."""
+
+import pytest
+
+RACE = """
+    side = torch.npu.Stream()
+    x = torch.zeros(1024, device="npu")
+    torch.npu.synchronize()
+    MISSING = "without an ordering edge"
+"""
+
+
+@pytest.mark.parametrize("delay", ["none", "skewed"])
+def test_a_missing_wait_stream_is_found_whatever_the_delay(emulate, delay):
+    run = emulate(
+        RACE
+        + """
+    y = x + 1
+    with torch.npu.stream(side):
+        z = y * 2                                     # read after write
+    assert MISSING in sync_error()                    # which of the two came first is the delay's
+    with torch.npu.stream(side):
+        z = x * 2
+    x.add_(1)                                         # write after read
+    assert MISSING in sync_error()
+    x.fill_(1)
+    with torch.npu.stream(side):
+        x.fill_(2)                                    # write after write
+    assert "write after write" in sync_error()
+    source = pinned(1024)
+    target = torch.zeros(1024, dtype=INT, device="npu")
+    torch.npu.synchronize()
+    target.copy_(source, non_blocking=True)
+    with torch.npu.stream(side):
+        target + 1                                    # a copy that nothing waits for
+    message = sync_error()
+    assert MISSING in message and "copy" in message and "aten::add" in message
+    """,
+        "--delay",
+        delay,
+    )
+    assert run.report["counters"]["hazards"] == 4
+
+
+def test_work_that_is_ordered_is_left_alone(emulate):
+    run = emulate(
+        RACE
+        + """
+    for _ in range(20):
+        y = x + 1
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            z = y * 2
+        torch.npu.current_stream().wait_stream(side)
+        x.copy_(z)
+        y.record_stream(side)
+        z.record_stream(torch.npu.current_stream())
+    event = torch.npu.Event()
+    third = torch.npu.Stream()
+    x.add_(1)
+    event.record()
+    side.wait_event(event)
+    third.wait_stream(side)                           # ordered by way of another stream
+    with torch.npu.stream(third):
+        x.add_(1)
+    third.synchronize()                               # ordered by way of the host
+    x.add_(1)
+    halves = torch.zeros(2, 512, device="npu")
+    columns = torch.zeros(64, 64, device="npu")
+    torch.npu.synchronize()
+    halves[0].add_(1)
+    columns[:, :32].add_(1)
+    with torch.npu.stream(side):                      # other bytes of the same allocation
+        halves[1].add_(1)
+        columns[:, 32:].add_(1)
+    assert sync_error() == ""
+    """,
+        "--delay",
+        "skewed",
+    )
+    assert run.report["hazards"] == []
+
+
+def test_memory_reused_across_streams_the_allocators_way_is_no_hazard(emulate):
+    script = (
+        RACE
+        + """
+    def use(recorded):
+        block = torch.ones(1000, device="npu")
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            block + 1
+        if recorded:
+            block.record_stream(side)
+    """
+    )
+    clean = emulate(
+        script
+        + """
+    for _ in range(50):
+        use(True)
+        torch.ones(1000, device="npu")
+    assert sync_error() == ""
+    """
+    )
+    assert clean.report["hazards"] == []
+    emulate(
+        script
+        + """
+    use(False)
+    torch.ones(1000, device="npu")
+    assert "record_stream" in sync_error()
+    """
+    )
+
+
+def test_events_order_time_and_tell(emulate):
+    emulate(
+        """
+        x = torch.zeros(1 << 16, device="npu")
+        first, second = (torch.npu.Event(enable_timing=True) for _ in range(2))
+        assert first.query()                          # never recorded
+        first.record()
+        for _ in range(5):
+            x.add_(1)
+        second.record()
+        assert not second.query()
+        second.synchronize()
+        assert second.query() and first.elapsed_time(second) > 1
+        with emulator.count() as c:
+            torch.npu.current_stream().wait_event(second)
+            torch.npu.synchronize()
+        assert (c.event_waits, c.syncs) == (1, 1), c
+        """,
+        "--delay",
+        "equal",
+    )
+
+
+def test_delays_and_hazard_modes_do_what_they_say(emulate):
+    script = (
+        RACE
+        + """
+    import time
+    start = time.monotonic()
+    for _ in range(20):
+        x.add_(1)
+    enqueued = time.monotonic() - start
+    torch.npu.synchronize()
+    total = time.monotonic() - start
+    assert enqueued < 0.04 < total, (enqueued, total)
+    with torch.npu.stream(side):
+        for _ in range(20):
+            torch.ones(1)
+    y = x + 1
+    with torch.npu.stream(side):
+        y + 1
+    assert sync_error() == ""
+    """
+    )
+    run = emulate(script, "--delay", "skewed", "--hazards", "warn")
+    assert run.report["counters"]["hazards"] == 1 and "HAZARD" in run.err
+
+
+def test_a_hazard_that_no_sync_reports_fails_the_command(emulate):
+    run = emulate(
+        RACE
+        + """
+    y = x + 1
+    with torch.npu.stream(side):
+        y + 1
+    import time; time.sleep(0.1)
+    emulator.counters()
+    import os; os._exit(0)
+    """,
+        expect_code=3,
+    )
+    assert "no sync came after" in run.err
+
+
+def test_kernel_errors_surface_at_the_next_sync(emulate):
+    run = emulate(
+        """
+        index, table = torch.tensor([9], device="npu"), torch.zeros(4, 2, device="npu")
+        torch.nn.functional.embedding(index, table)   # as on a device, the call itself succeeds
+        assert "index out of range" in sync_error()
+        assert sync_error() == ""
+        """
+    )
+    assert "FAULT: aten::embedding" in run.err

@@ -1,0 +1,90 @@
+"""The command itself: exit codes, signals, messages, and what it says when it can't build."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vllm_npu_prep.emulator import build
+from vllm_npu_prep.emulator.options import bytes_of
+from vllm_npu_prep.errors import PrepError
+
+TOOL = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate"]
+
+
+def tool(*arguments, **keywords):
+    return subprocess.run([*TOOL, *arguments], capture_output=True, text=True, **keywords)
+
+
+def test_the_banner_states_the_limits_and_the_exit_code_is_the_commands():
+    done = tool("--", "sh", "-c", "exit 7")
+    assert done.returncode == 7
+    for limit in ("numerics", "speed", "HCCL", "custom operators", "reading of the documentation"):
+        assert limit in done.stderr
+    assert "used no device" in done.stderr
+    assert tool("--quiet", "--", "true").stderr == ""
+
+
+def test_bad_input_gets_one_line():
+    for arguments, message in (
+        ((), "no command given"),
+        (("--memory", "lots", "--", "true"), "is no size"),
+        (("--devices", "0", "--", "true"), "not between"),
+        (("--", "no-such-command"), "no such command"),
+    ):
+        done = tool(*arguments)
+        assert done.returncode == 2 and message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_signals_reach_the_command():
+    script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.1; done"
+    process = subprocess.Popen(
+        [*TOOL, "--quiet", "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 9
+
+
+def test_the_hook_leaves_another_sitecustomize_alone(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = '1'\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = (sys.executable, "-c", "import os; print(os.environ['THEIRS'])")
+    assert tool("--quiet", "--", *command, env=environment).stdout == "1\n"
+
+
+def test_sizes_are_binary():
+    assert bytes_of("512M") == 512 << 20
+    assert bytes_of("8g") == bytes_of("8GiB") == 8 << 30
+    with pytest.raises(PrepError, match="is no size"):
+        bytes_of("0")
+
+
+def raise_missing(name):
+    raise build.importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("platform.machine", lambda: "riscv64", "runs on Linux on x86_64 or aarch64"),
+        ("importlib.metadata.version", raise_missing, "is not installed: pip install"),
+        ("importlib.metadata.version", lambda name: "2.12.0", "made for torch_npu 2.13.0"),
+        (
+            "importlib.metadata.version",
+            lambda name: {"torch": "2.14.0", "torch_npu": "2.13.0"}[name],
+            "needs torch 2.13.0, 2.14.0 is installed",
+        ),
+        ("shutil.which", lambda name, path=None: None, "install g\\+\\+ and binutils"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(monkeypatch, attribute, value, message):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(f"vllm_npu_prep.emulator.build.{attribute}", value)
+    with pytest.raises(PrepError, match=message):
+        build.ensure_built()

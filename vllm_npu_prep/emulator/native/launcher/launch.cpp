@@ -1,0 +1,370 @@
+// A launch needs the shapes of the results before the kernel ran: they come from the operator's Meta
+// kernel. An operator without one, or whose shapes depend on data, waits for its result, which a
+// device does for most of them too; that can't be captured.
+#include "launch.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "random.h"
+
+namespace launcher {
+namespace {
+
+constexpr auto kNpu = c10::DeviceType::PrivateUse1;
+
+thread_local bool in_launch = false;
+
+std::map<c10::OperatorName, std::vector<std::string>, bool (*)(const c10::OperatorName&,
+                                                             const c10::OperatorName&)>&
+written_arguments() {
+  static auto& instance = *new std::map<c10::OperatorName, std::vector<std::string>,
+                                        bool (*)(const c10::OperatorName&,
+                                                 const c10::OperatorName&)>(
+      [](const c10::OperatorName& a, const c10::OperatorName& b) {
+        return std::tie(a.name, a.overload_name) < std::tie(b.name, b.overload_name);
+      });
+  return instance;
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+// One call of an operator, while its kernel is being put together.
+struct Call {
+  const c10::OperatorHandle& op;
+  const c10::FunctionSchema& schema;
+  std::vector<IValue> arguments;
+  c10::Device device{kNpu, 0};
+  void* stream = nullptr;
+  bool is_reference = false;
+
+  std::vector<bool> is_written;           // per argument
+  std::vector<at::Tensor> written;        // the tensors of those, in order
+  Stack results;                          // what the caller gets
+  std::vector<at::Tensor> fresh;          // results that the kernel has to fill
+  std::vector<size_t> fresh_positions;    // among the flattened results
+  std::string why_no_shapes;
+};
+
+bool writes(const c10::Argument& argument, const std::vector<std::string>& also) {
+  if (argument.alias_info() && argument.alias_info()->isWrite()) return true;
+  if (argument.name() == "out") return true;  // torch_npu's schemas don't annotate theirs
+  return std::find(also.begin(), also.end(), argument.name()) != also.end();
+}
+
+c10::Device device_of(const Call& call) {
+  for (const auto& argument : call.arguments) {
+    for (const auto& tensor : tensors_in(argument))
+      if (is_npu(tensor)) return tensor.device();
+    if (argument.isDevice() && argument.toDevice().type() == kNpu && argument.toDevice().has_index())
+      return argument.toDevice();
+  }
+  return c10::impl::VirtualGuardImpl(kNpu).getDevice();
+}
+
+void find_written(Call& call) {
+  static const std::vector<std::string> none;
+  auto it = written_arguments().find(call.op.operator_name());
+  const auto& also = it == written_arguments().end() ? none : it->second;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    call.is_written.push_back(writes(call.schema.arguments()[i], also));
+    if (!call.is_written.back()) continue;
+    for (const auto& tensor : tensors_in(call.arguments[i])) call.written.push_back(tensor);
+  }
+}
+
+Call make_call(const c10::OperatorHandle& op, Stack* stack, bool is_reference) {
+  Call call{op, op.schema()};
+  const size_t count = call.schema.arguments().size();
+  call.arguments.assign(stack->end() - count, stack->end());
+  call.is_reference = is_reference;
+  call.device = device_of(call);
+  find_written(call);
+  return call;
+}
+
+at::Tensor new_result(const at::Tensor& meta, c10::Device device) {
+  if (!meta.defined()) return meta;
+  return at::empty_strided(meta.sizes(), meta.strides(),
+                           at::TensorOptions().dtype(meta.dtype()).device(device));
+}
+
+// The argument that a result aliases; none for a fresh result.
+std::optional<IValue> aliased_argument(const Call& call, const c10::Argument& result) {
+  if (!result.alias_info()) return std::nullopt;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto* info = call.schema.arguments()[i].alias_info();
+    if (info && info->beforeSets() == result.alias_info()->beforeSets()) return call.arguments[i];
+  }
+  return std::nullopt;
+}
+
+bool has_plain_out(const Call& call) {
+  for (const auto& argument : call.schema.arguments())
+    if (argument.name() == "out" && !argument.alias_info()) return true;
+  return false;
+}
+
+bool needs_shapes(const Call& call) {
+  if (call.is_reference && (call.schema.returns().empty() || has_plain_out(call))) return false;
+  return !call.schema.returns().empty();
+}
+
+std::optional<Stack> meta_results(Call& call) {
+  if (!needs_shapes(call)) return Stack{};
+  try {
+    Stack stack;
+    for (const auto& argument : call.arguments)
+      stack.push_back(map_tensors(argument, meta_of, c10::kMeta));
+    call.op.callBoxed(&stack);
+    for (const auto& result : stack)
+      for (const auto& tensor : tensors_in(result))
+        TORCH_CHECK(!tensor.defined() || tensor.is_meta(), "its Meta kernel made no meta tensor");
+    return stack;
+  } catch (const std::exception& error) {
+    call.why_no_shapes = first_line(error.what());
+    return std::nullopt;
+  }
+}
+
+IValue fresh_result(Call& call, const IValue& meta, size_t* position) {
+  if (!meta.isTensor() && !meta.isTensorList()) return meta;
+  c10::List<at::Tensor> list;
+  for (const auto& tensor : tensors_in(meta)) {
+    list.push_back(new_result(tensor, call.device));
+    call.fresh.push_back(list.get(list.size() - 1));
+    call.fresh_positions.push_back((*position)++);
+  }
+  return meta.isTensor() ? IValue(list.get(0)) : IValue(list);
+}
+
+// An out= argument takes the shape of the result, as everywhere in PyTorch.
+void resize_like(const IValue& argument, const IValue& meta) {
+  const auto targets = tensors_in(argument), shapes = tensors_in(meta);
+  for (size_t i = 0; i < std::min(targets.size(), shapes.size()); ++i)
+    if (targets[i].defined() && targets[i].sizes() != shapes[i].sizes())
+      targets[i].resize_(shapes[i].sizes());
+}
+
+void make_results(Call& call, const Stack& meta) {
+  size_t position = 0;
+  const auto& returns = call.schema.returns();
+  for (size_t i = 0; i < returns.size(); ++i) {
+    if (const auto argument = aliased_argument(call, returns[i])) {
+      if (i < meta.size()) resize_like(*argument, meta[i]);
+      position += tensors_in(*argument).size();
+      call.results.push_back(*argument);
+    } else if (has_plain_out(call)) {
+      call.results.push_back(call.written.at(i));
+      ++position;
+    } else {
+      call.results.push_back(fresh_result(call, meta.at(i), &position));
+    }
+  }
+}
+
+Accesses accesses_of(const Call& call) {
+  Accesses out;
+  for (size_t i = 0; i < call.arguments.size(); ++i)
+    for (const auto& tensor : tensors_in(call.arguments[i]))
+      add_accesses(tensor, call.is_written[i], out);
+  for (const auto& tensor : call.fresh) add_accesses(tensor, true, out);
+  return out;
+}
+
+// What the worker needs of a call: no tensor in it owns device memory.
+struct Kernel {
+  c10::OperatorHandle op;
+  std::vector<IValue> arguments;
+  std::optional<size_t> generator;  // position of the argument
+  RandomState random;
+  std::vector<at::Tensor> outputs;
+  std::vector<size_t> output_positions;
+  bool is_reference;
+
+  Stack call() const;
+  void run() const;
+  void store(const Stack& results) const;
+};
+
+std::shared_ptr<Kernel> kernel_of(const Call& call, Accesses& accesses) {
+  auto kernel = std::make_shared<Kernel>(Kernel{call.op, {}, {}, {}, {}, call.fresh_positions,
+                                                call.is_reference});
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto& argument = call.arguments[i];
+    const bool is_host_target = call.is_written[i] && argument.isTensor() && !is_npu(argument.toTensor());
+    kernel->arguments.push_back(is_host_target
+                                    ? argument
+                                    : map_tensors(argument, kernel_argument, c10::kCPU));
+    const auto type = call.schema.arguments()[i].type()->str();
+    if (type == "Generator" || type == "Generator?") {
+      kernel->generator = i;
+      kernel->random = take_random_state(argument, call.device.index(), accesses);
+    }
+  }
+  for (const auto& tensor : call.fresh)
+    kernel->outputs.push_back(tensor.defined() ? cpu_alias(tensor) : tensor);
+  return kernel;
+}
+
+struct InLaunch {
+  InLaunch() { in_launch = true; }
+  ~InLaunch() { in_launch = false; }
+};
+
+Stack Kernel::call() const {
+  c10::InferenceMode inference(true);
+  at::AutoDispatchBelowAutograd below_autograd;
+  InLaunch marker;
+  Stack stack(arguments.begin(), arguments.end());
+  if (generator) stack[*generator] = generator_for(random);
+  op.callBoxed(&stack);
+  return stack;
+}
+
+void Kernel::store(const Stack& results) const {
+  if (outputs.empty()) return;
+  std::vector<at::Tensor> flat;
+  for (const auto& result : results)
+    for (const auto& tensor : tensors_in(result)) flat.push_back(tensor);
+  c10::InferenceMode inference(true);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto& from = flat.at(output_positions[i]);
+    const auto& to = outputs[i];
+    // A reference may leave a result that nobody reads, a softmax statistic say, unwritten.
+    if (!from.defined() || !to.defined() || (is_reference && from.numel() == 0)) continue;
+    TORCH_CHECK(from.sizes() == to.sizes() && from.dtype() == to.dtype(), "result ", i, " is ",
+                from.dtype(), from.sizes(), ", the Meta function says ", to.dtype(), to.sizes());
+    to.copy_(from);
+  }
+}
+
+void Kernel::run() const { store(call()); }
+
+void launch_call(Call& call) {
+  auto accesses = accesses_of(call);
+  auto kernel = kernel_of(call, accesses);
+  launch(call.stream, call.schema.name(), accesses, [kernel] { kernel->run(); });
+}
+
+// Waits for the result, whose shape only the kernel knows.
+void run_and_wait(Call& call) {
+  TORCH_CHECK(!emulator_is_capturing(call.stream), call.schema.name(),
+              " has to wait for its result and can't be captured: ", call.why_no_shapes);
+  auto accesses = accesses_of(call);
+  auto kernel = kernel_of(call, accesses);
+  auto results = std::make_shared<Stack>();
+  launch(call.stream, call.schema.name(), accesses, [=] { *results = kernel->call(); });
+  TORCH_CHECK(aclrtSynchronizeStream(call.stream) == 0, aclGetRecentErrMsg());
+  const auto upload = [&](const at::Tensor& tensor) {
+    auto out = new_result(tensor, call.device);
+    Accesses write;
+    add_accesses(out, true, write);
+    launch(call.stream, call.schema.name() + " (result)", write,
+           [to = cpu_alias(out), tensor] {
+             c10::InferenceMode inference(true);
+             to.copy_(tensor);
+           });
+    return out;
+  };
+  for (size_t i = 0; i < results->size(); ++i) {
+    const auto argument = aliased_argument(call, call.schema.returns()[i]);
+    call.results.push_back(argument ? *argument : map_tensors((*results)[i], upload, call.device));
+  }
+}
+
+void finish(const Call& call, Stack* stack) {
+  torch::jit::drop(*stack, call.schema.arguments().size());
+  for (const auto& result : call.results) stack->push_back(result);
+}
+
+void run(const c10::OperatorHandle& op, Stack* stack, bool is_reference) {
+  auto call = make_call(op, stack, is_reference);
+  c10::OptionalDeviceGuard guard(call.device);  // torch_npu sets a device up when it is first set
+  call.stream = current_stream(call.device.index());
+  if (const auto meta = meta_results(call)) {
+    make_results(call, *meta);
+    launch_call(call);
+  } else {
+    run_and_wait(call);
+  }
+  finish(call, stack);
+}
+
+bool takes_generator(const c10::FunctionSchema& schema) {
+  return schema.argumentIndexWithName("generator").has_value();
+}
+
+// randperm(n) for instance: the same operator exists with a generator, which is left at None.
+bool run_overload_with_generator(const c10::OperatorHandle& op, Stack* stack) {
+  if (takes_generator(op.schema()) || !op.hasTag(at::Tag::nondeterministic_seeded)) return false;
+  const auto other = c10::Dispatcher::singleton().findSchema({op.schema().name(), "generator"});
+  TORCH_CHECK(other, "the emulated device has no generator for ", op.schema().name());
+  const size_t count = op.schema().arguments().size();
+  Stack given(stack->end() - count, stack->end());
+  torch::jit::drop(*stack, count);
+  for (const auto& argument : other->schema().arguments()) {
+    const auto index = op.schema().argumentIndexWithName(argument.name());
+    stack->push_back(index ? given[*index] : IValue());
+  }
+  other->callBoxed(stack);
+  return true;
+}
+
+void run_and_report(const std::string& name, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    emulator_fault((name + ": " + first_line(error.what())).c_str());
+  }
+}
+
+}  // namespace
+
+void* current_stream(c10::DeviceIndex device) {
+  return c10_npu::getCurrentNPUStream(device).stream();
+}
+
+void launch(void* stream, const std::string& name, const Accesses& accesses,
+            std::function<void()> body) {
+  struct Argument {
+    std::string name;
+    std::function<void()> body;
+  };
+  auto* argument = new Argument{name, std::move(body)};
+  const int error = emulator_launch(
+      stream, name.c_str(),
+      [](void* a) {
+        auto* self = static_cast<Argument*>(a);
+        run_and_report(self->name, self->body);
+      },
+      [](void* a) { delete static_cast<Argument*>(a); }, argument, accesses.data(), accesses.size());
+  TORCH_CHECK(error == 0, aclGetRecentErrMsg());
+}
+
+void run_as_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  if (!run_overload_with_generator(op, stack)) run(op, stack, false);
+}
+
+void run_as_reference(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  run(op, stack, true);
+}
+
+void set_written_arguments(const c10::OperatorName& name, std::vector<std::string> arguments) {
+  written_arguments()[name] = std::move(arguments);
+}
+
+}  // namespace launcher
+
+// Whether the calling thread runs a kernel: references refuse to be called with CPU tensors by hand.
+extern "C" __attribute__((visibility("default"))) int emulator_in_launch() {
+  return launcher::in_launch;
+}

@@ -1,0 +1,23 @@
+// Device memory: addresses the host can't touch, and an alias of the same bytes for the workers.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+bool is_device(const void* address);
+int device_of(const void* address);
+
+// Where workers find the bytes of a device address; host addresses are returned as they are.
+char* alias_of(const void* address);
+bool is_alias(const void* address);
+
+// Whether [address, address + size) lies within one allocation.
+bool is_within_allocation(const void* address, size_t size);
+
+std::string describe_address(const void* address);
+std::vector<std::string> describe_allocations();
+
+}  // namespace emulator

@@ -1,0 +1,320 @@
+#include "stream.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+#include <thread>
+
+#include "capture.h"
+#include "device.h"
+#include "options.h"
+#include "pinned.h"
+#include "report.h"
+
+namespace emulator {
+namespace {
+
+constexpr int kDelayMicroseconds = 300;
+
+struct Streams {
+  std::mutex mutex;
+  std::set<Stream*> live;
+  std::vector<Stream*> defaults;  // by device
+  int next_index = 0;
+};
+
+Streams& streams() {
+  static Streams& instance = *new Streams;
+  return instance;
+}
+
+Stream* create_locked(Streams& s, int device) {
+  auto* stream = new Stream(s.next_index++, std::max(device, 0));
+  s.live.insert(stream);
+  return stream;
+}
+
+Stream* create_stream() {
+  auto& s = streams();
+  std::lock_guard lock(s.mutex);
+  return create_locked(s, current_device());
+}
+
+Stream* default_stream() {
+  auto& s = streams();
+  const int device = std::max(current_device(), 0);
+  std::lock_guard lock(s.mutex);
+  if (s.defaults.size() <= static_cast<size_t>(device)) s.defaults.resize(device + 1, nullptr);
+  if (!s.defaults[device]) s.defaults[device] = create_locked(s, device);
+  return s.defaults[device];
+}
+
+// Skewed: streams whose indices differ by one differ by much, the first ones being the slowest.
+int delay_of(int stream_index) {
+  switch (options().delay) {
+    case Delay::kNone: return 0;
+    case Delay::kEqual: return kDelayMicroseconds;
+    case Delay::kSkewed: break;
+  }
+  constexpr int kFactors[] = {8, 0, 3, 1};
+  return kDelayMicroseconds * kFactors[stream_index % 4];
+}
+
+void* (*release_hook)() = nullptr;
+void (*reacquire_hook)(void*) = nullptr;
+
+aclError synchronize(Stream& stream) {
+  ++counters().syncs;
+  if (stream.capture) {
+    invalidate(*stream.capture);
+    return misuse(acl::kStreamCaptured, "synchronise of " + stream.label + " while it is captured");
+  }
+  {
+    HostWait wait;
+    stream.wait_until_idle();
+  }
+  Host::instance().learns(*stream.completed_clock());
+  write_report(false);
+  return take_fault();
+}
+
+aclError synchronize_device() {
+  ++counters().syncs;
+  if (forbidden_by_capture())
+    return misuse(acl::kNotAllowedInCapture, "synchronise of the device during a capture");
+  for (auto* stream : all_streams(current_device())) {
+    {
+      HostWait wait;
+      stream->wait_until_idle();
+    }
+    Host::instance().learns(*stream->completed_clock());
+  }
+  write_report(false);
+  return take_fault();
+}
+
+aclError destroy_stream(aclrtStream handle) {
+  auto* stream = static_cast<Stream*>(handle);
+  if (!is_live(stream)) return misuse(acl::kInvalidHandle, "destruction of an unknown stream");
+  {
+    HostWait wait;
+    stream->wait_until_idle();
+  }
+  auto& s = streams();
+  std::lock_guard lock(s.mutex);
+  s.live.erase(stream);
+  stream->stop();  // the object stays: a captured graph or an event may still name it
+  return acl::kSuccess;
+}
+
+}  // namespace
+
+void run_task(const Task& task, Actor& actor) {
+  const auto epoch = actor.tick();
+  check_accesses(task.accesses, epoch, actor.clock(), task.name);
+  task.run(actor);
+}
+
+Stream::Stream(int stream_index, int stream_device)
+    : index(stream_index),
+      device(stream_device),
+      label("stream " + std::to_string(stream_index) + " of npu:" + std::to_string(stream_device)),
+      actor(label) {}
+
+void Stream::push(Task task) {
+  std::lock_guard lock(mutex_);
+  if (!started_) start_worker();
+  queue_.push_back({std::move(task), Host::instance().snapshot()});
+  ++enqueued_;
+  pushed_.notify_one();
+}
+
+void Stream::start_worker() {
+  started_ = true;
+  std::thread([this] { work(); }).detach();
+}
+
+bool Stream::take(Item& item) {
+  std::unique_lock lock(mutex_);
+  pushed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+  if (queue_.empty()) return false;
+  item = std::move(queue_.front());
+  queue_.pop_front();
+  return true;
+}
+
+void Stream::work() {
+  Item item;
+  while (take(item)) {
+    if (const int delay = delay_of(index)) usleep(delay);
+    actor.join(*item.host);
+    run_task(item.task, actor);
+    item = {};  // drops what the task holds before it counts as complete
+    auto clock = std::make_shared<VectorClock>(actor.clock());
+    std::lock_guard lock(mutex_);
+    completed_clock_ = std::move(clock);
+    ++completed_;
+    finished_.notify_all();
+  }
+}
+
+bool Stream::is_idle() {
+  std::lock_guard lock(mutex_);
+  return completed_ >= enqueued_;
+}
+
+void Stream::wait_until_idle() {
+  std::unique_lock lock(mutex_);
+  const uint64_t target = enqueued_;
+  finished_.wait(lock, [&] { return completed_ >= target; });
+}
+
+Snapshot Stream::completed_clock() {
+  std::lock_guard lock(mutex_);
+  return completed_clock_;
+}
+
+void Stream::stop() {
+  std::lock_guard lock(mutex_);
+  stopping_ = true;
+  pushed_.notify_all();
+}
+
+Stream& stream_of(aclrtStream handle) {
+  return handle ? *static_cast<Stream*>(handle) : *default_stream();
+}
+
+std::vector<Stream*> all_streams(int device) {
+  auto& s = streams();
+  std::lock_guard lock(s.mutex);
+  std::vector<Stream*> out;
+  for (auto* stream : s.live)
+    if (stream->device == device) out.push_back(stream);
+  return out;
+}
+
+bool is_live(const Stream* stream) {
+  auto& s = streams();
+  std::lock_guard lock(s.mutex);
+  return s.live.count(const_cast<Stream*>(stream)) != 0;
+}
+
+aclError enqueue(Stream& stream, Task task) {
+  if (stream.updated_group) return record_update(stream, std::move(task));
+  if (stream.capture) return record_capture(stream, std::move(task));
+  if (task.on_enqueue) task.on_enqueue();
+  stream.push(std::move(task));
+  return acl::kSuccess;
+}
+
+HostWait::HostWait() : token_(release_hook ? release_hook() : nullptr) {}
+HostWait::~HostWait() {
+  if (reacquire_hook) reacquire_hook(token_);
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+ACL_API void emulator_set_wait_hooks(void* (*release)(), void (*reacquire)(void*)) {
+  release_hook = release;
+  reacquire_hook = reacquire;
+}
+
+// A kernel: `run(argument)` on the worker, `destroy(argument)` with its last use.
+ACL_API aclError emulator_launch(aclrtStream handle, const char* name, void (*run)(void*),
+                                 void (*destroy)(void*), void* argument, const Access* accesses,
+                                 size_t access_count) {
+  std::shared_ptr<void> owned(argument, destroy);
+  count_kernel(name);
+  Task task;
+  task.name = name;
+  task.accesses.assign(accesses, accesses + access_count);
+  task.run = [run, owned](Actor&) { run(owned.get()); };
+  return enqueue(stream_of(handle), std::move(task));
+}
+
+ACL_API int emulator_is_capturing(aclrtStream handle) {
+  const auto& stream = stream_of(handle);
+  return stream.capture != nullptr || stream.updated_group != nullptr;
+}
+
+ACL_API aclError aclrtCreateStream(aclrtStream* out) {
+  EMULATOR_CALL();
+  *out = create_stream();
+  return acl::kSuccess;
+}
+
+ACL_API aclError aclrtCreateStreamWithConfig(aclrtStream* out, uint32_t, uint32_t) {
+  EMULATOR_CALL();
+  *out = create_stream();
+  return acl::kSuccess;
+}
+
+ACL_API aclError aclrtDestroyStream(aclrtStream stream) {
+  EMULATOR_CALL();
+  return destroy_stream(stream);
+}
+
+ACL_API aclError aclrtDestroyStreamForce(aclrtStream stream) {
+  EMULATOR_CALL();
+  return destroy_stream(stream);
+}
+
+ACL_API aclError aclrtSynchronizeStream(aclrtStream stream) {
+  EMULATOR_CALL();
+  return synchronize(stream_of(stream));
+}
+
+ACL_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
+  EMULATOR_CALL();
+  return synchronize(stream_of(stream));
+}
+
+ACL_API aclError aclrtSynchronizeDevice() {
+  EMULATOR_CALL();
+  return synchronize_device();
+}
+
+ACL_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
+  EMULATOR_CALL();
+  return synchronize_device();
+}
+
+ACL_API aclError aclrtStreamQuery(aclrtStream handle, int* status) {
+  EMULATOR_CALL();
+  auto& stream = stream_of(handle);
+  if (stream.capture) return misuse(acl::kStreamCaptured, "query of a stream that is captured");
+  const bool idle = stream.is_idle();
+  if (idle) Host::instance().learns(*stream.completed_clock());
+  *status = idle ? acl::kStreamComplete : acl::kStreamNotReady;
+  return acl::kSuccess;
+}
+
+ACL_API aclError aclrtStreamGetId(aclrtStream stream, int32_t* out) {
+  EMULATOR_CALL();
+  *out = stream_of(stream).index;
+  return acl::kSuccess;
+}
+
+ACL_API aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) {
+  EMULATOR_CALL();
+  return acl::kSuccess;
+}
+
+ACL_API aclError aclrtSetStreamAttribute(aclrtStream, int, void*) {
+  EMULATOR_CALL();
+  return acl::kSuccess;
+}
+
+ACL_API aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void* argument) {
+  EMULATOR_CALL();
+  Task task;
+  task.name = "host function";
+  task.run = [function, argument](Actor&) {
+    deliver_all_targets();  // it may read what was copied to the host before it
+    function(argument);
+  };
+  return enqueue(stream_of(stream), std::move(task));
+}

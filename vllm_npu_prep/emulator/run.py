@@ -1,0 +1,183 @@
+"""``vllm-npu-prep emulate``: run a command as on a host with Ascend devices."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vllm_npu_prep.emulator.build import ensure_built
+from vllm_npu_prep.emulator.options import DELAYS, HAZARDS, Options, bytes_of
+from vllm_npu_prep.errors import PrepError
+
+HOOK = Path(__file__).parent / "hook"
+HAZARD_EXIT_CODE = 3
+"""When the command itself succeeded, but left a hazard that no sync reported."""
+
+LIMITS = (
+    "numerics, speed, alignment and layout limits of real kernels, HCCL and custom operators "
+    "are not covered; operator references are a reading of the documentation"
+)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the ``vllm-npu-prep`` command."""
+    defaults = Options()
+    parser = commands.add_parser(
+        "emulate",
+        help="run a command on emulated Ascend devices",
+        usage="vllm-npu-prep emulate [options] -- COMMAND ...",
+        description=f"Run a command on emulated Ascend devices. Limits: {LIMITS}.",
+    )
+    parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
+    parser.add_argument("--cann", default=defaults.cann, help="CANN (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=defaults.devices, help="(default: 1)")
+    parser.add_argument("--memory", default="8G", help="per device (default: %(default)s)")
+    parser.add_argument(
+        "--delay", choices=DELAYS, default=defaults.delay, help="wait before each task of a stream"
+    )
+    parser.add_argument(
+        "--hazards", choices=HAZARDS, default=defaults.hazards, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hang-seconds", type=int, default=defaults.hang_seconds, help="(default: %(default)s)"
+    )
+    parser.add_argument("--trace", action="store_true", help="print every call and launch")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
+    parser.add_argument(
+        "--references", action="append", default=[], metavar="MODULE", help="operator references"
+    )
+    parser.add_argument(
+        "--site",
+        type=Path,
+        metavar="DIR",
+        help="folder with torch_npu, if it isn't installed beside torch (default: %(default)s)",
+        default=Path(sys.prefix) / "npu-emulator",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no banner and no summary")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.set_defaults(run=emulate)
+
+
+def emulate(args: argparse.Namespace) -> int:
+    """Build if needed, run the command, report; the command's exit code."""
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    if not command:
+        raise PrepError("no command given: vllm-npu-prep emulate [options] -- COMMAND ...")
+    if not 1 <= args.devices <= 16:
+        raise PrepError(f"--devices {args.devices} is not between 1 and 16")
+    options = Options(
+        soc=args.soc,
+        cann=args.cann,
+        devices=args.devices,
+        memory_bytes=bytes_of(args.memory),
+        delay=args.delay,
+        hazards=args.hazards,
+        trace=args.trace,
+        report=args.report,
+        hang_seconds=args.hang_seconds,
+        references=tuple(args.references),
+    )
+    site = [args.site.resolve()] if args.site.is_dir() else []
+    sys.path[:0] = map(str, site)
+    libraries = ensure_built()
+    if not args.quiet:
+        _print_banner(options)
+    with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
+        code = _run(command, _environment(options, libraries, Path(folder), site))
+        report = _merged_report(Path(folder), options)
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=2) + "\n")
+    if not args.quiet:
+        _print_summary(report)
+    if code == 0 and report["unreported_faults"]:
+        for fault in report["unreported_faults"]:
+            _say(f"no sync came after: {fault}")
+        return HAZARD_EXIT_CODE
+    return code
+
+
+def _environment(
+    options: Options, libraries: Path, report_folder: Path, site: list[Path]
+) -> dict[str, str]:
+    environment = os.environ | options.environment(libraries, report_folder)
+    added = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": [HOOK, *site]}
+    for name, entries in added.items():
+        rest = os.environ.get(name)
+        environment[name] = os.pathsep.join([*map(str, entries), *([rest] if rest else [])])
+    # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned
+    # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    return environment
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    # The scripts of this environment come first, as they do once it is activated.
+    scripts = str(Path(sys.executable).parent)
+    environment["PATH"] = scripts + os.pathsep + environment.get("PATH", os.defpath)
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        raise PrepError(f"no such command: {command[0]}")
+    process = subprocess.Popen([program, *command[1:]], env=environment)
+    forwarded = [*FORWARDED_SIGNALS]
+    if sys.stdin is not None and sys.stdin.isatty():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command, too
+    else:
+        forwarded.append(signal.SIGINT)
+    for number in forwarded:
+        signal.signal(number, lambda received, _frame: process.send_signal(received))
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _merged_report(folder: Path, options: Options) -> dict[str, Any]:
+    processes = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    processes = [part for part in processes if any(part["calls"].values())]
+    report: dict[str, Any] = {
+        "soc": options.soc,
+        "devices": options.devices,
+        "delay": options.delay,
+        "processes": len(processes),
+    }
+    for name in ("counters", "calls", "kernels"):
+        report[name] = dict(sum((Counter(part[name]) for part in processes), Counter()))
+    peaks = [part["counters"]["peak_memory_bytes"] for part in processes]
+    report["counters"]["peak_memory_bytes"] = max(peaks, default=0)
+    for name in ("hazards", "errors", "leaks", "unreported_faults"):
+        report[name] = [f"process {p['pid']}: {text}" for p in processes for text in p[name]]
+    return report
+
+
+def _print_banner(options: Options) -> None:
+    _say(
+        f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
+        f"delay {options.delay}, hazards {options.hazards}"
+    )
+    _say(f"limits: {LIMITS}")
+
+
+def _print_summary(report: dict[str, Any]) -> None:
+    if report["processes"] == 0:
+        _say("the command used no device")
+        return
+    counted = Counter(report["counters"])
+    _say(
+        f"{report['processes']} process(es), {counted['launches']} launches, "
+        f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
+        f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
+        f"{counted['errors']} errors, {counted['hazards']} hazards, {len(report['leaks'])} leaks"
+    )
+    for kind in ("hazards", "leaks"):
+        for text in list(dict.fromkeys(report[kind]))[:10]:
+            _say(f"{kind[:-1]}: {text}")
+
+
+def _say(text: str) -> None:
+    print(f"npu-emulator: {text}", file=sys.stderr, flush=True)
