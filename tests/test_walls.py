@@ -15,6 +15,7 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/atb.py",
     "ops/npu.py",
     "graph/",
+    "emulator/",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
 PURE = [path for path in SOURCES if path.parent.name == "prep"]
@@ -22,6 +23,9 @@ PURE = [path for path in SOURCES if path.parent.name == "prep"]
 
 def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
+
+
+PLUGIN = [p for p in SOURCES if not relative(p).startswith(("emulator/", "cli.py"))]
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -102,7 +106,7 @@ def test_torch_npu_is_imported_behind_the_device_walls_only(path):
     assert "torch_npu" not in top_level(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p) != "compat.py"], ids=relative)
+@pytest.mark.parametrize("path", [p for p in PLUGIN if relative(p) != "compat.py"], ids=relative)
 def test_only_compat_patches(path):
     assert patches(ast.parse(path.read_text())) == []
 
@@ -127,6 +131,13 @@ def test_the_patch_detector_sees_patches(code):
 
 def test_compat_is_where_patches_are():
     assert len(patches(ast.parse((PACKAGE / "compat.py").read_text()))) >= 5
+
+
+@pytest.mark.parametrize("path", PLUGIN, ids=relative)
+def test_the_plugin_neither_imports_nor_asks_for_the_emulator(path):
+    text = path.read_text()
+    assert not any("emulator" in name for name in imported_modules(ast.parse(text)))
+    assert "emulat" not in text.lower()
 
 
 def test_runner_holds_no_operators_of_arithmetic():
