@@ -14,7 +14,9 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/atb.py",
     "ops/npu.py",
     "graph/",
+    "emulator/",
 )
+EMULATOR = "vllm_npu_prep.emulator"
 UPSTREAM_STATE = {"torch", "vllm", "sys"}
 
 
@@ -71,6 +73,14 @@ def test_torch_npu_is_imported_behind_the_device_walls_only(path):
     if relative(path).startswith(TORCH_NPU_ALLOWED):
         return
     assert "torch_npu" not in imported_modules(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_the_plugin_is_unaware_of_the_emulator(path):
+    if relative(path).startswith(("emulator/", "cli.py")):  # the command that offers it
+        return
+    text = path.read_text()
+    assert EMULATOR not in text and "NPU_EMULATOR" not in text
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
