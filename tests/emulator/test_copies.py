@@ -113,3 +113,31 @@ def test_pageable_sources_are_staged_and_counted(emulate):
         assert device.cpu()[0] == 1
         """
     )
+
+
+def test_pinned_memory_reused_its_allocators_way_is_no_hazard(emulate):
+    run = emulate(
+        """
+        total = torch.zeros(1000, dtype=INT, device="npu")
+        for i in range(100):                          # each source is freed while its copy may run
+            total += pinned(1000, i).to("npu", non_blocking=True)
+        assert total.cpu()[0] == sum(range(100))
+        # Two staging buffers in turn, each reused once its event says so.
+        side, device = torch.npu.Stream(), torch.zeros(64, dtype=INT, device="npu")
+        staging, events = [pinned(64), pinned(64)], [torch.npu.Event(), torch.npu.Event()]
+        torch.npu.synchronize()
+        for i in range(20):
+            events[i % 2].synchronize()
+            staging[i % 2].fill_(i)
+            with torch.npu.stream(side):
+                side.wait_stream(torch.npu.default_stream())
+                device.copy_(staging[i % 2], non_blocking=True)
+                events[i % 2].record()
+            torch.npu.current_stream().wait_event(events[i % 2])
+            result = device + 1
+        assert result.cpu()[0] == 20
+        """,
+        "--delay",
+        "skewed",
+    )
+    assert run.report["hazards"] == []

@@ -85,6 +85,7 @@ def raise_missing(name):
 )
 def test_what_is_missing_is_said_in_one_line(monkeypatch, attribute, value, message):
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(f"vllm_npu_prep.emulator.build.{attribute}", value)
     with pytest.raises(PrepError, match=message):
         build.ensure_built()

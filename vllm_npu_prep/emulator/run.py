@@ -138,7 +138,9 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _merged_report(folder: Path, options: Options) -> dict[str, Any]:
-    processes = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    processes = [
+        json.loads(path.read_text(errors="replace")) for path in sorted(folder.glob("*.json"))
+    ]
     processes = [part for part in processes if any(part["calls"].values())]
     report: dict[str, Any] = {
         "soc": options.soc,

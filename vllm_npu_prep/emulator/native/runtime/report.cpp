@@ -12,6 +12,7 @@
 #include <set>
 #include <vector>
 
+#include <cxxabi.h>
 #include <pthread.h>
 
 #include "memory.h"
@@ -242,8 +243,10 @@ ACL_API void emulator_write_report() { write_report(true); }
 
 // Every imported symbol that nothing implements lands here with its name (see emulator/build.py).
 ACL_API long emulator_unimplemented(const char* name) {
-  say("FATAL: %s is not implemented by the emulated Ascend runtime", name);
-  misuse(acl::kNotSupported, std::string(name) + " is not implemented");
+  char* readable = abi::__cxa_demangle(name, nullptr, nullptr, nullptr);  // those of atb are C++
+  const std::string function = readable ? readable : name;
+  say("FATAL: %s is not implemented by the emulated Ascend runtime", function.c_str());
+  misuse(acl::kNotSupported, function + " is not implemented");
   write_report(true);
   std::abort();
 }
