@@ -38,14 +38,18 @@ def plant(mutant: Mutant, root: Path) -> None:
     path.write_text(text.replace(mutant.before, mutant.after))
 
 
-def caught_by(mutant: Mutant) -> str | None:
-    """First test that fails with the bug planted; None if all pass."""
+def caught_by(mutant: Mutant, kept: str) -> str | None:
+    """First test that fails with the bug planted; None if all pass.
+
+    `kept` holds what tests of the NPU path compare with, made without a bug.
+    """
     with tempfile.TemporaryDirectory() as folder:
         plant(mutant, Path(folder))
         environment = {
             **os.environ,
             "PYTHONPATH": folder,
             "NPU_PREP_TEST_EXAMPLES": "200",
+            "NPU_PREP_TEST_REFERENCE": kept,
             "NPU_PREP_DEVICE": os.environ.get("NPU_PREP_DEVICE", "cpu"),
         }
         run = subprocess.run(
@@ -69,15 +73,17 @@ def main() -> int:
     mutants = [mutant for mutant in MUTANTS if wanted in mutant.name]
     table = Table("planted bug", "file", "caught by")
     missed = 0
+    kept = tempfile.mkdtemp(prefix="npu-prep-mutants-")
     for index, mutant in enumerate(mutants, 1):
         start = time.perf_counter()
-        by = caught_by(mutant)
+        by = caught_by(mutant, kept)
         missed += by is None
         seconds = time.perf_counter() - start
         print(
             f"{index}/{len(mutants)} {mutant.name}: {by or 'MISSED'} ({seconds:.0f} s)", flush=True
         )
         table.add_row(mutant.name, mutant.path, by or "MISSED")
+    shutil.rmtree(kept)
     Console(width=160).print(table)
     print(f"{len(mutants)} planted, {missed} missed")
     return 1 if missed else 0

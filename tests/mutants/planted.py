@@ -5,8 +5,8 @@ from dataclasses import dataclass
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
 ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
-FIA = (f"{ON_NPU}[fia-none-float16+bfloat16]",)
-ATB = (f"{ON_NPU}[atb-none-float16+bfloat16]",)
+FIA = (f"{ON_NPU}[fia-none-float16-sync+async+ngram]",)
+ATB = (f"{ON_NPU}[atb-none-float16-sync+async+ngram]",)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,21 @@ def prompts() -> list[list[int]]:
     return [*drawn, drawn[1][:128] + drawn[0]]  # shares a full block of a prompt before it
 
 
-def run(model: Path, attention: str, dtype: str, asynchronous: bool) -> dict:
+SCHEDULING = {
+    "sync": {"async_scheduling": False},
+    "async": {"async_scheduling": True},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 2,
+            "prompt_lookup_min": 1,
+        }
+    },
+}
+
+
+def run(model: Path, attention: str, dtype: str, scheduling: str) -> dict:
     states: Counter = Counter()
     with engine(
         model,
@@ -30,9 +44,9 @@ def run(model: Path, attention: str, dtype: str, asynchronous: bool) -> dict:
         block_size=128,
         max_num_batched_tokens=64,
         max_num_seqs=4,
-        async_scheduling=asynchronous,
         kv_cache_memory_bytes=32 << 20,
         additional_config={"npu_prep": {"attention": attention}},
+        **SCHEDULING[scheduling],
     ) as llm:
         runner = runner_of(llm)
         prepare_inputs = runner._prepare_inputs
@@ -46,8 +60,7 @@ def run(model: Path, attention: str, dtype: str, asynchronous: bool) -> dict:
         tokens = generate(llm, prompts()[:1], greedy(4))
         tokens += generate(llm, prompts(), greedy(12))
         device = str(runner.device)
-        waits = runner.staging.waits
-    return {"tokens": tokens, "states": dict(states), "device": device, "waits": waits}
+    return {"tokens": tokens, "states": dict(states), "device": device}
 
 
 def main() -> None:
@@ -56,13 +69,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--dtype", nargs="+", default=["float16"])
+    parser.add_argument("--scheduling", nargs="+", default=list(SCHEDULING))
     args = parser.parse_args()
     results = {
-        f"{dtype} {'async' if asynchronous else 'sync'}": run(
-            args.model, args.attention, dtype, asynchronous
-        )
+        f"{dtype} {scheduling}": run(args.model, args.attention, dtype, scheduling)
         for dtype in args.dtype
-        for asynchronous in (False, True)
+        for scheduling in args.scheduling
     }
     args.out.write_text(json.dumps(results))
 
