@@ -340,7 +340,7 @@ MUTANTS = [
         "device/staging.py",
         "        self._turn = (self._turn + 1) % len(self.slots)\n",
         "        self._turn, slot.event = 0, None\n",
-        FIA,
+        ("tests/npu/test_on_emulated_npu.py::test_on_the_device[test_staging.py]",),
     ),
     Mutant(
         "npu: copy on a stream of its own",

@@ -110,9 +110,12 @@ def test_recorded_schemas_are_those_of_torch_npu():
     assert "skipped" not in result.stdout
 
 
-def test_worked_examples_through_the_runner_on_the_device():
+@pytest.mark.parametrize("file", ["test_staging.py", "test_worked_examples.py"])
+def test_on_the_device(file):
+    """Worked examples through the runner, and the staging ring, with copies that take time."""
     result = emulate(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/npu/on_device"),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/npu/on_device/{file}"),
+        options=("--delay", "equal"),
         NPU_PREP_ON_DEVICE="1",
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
