@@ -269,10 +269,8 @@ class NPUModelRunner(GPUModelRunner):
         """Allocate the cache, then what depends on its groups: staging ring and table views."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         builders = [group.get_metadata_builder() for group in self._attn_group_iterator()]
-        for builder in builders:
-            builder.masks = builders[
-                0
-            ].masks  # one causal matrix for each window, not for each group
+        for builder in builders:  # one causal matrix for each window, not for each group
+            builder.masks = builders[0].masks
         tables = self.input_batch.block_table.block_tables
         self._block_tables_np = tuple(table.block_table.np for table in tables)
         self._block_sizes = np.array([table.block_size for table in tables], np.int32)
