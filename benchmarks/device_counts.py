@@ -21,22 +21,16 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers.engine import engine, make_model, runner_of
-from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
+from tests.helpers.stepping import (
+    bookkeep,
+    new_request,
+    prepare,
+    scheduler_output,
+    upstream_twin,
+)
 from vllm_npu_prep import emulator
 
 PROMPT = 20
-
-
-def upstream_twin(runner):
-    """Upstream's own runner for the same config and builders."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    with runner.prep_device.host_streams():
-        twin = GPUModelRunner(runner.vllm_config, runner.device)
-    twin.kv_cache_config = runner.kv_cache_config
-    twin.may_reinitialize_input_batch(runner.kv_cache_config)
-    twin.attn_groups = runner.attn_groups
-    return twin
 
 
 def count_step(runner, output) -> dict[str, int]:
@@ -98,6 +92,7 @@ def main() -> None:
     ):
         ours = runner_of(llm)
         runners = {"vllm_npu_prep": ours, "upstream": upstream_twin(ours)}
+        runners["upstream"].attn_groups = ours.attn_groups
         counts: dict[str, dict[str, int]] = {}
         prepared = {}
         for name, runner in runners.items():

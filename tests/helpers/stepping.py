@@ -8,9 +8,21 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-def new_request(req_id: str, prompt: list[int], block_ids: list[int]) -> NewRequestData:
+def upstream_twin(runner: Any) -> GPUModelRunner:
+    """Upstream's own V1 runner for the same config: its tables and buffers, no model of its own."""
+    with runner.prep_device.host_streams():
+        twin = GPUModelRunner(runner.vllm_config, runner.device)
+    twin.kv_cache_config = runner.kv_cache_config
+    twin.may_reinitialize_input_batch(runner.kv_cache_config)
+    return twin
+
+
+def new_request(
+    req_id: str, prompt: list[int], block_ids: list[int], num_computed_tokens: int = 0
+) -> NewRequestData:
     return NewRequestData(
         req_id=req_id,
         prompt_token_ids=prompt,
@@ -18,7 +30,7 @@ def new_request(req_id: str, prompt: list[int], block_ids: list[int]) -> NewRequ
         sampling_params=SamplingParams(temperature=0),
         pooling_params=None,
         block_ids=(list(block_ids),),
-        num_computed_tokens=0,
+        num_computed_tokens=num_computed_tokens,
         lora_request=None,
     )
 
@@ -27,6 +39,7 @@ def scheduler_output(
     num_scheduled_tokens: dict[str, int],
     new: list[NewRequestData] = (),  # type: ignore[assignment]
     cached: dict[str, tuple[list[int], int, int]] | None = None,
+    finished: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> SchedulerOutput:
     """One step; `cached` maps a request to new blocks, computed tokens and output tokens."""
     cached = cached or {}
@@ -45,7 +58,7 @@ def scheduler_output(
         total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
         scheduled_spec_decode_tokens={},
         scheduled_encoder_inputs={},
-        finished_req_ids=set(),
+        finished_req_ids=set(finished),
         free_encoder_mm_hashes=[],
     )
 

@@ -15,11 +15,9 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.helpers.engine import engine, make_model, runner_of
-from tests.helpers.stepping import bookkeep, prepare
-from vllm_npu_prep.compat import inert_cuda_streams
+from tests.helpers.stepping import bookkeep, prepare, upstream_twin
 
 VOCAB = 512
 NUM_DRAFTS = 3
@@ -31,15 +29,6 @@ def model(tmp_path_factory):
     return make_model(
         tmp_path_factory.mktemp("qwen3"), "Qwen3", vocab_size=VOCAB, num_hidden_layers=1
     )
-
-
-def upstream_twin(runner) -> GPUModelRunner:
-    """Upstream's V1 runner for the same config: its tables and buffers, no model of its own."""
-    with inert_cuda_streams():
-        twin = GPUModelRunner(runner.vllm_config, runner.device)
-    twin.kv_cache_config = runner.kv_cache_config
-    twin.may_reinitialize_input_batch(runner.kv_cache_config)
-    return twin
 
 
 class Traffic:

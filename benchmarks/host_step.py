@@ -1,0 +1,445 @@
+"""Host time of a step beside upstream's V1 runner: same process, same schedule, step about.
+
+    python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--growth FILE.png]
+
+Both runners get every step, in turns of changing order, and must leave the same arrays and tokens:
+where they don't, the benchmark stops and prints no number. Times are medians in microseconds.
+
+=============  =====================================================================================
+case           what is measured
+=============  =====================================================================================
+decode-256     `_prepare_inputs`, padding decision, slots and metadata of 256 decodes
+decode-1024    the same, 1024 decodes
+prefill-8192   the same, 32 prompts of 256 tokens
+mixed-2200     the same, 200 decodes and 8 prompts of 250 tokens
+step-256       `execute_model` and `sample_tokens` of 256 decodes; model and sampler return at once
+=============  =====================================================================================
+
+Upstream's metadata builder is one that hands on the common metadata as it is: the cheapest there
+could be.
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
+
+from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.stepping import bookkeep, new_request, scheduler_output, upstream_twin
+
+SEED = 20240607
+VOCAB = 512
+BLOCK_SIZE = 128
+WARM_UP = 20
+GROWTH_REQUESTS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+GROWTH_PROMPTS = (16, 32, 64, 128, 256)
+COLUMNS = ("ours_us", "upstream_us", "ratio", "min_us", "max_us")
+
+
+class MismatchError(Exception):
+    """The runners disagree: nothing that was measured means anything."""
+
+
+class CommonBuilder:
+    """A metadata builder that costs nothing."""
+
+    supports_update_block_table = False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any
+    ) -> CommonAttentionMetadata:
+        """Hand on what there is."""
+        return common_attn_metadata
+
+
+class Schedule:
+    """Decodes that stay and prompts that come and go, as a scheduler would give them.
+
+    Decodes begin at random lengths, so that a few of them get a new block in each step.
+    """
+
+    def __init__(
+        self, num_decodes: int, num_prompts: int, prompt_len: int, first_len: tuple[int, int]
+    ) -> None:
+        self.rng = np.random.default_rng(SEED)
+        self.num_prompts, self.prompt_len = num_prompts, prompt_len
+        self.lengths = {
+            f"d{i}": int(self.rng.integers(*first_len)) for i in range(num_decodes)
+        }  # tokens computed before the next step
+        self.outputs = dict.fromkeys(self.lengths, 0)
+        self.prompts: list[str] = []
+        self.next_block = 1
+        self.steps = 0
+
+    def _blocks(self, count: int) -> list[int]:
+        first, self.next_block = self.next_block, self.next_block + count
+        return list(range(first, self.next_block))
+
+    def _prompt(self, name: str, length: int, num_computed_tokens: int):
+        prompt = self.rng.integers(2, VOCAB, length).tolist()
+        blocks = self._blocks(-(-length // BLOCK_SIZE))
+        return new_request(name, prompt, blocks, num_computed_tokens)
+
+    def step(self) -> SchedulerOutput:
+        """The next step."""
+        new, cached = [], {}
+        if self.steps == 0:
+            new = [self._prompt(name, n + 1, n) for name, n in self.lengths.items()]
+        else:
+            cached = {
+                name: (
+                    self._blocks(1) if length % BLOCK_SIZE == 0 else [],
+                    length,
+                    self.outputs[name],
+                )
+                for name, length in self.lengths.items()
+            }
+        finished = set(self.prompts)
+        self.prompts = [f"p{self.steps}-{i}" for i in range(self.num_prompts)]
+        new += [self._prompt(name, self.prompt_len, 0) for name in self.prompts]
+        counts = dict.fromkeys(self.lengths, 1) | dict.fromkeys(self.prompts, self.prompt_len)
+        for name in self.lengths:
+            self.lengths[name] += 1
+            self.outputs[name] += 1
+        self.steps += 1
+        return scheduler_output(counts, new=new, cached=cached, finished=finished)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a measured step holds."""
+
+    num_decodes: int
+    num_prompts: int = 0
+    prompt_len: int = 0
+    whole_step: bool = False
+    first_len: tuple[int, int] = (64, 1024)
+    settings: tuple[tuple[str, Any], ...] = ()
+    num_layers: int = 1
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests of a step."""
+        return self.num_decodes + self.num_prompts
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Engine of just this size, unless `settings` says otherwise."""
+        num_tokens = self.num_decodes + self.num_prompts * self.prompt_len
+        return {
+            "max_num_seqs": max(self.num_reqs, 256),
+            "max_num_batched_tokens": max(8192, num_tokens),
+            "max_model_len": 2048,
+            **dict(self.settings),
+        }
+
+    def kv_cache_bytes(self) -> int:
+        """Enough for one request of the longest kind; nothing is written to it."""
+        max_model_len = self.engine_settings()["max_model_len"]
+        return 256 * max_model_len * self.num_layers * 2
+
+
+CASES = {
+    "decode-256": Case(256),
+    "decode-1024": Case(1024),
+    "prefill-8192": Case(0, 32, 256),
+    "mixed-2200": Case(200, 8, 250),
+    "step-256": Case(256, whole_step=True),
+}
+
+
+class StubModel(torch.nn.Module):
+    """Returns at once, and keeps what it was given."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        super().__init__()
+        self.hidden_states = torch.zeros(max_num_tokens, 8)
+        self.logits = torch.zeros(max_num_tokens, VOCAB)
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **_: Any) -> torch.Tensor:
+        """No model."""
+        self.inputs = {"input_ids": input_ids, "positions": positions}
+        return self.hidden_states[: len(input_ids)]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """No logits."""
+        return self.logits[: len(hidden_states)]
+
+
+class StubSampler(torch.nn.Module):
+    """Returns tokens that were drawn before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled_token_ids = torch.zeros(0)
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """No sampling."""
+        return SamplerOutput(sampled_token_ids=self.sampled_token_ids, logprobs_tensors=None)
+
+
+def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]]:
+    """Microseconds of one prepared step, and what it left."""
+    runner._update_states(output)
+    batch = runner.input_batch
+    counts = np.array([output.num_scheduled_tokens[r] for r in batch.req_ids], np.int32)
+    total, reqs, longest = int(counts.sum()), batch.num_reqs, int(counts.max())
+    start = time.perf_counter_ns()
+    logits_indices, _, max_num_sampled_tokens = runner._prepare_inputs(output, counts)
+    _, descriptor, *_ = runner._determine_batch_execution_and_padding(
+        num_tokens=total,
+        num_reqs=reqs,
+        num_scheduled_tokens_np=counts,
+        max_num_scheduled_tokens=longest,
+        allow_microbatching=runner._allow_microbatching(reqs, counts),
+    )
+    slots, _ = runner._get_slot_mappings(
+        num_tokens_padded=total, num_reqs_padded=reqs, num_tokens_unpadded=total
+    )
+    metadata, _ = runner._build_attention_metadata(
+        num_tokens=total,
+        num_reqs=reqs,
+        max_query_len=longest,
+        logits_indices=logits_indices,
+        max_num_sampled_tokens=max_num_sampled_tokens,
+        num_scheduled_tokens=output.num_scheduled_tokens,
+        slot_mappings=slots,
+    )
+    elapsed = (time.perf_counter_ns() - start) / 1e3
+    of_layer = next(iter(metadata.values()))
+    table = batch.block_table[0]
+    seen = getattr(of_layer, "block_tables", None)
+    seen = of_layer.block_table_tensor if seen is None else seen
+    owned = np.arange(seen.shape[1]) < table.num_blocks_per_row[:reqs, None]
+    left = {
+        "req_ids": list(batch.req_ids),
+        "descriptor": descriptor,
+        "logits_indices": logits_indices,
+        "input_ids": runner.input_ids.gpu[:total],
+        "positions": runner.positions[:total],
+        "slot_mapping": of_layer.slot_mapping[:total],
+        "query_start_loc": of_layer.query_start_loc,
+        "seq_lens": of_layer.seq_lens,
+        "num_computed_tokens": runner.num_computed_tokens[:reqs],
+        "discard_request_mask": runner.discard_request_mask.gpu[:reqs],
+        "block_table": torch.from_numpy(seen.numpy()[owned]),
+    }
+    return elapsed, left
+
+
+def whole_step(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]]:
+    """Microseconds of one step from the scheduler's output to the sampled tokens."""
+    start = time.perf_counter_ns()
+    runner.execute_model(output)
+    result = runner.sample_tokens(None)
+    if runner.use_async_scheduling:
+        elapsed = (time.perf_counter_ns() - start) / 1e3
+        result = result.get_output()
+    else:
+        elapsed = (time.perf_counter_ns() - start) / 1e3
+    left = dict(runner.model.inputs)
+    left["sampled_token_ids"] = result.sampled_token_ids
+    left["req_ids"] = result.req_ids
+    left["outputs"] = [len(runner.requests[r].output_token_ids) for r in result.req_ids]
+    left["num_tokens"] = runner.input_batch.num_tokens_no_spec[: len(result.req_ids)].tolist()
+    return elapsed, left
+
+
+def compare(ours: dict[str, Any], upstream: dict[str, Any]) -> None:
+    """Stop unless both runners left the same."""
+    for name, expected in upstream.items():
+        got = ours[name]
+        if isinstance(expected, torch.Tensor):
+            same = got.shape == expected.shape and bool((got == expected).all())
+        else:
+            same = got == expected
+        if not same:
+            raise MismatchError(f"{name} differs from upstream's")
+
+
+@dataclasses.dataclass
+class Timing:
+    """Microseconds of each measured step."""
+
+    ours: np.ndarray
+    upstream: np.ndarray
+
+    def row(self, case: str) -> dict[str, Any]:
+        """The line of a case; least and most are ours."""
+        ours, upstream = float(np.median(self.ours)), float(np.median(self.upstream))
+        return {
+            "case": case,
+            "ours_us": round(ours, 1),
+            "upstream_us": round(upstream, 1),
+            "ratio": round(upstream / ours, 2),
+            "min_us": round(float(self.ours.min()), 1),
+            "max_us": round(float(self.ours.max()), 1),
+        }
+
+
+def stub(runner: Any, case: Case) -> None:
+    """Let the model and the sampler return at once."""
+    runner.model = StubModel(runner.max_num_tokens)
+    runner.sampler = StubSampler()
+    runner.execute_model_state = None
+
+
+def twin_of(runner: Any) -> Any:
+    """Upstream's runner with a metadata builder that costs nothing."""
+    twin = upstream_twin(runner)
+    twin.attn_groups = [
+        [dataclasses.replace(group, metadata_builders=[CommonBuilder()]) for group in groups]
+        for groups in runner.attn_groups
+    ]
+    return twin
+
+
+def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
+    """Run one schedule through both runners."""
+    schedule = Schedule(case.num_decodes, case.num_prompts, case.prompt_len, case.first_len)
+    runners = {"ours": ours, "upstream": upstream}
+    if case.whole_step:
+        for runner in runners.values():
+            stub(runner, case)
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for step in range(WARM_UP + steps):
+        output = schedule.step()
+        left = {}
+        sampled = schedule.rng.integers(2, VOCAB, case.num_reqs).astype(np.int32)
+        for name in sorted(runners, reverse=bool(step % 2)):
+            runner, own = runners[name], copy.deepcopy(output)
+            if case.whole_step:
+                runner.sampler.sampled_token_ids = torch.from_numpy(sampled[:, None])
+                elapsed, left[name] = whole_step(runner, own)
+            else:
+                elapsed, left[name] = prepare(runner, own)
+                names = runner.input_batch.req_ids
+                bookkeep(runner, own, dict(zip(names, sampled.tolist())))
+            if step >= WARM_UP:
+                times[name].append(elapsed)
+        compare(left["ours"], left["upstream"])
+    return Timing(np.array(times["ours"]), np.array(times["upstream"]))
+
+
+@contextlib.contextmanager
+def runners(case: Case, folder: Path, async_scheduling: bool) -> Iterator[tuple[Any, Any]]:
+    """Ours and upstream's, on an engine of the case's size."""
+    model = folder / f"{case.num_layers}-layers"
+    if not model.exists():
+        make_model(
+            model,
+            vocab_size=VOCAB,
+            num_hidden_layers=case.num_layers,
+            max_position_embeddings=1 << 20,
+        )
+    with (
+        engine(
+            model,
+            load_format="dummy",
+            kv_cache_memory_bytes=case.kv_cache_bytes(),
+            async_scheduling=async_scheduling,
+            **case.engine_settings(),
+        ) as llm,
+        torch.inference_mode(),
+    ):
+        ours = runner_of(llm)
+        upstream = twin_of(ours)
+        gc.collect()
+        gc.freeze()
+        yield ours, upstream
+
+
+def growth_cases() -> dict[str, Case]:
+    """Requests from 32 to 4096, tokens of prompts, and what a step must not depend on."""
+    cases = {f"{n} requests": Case(n) for n in GROWTH_REQUESTS}
+    cases |= {f"{32 * n} prompt tokens": Case(0, 32, n) for n in GROWTH_PROMPTS}
+    cases["256 requests, max_model_len 65536"] = Case(256, settings=(("max_model_len", 65536),))
+    cases["256 requests, max_num_seqs 4096"] = Case(256, settings=(("max_num_seqs", 4096),))
+    cases["256 requests, 32 layers"] = Case(256, num_layers=32)
+    return cases
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw time against requests and against prompt tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, what in zip(axes, ("requests", "prompt tokens")):
+        points = [row for row in rows if row["case"].endswith(f" {what}")]
+        sizes = [int(row["case"].split()[0]) for row in points]
+        for name in ("upstream", "ours"):
+            axis.plot(sizes, [row[f"{name}_us"] for row in points], marker="o", label=name)
+        axis.set(xscale="log", yscale="log", xlabel=what, ylabel="us a step")
+        axis.grid(visible=True, which="both", alpha=0.3)
+        axis.legend()
+    figure.suptitle("Preparing a step on the host")
+    figure.savefig(path, dpi=120)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """One table."""
+    table = Table("case", *(Column(name, justify="right") for name in COLUMNS))
+    for row in rows:
+        table.add_row(row["case"], *(f"{row[name]:,}" for name in COLUMNS))
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
+    parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
+    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument(
+        "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
+    )
+    args = parser.parse_args()
+    if args.growth:
+        cases = growth_cases()
+    else:
+        cases = {name: CASES[name] for name in args.case or CASES}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, case in cases.items():
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            with runners(case, Path(folder), args.async_scheduling) as (ours, upstream):
+                try:
+                    row = measure(case, ours, upstream, args.steps).row(name)
+                except MismatchError as error:
+                    sys.exit(f"{name}: {error}; no numbers")
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row), flush=True)
+    if not args.json:
+        show(rows)
+    if args.growth:
+        plot(rows, args.growth)
+
+
+if __name__ == "__main__":
+    main()
