@@ -359,6 +359,8 @@ def runners(case: Case, folder: Path, async_scheduling: bool) -> Iterator[tuple[
             load_format="dummy",
             kv_cache_memory_bytes=case.kv_cache_bytes(),
             async_scheduling=async_scheduling,
+            # As NPUs get it. A dense mask is gathered on the device, which here is this processor.
+            additional_config={"npu_prep": {"mask": "compressed"}},
             **case.engine_settings(),
         ) as llm,
         torch.inference_mode(),
@@ -419,10 +421,8 @@ def main() -> None:
         "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
     )
     args = parser.parse_args()
-    if args.growth:
-        cases = growth_cases()
-    else:
-        cases = {name: CASES[name] for name in args.case or CASES}
+    chosen = {name: CASES[name] for name in args.case or CASES}
+    cases = growth_cases() if args.growth else chosen
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, case in cases.items():

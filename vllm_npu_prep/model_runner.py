@@ -8,21 +8,20 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
 from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
+from vllm_npu_prep.bookkeeping import BookkeepingRunner
 from vllm_npu_prep.device import Device
-from vllm_npu_prep.device.staging import DeviceArrays, StagingRing
-from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
-from vllm_npu_prep.prep.kernels import warm_up
-from vllm_npu_prep.prep.layout import largest_layout, step_layout
+from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
+from vllm_npu_prep.prep.layout import StepLayout, largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import Padding
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
-class NPUModelRunner(GPUModelRunner):
+class NPUModelRunner(BookkeepingRunner):
     """Prepares a step in six steps and hands attention an `AscendMetadata`.
 
     Who owns what of a step, once `_prepare_inputs` has returned:
@@ -45,7 +44,8 @@ class NPUModelRunner(GPUModelRunner):
     seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view
     num_computed_tokens        ours
     discard_request_mask       ours
-    block tables               upstream's; committed by `_build_step_metadata`
+    block tables               upstream's on the host; `DeviceBlockTables` on the device
+    is_padding                 ours
     M-RoPE, LoRA, encoder      upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`
     a dummy run
@@ -67,7 +67,21 @@ class NPUModelRunner(GPUModelRunner):
             super().__init__(vllm_config, device)
         self._upstream_buffers = _step_attributes(self)
         self._padding_decision: tuple[Any, ...] | None = None
+        self._text_only = not (
+            self.supports_mm_inputs
+            or self.enable_prompt_embeds
+            or self.speculative_config is not None
+            or self.model_config.is_encoder_decoder
+            or vllm_config.parallel_config.pipeline_parallel_size > 1
+        )
+        self._padding_is_a_function_of_counts = (
+            vllm_config.parallel_config.data_parallel_size == 1
+            and not vllm_config.observability_config.cudagraph_metrics
+        )
+        self._padding_decisions: dict[tuple[int, ...], tuple[tuple[Any, ...], Padding]] = {}
         self._attn_metadata: dict[str, AscendMetadata] | None = None
+        self._is_padding: torch.Tensor | None = None
+        self._slots: tuple[Any, ...] | None = None
         self.last_step: PreparedStep | None = None
 
     # ----------------------------------------------------------------- the step
@@ -91,68 +105,88 @@ class NPUModelRunner(GPUModelRunner):
         """
         batch = self._step_batch(scheduler_output, num_scheduled_tokens)
         # 1 padding: decided first, from counts alone
-        padding, pad_requests = self._decide_padding(scheduler_output, batch)
+        padding = self._decide_padding(scheduler_output, batch)
         # 2 layout: where each array lives, a function of the padded sizes
-        layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, batch.num_groups)
-        slot, host_np, host = self.staging.acquire(layout)
+        layout = self._layout(padding)
+        staged = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
-        step = prepare_step(batch, padding, layout, host_np)
+        step = prepare_step(batch, padding, layout, staged.np)
         # 5 copy: all of them at once; device tensors are views of the twin
-        arrays = self.staging.submit(slot, layout, layout.used_bytes(step.num_logits))
-        self._bind(arrays, host)
-        self._place_sampled_tokens(step, arrays)
+        self.staging.submit(step.nbytes)
+        self._place_sampled_tokens(step, staged.device)
+        self._place_block_changes(step)
         # 6 metadata: one for each KV-cache group, from host values at hand
-        self._attn_metadata = self._build_step_metadata(step, arrays, host, pad_requests)
+        self._attn_metadata = self._build_step_metadata(step, staged)
+        self._bind(staged)
         self.last_step = step
-        return self._sampling_inputs(step, arrays)
+        return self._sampling_inputs(step, staged.device)
 
     def _step_batch(
         self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
     ) -> StepBatch:
-        """Upstream's tables as the pure core reads them: views, nothing copied."""
-        table = self.input_batch
-        num_reqs = table.num_reqs
-        num_draft_tokens = self._no_drafts[:num_reqs]
+        """The step as the pure core reads it: views, nothing copied."""
+        num_draft_tokens = self._no_drafts
         if scheduler_output.scheduled_spec_decode_tokens:
-            num_draft_tokens = np.zeros(num_reqs, np.int32)
+            num_draft_tokens = np.zeros_like(num_scheduled_tokens)
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
-                num_draft_tokens[table.req_id_to_index[req_id]] = len(drafts)
-        self._compute_prev_positions(num_reqs)
+                num_draft_tokens[self.input_batch.req_id_to_index[req_id]] = len(drafts)
+        sampled = self.input_batch.prev_sampled_token_ids
         return StepBatch(
-            num_computed_tokens=table.num_computed_tokens_cpu[:num_reqs],
-            num_scheduled_tokens=num_scheduled_tokens,
-            num_draft_tokens=num_draft_tokens,
-            num_prompt_tokens=table.num_prompt_tokens[:num_reqs],
-            num_tokens=table.num_tokens_no_spec[:num_reqs],
-            token_ids=table.token_ids_cpu,
-            block_tables=self._block_tables_np,
-            block_sizes=self._block_sizes,
-            chunked_prefill=self.scheduler_config.enable_chunked_prefill,
-            previous_rows=self.prev_positions.np[:num_reqs],
+            self._tables,
+            num_scheduled_tokens,
+            num_draft_tokens,
+            scheduler_output.total_num_scheduled_tokens,
+            self.block_tables.previous_rows,
+            0 if sampled is None else sampled.shape[0],
         )
 
-    def _decide_padding(
-        self, scheduler_output: "SchedulerOutput", batch: StepBatch
-    ) -> tuple[Padding, bool]:
-        """Ask upstream's dispatcher now; its answer is kept for the one later call of this step."""
-        max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
-        decision = super()._determine_batch_execution_and_padding(
-            num_tokens=batch.total_num_scheduled_tokens,
-            num_reqs=batch.num_reqs,
-            num_scheduled_tokens_np=batch.num_scheduled_tokens,
-            max_num_scheduled_tokens=max_num_scheduled_tokens,
-            num_encoder_reqs=len(scheduler_output.scheduled_encoder_inputs),
-            allow_microbatching=self._allow_microbatching(
-                batch.num_reqs, batch.num_scheduled_tokens
-            ),
+    def _decide_padding(self, scheduler_output: "SchedulerOutput", batch: StepBatch) -> Padding:
+        """Ask upstream's dispatcher now; its answer is kept for the one later call of this step.
+
+        On one data-parallel rank the answer depends on these counts alone and is asked for once.
+        """
+        num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
+        num_encoder_reqs = len(scheduler_output.scheduled_encoder_inputs)
+        max_num_scheduled_tokens = 1
+        if num_tokens != num_reqs:
+            max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
+        key = (
+            num_tokens,
+            num_reqs,
+            max_num_scheduled_tokens,
+            num_encoder_reqs,
+            len(self.input_batch.lora_id_to_lora_request),
         )
-        self._padding_decision = decision
-        mode, descriptor = decision[:2]
-        full_graph = mode == CUDAGraphMode.FULL
-        num_reqs_padded = descriptor.num_reqs if full_graph else batch.num_reqs
-        decode_query_len = max_num_scheduled_tokens if full_graph and descriptor.uniform else 0
-        padding = Padding(descriptor.num_tokens, num_reqs_padded, decode_query_len)
-        return padding, full_graph
+        known = self._padding_decisions.get(key)
+        if known is None:
+            decision = super()._determine_batch_execution_and_padding(
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                num_scheduled_tokens_np=batch.num_scheduled_tokens,
+                max_num_scheduled_tokens=max_num_scheduled_tokens,
+                num_encoder_reqs=num_encoder_reqs,
+                allow_microbatching=self._allow_microbatching(num_reqs, batch.num_scheduled_tokens),
+            )
+            mode, descriptor = decision[:2]
+            if mode == CUDAGraphMode.FULL:
+                decode_query_len = max_num_scheduled_tokens if descriptor.uniform else 0
+                padding = Padding(descriptor.num_tokens, descriptor.num_reqs, decode_query_len)
+            else:
+                padding = Padding(descriptor.num_tokens, num_reqs)
+            known = decision, padding
+            if self._padding_is_a_function_of_counts:
+                self._padding_decisions[key] = known
+        self._padding_decision, padding = known
+        return padding
+
+    def _layout(self, padding: Padding) -> StepLayout:
+        """Layout of a padded size."""
+        return step_layout(
+            padding.num_input_tokens,
+            padding.num_reqs_padded,
+            self._tables.num_groups,
+            self._max_logits_per_req,
+        )
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Padding is decided once: `_prepare_inputs` left the answer here, for one use."""
@@ -161,44 +195,51 @@ class NPUModelRunner(GPUModelRunner):
             decision = super()._determine_batch_execution_and_padding(*args, **kwargs)
         return decision
 
-    def _bind(self, arrays: DeviceArrays, host: DeviceArrays) -> None:
+    def _bind(self, staged: StagedArrays) -> None:
         """Let upstream's later code read the step's buffers by its own names."""
-        for name in ("input_ids", "query_start_loc", "discard_request_mask"):
-            buffer = getattr(self, name)
-            buffer.gpu = getattr(arrays, name)
-            buffer.cpu = getattr(host, name)
-            buffer.np = buffer.cpu.numpy()
-        self.positions = arrays.positions
-        self.seq_lens = arrays.seq_lens
-        self.num_computed_tokens = arrays.num_computed_tokens
-        self.optimistic_seq_lens_cpu = host.seq_lens
+        host, cpu, device = staged.np, staged.cpu, staged.device
+        _rebind(self.input_ids, device.input_ids, cpu.input_ids, host.input_ids)
+        _rebind(
+            self.query_start_loc, device.query_start_loc, cpu.query_start_loc, host.query_start_loc
+        )
+        _rebind(
+            self.discard_request_mask,
+            device.discard_request_mask,
+            cpu.discard_request_mask,
+            host.discard_request_mask,
+        )
+        self.positions = device.positions
+        self.seq_lens = device.seq_lens
+        self.num_computed_tokens = device.num_computed_tokens
+        self.optimistic_seq_lens_cpu = cpu.seq_lens
+        self._is_padding = device.is_padding
 
     def _place_sampled_tokens(self, step: PreparedStep, arrays: DeviceArrays) -> None:
         """Async scheduling: the last step's samples are still on the device; place them there."""
-        sampled = self.input_batch.prev_sampled_token_ids
-        count = step.num_sampled_tokens_on_device
-        if sampled is None or not count:
-            return
-        tokens = sampled[arrays.sampled_token_rows[:count], 0].to(arrays.input_ids.dtype)
-        arrays.input_ids.index_copy_(0, arrays.sampled_token_indices[:count], tokens)
+        if step.batch.num_sampled_rows:
+            sampled = self.input_batch.prev_sampled_token_ids[:, 0].to(torch.int32)
+            self.staging.place_sampled_tokens(arrays, step.layout, sampled)
+
+    def _place_block_changes(self, step: PreparedStep) -> None:
+        """New entries of the block tables of all groups."""
+        if step.num_block_changes:
+            self.staging.place_block_changes(
+                self._block_entries,
+                step.layout,
+                step.batch.num_sampled_rows,
+                step.num_block_changes,
+            )
 
     def _build_step_metadata(
-        self, step: PreparedStep, arrays: DeviceArrays, host: DeviceArrays, pad_requests: bool
+        self, step: PreparedStep, staged: StagedArrays
     ) -> dict[str, AscendMetadata]:
         """One metadata object for each attention group, shared by its layers."""
         by_layer: dict[str, AscendMetadata] = {}
         masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
-        self.input_batch.block_table.commit_block_table(step.num_reqs)
-        for group, attn_groups in enumerate(self.attn_groups):
-            block_table = self.input_batch.block_table[group].block_table.gpu
-            if pad_requests:  # rows of earlier, larger steps
-                block_table[step.num_reqs : step.padding.num_reqs_padded] = NULL_BLOCK_ID
-            for attn_group in attn_groups:
-                builder: AscendMetadataBuilder = attn_group.get_metadata_builder()
-                metadata = builder.build_step(
-                    step, group, arrays, host, block_table, pad_requests, masks
-                )
-                by_layer.update(dict.fromkeys(attn_group.layer_names, metadata))
+        block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
+        for group, builder, layer_names in self._builders:
+            metadata = builder.build_step(step, group, staged, block_tables[group], masks)
+            by_layer |= dict.fromkeys(layer_names, metadata)
         return by_layer
 
     def _sampling_inputs(
@@ -206,8 +247,10 @@ class NPUModelRunner(GPUModelRunner):
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
         """What the sampler needs of the step."""
         if self.speculative_config is None:
+            if step.num_logits == step.layout.max_logits:
+                return arrays.logits_indices, None, 1
             return arrays.logits_indices[: step.num_logits], None, 1
-        num_draft_tokens = step.batch.num_draft_tokens
+        num_draft_tokens = step.batch.num_draft_tokens[: step.num_reqs]
         spec_decode_metadata = self._calc_spec_decode_metadata(num_draft_tokens, step.cu_num_tokens)
         max_num_sampled_tokens = int(num_draft_tokens.max()) + 1
         return spec_decode_metadata.logits_indices, spec_decode_metadata, max_num_sampled_tokens
@@ -218,12 +261,30 @@ class NPUModelRunner(GPUModelRunner):
         """Slots were computed with everything else; dummy runs take upstream's."""
         if self._attn_metadata is None:
             return super()._get_slot_mappings(num_tokens_padded, *args, **kwargs)
-        by_layer = {name: each.slot_mapping for name, each in self._attn_metadata.items()}
-        by_group = {
-            gid: by_layer[group.layer_names[0]]
-            for gid, group in enumerate(self.kv_cache_config.kv_cache_groups)
-        }
-        return by_group, by_layer
+        slots = self._slots
+        if slots is None or slots[0] is not self.positions:  # another layout than the last step's
+            by_layer = {name: each.slot_mapping for name, each in self._attn_metadata.items()}
+            by_group = {
+                gid: by_layer[group.layer_names[0]]
+                for gid, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            }
+            slots = self._slots = (self.positions, by_group, by_layer)
+        return slots[1:]
+
+    def _preprocess(
+        self, scheduler_output: "SchedulerOutput", num_input_tokens: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Text goes to the model as it was prepared; upstream slices and clears what is right."""
+        if not self._text_only:
+            return super()._preprocess(scheduler_output, num_input_tokens, *args, **kwargs)
+        model_kwargs = self._init_model_kwargs()
+        return self.input_ids.gpu, None, self.positions, None, model_kwargs, None
+
+    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Padding came with the step; dummy runs take upstream's."""
+        if self._is_padding is None:
+            return super()._prepare_padding_mask(*args, **kwargs)
+        return self._is_padding
 
     def _build_attention_metadata(
         self, *args: Any, **kwargs: Any
@@ -240,7 +301,7 @@ class NPUModelRunner(GPUModelRunner):
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's own buffers, which hold the largest sizes."""
-        self._padding_decision = self._attn_metadata = None
+        self._padding_decision = self._attn_metadata = self._is_padding = None
         _restore_attributes(self, self._upstream_buffers)
         return super()._dummy_run(*args, **kwargs)
 
@@ -268,17 +329,38 @@ class NPUModelRunner(GPUModelRunner):
     ) -> None:
         """Allocate the cache, then what depends on its groups: staging ring and table views."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        builders = [group.get_metadata_builder() for group in self._attn_group_iterator()]
-        for builder in builders:  # one causal matrix for each window, not for each group
-            builder.masks = builders[0].masks
-        tables = self.input_batch.block_table.block_tables
-        self._block_tables_np = tuple(table.block_table.np for table in tables)
-        self._block_sizes = np.array([table.block_size for table in tables], np.int32)
-        self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
-        layout = largest_layout(self.max_num_tokens, self.max_num_reqs, len(tables))
-        self.staging = StagingRing(
-            self.prep_device, layout.nbytes, pin_memory=is_pin_memory_available()
+        self._builders: list[tuple[int, AscendMetadataBuilder, list[str]]] = [
+            (group, attn_group.get_metadata_builder(), attn_group.layer_names)
+            for group, attn_groups in enumerate(self.attn_groups)
+            for attn_group in attn_groups
+        ]
+        for _, builder, _ in self._builders:  # one causal matrix for each window
+            builder.masks = self._builders[0][1].masks
+        batch, tables = self.input_batch, self.block_tables
+        self._tables = BatchTables(
+            num_computed_tokens=batch.num_computed_tokens_cpu,
+            num_prompt_tokens=batch.num_prompt_tokens,
+            num_tokens=batch.num_tokens_no_spec,
+            token_ids=batch.token_ids_cpu,
+            block_entries=tables.entries_np,
+            max_num_blocks=tables.max_num_blocks,
+            block_sizes=np.array([table.block_size for table in tables.block_tables], np.int32),
+            num_blocks=tables.num_blocks,
+            num_known_blocks=tables.num_known_blocks,
+            num_device_blocks=tables.num_device_blocks,
+            chunked_prefill=self.scheduler_config.enable_chunked_prefill,
         )
+        self._block_entries = self.prep_device.native(tables.entries)
+        self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
+        self._max_logits_per_req = self.uniform_decode_query_len
+        nbytes = largest_step(
+            self.max_num_tokens,
+            self.max_num_reqs,
+            self._tables.num_groups,
+            self._max_logits_per_req,
+            len(tables.entries),
+        )
+        self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -308,11 +390,17 @@ class NPUModelRunner(GPUModelRunner):
 
     def warm_up(self) -> None:
         """Load or compile what the first request would otherwise wait for."""
-        warm_up(len(self._block_tables_np))
+        warm_up()
 
     def _sync_device(self) -> None:
         """Upstream asks ``torch.accelerator``."""
         self.prep_device.synchronize()
+
+
+def _rebind(
+    buffer: CpuGpuBuffer, device: torch.Tensor, cpu: torch.Tensor, host: np.ndarray
+) -> None:
+    buffer.gpu, buffer.cpu, buffer.np = device, cpu, host
 
 
 _TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")

@@ -90,7 +90,6 @@ class Step:
             slot_mapping=self.slots,
             query_start_loc=torch.from_numpy(self.starts),
             query_start_loc_np=self.starts,
-            query_lens=query_lens,
             seq_lens=torch.from_numpy(seq_lens),
             seq_lens_np=seq_lens,
             num_computed_tokens=torch.from_numpy(seq_lens - query_lens),
@@ -208,7 +207,7 @@ def test_long_prompts_need_memory_in_proportion_to_their_length(seed):
         metadata = Step(AttentionState.ChunkedPrefill, seed).metadata
         metadata.attn_mask = None
         metadata.num_reqs = requests
-        metadata.query_lens = lengths
+        metadata.num_actual_tokens = int(lengths.sum())
         metadata.seq_lens_np = np.full(requests, seq_len, np.int32)
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         metadata.query_start_loc_np = starts
@@ -249,8 +248,8 @@ def spoil(step: Step, what: str) -> None:
     elif what == "one row less":
         metadata.block_tables = metadata.block_tables[:-1]
     elif what == "lengths not cumulative":
-        metadata.query_start_loc_np = metadata.query_start_loc_np.copy()
-        metadata.query_start_loc_np[1] += 1
+        lengths = metadata.query_lens
+        metadata.query_start_loc_np = np.concatenate([[0], lengths]).astype(np.int32)
     elif what == "sequence shorter than its query":
         metadata.seq_lens_np = metadata.seq_lens_np * 0 + 1
     elif what == "mask too narrow":

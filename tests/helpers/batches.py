@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
+from vllm_npu_prep.prep.batch import (
+    BatchTables,
+    PreparedStep,
+    StepBatch,
+    device_has_all,
+    prepare_step,
+)
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
 
@@ -61,16 +67,20 @@ def step_batch(
     def column(values) -> np.ndarray:
         return np.array(list(values), np.int32)
 
-    return StepBatch(
+    tables = BatchTables(
         num_computed_tokens=column(r.num_computed_tokens for r in requests),
-        num_scheduled_tokens=column(r.num_scheduled_tokens for r in requests),
-        num_draft_tokens=column(r.num_draft_tokens for r in requests),
         num_prompt_tokens=column(r.num_prompt_tokens for r in requests),
         num_tokens=column(len(r.token_ids) for r in requests),
         token_ids=token_ids,
-        block_tables=(block_table,),
         block_sizes=np.array([block_size], np.int32),
         chunked_prefill=chunked_prefill,
+        **device_has_all([block_table]),
+    )
+    return StepBatch(
+        tables,
+        num_scheduled_tokens=column(r.num_scheduled_tokens for r in requests),
+        num_draft_tokens=column(r.num_draft_tokens for r in requests),
+        total_num_scheduled_tokens=sum(r.num_scheduled_tokens for r in requests),
     )
 
 

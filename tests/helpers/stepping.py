@@ -100,7 +100,9 @@ def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
             "discard_request_mask_gpu": runner.discard_request_mask.gpu[:reqs].tolist(),
             "logits_indices": logits_indices.tolist(),
             "block_table": [
-                table.get_device_tensor(reqs).tolist() for table in batch.block_table.block_tables
+                [row[:owned].tolist() for row, owned in zip(device_rows, table.num_blocks_per_row)]
+                for table in batch.block_table.block_tables
+                for device_rows in [table.get_device_tensor(reqs).cpu()]
             ],
             "padding": (mode, descriptor),
             "max_num_sampled_tokens": max_sampled,

@@ -110,9 +110,9 @@ def test_recorded_schemas_are_those_of_torch_npu():
     assert "skipped" not in result.stdout
 
 
-@pytest.mark.parametrize("file", ["test_staging.py", "test_worked_examples.py"])
+@pytest.mark.parametrize("file", ["test_staging.py", "test_worked_examples.py", "test_counts.py"])
 def test_on_the_device(file):
-    """Worked examples through the runner, and the staging ring, with copies that take time."""
+    """Worked examples through the runner, the staging ring with copies that take time, counts."""
     result = emulate(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/npu/on_device/{file}"),
         options=("--delay", "equal"),

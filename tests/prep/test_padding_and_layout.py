@@ -1,15 +1,20 @@
 """Graph padding rules and the buffer layout."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from tests.helpers.batches import step_batch
-from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.layout import ALIGNMENT, StepLayout, largest_layout
+from vllm_npu_prep.prep.batch import StepBatch, device_has_all, prepare_step
+from vllm_npu_prep.prep.layout import ALIGNMENT, largest_step, step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import Padding, full_graph_padding, no_padding, uniform_query_len
+
+
+def with_tables(batch: StepBatch, **tables) -> StepBatch:
+    return dataclasses.replace(batch, tables=dataclasses.replace(batch.tables, **tables))
 
 
 def decodes(count: int, drafts: int = 0) -> list[OracleRequest]:
@@ -66,46 +71,63 @@ def test_uniform_query_len_tells_decodes_from_equal_prompts():
 
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
-    arrays = list(StepLayout(37, 5, num_groups).arrays.values())
+    layout = step_layout(37, 5, num_groups)
+    arrays = list(layout.arrays.values())
     for left, right in pairwise(arrays):
         assert left.end <= right.offset
         assert right.offset % ALIGNMENT == 0
+    assert arrays[-1].end <= layout.tail_offset
 
 
-def test_same_sizes_give_the_same_addresses():
-    buffer = np.zeros(StepLayout(64, 8, 1).nbytes, np.uint8)
-    first, second = (StepLayout(33, 4, 1).views(buffer) for _ in range(2))
-    for name in StepLayout(33, 4, 1).arrays:
-        assert getattr(first, name).ctypes.data == getattr(second, name).ctypes.data
+def test_parts_of_the_tail_do_not_overlap_and_end_where_the_step_ends():
+    layout = step_layout(37, 5, 2)
+    targets, indices, ids = layout.tail(3, 7)
+    assert targets.start * 8 == layout.tail_offset
+    assert (targets.stop - targets.start, indices.stop - indices.start) == (3, 7)
+    assert targets.stop == indices.start
+    assert ids.start * 4 == indices.stop * 8
+    assert (ids.stop - ids.start, ids.stop * 4) == (7, layout.nbytes(3, 7))
 
 
-def test_a_step_copies_no_more_than_it_uses():
-    layout = StepLayout(4096, 2, 1)
-    assert layout.used_bytes(2) == layout.nbytes - (4096 - 2) * 4
+def test_same_sizes_give_the_same_layout_and_addresses():
+    assert step_layout(33, 4, 1) is step_layout(33, 4, 1)
+    buffer = np.zeros(step_layout(64, 8, 1).nbytes(), np.uint8)
+    first, second = (step_layout(33, 4, 1).views(buffer) for _ in range(2))
+    assert first.addresses.tolist() == second.addresses.tolist()
+
+
+def test_a_step_without_samples_or_new_blocks_has_no_tail():
+    layout = step_layout(16, 2, 1)
+    assert layout.nbytes() == layout.tail_offset
+    assert layout.nbytes(0, 1) == layout.tail_offset + 12
+
+
+def test_logits_are_bounded_by_tokens_and_by_requests():
+    assert step_layout(4096, 2, 1).max_logits == 2
+    assert step_layout(4096, 2, 1, max_logits_per_req=4).max_logits == 8
+    assert step_layout(5, 2, 1, max_logits_per_req=4).max_logits == 5
 
 
 def test_a_buffer_too_small_is_refused():
     with pytest.raises(ValueError, match="needs"):
-        StepLayout(10, 2, 1).views(np.zeros(8, np.uint8))
+        step_layout(10, 2, 1).views(np.zeros(8, np.uint8))
 
 
-def test_largest_layout_holds_every_step():
-    largest = largest_layout(64, 8, 2)
+def test_largest_step_holds_every_step():
+    largest = largest_step(64, 8, 2, 3, 100)
     for tokens in (1, 17, 64):
         for reqs in range(1, 11):
-            assert StepLayout(tokens, reqs, 2).nbytes <= largest.nbytes
+            assert step_layout(tokens, reqs, 2, 3).nbytes(8, 100) <= largest
 
 
 def test_groups_get_slots_of_their_own_tables():
     batch = step_batch(decodes(2), block_size=4, max_model_len=16)
-    tables = (batch.block_tables[0], batch.block_tables[0] + 10)
+    table = batch.tables.block_table(0)
     both = prepare_step(
-        type(batch)(
-            **{
-                **vars(batch),
-                "block_tables": tables,
-                "block_sizes": np.array([4, 2], np.int32),
-            }
+        with_tables(
+            batch,
+            block_sizes=np.array([4, 2], np.int32),
+            **device_has_all([table, np.pad(table + 10, ((0, 0), (0, 3)))]),
         ),
         no_padding(2, 2),
     )
@@ -115,10 +137,18 @@ def test_groups_get_slots_of_their_own_tables():
     assert both.block_numbers(1).tolist() == [10, 10]
 
 
+def test_tables_of_another_type_are_refused():
+    """The fused pass reads them by address."""
+    batch = step_batch(decodes(1), block_size=4, max_model_len=16)
+    with pytest.raises(TypeError, match="num_tokens is int64"):
+        with_tables(batch, num_tokens=batch.tables.num_tokens.astype(np.int64))
+
+
 def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
     batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
-    rows = np.array([4, -1, 0], np.int64)
-    step = prepare_step(type(batch)(**{**vars(batch), "previous_rows": rows}), no_padding(9, 3))
-    assert step.num_sampled_tokens_on_device == 2
-    assert step.arrays.sampled_token_indices[:2].tolist() == [0, 6]
-    assert step.arrays.sampled_token_rows[:2].tolist() == [4, 0]
+    batch.previous_rows = np.array([4, -1, 0], np.int64)
+    batch.num_sampled_rows = 6
+    step = prepare_step(batch, no_padding(9, 3))
+    # Rows 1, 2, 3 and 5 belong to nobody any more: the place behind the tokens.
+    assert step.arrays.tail_int64[:6].tolist() == [6, 9, 9, 9, 0, 9]
+    assert step.nbytes == step.layout.tail_offset + 6 * 8

@@ -31,6 +31,21 @@ def model(tmp_path_factory):
     )
 
 
+def books(runner) -> dict:
+    """What a runner has on record of its requests and of the batch's rows."""
+    batch = runner.input_batch
+    lengths = batch.num_tokens_no_spec[: batch.num_reqs]
+    return {
+        "output_token_ids": {r: list(s.output_token_ids) for r, s in runner.requests.items()},
+        "block_ids": {r: [list(ids) for ids in s.block_ids] for r, s in runner.requests.items()},
+        "rows": dict(batch.req_id_to_index),
+        "token_ids": [row[:n].tolist() for row, n in zip(batch.token_ids_cpu, lengths)],
+        "is_token_ids": [row[:n].tolist() for row, n in zip(batch.is_token_ids, lengths)],
+        "num_computed_tokens": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+        "prev_req_id_to_index": batch.prev_req_id_to_index,
+    }
+
+
 class Traffic:
     """Random traffic through vLLM's scheduler, given to both runners."""
 
@@ -83,6 +98,12 @@ class Traffic:
             self.draining = True  # no more arrivals until all is quiet
         while not self.draining and self.rng.random() < 0.5 and len(self.scheduler.requests) < 12:
             self.arrive()
+        if self.rng.random() < 0.03:  # as data-parallel ranks without work do
+            self.ours._dummy_run(4)
+            # With attention it commits whole rows and then clears those of its padding.
+            self.ours.block_tables.commit_block_table(self.ours.max_num_reqs)
+            self.ours.block_tables.entries.zero_()
+            self.count["dummy run"] += 1
         if self.rng.random() < 0.03 and self.scheduler.running:
             victim = self.scheduler.running[self.rng.integers(len(self.scheduler.running))]
             self.scheduler.finish_requests(victim.request_id, RequestStatus.FINISHED_ABORTED)
@@ -112,6 +133,7 @@ class Traffic:
         discarded = self.ours.discard_request_mask.np[: len(req_ids)].copy()
         valid = bookkeep(self.ours, output, tokens)
         assert bookkeep(self.upstream, output, tokens) == valid
+        assert books(self.ours) == books(self.upstream)
         if self.ours.use_async_scheduling:
             valid = [[] if skip else tokens[req_id] for req_id, skip in zip(req_ids, discarded)]
         index = {req_id: row for row, req_id in enumerate(req_ids)}
@@ -188,6 +210,7 @@ def test_every_prepared_array_equals_upstreams(mode, reorder, model, seed):
     assert set(traffic.states) >= SEEN[mode]
     assert traffic.count["resumed"] > 0, "no preemption happened"
     assert traffic.count["aborted"] > 0
+    assert traffic.count["dummy run"] > 0
     assert (traffic.count["reordered"] > 0) == reorder
     if mode != "no prefix cache":
         assert traffic.count["cached prefix"] > 0

@@ -21,11 +21,11 @@ from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import Decisions, decisions_of
-from vllm_npu_prep.device.staging import DeviceArrays
+from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskPlan, plan_mask
-from vllm_npu_prep.prep.state import attention_state
+from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -110,18 +110,34 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             model.dtype,
             values[model.dtype] if values else None,
         )
+        # By state: the plan where it is the same for all sizes, else None
+        plans = [(self._plan(state, 1, 1), self._plan(state, 2, 2)) for state in AttentionState]
+        self._plans_of_any_size = [one if one == two else None for one, two in plans]
+
+    def _plan(
+        self, state: AttentionState, num_input_tokens: int, max_seq_len: int, causal: bool = True
+    ) -> MaskPlan:
+        """Mask of this group in a step of these sizes."""
+        return plan_mask(
+            state,
+            self.decisions.mask_form,
+            num_input_tokens,
+            max_seq_len,
+            sliding_window=self.sliding_window,
+            causal=causal,
+        )
 
     def build_step(
         self,
         step: PreparedStep,
         group: int,
-        arrays: DeviceArrays,
-        host: DeviceArrays,
+        staged: StagedArrays,
         block_table: torch.Tensor,
-        pad_requests: bool,
         masks: dict[MaskPlan, torch.Tensor | None],
     ) -> AscendMetadata:
         """Metadata of a prepared step for one KV-cache group: views, and no device read-back.
+
+        The layout has as many rows as attention sees requests, so arrays go in as they are.
 
         Parameters
         ----------
@@ -129,38 +145,33 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             The prepared step.
         group
             Index of the KV-cache group.
-        arrays, host
-            The step's arrays on the device and on the host.
+        staged
+            The step's arrays on the host and on the device.
         block_table
-            int32 ``[max_num_reqs, max_num_blocks]`` on the device.
-        pad_requests
-            Whether attention sees padding requests: in a full graph.
+            int32 ``[num_reqs_padded, max_num_blocks]`` on the device.
         masks
             Masks that other groups made for this step; this one is added.
         """
-        num_reqs = step.padding.num_reqs_padded if pad_requests else step.num_reqs
-        query_start_loc_np = host.query_start_loc[: num_reqs + 1].numpy()
-        plan = plan_mask(
-            step.attn_state,
-            self.decisions.mask_form,
-            step.num_input_tokens,
-            step.max_seq_len,
-            sliding_window=self.sliding_window,
+        arrays = staged.device
+        plan = self._plans_of_any_size[step.attn_state] or self._plan(
+            step.attn_state, step.num_input_tokens, step.max_seq_len
         )
-        if plan not in masks:
-            positions = arrays.positions[: step.total_num_scheduled_tokens]
-            masks[plan] = self.masks.build(plan, positions)
+        mask = None
+        if plan.shape is not None:
+            mask = masks.get(plan)
+            if mask is None:
+                positions = arrays.positions[: step.total_num_scheduled_tokens]
+                mask = masks[plan] = self.masks.build(plan, positions)
         return AscendMetadata(
             attn_state=step.attn_state,
-            attn_mask=masks[plan],
-            block_tables=block_table[:num_reqs],
+            attn_mask=mask,
+            block_tables=block_table,
             slot_mapping=arrays.slot_mapping[group],
-            query_start_loc=arrays.query_start_loc[: num_reqs + 1],
-            query_start_loc_np=query_start_loc_np,
-            query_lens=np.diff(query_start_loc_np),
-            seq_lens=arrays.seq_lens[:num_reqs],
-            seq_lens_np=host.seq_lens[:num_reqs].numpy(),
-            num_computed_tokens=arrays.num_computed_tokens[:num_reqs],
+            query_start_loc=arrays.query_start_loc,
+            query_start_loc_np=staged.np.query_start_loc,
+            seq_lens=arrays.seq_lens,
+            seq_lens_np=staged.np.seq_lens,
+            num_computed_tokens=arrays.num_computed_tokens,
             num_reqs=step.num_reqs,
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
@@ -188,22 +199,11 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         query_lens = np.diff(query_start_loc_np)
         seq_lens_np = common.seq_lens_cpu_upper_bound[:num_reqs].numpy()
         num_tokens = int(query_start_loc_np[-1])
-        state = attention_state(
-            seq_lens_np - query_lens,
-            query_lens,
-            np.zeros_like(query_lens),
-            seq_lens_np,
-            self.chunked_prefill,
-        )
+        no_drafts = np.zeros_like(query_lens)
+        facts = batch_facts(seq_lens_np - query_lens, query_lens, no_drafts, seq_lens_np)
+        state = attention_state(facts, self.chunked_prefill)
         max_seq_len = int(seq_lens_np.max())
-        plan = plan_mask(
-            state,
-            self.decisions.mask_form,
-            num_tokens,
-            max_seq_len,
-            sliding_window=self.sliding_window,
-            causal=bool(common.causal),
-        )
+        plan = self._plan(state, num_tokens, max_seq_len, bool(common.causal))
         return AscendMetadata(
             attn_state=state,
             attn_mask=self.masks.build(plan, common.positions[:num_tokens]),
@@ -211,7 +211,6 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             slot_mapping=common.slot_mapping.to(torch.int32),
             query_start_loc=common.query_start_loc[: num_reqs + 1],
             query_start_loc_np=query_start_loc_np,
-            query_lens=query_lens,
             seq_lens=common.seq_lens[:num_reqs],
             seq_lens_np=seq_lens_np,
             num_computed_tokens=common.compute_num_computed_tokens()[:num_reqs],

@@ -1,6 +1,7 @@
 """AscendMetadata: what attention needs to know of a step, one for each KV-cache group."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ class AscendMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # [num_input_tokens] int32
     query_start_loc: torch.Tensor  # [R + 1] int32
     query_start_loc_np: np.ndarray  # [R + 1] int32, host
-    query_lens: np.ndarray  # [R] int32, host
     seq_lens: torch.Tensor  # [R] int32
     seq_lens_np: np.ndarray  # [R] int32, host
     num_computed_tokens: torch.Tensor  # [R] int32
@@ -39,6 +39,11 @@ class AscendMetadata(AttentionMetadata):
     sliding_window: int | None = None
     causal: bool = True
     kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step
+
+    @cached_property
+    def query_lens(self) -> np.ndarray:
+        """Tokens of each request, int32 ``[R]`` on the host."""
+        return np.diff(self.query_start_loc_np)
 
 
 def common_metadata(

@@ -6,8 +6,9 @@ which device it runs on.
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -67,8 +68,20 @@ class Device(Protocol):
     def wait_event(self, event: object) -> bool:
         """Wait on the host until `event` has happened; True if that took waiting."""
 
-    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pinned host bytes to the device, in stream order, without waiting."""
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
+        """Function that copies so many leading bytes of the pinned `source` to `target`.
+
+        In stream order, without waiting; both are uint8 of one size.
+        """
+
+    def native(self, tensor: torch.Tensor) -> Any:
+        """What this device slices and scatters fastest: a tensor of it, or numpy on the host."""
+
+    def scatter(self, target: Any, indices: Any, values: Any) -> None:
+        """``target[indices] = values`` in one launch; all native and of one dimension.
+
+        `indices` are int64, `values` have the target's dtype.
+        """
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """A large zeroed buffer on the device, int8 ``[nbytes]``."""

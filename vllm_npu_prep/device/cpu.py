@@ -1,6 +1,7 @@
 """The CPU fallback: the same interface, where every operation completes before it returns."""
 
 import contextlib
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -26,9 +27,22 @@ class CPUDevice:
         del event
         return False
 
-    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy at once."""
-        target.copy_(source)
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
+        """Function that copies at once."""
+        target_np, source_np = target.numpy(), source.numpy()
+
+        def copy(nbytes: int) -> None:
+            target_np[:nbytes] = source_np[:nbytes]
+
+        return copy
+
+    def native(self, tensor: torch.Tensor) -> np.ndarray:
+        """The same memory in numpy, whose small operations take a fifth of torch's time."""
+        return tensor.numpy()
+
+    def scatter(self, target: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
+        """Write at once."""
+        target[indices] = values
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Pages of zeros that the kernel hands out when they are touched.

@@ -1,6 +1,7 @@
 """Ascend NPUs through torch_npu."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,9 +47,21 @@ class NPUDevice:
         event.synchronize()
         return True
 
-    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pinned memory in stream order."""
-        target.copy_(source, non_blocking=True)
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
+        """Function that copies pinned memory in stream order."""
+
+        def copy(nbytes: int) -> None:
+            target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+        return copy
+
+    def native(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def scatter(self, target: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """One launch."""
+        target.index_copy_(0, indices, values)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """A zeroed buffer, int8 ``[nbytes]``."""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,40 +16,64 @@ CACHED_LAYOUTS = 512
 
 @dataclass(frozen=True)
 class DeviceArrays:
-    """The arrays of one layout on the device: views of the twin. See `StepArrays` for dtypes."""
+    """The arrays of one layout as tensors: views of the twin, or of a pinned buffer.
+
+    See `StepArrays` for dtypes.
+    """
 
     input_ids: torch.Tensor  # [num_input_tokens]
+    input_ids_and_spare: torch.Tensor  # [num_input_tokens + 1]
     positions: torch.Tensor  # [num_input_tokens]
-    slot_mapping: torch.Tensor  # [num_groups, num_input_tokens]
+    slot_mapping: tuple[torch.Tensor, ...]  # one [num_input_tokens] for each group
     query_start_loc: torch.Tensor  # [num_reqs_padded + 1]
     seq_lens: torch.Tensor  # [num_reqs_padded]
     num_computed_tokens: torch.Tensor  # [num_reqs_padded]
+    logits_indices: torch.Tensor  # [max_logits]
     discard_request_mask: torch.Tensor  # [num_reqs_padded]
-    sampled_token_indices: torch.Tensor  # [num_reqs_padded]
-    sampled_token_rows: torch.Tensor  # [num_reqs_padded]
-    logits_indices: torch.Tensor  # [num_input_tokens]
+    is_padding: torch.Tensor  # [num_input_tokens]
 
 
-def tensor_views(buffer: torch.Tensor, layout: StepLayout) -> DeviceArrays:
-    """Every array of `layout` as a view of the uint8 tensor `buffer`."""
-    return DeviceArrays(
-        **{
-            name: buffer[spec.offset : spec.end]
-            .view(torch.from_numpy(np.empty(0, spec.dtype)).dtype)
-            .view(spec.shape)
-            for name, spec in layout.arrays.items()
+class TypedBuffer:
+    """One buffer seen as bytes, as int32 and as int64."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.bytes = buffer  # [nbytes] uint8
+        self.int32 = buffer.view(torch.int32)
+        self.int64 = buffer.view(torch.int64)
+        self._by_dtype = {
+            np.dtype(np.int32): self.int32,
+            np.dtype(np.int64): self.int64,
+            np.dtype(np.bool_): buffer.view(torch.bool),
         }
-    )
+
+    def arrays(self, layout: StepLayout) -> DeviceArrays:
+        """Every array of `layout`."""
+        views = {}
+        for name, spec in layout.arrays.items():
+            size = spec.dtype.itemsize
+            views[name] = self._by_dtype[spec.dtype][spec.offset // size : spec.end // size]
+        slots = views.pop("slot_mapping").view(layout.num_groups, -1)
+        input_ids = views["input_ids_and_spare"][:-1]
+        return DeviceArrays(input_ids=input_ids, slot_mapping=slots.unbind(), **views)
+
+
+@dataclass(frozen=True)
+class StagedArrays:
+    """The arrays of one layout in a pinned buffer and on the device."""
+
+    np: StepArrays
+    cpu: DeviceArrays  # the same memory as `np`
+    device: DeviceArrays  # views of the twin, at the same addresses for every step of the layout
 
 
 class StagingSlot:
     """One pinned buffer of the ring and the event that guards it."""
 
     def __init__(self, nbytes: int, pin_memory: bool) -> None:
-        self.host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory)
-        self.host_np = self.host.numpy()
+        self.host = TypedBuffer(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory))
+        self.host_np = self.host.bytes.numpy()
         self.event: object = None
-        self.views: OrderedDict[StepLayout, tuple[StepArrays, DeviceArrays]] = OrderedDict()
+        self.staged: OrderedDict[StepLayout, StagedArrays] = OrderedDict()
 
 
 class StagingRing:
@@ -62,7 +87,7 @@ class StagingRing:
     device
         Where the twin lives.
     nbytes
-        Size of the largest layout.
+        Size of the largest step, a multiple of 8.
     depth
         Buffers in the ring.
     pin_memory
@@ -70,8 +95,9 @@ class StagingRing:
 
     Attributes
     ----------
-    waits
-        Times that a buffer was still in flight when its turn came. Waiting is the exception.
+    steps, waits
+        Steps that were staged, and how many of them found their buffer still in flight. Waiting is
+        the exception.
     """
 
     def __init__(self, device: Device, nbytes: int, depth: int = 2, pin_memory: bool = False):
@@ -79,49 +105,68 @@ class StagingRing:
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
         with torch.inference_mode(False):
             self.slots = [StagingSlot(nbytes, pin_memory) for _ in range(depth)]
-            self.twin = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
-        self.waits = 0
-        self._device_views: OrderedDict[StepLayout, DeviceArrays] = OrderedDict()
+            self.twin = TypedBuffer(torch.zeros(nbytes, dtype=torch.uint8, device=device.device))
+        self._twin_int32 = device.native(self.twin.int32)
+        self._twin_int64 = device.native(self.twin.int64)
+        self._copies = [device.copy_to_device(self.twin.bytes, s.host.bytes) for s in self.slots]
+        self._on_device: OrderedDict[StepLayout, DeviceArrays] = OrderedDict()
         self._turn = 0
+        self.steps = 0
+        self.waits = 0
 
-    def acquire(self, layout: StepLayout) -> tuple[StagingSlot, StepArrays, DeviceArrays]:
-        """Take the next buffer and its views for `layout`.
-
-        Returns
-        -------
-        slot
-            To hand to `submit`.
-        host
-            numpy views of the pinned buffer, free to be written.
-        cpu
-            The same memory as torch tensors, for readers on the host.
-        """
+    def acquire(self, layout: StepLayout) -> StagedArrays:
+        """Take the next buffer; its arrays are free to be written until `submit` sends them."""
+        self.steps += 1
+        self._turn = self.steps % len(self.slots)
         slot = self.slots[self._turn]
-        self._turn = (self._turn + 1) % len(self.slots)
         if slot.event is not None:
             self.waits += self.device.wait_event(slot.event)
             slot.event = None
-        views = slot.views.get(layout)
-        if views is None:
-            views = (layout.views(slot.host_np), tensor_views(slot.host, layout))
-            _remember(slot.views, layout, views)
-        return slot, *views
+        staged = slot.staged.get(layout)
+        if staged is None:
+            on_device = self._on_device.get(layout)
+            if on_device is None:
+                on_device = self.twin.arrays(layout)
+                _remember(self._on_device, layout, on_device)
+            staged = StagedArrays(layout.views(slot.host_np), slot.host.arrays(layout), on_device)
+            _remember(slot.staged, layout, staged)
+        return staged
 
-    def submit(self, slot: StagingSlot, layout: StepLayout, nbytes: int) -> DeviceArrays:
-        """Copy the first `nbytes` of `slot` to the device: the one copy of a step.
+    def submit(self, nbytes: int) -> None:
+        """Copy the first `nbytes` of the buffer to the device: the one copy of a step."""
+        self._copies[self._turn](nbytes)
+        self.slots[self._turn].event = self.device.record_event()
 
-        Returns
-        -------
-        DeviceArrays
-            Views of the twin, at the same addresses for every step of this layout.
+    def place_sampled_tokens(
+        self, arrays: DeviceArrays, layout: StepLayout, sampled_token_ids: torch.Tensor
+    ) -> None:
+        """Put the last step's samples among the input ids; `submit` has sent their targets.
+
+        Parameters
+        ----------
+        sampled_token_ids
+            int32 ``[num_sampled_rows]`` on the device.
         """
-        self.device.copy_to_device(self.twin[:nbytes], slot.host[:nbytes])
-        slot.event = self.device.record_event()
-        arrays = self._device_views.get(layout)
-        if arrays is None:
-            arrays = tensor_views(self.twin, layout)
-            _remember(self._device_views, layout, arrays)
-        return arrays
+        targets, _, _ = layout.tail(len(sampled_token_ids), 0)
+        native = self.device.native
+        self.device.scatter(
+            native(arrays.input_ids_and_spare),
+            self._twin_int64[targets],
+            native(sampled_token_ids),
+        )
+
+    def place_block_changes(
+        self, entries: Any, layout: StepLayout, num_sampled_rows: int, num_block_changes: int
+    ) -> None:
+        """Write the block-table entries that `submit` has sent.
+
+        Parameters
+        ----------
+        entries
+            int32, the device's block tables of all groups behind one another, native.
+        """
+        _, indices, ids = layout.tail(num_sampled_rows, num_block_changes)
+        self.device.scatter(entries, self._twin_int64[indices], self._twin_int32[ids])
 
 
 def _remember(cache: OrderedDict, layout: StepLayout, views: object) -> None:

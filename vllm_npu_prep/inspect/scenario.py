@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.batch import StepBatch
+from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
 from vllm_npu_prep.prep.padding import (
     Padding,
     full_graph_padding,
@@ -252,16 +252,20 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
     def column(name: str) -> np.ndarray:
         return np.array([getattr(request, name) for request in requests], np.int32)
 
-    batch = StepBatch(
+    tables = BatchTables(
         num_computed_tokens=column("num_computed_tokens"),
-        num_scheduled_tokens=column("num_scheduled_tokens"),
-        num_draft_tokens=column("num_draft_tokens"),
         num_prompt_tokens=column("num_prompt_tokens"),
         num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
         token_ids=token_ids,
-        block_tables=(block_table,),
         block_sizes=np.array([scenario.block_size], np.int32),
         chunked_prefill=scenario.chunked_prefill,
+        **device_has_all([block_table]),
+    )
+    batch = StepBatch(
+        tables,
+        num_scheduled_tokens=column("num_scheduled_tokens"),
+        num_draft_tokens=column("num_draft_tokens"),
+        total_num_scheduled_tokens=sum(r.num_scheduled_tokens for r in requests),
     )
     padding = no_padding(batch.total_num_scheduled_tokens, num_reqs)
     if scenario.capture_sizes:

@@ -1,60 +1,126 @@
 """A step's batch as the scheduler left it, and the same step prepared for the device."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, fill_step
-from vllm_npu_prep.prep.layout import StepArrays, StepLayout
+from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
+from vllm_npu_prep.prep.layout import StepArrays, StepLayout, step_layout
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState, attention_state
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """What `prepare_step` reads: views of the runner's tables, nothing copied."""
+@dataclass
+class BatchTables:
+    """The runner's tables, which stay from step to step: views, nothing copied.
 
-    num_computed_tokens: np.ndarray  # [num_reqs] int32
-    num_scheduled_tokens: np.ndarray  # [num_reqs] int32
-    num_draft_tokens: np.ndarray  # [num_reqs] int32
-    num_prompt_tokens: np.ndarray  # [num_reqs] int32
-    num_tokens: np.ndarray  # [num_reqs] int32, tokens known of each request, drafts excluded
-    token_ids: np.ndarray  # [max_num_reqs, max_model_len] int32
-    block_tables: tuple[np.ndarray, ...]  # each [max_num_reqs, max_num_blocks] int32
-    block_sizes: np.ndarray  # [num_groups] int32, tokens
+    Rows belong to requests in the order of the batch; rows behind the last request hold anything.
+    ``M`` is ``max_num_reqs``, ``G`` the number of KV-cache groups.
+    """
+
+    num_computed_tokens: np.ndarray  # [M] int32
+    num_prompt_tokens: np.ndarray  # [M] int32
+    num_tokens: np.ndarray  # [M] int32, tokens known of each request, drafts excluded
+    token_ids: np.ndarray  # [M, max_model_len] int32
+    block_entries: np.ndarray  # [sum of M * max_num_blocks] int32, the groups' tables in turn
+    max_num_blocks: np.ndarray  # [G] int32, width of each group's table
+    block_sizes: np.ndarray  # [G] int32, tokens
+    num_blocks: np.ndarray  # [G, M] int32, entries that a request owns
+    # What the device has of the block tables: rows that are replaced, and `prepare_step`, keep it
+    # up to date.
+    num_known_blocks: np.ndarray  # [G, M] int32, leading entries that are the same on the device
+    # [G, M] int32, leading entries that on the device may be other than the null block
+    num_device_blocks: np.ndarray
     chunked_prefill: bool = True
-    # [num_reqs] int64: row of each request in the last step's sampled tokens when these are still
-    # on the device (async scheduling), -1 for the others
-    previous_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
-        if not self.previous_rows.size:
-            rows = np.full(self.num_reqs, NO_PREVIOUS_ROW, np.int64)
-            object.__setattr__(self, "previous_rows", rows)
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests of the step."""
-        return self.num_scheduled_tokens.shape[0]
+        for item in fields(self):
+            array = getattr(self, item.name)
+            if item.name != "chunked_prefill" and (
+                array.dtype != np.int32 or not array.flags.c_contiguous
+            ):
+                raise TypeError(f"{item.name} is {array.dtype}, not contiguous int32")
 
     @property
     def num_groups(self) -> int:
         """KV-cache groups."""
-        return len(self.block_tables)
+        return len(self.block_sizes)
 
     @property
     def max_model_len(self) -> int:
         """Columns of the token table."""
         return self.token_ids.shape[1]
 
+    def block_table(self, group: int) -> np.ndarray:
+        """Block table of a group, int32 ``[M, max_num_blocks]``."""
+        sizes = len(self.token_ids) * self.max_num_blocks
+        table = np.split(self.block_entries, np.cumsum(sizes)[:-1])[group]
+        return table.reshape(len(self.token_ids), -1)
+
     @cached_property
-    def total_num_scheduled_tokens(self) -> int:
-        """Real tokens of the step."""
-        return int(self.num_scheduled_tokens.sum())
+    def addresses(self) -> np.ndarray:
+        """Sizes and addresses for `vllm_npu_prep.prep.kernels.fill_step_at`, int64."""
+        sizes = (*self.token_ids.shape, self.num_groups, len(self.block_entries))
+        arrays = (
+            self.num_computed_tokens,
+            self.num_prompt_tokens,
+            self.num_tokens,
+            self.token_ids,
+            self.block_entries,
+            self.max_num_blocks,
+            self.block_sizes,
+            self.num_blocks,
+            self.num_known_blocks,
+            self.num_device_blocks,
+        )
+        return np.array([*sizes, *(array.ctypes.data for array in arrays)], np.int64)
 
 
-@dataclass(frozen=True)
+def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The block tables of `BatchTables` for a step of which nothing is sent.
+
+    Parameters
+    ----------
+    block_tables
+        One int32 ``[M, max_num_blocks]`` for each group.
+    """
+    max_num_reqs = len(block_tables[0])
+    nothing = np.zeros((len(block_tables), max_num_reqs), np.int32)
+    return {
+        "block_entries": np.concatenate([table.reshape(-1) for table in block_tables]),
+        "max_num_blocks": np.array([table.shape[1] for table in block_tables], np.int32),
+        "num_blocks": nothing,
+        "num_known_blocks": nothing.copy(),
+        "num_device_blocks": nothing.copy(),
+    }
+
+
+NO_PREVIOUS_ROWS = np.empty(0, np.int64)
+
+
+@dataclass
+class StepBatch:
+    """What `prepare_step` reads of one step."""
+
+    tables: BatchTables
+    num_scheduled_tokens: np.ndarray  # [num_reqs] int32
+    num_draft_tokens: np.ndarray  # [num_reqs or more] int32
+    total_num_scheduled_tokens: int
+    # [num_reqs] int64: row of each request in the last step's samples while these are still on the
+    # device (async scheduling), -1 for the others; not read without `num_sampled_rows`
+    previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
+    num_sampled_rows: int = 0  # rows of the last step's samples, 0 when they are not on the device
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests of the step."""
+        return self.num_scheduled_tokens.shape[0]
+
+
+@dataclass
 class PreparedStep:
     """A prepared step: every variable of the reference documents by its name.
 
@@ -71,7 +137,7 @@ class PreparedStep:
     max_query_len: int
     max_seq_len: int
     num_logits: int
-    num_sampled_tokens_on_device: int
+    num_block_changes: int  # block-table entries that travel with the step
 
     # --- scalars
     @property
@@ -88,6 +154,11 @@ class PreparedStep:
     def num_input_tokens(self) -> int:
         """Tokens of the step after graph padding."""
         return self.padding.num_input_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel to the device."""
+        return self.layout.nbytes(self.batch.num_sampled_rows, self.num_block_changes)
 
     # --- request level
     @property
@@ -145,7 +216,7 @@ class PreparedStep:
     @cached_property
     def token_indices(self) -> np.ndarray:
         """Index of each token in the flattened token table."""
-        return self.req_indices * self.batch.max_model_len + self.positions
+        return self.req_indices * self.batch.tables.max_model_len + self.positions
 
     def slot_mapping(self, group: int = 0) -> np.ndarray:
         """Slot that each token's K and V are written to, ``[total_num_scheduled_tokens]``."""
@@ -156,12 +227,12 @@ class PreparedStep:
 
         vLLM's real rows are wider (aligned to 128 tokens); readers want the documents' width.
         """
-        return -(-self.batch.max_model_len // int(self.batch.block_sizes[group]))
+        return -(-self.batch.tables.max_model_len // int(self.batch.tables.block_sizes[group]))
 
     def block_table(self, group: int = 0) -> np.ndarray:
         """Physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
         columns = self.max_num_blocks_per_req(group)
-        return self.batch.block_tables[group][: self.num_reqs, :columns]
+        return self.batch.tables.block_table(group)[: self.num_reqs, :columns]
 
     def block_table_indices(self, group: int = 0) -> np.ndarray:
         """Index of each token's block in the flattened logical block table.
@@ -169,7 +240,7 @@ class PreparedStep:
         Not ``token_indices // block_size``: rows of the two tables have different lengths whenever
         ``max_model_len`` is no multiple of the block size.
         """
-        blocks = self.positions // self.batch.block_sizes[group]
+        blocks = self.positions // self.batch.tables.block_sizes[group]
         return self.req_indices * self.max_num_blocks_per_req(group) + blocks
 
     def block_numbers(self, group: int = 0) -> np.ndarray:
@@ -178,7 +249,7 @@ class PreparedStep:
 
     def block_offsets(self, group: int = 0) -> np.ndarray:
         """Place of each token inside its block."""
-        return self.positions % self.batch.block_sizes[group]
+        return self.positions % self.batch.tables.block_sizes[group]
 
 
 def prepare_step(
@@ -192,57 +263,60 @@ def prepare_step(
     Parameters
     ----------
     batch
-        The scheduled batch.
+        The scheduled batch. What its tables say of the device is brought up to date.
     padding
         Sizes that were decided for it.
     layout, arrays
-        Where to write. By default a fresh buffer of the padded size.
+        Where to write. By default a fresh buffer of the padded size, without room for changes of
+        block tables.
 
     Returns
     -------
     PreparedStep
         Every array written, padding included, and the attention state decided.
     """
+    tables = batch.tables
     if layout is None:
-        layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, batch.num_groups)
+        layout = step_layout(
+            padding.num_input_tokens,
+            padding.num_reqs_padded,
+            tables.num_groups,
+            1 + int(batch.num_draft_tokens.max(initial=0)),
+        )
     if arrays is None:
-        arrays = layout.views(np.zeros(layout.nbytes, np.uint8))
-    max_query_len, max_seq_len, num_logits, num_sampled = fill_step(
-        batch.num_computed_tokens,
+        arrays = layout.views(np.zeros(layout.nbytes(batch.num_sampled_rows), np.uint8))
+    max_query_len, max_seq_len, num_logits, facts, num_block_changes = fill_step_at(
+        tables.addresses,
+        arrays.addresses,
         batch.num_scheduled_tokens,
         batch.num_draft_tokens,
-        batch.num_tokens,
-        batch.token_ids,
-        batch.block_tables,
-        batch.block_sizes,
         batch.previous_rows,
+        batch.num_sampled_rows,
         padding.decode_query_len,
-        arrays.input_ids,
-        arrays.positions,
-        arrays.slot_mapping,
-        arrays.query_start_loc,
-        arrays.seq_lens,
-        arrays.num_computed_tokens,
-        arrays.discard_request_mask,
-        arrays.sampled_token_indices,
-        arrays.sampled_token_rows,
-        arrays.logits_indices,
-    )
-    state = attention_state(
-        batch.num_computed_tokens,
-        batch.num_scheduled_tokens,
-        batch.num_draft_tokens,
-        batch.num_prompt_tokens,
-        batch.chunked_prefill,
     )
     return PreparedStep(
         batch,
         padding,
         layout,
         arrays,
-        state,
+        attention_state(facts, tables.chunked_prefill),
         max_query_len,
         max_seq_len,
         num_logits,
-        num_sampled,
+        num_block_changes,
     )
+
+
+def warm_up() -> None:
+    """Compile or load the compiled code, for the types that runners use."""
+    one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
+    tables = BatchTables(
+        num_computed_tokens=one,
+        num_prompt_tokens=one,
+        num_tokens=one,
+        token_ids=np.zeros((1, 2), np.int32),
+        block_sizes=np.full(1, 2, np.int32),
+        **device_has_all([table]),
+    )
+    prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))
+    book_tokens(np.zeros(1, np.int64), table[0] > 0, one.copy(), table.copy(), table > 0)

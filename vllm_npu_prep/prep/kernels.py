@@ -1,139 +1,374 @@
 """The fused pass: one numba kernel writes every array of a step straight into its buffer.
 
 Compiled code is cached on disk beside this file (or in ``NUMBA_CACHE_DIR``); a worker loads it
-before its first request with `warm_up`.
+before its first request (`vllm_npu_prep.prep.batch.warm_up`).
+
+The wide tables are read in loops of their own. With little else in a loop, the processor waits for
+the rows of many requests at once; one loop over everything took twice the time.
 """
 
 import numpy as np
-from numba import njit
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from vllm_npu_prep.prep.padding import PAD_SLOT_ID
+from vllm_npu_prep.prep.state import (
+    SOME_BEYOND_DRAFTS,
+    SOME_COMPUTED,
+    SOME_DRAFTS,
+    SOME_PAST_PROMPT,
+    SOME_SEVERAL_TOKENS,
+)
+
+NULL_BLOCK_ID = 0
+"""The block that nobody owns; rows of padding requests hold it."""
 
 NO_PREVIOUS_ROW = -1
 """Entry of `previous_rows` for a request that the last step did not sample for."""
 
+compiled = njit(cache=True, boundscheck=False, error_model="numpy")
 
-@njit(cache=True, boundscheck=False)
+
+@compiled
 def fill_step(
-    num_computed_tokens,  # [num_reqs] int32
-    num_scheduled_tokens,  # [num_reqs] int32
-    num_draft_tokens,  # [num_reqs] int32
-    num_tokens,  # [num_reqs] int32
+    # The runner's tables, whose rows are requests; more rows than the step has
+    num_computed_tokens,  # [max_num_reqs] int32
+    num_prompt_tokens,  # [max_num_reqs] int32
+    num_tokens,  # [max_num_reqs] int32
     token_ids,  # [max_num_reqs, max_model_len] int32
-    block_tables,  # tuple of [max_num_reqs, max_num_blocks] int32, one for each group
+    block_entries,  # [sum of max_num_reqs * max_num_blocks] int32, the groups' tables in turn
+    max_num_blocks,  # [num_groups] int32
     block_sizes,  # [num_groups] int32
-    previous_rows,  # [num_reqs] int64
+    num_blocks,  # [num_groups, max_num_reqs] int32
+    num_known_blocks,  # [num_groups, max_num_reqs] int32, updated
+    num_device_blocks,  # [num_groups, max_num_reqs] int32, updated
+    # The step
+    num_scheduled_tokens,  # [num_reqs] int32
+    num_draft_tokens,  # [num_reqs or more] int32
+    previous_rows,  # [num_reqs or more] int64
+    num_sampled_rows,
     decode_query_len,
     # Outputs; T = num_input_tokens, R = num_reqs_padded
-    input_ids,  # [T]
+    input_ids,  # [T + 1]
     positions,  # [T]
     slot_mapping,  # [num_groups, T]
     query_start_loc,  # [R + 1]
     seq_lens,  # [R]
     computed,  # [R]
+    logits_indices,  # [max_logits]
     discard_request_mask,  # [R]
-    sampled_token_indices,  # [R]
-    sampled_token_rows,  # [R]
-    logits_indices,  # [T]
+    is_padding,  # [T]
+    tail_int64,
+    tail_int32,  # the same memory
 ):
     """Write the arrays of one step, padding included.
 
-    See `vllm_npu_prep.prep.batch.StepBatch` for the inputs,
-    `vllm_npu_prep.prep.layout.StepArrays` for the outputs,
-    `vllm_npu_prep.prep.padding` for the values in padding and
-    `vllm_npu_prep.prep.oracle` for the same result in plain loops.
+    See `vllm_npu_prep.prep.batch` for the inputs, `vllm_npu_prep.prep.layout` for the outputs,
+    `vllm_npu_prep.prep.padding` for the values in padding and `vllm_npu_prep.prep.oracle` for the
+    same result in plain loops.
 
     Returns
     -------
     tuple of int
-        ``max_query_len``, ``max_seq_len``, the number of logits and the number of tokens that come
-        from the last step's samples.
+        ``max_query_len``, ``max_seq_len``, the number of logits, the facts that decide the
+        attention state (`vllm_npu_prep.prep.state.batch_facts`), and how many block-table entries
+        are new to the device.
     """
     num_reqs = num_scheduled_tokens.shape[0]
-    num_input_tokens = input_ids.shape[0]
+    num_input_tokens = positions.shape[0]
     max_query_len = 0
     max_seq_len = 0
     num_logits = 0
-    num_sampled = 0
+    facts = 0
     start = 0
     query_start_loc[0] = 0
+    for row in range(num_sampled_rows):
+        tail_int64[row] = num_input_tokens  # nobody waits for it: the spare place
     for req in range(num_reqs):
         query_len = num_scheduled_tokens[req]
+        drafts = num_draft_tokens[req]
         first = num_computed_tokens[req]
         end = start + query_len
         seq_len = first + query_len
-
-        for offset in range(query_len):
-            input_ids[start + offset] = token_ids[req, first + offset]
-            positions[start + offset] = first + offset
-
-        for group in range(len(block_tables)):
-            block_size = block_sizes[group]
-            position = first
-            while position < seq_len:
-                block = position // block_size
-                block_end = min(seq_len, (block + 1) * block_size)
-                # Slot of the block's first position, shifted so that adding a position gives a slot
-                base = (block_tables[group][req, block] - block) * block_size
-                for p in range(position, block_end):
-                    slot_mapping[group, start + p - first] = base + p
-                position = block_end
-
         query_start_loc[req + 1] = end
         seq_lens[req] = seq_len
         computed[req] = first
         discard_request_mask[req] = seq_len < num_tokens[req]
-        drafts = num_draft_tokens[req]
         for index in range(end - 1 - drafts, end):
             logits_indices[num_logits] = index
             num_logits += 1
-        if previous_rows[req] >= 0:
-            sampled_token_indices[num_sampled] = end - 1 - drafts
-            sampled_token_rows[num_sampled] = previous_rows[req]
-            num_sampled += 1
+        if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
+            tail_int64[previous_rows[req]] = end - 1 - drafts
+        if first > 0:
+            facts |= SOME_COMPUTED
+        if drafts > 0:
+            facts |= SOME_DRAFTS
+        if query_len - drafts != 1:
+            facts |= SOME_BEYOND_DRAFTS
+        if query_len != 1:
+            facts |= SOME_SEVERAL_TOKENS
+        if first >= num_prompt_tokens[req]:
+            facts |= SOME_PAST_PROMPT
         max_query_len = max(max_query_len, query_len)
         max_seq_len = max(max_seq_len, seq_len)
         start = end
 
-    for token in range(start, num_input_tokens):
+    for req in range(num_reqs):
+        first, start = computed[req], query_start_loc[req]
+        query_len = query_start_loc[req + 1] - start
+        for offset in range(query_len):
+            input_ids[start + offset] = token_ids[req, first + offset]
+        for offset in range(query_len):
+            positions[start + offset] = first + offset
+    fill_slots(
+        num_reqs,
+        block_entries,
+        max_num_blocks,
+        block_sizes,
+        computed,
+        seq_lens,
+        query_start_loc,
+        slot_mapping,
+        num_computed_tokens.shape[0],
+    )
+    pad(
+        num_reqs,
+        decode_query_len,
+        input_ids,
+        positions,
+        slot_mapping,
+        query_start_loc,
+        seq_lens,
+        computed,
+        discard_request_mask,
+        is_padding,
+    )
+    num_block_changes = list_block_changes(
+        block_entries,
+        max_num_blocks,
+        num_blocks,
+        num_known_blocks,
+        num_device_blocks,
+        num_reqs,
+        seq_lens.shape[0],
+        num_sampled_rows,
+        tail_int64,
+        tail_int32,
+    )
+    return max_query_len, max_seq_len, num_logits, facts, num_block_changes
+
+
+@compiled
+def fill_slots(
+    num_reqs,
+    block_entries,  # [sum of max_num_reqs * max_num_blocks]
+    max_num_blocks,  # [num_groups]
+    block_sizes,  # [num_groups]
+    num_computed_tokens,  # [num_reqs or more]
+    seq_lens,  # [num_reqs or more]
+    query_start_loc,  # [num_reqs + 1 or more]
+    slot_mapping,  # [num_groups, T], written
+    max_num_reqs,
+):
+    """Slot of each scheduled token: its place in the physical block of its position."""
+    table = 0  # first entry of the group
+    for group in range(slot_mapping.shape[0]):
+        block_size, width = block_sizes[group], max_num_blocks[group]
+        for req in range(num_reqs):
+            row = table + req * width
+            position, seq_len = num_computed_tokens[req], seq_lens[req]
+            token = query_start_loc[req]
+            while position < seq_len:
+                block = position // block_size
+                slot = block_entries[row + block] * block_size + position % block_size
+                in_block = min(seq_len, (block + 1) * block_size) - position
+                for offset in range(in_block):
+                    slot_mapping[group, token + offset] = slot + offset
+                token += in_block
+                position += in_block
+        table += max_num_reqs * width
+
+
+@compiled
+def pad(
+    num_reqs,
+    decode_query_len,
+    input_ids,  # [T + 1]; all arrays are written behind the real tokens and requests
+    positions,  # [T]
+    slot_mapping,  # [num_groups, T]
+    query_start_loc,  # [R + 1]
+    seq_lens,  # [R]
+    num_computed_tokens,  # [R]
+    discard_request_mask,  # [R]
+    is_padding,  # [T], written whole
+):
+    """Values in padding, by the tables of `vllm_npu_prep.prep.padding`."""
+    num_input_tokens = positions.shape[0]
+    end = query_start_loc[num_reqs]
+    for token in range(end):
+        is_padding[token] = False
+    for token in range(end, num_input_tokens):
+        is_padding[token] = True
         input_ids[token] = 0
         positions[token] = 0
-        for group in range(len(block_tables)):
+        for group in range(slot_mapping.shape[0]):
             slot_mapping[group, token] = PAD_SLOT_ID
     for req in range(num_reqs, seq_lens.shape[0]):
         if decode_query_len == 0:
-            start = num_input_tokens
+            end = num_input_tokens
         else:
-            start = min(start + decode_query_len, num_input_tokens)
-        query_start_loc[req + 1] = start
+            end = min(end + decode_query_len, num_input_tokens)
+        query_start_loc[req + 1] = end
         seq_lens[req] = 0
-        computed[req] = 0
+        num_computed_tokens[req] = 0
         discard_request_mask[req] = True
-    return max_query_len, max_seq_len, num_logits, num_sampled
 
 
-def warm_up(num_groups: int = 1) -> None:
-    """Compile or load the fused pass for `num_groups` KV-cache groups."""
-    ones = np.ones(1, np.int32)
-    zeros = np.zeros(1, np.int32)
-    fill_step(
-        zeros,
-        ones,
-        zeros,
-        ones,
-        np.zeros((1, 1), np.int32),
-        tuple(np.zeros((1, 1), np.int32) for _ in range(num_groups)),
-        np.ones(num_groups, np.int32),
-        np.full(1, NO_PREVIOUS_ROW, np.int64),
-        0,
-        np.zeros(1, np.int32),
-        np.zeros(1, np.int64),
-        np.zeros((num_groups, 1), np.int32),
-        np.zeros(2, np.int32),
-        np.zeros(1, np.int32),
-        np.zeros(1, np.int32),
-        np.zeros(1, np.bool_),
-        np.zeros(1, np.int64),
-        np.zeros(1, np.int64),
-        np.zeros(1, np.int32),
+@compiled
+def list_block_changes(
+    block_entries,  # [sum of max_num_reqs * max_num_blocks]
+    max_num_blocks,  # [num_groups]
+    num_blocks,  # [num_groups, max_num_reqs]
+    num_known_blocks,  # [num_groups, max_num_reqs], updated
+    num_device_blocks,  # [num_groups, max_num_reqs], updated
+    num_reqs,
+    num_reqs_padded,
+    taken,  # places of the tail that hold something already, in units of int64
+    tail_int64,
+    tail_int32,
+):
+    """List the block-table entries that the device doesn't have yet, and count them as known.
+
+    A row only ever grows behind what the device knows of it, or is replaced whole, which resets
+    `num_known_blocks`: so this costs a look at each request and a write for each new block,
+    however wide the table is. Rows of padding requests are set to the null block.
+
+    Indices count as `block_entries` does. They come behind what is `taken`, and the block ids
+    behind them (`vllm_npu_prep.prep.layout.StepLayout.tail`).
+
+    Returns
+    -------
+    int
+        How many entries there are.
+    """
+    num_groups, max_num_reqs = num_blocks.shape
+    last_padded = min(num_reqs_padded, max_num_reqs)
+    count = 0
+    for group in range(num_groups):
+        for req in range(num_reqs):
+            count += max(0, num_blocks[group, req] - num_known_blocks[group, req])
+        for req in range(num_reqs, last_padded):
+            count += num_device_blocks[group, req]
+    if count == 0:
+        return 0
+
+    index_of, id_of = taken, 2 * (taken + count)
+    table = 0  # first entry of the group
+    for group in range(num_groups):
+        width = max_num_blocks[group]
+        for req in range(num_reqs):
+            end = num_blocks[group, req]
+            if end <= num_known_blocks[group, req]:
+                continue
+            for block in range(num_known_blocks[group, req], end):
+                entry = table + req * width + block
+                tail_int64[index_of] = entry
+                tail_int32[id_of] = block_entries[entry]
+                index_of += 1
+                id_of += 1
+            num_known_blocks[group, req] = end
+            num_device_blocks[group, req] = max(num_device_blocks[group, req], end)
+        for req in range(num_reqs, last_padded):
+            for block in range(num_device_blocks[group, req]):
+                tail_int64[index_of] = table + req * width + block
+                tail_int32[id_of] = NULL_BLOCK_ID
+                index_of += 1
+                id_of += 1
+            num_known_blocks[group, req] = 0
+            num_device_blocks[group, req] = 0
+        table += max_num_reqs * width
+    return count
+
+
+@intrinsic
+def _pointer(typingctx, address):
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), codegen
+
+
+@compiled
+def fill_step_at(
+    tables,  # int64: sizes and addresses, `vllm_npu_prep.prep.batch.BatchTables.addresses`
+    arrays,  # int64: sizes and addresses, `vllm_npu_prep.prep.layout.StepArrays.addresses`
+    num_scheduled_tokens,
+    num_draft_tokens,
+    previous_rows,
+    num_sampled_rows,
+    decode_query_len,
+):
+    """`fill_step` on arrays that stay: numba looks at every array that it is handed.
+
+    For two dozen of them, not used since the last step, that took as long as filling them for 256
+    decodes.
+    """
+    reqs, model_len, groups, entries = tables[0], tables[1], tables[2], tables[3]
+    tokens, reqs_padded, logits, tail = arrays[0], arrays[1], arrays[2], arrays[3]
+    return fill_step(
+        carray(_pointer(tables[4]), reqs, np.int32),
+        carray(_pointer(tables[5]), reqs, np.int32),
+        carray(_pointer(tables[6]), reqs, np.int32),
+        carray(_pointer(tables[7]), (reqs, model_len), np.int32),
+        carray(_pointer(tables[8]), entries, np.int32),
+        carray(_pointer(tables[9]), groups, np.int32),
+        carray(_pointer(tables[10]), groups, np.int32),
+        carray(_pointer(tables[11]), (groups, reqs), np.int32),
+        carray(_pointer(tables[12]), (groups, reqs), np.int32),
+        carray(_pointer(tables[13]), (groups, reqs), np.int32),
+        num_scheduled_tokens,
+        num_draft_tokens,
+        previous_rows,
+        num_sampled_rows,
+        decode_query_len,
+        carray(_pointer(arrays[4]), tokens + 1, np.int32),
+        carray(_pointer(arrays[5]), tokens, np.int64),
+        carray(_pointer(arrays[6]), (groups, tokens), np.int32),
+        carray(_pointer(arrays[7]), reqs_padded + 1, np.int32),
+        carray(_pointer(arrays[8]), reqs_padded, np.int32),
+        carray(_pointer(arrays[9]), reqs_padded, np.int32),
+        carray(_pointer(arrays[10]), logits, np.int32),
+        carray(_pointer(arrays[11]), reqs_padded, np.bool_),
+        carray(_pointer(arrays[12]), tokens, np.bool_),
+        carray(_pointer(arrays[13]), tail, np.int64),
+        carray(_pointer(arrays[13]), 2 * tail, np.int32),
     )
+
+
+@compiled
+def book_tokens(
+    sampled_token_ids,  # [num_reqs] int64
+    discard_request_mask,  # [num_reqs] bool
+    num_tokens,  # [max_num_reqs] int32, updated
+    token_ids,  # [max_num_reqs, max_model_len] int32, updated
+    is_token_ids,  # [max_num_reqs, max_model_len] bool, updated
+):
+    """Enter one sampled token for each request that is not discarded into the token table.
+
+    Returns
+    -------
+    int
+        Row of a request that has no room for its token, -1 if there is none. Rows before it are
+        entered.
+    """
+    for req in range(sampled_token_ids.shape[0]):
+        if discard_request_mask[req]:
+            continue
+        end = num_tokens[req]
+        if end >= token_ids.shape[1]:
+            return req
+        token_ids[req, end] = sampled_token_ids[req]
+        is_token_ids[req, end] = True
+        num_tokens[req] = end + 1
+    return -1

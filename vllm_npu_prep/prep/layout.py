@@ -30,7 +30,7 @@ class ArraySpec:
         return self.offset + self.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepLayout:
     """Offsets of the per-step arrays, a function of the padded sizes only.
 
@@ -45,34 +45,45 @@ class StepLayout:
         Requests after padding.
     num_groups
         KV-cache groups; each has its own slots.
+    max_logits
+        Most tokens whose logits are wanted.
 
     Notes
     -----
-    The arrays whose used length varies at a given size come last, so that a step copies only the
-    prefix that it uses (see `used_bytes`).
+    Behind the arrays comes a tail for what has another length in every step and is placed by a
+    launch of its own, before any graph runs:
+
+    ======================  ======  ========================================================
+    part                    dtype   length
+    ======================  ======  ========================================================
+    sampled_token_targets   int64   rows of the last step's samples; none unless these are
+                                    still on the device (async scheduling)
+    block_change_indices    int64   entries that the device's block tables don't have yet
+    block_change_ids        int32   the same
+    ======================  ======  ========================================================
     """
 
     num_input_tokens: int
     num_reqs_padded: int
     num_groups: int
+    max_logits: int
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
         """Name to place of every array, in the order of the buffer."""
         num_tokens, num_reqs = self.num_input_tokens, self.num_reqs_padded
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
-            "input_ids": ((num_tokens,), np.int32),
             "positions": ((num_tokens,), np.int64),
+            # One more place behind the tokens: samples of the last step that no request of this
+            # one waits for are put there.
+            "input_ids_and_spare": ((num_tokens + 1,), np.int32),
             "slot_mapping": ((self.num_groups, num_tokens), np.int32),
             "query_start_loc": ((num_reqs + 1,), np.int32),
             "seq_lens": ((num_reqs,), np.int32),
             "num_computed_tokens": ((num_reqs,), np.int32),
+            "logits_indices": ((self.max_logits,), np.int32),
             "discard_request_mask": ((num_reqs,), np.bool_),
-            # Where the tokens that the last step sampled go, and from which row they come.
-            "sampled_token_indices": ((num_reqs,), np.int64),
-            "sampled_token_rows": ((num_reqs,), np.int64),
-            # Each request has at least one token and each draft is a token: never more logits.
-            "logits_indices": ((num_tokens,), np.int32),
+            "is_padding": ((num_tokens,), np.bool_),
         }
         arrays, offset = {}, 0
         for name, (shape, dtype) in shapes.items():
@@ -80,15 +91,31 @@ class StepLayout:
             offset = -(-arrays[name].end // ALIGNMENT) * ALIGNMENT
         return arrays
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer in bytes."""
-        return self.arrays["logits_indices"].end
+    @cached_property
+    def tail_offset(self) -> int:
+        """First byte of the tail."""
+        return -(-self.arrays["is_padding"].end // ALIGNMENT) * ALIGNMENT
 
-    def used_bytes(self, num_logits: int) -> int:
-        """Bytes that a step with `num_logits` logits has to copy."""
-        logits = self.arrays["logits_indices"]
-        return logits.offset + num_logits * logits.dtype.itemsize
+    def nbytes(self, num_sampled_rows: int = 0, num_block_changes: int = 0) -> int:
+        """Bytes of a step: the arrays and what it has in its tail."""
+        return self.tail_offset + 8 * num_sampled_rows + 12 * num_block_changes
+
+    def tail(self, num_sampled_rows: int, num_block_changes: int) -> tuple[slice, slice, slice]:
+        """Place of the tail's parts.
+
+        Returns
+        -------
+        sampled_token_targets, block_change_indices, block_change_ids
+            As slices of the buffer seen as int64, int64 and int32.
+        """
+        targets = self.tail_offset // 8
+        indices = targets + num_sampled_rows
+        end = indices + num_block_changes
+        return (
+            slice(targets, indices),
+            slice(indices, end),
+            slice(2 * end, 2 * end + num_block_changes),
+        )
 
     def views(self, buffer: np.ndarray) -> "StepArrays":
         """Every array as a view of `buffer`.
@@ -96,22 +123,28 @@ class StepLayout:
         Parameters
         ----------
         buffer
-            uint8 of at least `nbytes`, aligned to `ALIGNMENT` or wherever numpy put it.
+            uint8 of at least `nbytes`, a multiple of 8, aligned to `ALIGNMENT` or wherever numpy
+            put it.
 
         Raises
         ------
         ValueError
             If the buffer is too small.
         """
-        if buffer.nbytes < self.nbytes:
+        if buffer.nbytes < self.nbytes():
             raise ValueError(
-                f"the staging buffer has {buffer.nbytes} bytes, this step needs {self.nbytes}"
+                f"the staging buffer has {buffer.nbytes} bytes, this step needs {self.nbytes()}"
             )
+        views = {
+            name: buffer[spec.offset : spec.end].view(spec.dtype).reshape(spec.shape)
+            for name, spec in self.arrays.items()
+        }
+        tail = buffer[self.tail_offset :]
         return StepArrays(
-            **{
-                name: buffer[spec.offset : spec.end].view(spec.dtype).reshape(spec.shape)
-                for name, spec in self.arrays.items()
-            }
+            input_ids=views["input_ids_and_spare"][:-1],
+            tail_int64=tail.view(np.int64),
+            tail_int32=tail.view(np.int32),
+            **views,
         )
 
 
@@ -123,33 +156,69 @@ class StepArrays:
     """
 
     input_ids: np.ndarray  # [T] int32
+    input_ids_and_spare: np.ndarray  # [T + 1] int32
     positions: np.ndarray  # [T] int64
     slot_mapping: np.ndarray  # [G, T] int32
     query_start_loc: np.ndarray  # [R + 1] int32
     seq_lens: np.ndarray  # [R] int32
     num_computed_tokens: np.ndarray  # [R] int32
+    logits_indices: np.ndarray  # [max_logits] int32
     discard_request_mask: np.ndarray  # [R] bool
-    sampled_token_indices: np.ndarray  # [R] int64
-    sampled_token_rows: np.ndarray  # [R] int64
-    logits_indices: np.ndarray  # [T] int32
+    is_padding: np.ndarray  # [T] bool
+    tail_int64: np.ndarray  # [bytes of the tail / 8] int64
+    tail_int32: np.ndarray  # [bytes of the tail / 4] int32, the same memory
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """Sizes and addresses for `vllm_npu_prep.prep.kernels.fill_step_at`, int64."""
+        sizes = (len(self.positions), len(self.seq_lens), len(self.logits_indices))
+        arrays = (
+            self.input_ids_and_spare,
+            self.positions,
+            self.slot_mapping,
+            self.query_start_loc,
+            self.seq_lens,
+            self.num_computed_tokens,
+            self.logits_indices,
+            self.discard_request_mask,
+            self.is_padding,
+            self.tail_int64,
+        )
+        places = [array.ctypes.data for array in arrays]
+        return np.array([*sizes, len(self.tail_int64), *places], np.int64)
 
 
 @lru_cache(maxsize=1024)
-def step_layout(num_input_tokens: int, num_reqs_padded: int, num_groups: int) -> StepLayout:
+def step_layout(
+    num_input_tokens: int, num_reqs_padded: int, num_groups: int, max_logits_per_req: int = 1
+) -> StepLayout:
     """The layout of these sizes: the same object each time, its offsets worked out once.
 
-    Returns
-    -------
-    StepLayout
-        See there for the parameters.
+    Parameters
+    ----------
+    num_input_tokens, num_reqs_padded, num_groups
+        See `StepLayout`.
+    max_logits_per_req
+        Most logits that one request wants: one, and one for each draft.
     """
-    return StepLayout(num_input_tokens, num_reqs_padded, num_groups)
+    # Each request has at least one token and each draft is a token: never more logits than tokens.
+    max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
+    return StepLayout(num_input_tokens, num_reqs_padded, num_groups, max_logits)
 
 
-def largest_layout(max_num_tokens: int, max_num_reqs: int, num_groups: int) -> StepLayout:
-    """The layout that every step's buffer has to hold.
+def largest_step(
+    max_num_tokens: int,
+    max_num_reqs: int,
+    num_groups: int,
+    max_logits_per_req: int,
+    num_block_table_entries: int,
+) -> int:
+    """Bytes that every step's buffer has to hold, a multiple of `ALIGNMENT`.
 
     Two more rows than requests: a mixed batch in a full graph gets one dummy request, and rows of
-    zero length may follow it (vllm-project/vllm-ascend 7144).
+    zero length may follow it (vllm-project/vllm-ascend 7144). A step can change every entry of the
+    block tables: the first one after a dummy run does.
     """
-    return StepLayout(max_num_tokens, max_num_reqs + 2, num_groups)
+    layout = step_layout(max_num_tokens, max_num_reqs + 2, num_groups, max_logits_per_req)
+    nbytes = layout.nbytes(max_num_reqs, num_block_table_entries)
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

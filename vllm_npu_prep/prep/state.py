@@ -30,19 +30,50 @@ class AttentionState(IntEnum):
     ChunkedPrefill = 4
 
 
-def attention_state(
+# What the rule has to know of a batch, as bits of one number: the fused pass collects them on its
+# way (`vllm_npu_prep.prep.kernels.fill_step`), `batch_facts` says what they mean.
+SOME_COMPUTED = 1
+SOME_DRAFTS = 2
+SOME_BEYOND_DRAFTS = 4
+SOME_SEVERAL_TOKENS = 8
+SOME_PAST_PROMPT = 16
+
+
+def batch_facts(
     num_computed_tokens: np.ndarray,  # [num_reqs]
     num_scheduled_tokens: np.ndarray,  # [num_reqs]
     num_draft_tokens: np.ndarray,  # [num_reqs]
     num_prompt_tokens: np.ndarray,  # [num_reqs]
-    chunked_prefill: bool,
-) -> AttentionState:
-    """Decide the attention state of a step.
+) -> int:
+    """Facts of a batch that decide its state.
 
     Parameters
     ----------
     num_computed_tokens, num_scheduled_tokens, num_draft_tokens, num_prompt_tokens
         Integers of shape ``[num_reqs]``, one entry for each request of the batch.
+
+    Returns
+    -------
+    int
+        Sum of the bits whose condition some request meets.
+    """
+    some_request = {
+        SOME_COMPUTED: num_computed_tokens > 0,
+        SOME_DRAFTS: num_draft_tokens > 0,
+        SOME_BEYOND_DRAFTS: num_scheduled_tokens - num_draft_tokens != 1,
+        SOME_SEVERAL_TOKENS: num_scheduled_tokens != 1,
+        SOME_PAST_PROMPT: num_computed_tokens >= num_prompt_tokens,
+    }
+    return sum(bit for bit, holds in some_request.items() if holds.any())
+
+
+def attention_state(facts: int, chunked_prefill: bool) -> AttentionState:
+    """Decide the attention state of a step.
+
+    Parameters
+    ----------
+    facts
+        As `batch_facts` gives them.
     chunked_prefill
         Whether the scheduler may split a prompt over several steps.
 
@@ -51,12 +82,12 @@ def attention_state(
     AttentionState
         The first state of the table in `AttentionState` whose condition holds.
     """
-    if not num_computed_tokens.any():
+    if not facts & SOME_COMPUTED:
         return AttentionState.PrefillNoCache
-    if num_draft_tokens.any() and (num_scheduled_tokens - num_draft_tokens == 1).all():
+    if facts & SOME_DRAFTS and not facts & SOME_BEYOND_DRAFTS:
         return AttentionState.SpecDecoding
-    if (num_scheduled_tokens == 1).all():
+    if not facts & SOME_SEVERAL_TOKENS:
         return AttentionState.DecodeOnly
-    if not chunked_prefill and (num_computed_tokens < num_prompt_tokens).all():
+    if not chunked_prefill and not facts & SOME_PAST_PROMPT:
         return AttentionState.PrefillCacheHit
     return AttentionState.ChunkedPrefill

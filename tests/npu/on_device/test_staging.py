@@ -14,22 +14,23 @@ STEPS = 12
 
 def test_a_buffer_is_rewritten_only_after_its_copy():
     layout = step_layout(4096, 8, 1)
-    ring = StagingRing(make_device("npu"), layout.nbytes, pin_memory=True)
+    ring = StagingRing(make_device("npu"), layout.nbytes(), pin_memory=True)
     for step in range(STEPS):
-        slot, host, _ = ring.acquire(layout)
-        host.positions[:] = step
-        arrays = ring.submit(slot, layout, layout.nbytes)
+        staged = ring.acquire(layout)
+        staged.np.positions[:] = step
+        ring.submit(layout.nbytes())
     torch.npu.synchronize()  # a hazard surfaces here
-    assert (arrays.positions.cpu() == STEPS - 1).all()
+    assert (staged.device.positions.cpu() == STEPS - 1).all()
     assert ring.waits > 0, "nothing was in flight: this shows nothing"
 
 
 def test_arrays_stay_where_they_are():
-    ring = StagingRing(make_device("npu"), step_layout(256, 8, 1).nbytes, pin_memory=True)
+    ring = StagingRing(make_device("npu"), step_layout(256, 8, 1).nbytes(), pin_memory=True)
     addresses = set()
     for _ in range(5):
         layout = step_layout(128, 4, 1)
-        slot, _, _ = ring.acquire(layout)
-        addresses.add(ring.submit(slot, layout, layout.nbytes).slot_mapping.data_ptr())
+        (slots,) = ring.acquire(layout).device.slot_mapping
+        addresses.add(slots.data_ptr())
+        ring.submit(layout.nbytes())
     torch.npu.synchronize()
     assert len(addresses) == 1

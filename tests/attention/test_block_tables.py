@@ -1,0 +1,160 @@
+"""The device's block tables stay those of the host, whatever happens to rows in between."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
+from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW
+from vllm_npu_prep.prep.layout import largest_step, step_layout
+from vllm_npu_prep.prep.padding import Padding
+
+ROWS = 6
+BLOCK_SIZES = [4, 2]
+WIDTHS = [8, 20]
+
+
+def device_block_tables() -> DeviceBlockTables:
+    upstream = MultiGroupBlockTable(
+        max_num_reqs=ROWS,
+        max_num_batched_tokens=64,
+        pin_memory=False,
+        device=torch.device("cpu"),
+        block_sizes=BLOCK_SIZES,
+        max_num_blocks=WIDTHS,
+    )
+    return DeviceBlockTables(upstream)
+
+
+class Host:
+    """Block tables with the rest of what a step reads, and a device that gets what is sent."""
+
+    def __init__(self) -> None:
+        self.tables = device_block_tables()
+        rows = np.ones(ROWS, np.int32)
+        self.batch = BatchTables(
+            num_computed_tokens=rows * 0,
+            num_prompt_tokens=rows,
+            num_tokens=rows,
+            token_ids=np.zeros((ROWS, 8), np.int32),
+            block_entries=self.tables.entries_np,
+            max_num_blocks=self.tables.max_num_blocks,
+            block_sizes=np.array(BLOCK_SIZES, np.int32),
+            num_blocks=self.tables.num_blocks,
+            num_known_blocks=self.tables.num_known_blocks,
+            num_device_blocks=self.tables.num_device_blocks,
+        )
+        self.next_block = 1
+        self.sent: list[int] = []
+
+    def new_blocks(self, counts: list[int]) -> tuple[list[int], ...]:
+        blocks = []
+        for count in counts:
+            blocks.append(list(range(self.next_block, self.next_block + count)))
+            self.next_block += count
+        return tuple(blocks)
+
+    def step(self, num_reqs: int, num_reqs_padded: int) -> None:
+        """Prepare a step of one token for each request, and let the device have it."""
+        layout = step_layout(num_reqs_padded, num_reqs_padded, 2)
+        nbytes = largest_step(num_reqs_padded, ROWS, 2, 1, len(self.tables.entries))
+        arrays = layout.views(np.zeros(nbytes, np.uint8))
+        ones = np.ones(num_reqs, np.int32)
+        batch = StepBatch(self.batch, ones, ones * 0, num_reqs)
+        prepared = prepare_step(batch, Padding(num_reqs_padded, num_reqs_padded, 1), layout, arrays)
+        count = prepared.num_block_changes
+        indices, ids = arrays.tail_int64[:count], arrays.tail_int32[2 * count : 3 * count]
+        assert len(set(indices.tolist())) == count, "an entry is written twice in one launch"
+        self.tables.entries.numpy()[indices] = ids
+        self.sent.append(count)
+
+    def assert_device_is_right(self, num_reqs: int, num_reqs_padded: int) -> None:
+        rows = self.tables.device_rows(num_reqs_padded)
+        for table, device, owned in zip(self.tables.block_tables, rows, self.tables.num_blocks):
+            for row in range(num_reqs):
+                expected = table.block_table.np[row, : owned[row]].tolist()
+                assert device[row, : owned[row]].tolist() == expected
+            assert not device[num_reqs:].any(), "rows of padding are not the null block"
+
+
+row = st.integers(0, ROWS - 1)
+counts = st.lists(st.integers(0, 3), min_size=2, max_size=2)
+operations = st.one_of(
+    st.tuples(st.just("add"), row, counts),
+    st.tuples(st.just("append"), row, counts),
+    st.tuples(st.just("clear"), row),
+    st.tuples(st.just("move"), row, row),
+    st.tuples(st.just("swap"), row, row),
+    st.tuples(st.just("dummy run")),
+    st.tuples(st.just("step"), st.integers(1, ROWS), st.integers(0, 2)),
+)
+
+
+@given(st.lists(operations, max_size=40))
+def test_device_rows_equal_host_rows_after_any_operations(steps):
+    host = Host()
+    tables = host.tables
+    for name, *arguments in [*steps, ("step", ROWS - 1, 1)]:
+        if name == "add":
+            tables.add_row(host.new_blocks(arguments[1]), arguments[0])
+        elif name == "append":
+            if (tables.num_blocks[:, arguments[0]] + 3 <= 8).all():
+                tables.append_row(host.new_blocks(arguments[1]), arguments[0])
+        elif name == "clear":
+            tables.clear_row(*arguments)
+        elif name == "move" and arguments[0] != arguments[1]:
+            tables.move_row(*arguments)
+        elif name == "swap":
+            tables.swap_row(*arguments)
+        elif name == "dummy run":  # copies whole rows, then clears some: the device is unknown
+            tables.commit_block_table(ROWS)
+            tables.entries.fill_(77)
+        elif name == "step":
+            num_reqs, padding = arguments
+            host.step(num_reqs, min(num_reqs + padding, ROWS))
+            host.assert_device_is_right(num_reqs, min(num_reqs + padding, ROWS))
+
+
+def test_only_what_is_new_is_sent():
+    host = Host()
+    for index in range(3):
+        host.tables.add_row(host.new_blocks([2, 4]), index)
+    host.step(3, 3)  # everything: three rows of six entries
+    host.step(3, 3)  # nothing is new
+    host.tables.append_row(host.new_blocks([1, 0]), 1)
+    host.step(3, 3)  # one entry
+    host.tables.swap_row(0, 2)
+    host.step(3, 3)  # two rows
+    assert host.sent == [18, 0, 1, 12]
+
+
+def test_tables_of_all_groups_share_one_tensor_on_either_side():
+    tables = device_block_tables()
+    for table in tables.block_tables:
+        buffer = table.block_table
+        assert buffer.gpu.untyped_storage().data_ptr() == tables.entries.data_ptr()
+        assert buffer.cpu.untyped_storage().data_ptr() == tables.entries_cpu.data_ptr()
+        assert buffer.np.base is not None
+        assert buffer.np.ctypes.data == buffer.cpu.data_ptr()
+
+
+@given(st.permutations(range(ROWS)), st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
+def test_previous_rows_follow_their_requests(order, left_out):
+    tables = device_block_tables()
+    tables.mark_rows(np.array(left_out))
+    requests = list(range(ROWS))  # request r was in row r
+    for target, request in enumerate(order):
+        source = requests.index(request)
+        if source != target:
+            tables.swap_row(source, target)
+            requests[source], requests[target] = requests[target], requests[source]
+    expected = [NO_PREVIOUS_ROW if left_out[r] else r for r in requests]
+    assert tables.previous_rows.tolist() == expected
+    tables.clear_row(0)
+    tables.move_row(ROWS - 1, 0)
+    assert tables.previous_rows[0] == expected[-1]
+    tables.add_row(([], []), ROWS - 1)
+    assert tables.previous_rows[ROWS - 1] == NO_PREVIOUS_ROW

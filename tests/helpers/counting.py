@@ -1,0 +1,33 @@
+"""What the emulated device is asked to do while a step is prepared."""
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm_npu_prep import emulator
+
+
+class PreparationCounts:
+    """Counts of each step of a runner, from entering `_prepare_inputs` to entering the forward.
+
+    `steps` holds one dict a step; counters that stayed at zero are left out.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.steps: list[dict[str, int]] = []
+        self._start: dict[str, int] = {}
+        prepare_inputs, model_forward = runner._prepare_inputs, runner._model_forward
+
+        def counted_prepare_inputs(*args: Any) -> Any:
+            self._start = asdict(emulator.counters())
+            return prepare_inputs(*args)
+
+        def counted_model_forward(*args: Any, **kwargs: Any) -> Any:
+            if self._start:  # dummy runs prepare nothing
+                end = asdict(emulator.counters())
+                counts = {name: end[name] - start for name, start in self._start.items()}
+                self.steps.append({name: count for name, count in counts.items() if count})
+                self._start = {}
+            return model_forward(*args, **kwargs)
+
+        runner._prepare_inputs = counted_prepare_inputs
+        runner._model_forward = counted_model_forward

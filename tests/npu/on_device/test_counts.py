@@ -1,0 +1,54 @@
+"""What preparing a step asks of the device: one copy, at most two launches, no sync, no read-back.
+
+Counted from entering `_prepare_inputs` to entering the model's forward, in served traffic.
+"""
+
+import numpy as np
+import pytest
+
+from tests.helpers.counting import PreparationCounts
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+
+DECODES = {"DecodeOnly"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_a_step_is_one_copy_and_at_most_two_launches(model, async_scheduling, seed):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 512, n).tolist() for n in (5, 120, 127, 128, 60, 1, 126)]
+    states = []
+    with engine(
+        model,
+        dtype="float16",
+        max_num_seqs=4,  # the others come in when one of these has finished
+        max_num_batched_tokens=64,
+        async_scheduling=async_scheduling,
+    ) as llm:
+        runner = runner_of(llm)
+        counts = PreparationCounts(runner)
+        model_forward = runner._model_forward
+
+        def recorded(*args, **kwargs):
+            states.append(runner.last_step.attn_state.name)
+            return model_forward(*args, **kwargs)
+
+        runner._model_forward = recorded
+        generate(llm, prompts, greedy(12))
+        waits = runner.staging.waits
+    assert len(counts.steps) == len(states)
+    assert set(states) >= {"DecodeOnly", "ChunkedPrefill", "PrefillNoCache"}
+    launches = set()
+    for state, step in zip(states, counts.steps):
+        assert step.pop("h2d_copies") == 1, (state, step)
+        if state == "DecodeOnly":
+            launches.add(step.get("launches", 0))
+        left = set(step) - {"h2d_bytes", "launches", "peak_memory_bytes"}
+        assert not left, (state, step)  # no sync, no copy to the host or on the device
+    # Asynchronous: samples are placed by one launch; new blocks, now and then, by another.
+    assert launches == ({1, 2} if async_scheduling else {0, 1})
+    assert waits == 0, "the ring waited, which is to be the exception"

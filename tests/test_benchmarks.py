@@ -1,0 +1,49 @@
+"""Benchmarks run, verify what they measure, and print nothing when that fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASES = ["decode-256", "step-256"]
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_host_step_prints_one_object_a_line():
+    cases = [word for case in CASES for word in ("--case", case)]
+    result = run("benchmarks/host_step.py", "--json", "--steps", "3", *cases)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["case"] for row in rows] == CASES
+    for row in rows:
+        assert set(row) == {"case", "ours_us", "upstream_us", "ratio", "min_us", "max_us"}
+        assert 0 < row["min_us"] <= row["ours_us"] <= row["max_us"]
+        assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
+
+
+def test_host_step_prints_no_number_when_the_runners_disagree():
+    plant = (
+        "import sys; sys.path.insert(0, 'benchmarks')\n"
+        "import host_step\n"
+        "from vllm_npu_prep import model_runner\n"
+        "prepare_step = model_runner.prepare_step\n"
+        "def planted(*args):\n"
+        "    step = prepare_step(*args)\n"
+        "    step.arrays.positions[7] += 1\n"
+        "    return step\n"
+        "model_runner.prepare_step = planted\n"
+        "sys.argv = ['host_step.py', '--steps', '3', '--case', 'decode-256']\n"
+        "host_step.main()\n"
+    )
+    result = run("-c", plant)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "positions differs from upstream's; no numbers" in result.stderr

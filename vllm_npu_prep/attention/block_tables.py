@@ -1,0 +1,112 @@
+"""Block tables that the device keeps: upstream's, and what the device has of them."""
+
+import numpy as np
+import torch
+from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW
+
+
+class DeviceBlockTables(MultiGroupBlockTable):
+    """The block tables of all KV-cache groups, with the device's copy changed entry by entry.
+
+    Upstream copies every row of the batch, as wide as ``max_model_len`` makes it, in every step.
+    Here the tables lie behind one another, on the host and on the device, and only entries that the
+    device doesn't have are sent, with everything else of the step (`list_block_changes`). A row
+    that grows needs no note: what lies behind `num_known_blocks` is new. A row that is replaced
+    forgets.
+
+    Parameters
+    ----------
+    upstream
+        The tables as vLLM's input batch made them, still empty. They get other memory.
+    """
+
+    def __init__(self, upstream: MultiGroupBlockTable) -> None:
+        self.block_tables = upstream.block_tables
+        max_num_reqs = self.block_tables[0].max_num_reqs
+        shape = (len(self.block_tables), max_num_reqs)
+        # See `BatchTables` for these.
+        self.num_blocks = np.zeros(shape, np.int32)
+        self.num_known_blocks = np.zeros(shape, np.int32)
+        self.num_device_blocks = np.zeros(shape, np.int32)
+        self.max_num_blocks = np.array(
+            [table.max_num_blocks_per_req for table in self.block_tables], np.int32
+        )
+        buffers = [table.block_table for table in self.block_tables]
+        sizes = [buffer.np.size for buffer in buffers]
+        # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
+        with torch.inference_mode(False):
+            self.entries_cpu = buffers[0].cpu.new_zeros(sum(sizes))
+            self.entries = buffers[0].gpu.new_zeros(sum(sizes))
+        self.entries_np = self.entries_cpu.numpy()
+        views = zip(self.entries_cpu.split(sizes), self.entries.split(sizes), self.num_blocks)
+        for table, (host, device, num_blocks) in zip(self.block_tables, views):
+            buffer = table.block_table
+            buffer.cpu = host.view(buffer.cpu.shape)
+            buffer.np = buffer.cpu.numpy()
+            buffer.gpu = device.view(buffer.gpu.shape)
+            table.num_blocks_per_row = num_blocks
+        # Row of each request when `mark_rows` was last called, -1 for those it left out.
+        self.previous_rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # [max_num_reqs]
+        self._rows = np.arange(max_num_reqs)
+        self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
+        rows = self._device_rows.get(num_reqs)
+        if rows is None:
+            rows = tuple(table.get_device_tensor(num_reqs) for table in self.block_tables)
+            self._device_rows[num_reqs] = rows
+        return rows
+
+    def mark_rows(self, left_out: np.ndarray) -> None:
+        """Call the present rows the previous ones; they then follow their requests.
+
+        Parameters
+        ----------
+        left_out
+            bool ``[num_reqs]``: requests to leave out.
+        """
+        num_reqs = len(left_out)
+        self.previous_rows[:num_reqs] = self._rows[:num_reqs]
+        self.previous_rows[:num_reqs][left_out] = NO_PREVIOUS_ROW
+
+    def forget(self) -> None:
+        """The device's tables may hold anything: send every row again."""
+        self.num_known_blocks[:] = 0
+        for num_device_blocks, table in zip(self.num_device_blocks, self.block_tables):
+            num_device_blocks[:] = table.max_num_blocks_per_req
+
+    def add_row(self, block_ids: tuple[list[int], ...], row_idx: int) -> None:
+        """A row gets another request."""
+        super().add_row(block_ids, row_idx)
+        self.num_known_blocks[:, row_idx] = 0
+        self.previous_rows[row_idx] = NO_PREVIOUS_ROW
+
+    def clear_row(self, row_idx: int) -> None:
+        """A row loses its request."""
+        super().clear_row(row_idx)
+        self.num_known_blocks[:, row_idx] = 0
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """A request moves to a free row."""
+        super().move_row(src, tgt)
+        self.num_known_blocks[:, [src, tgt]] = 0
+        self.previous_rows[tgt] = self.previous_rows[src]
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Two requests change places."""
+        super().swap_row(src, tgt)
+        self.num_known_blocks[:, [src, tgt]] = 0
+        self.previous_rows[[src, tgt]] = self.previous_rows[[tgt, src]]
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        """Copy whole rows, as dummy runs do."""
+        super().commit_block_table(num_reqs)
+        self.forget()
+
+    def clear(self) -> None:
+        """Empty the tables on both sides."""
+        super().clear()
+        self.forget()
