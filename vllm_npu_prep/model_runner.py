@@ -11,7 +11,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
@@ -21,7 +20,7 @@ from vllm_npu_prep.bookkeeping import BookkeepingRunner
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
-from vllm_npu_prep.prep.layout import StepLayout, largest_step, step_layout
+from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import Padding
 
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+KEPT_DECISIONS = 4096
+"""Padding decisions that are kept. Decodes need as many as there are batch sizes."""
 
 
 class NPUModelRunner(BookkeepingRunner):
@@ -107,7 +109,12 @@ class NPUModelRunner(BookkeepingRunner):
         # 1 padding: decided first, from counts alone
         padding = self._decide_padding(scheduler_output, batch)
         # 2 layout: where each array lives, a function of the padded sizes
-        layout = self._layout(padding)
+        layout = step_layout(
+            padding.num_input_tokens,
+            padding.num_reqs_padded,
+            self._num_groups,
+            self._max_logits_per_req,
+        )
         staged = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, staged.np)
@@ -175,18 +182,11 @@ class NPUModelRunner(BookkeepingRunner):
                 padding = Padding(descriptor.num_tokens, num_reqs)
             known = decision, padding
             if self._padding_is_a_function_of_counts:
+                if len(self._padding_decisions) == KEPT_DECISIONS:
+                    self._padding_decisions.clear()
                 self._padding_decisions[key] = known
         self._padding_decision, padding = known
         return padding
-
-    def _layout(self, padding: Padding) -> StepLayout:
-        """Layout of a padded size."""
-        return step_layout(
-            padding.num_input_tokens,
-            padding.num_reqs_padded,
-            self._tables.num_groups,
-            self._max_logits_per_req,
-        )
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Padding is decided once: `_prepare_inputs` left the answer here, for one use."""
@@ -198,16 +198,12 @@ class NPUModelRunner(BookkeepingRunner):
     def _bind(self, staged: StagedArrays) -> None:
         """Let upstream's later code read the step's buffers by its own names."""
         host, cpu, device = staged.np, staged.cpu, staged.device
-        _rebind(self.input_ids, device.input_ids, cpu.input_ids, host.input_ids)
-        _rebind(
-            self.query_start_loc, device.query_start_loc, cpu.query_start_loc, host.query_start_loc
-        )
-        _rebind(
-            self.discard_request_mask,
-            device.discard_request_mask,
-            cpu.discard_request_mask,
-            host.discard_request_mask,
-        )
+        ids, starts, discard = self.input_ids, self.query_start_loc, self.discard_request_mask
+        ids.gpu, ids.cpu, ids.np = device.input_ids, cpu.input_ids, host.input_ids
+        starts.gpu, starts.cpu = device.query_start_loc, cpu.query_start_loc
+        starts.np = host.query_start_loc
+        discard.gpu, discard.cpu = device.discard_request_mask, cpu.discard_request_mask
+        discard.np = host.discard_request_mask
         self.positions = device.positions
         self.seq_lens = device.seq_lens
         self.num_computed_tokens = device.num_computed_tokens
@@ -352,11 +348,12 @@ class NPUModelRunner(BookkeepingRunner):
         )
         self._block_entries = self.prep_device.native(tables.entries)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
+        self._num_groups = self._tables.num_groups
         self._max_logits_per_req = self.uniform_decode_query_len
         nbytes = largest_step(
             self.max_num_tokens,
             self.max_num_reqs,
-            self._tables.num_groups,
+            self._num_groups,
             self._max_logits_per_req,
             len(tables.entries),
         )
@@ -395,12 +392,6 @@ class NPUModelRunner(BookkeepingRunner):
     def _sync_device(self) -> None:
         """Upstream asks ``torch.accelerator``."""
         self.prep_device.synchronize()
-
-
-def _rebind(
-    buffer: CpuGpuBuffer, device: torch.Tensor, cpu: torch.Tensor, host: np.ndarray
-) -> None:
-    buffer.gpu, buffer.cpu, buffer.np = device, cpu, host
 
 
 _TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")

@@ -143,3 +143,18 @@ def bookkeep(
             total,
         )
     return valid
+
+
+def books(runner: Any) -> dict[str, Any]:
+    """What a runner has on record of its requests and of the batch's rows."""
+    batch = runner.input_batch
+    lengths = batch.num_tokens_no_spec[: batch.num_reqs]
+    return {
+        "output_token_ids": {r: list(s.output_token_ids) for r, s in runner.requests.items()},
+        "block_ids": {r: [list(ids) for ids in s.block_ids] for r, s in runner.requests.items()},
+        "rows": dict(batch.req_id_to_index),
+        "token_ids": [row[:n].tolist() for row, n in zip(batch.token_ids_cpu, lengths)],
+        "is_token_ids": [row[:n].tolist() for row, n in zip(batch.is_token_ids, lengths)],
+        "num_computed_tokens": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+        "prev_req_id_to_index": batch.prev_req_id_to_index,
+    }

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
+BOOKS = ("tests/runner/test_bookkeeping.py",)
+COUNTS = ("tests/npu/test_on_emulated_npu.py::test_on_the_device[test_counts.py]",)
 ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
 FIA = (f"{ON_NPU}[fia-none-float16-sync+async+ngram]",)
 ATB = (f"{ON_NPU}[atb-none-float16-sync+async+ngram]",)
@@ -42,33 +44,33 @@ MUTANTS = [
     Mutant(
         "slot of the logical block",
         "prep/kernels.py",
-        "base = (block_tables[group][req, block] - block) * block_size",
-        "base = 0",
+        "slot = block_entries[row + block] * block_size",
+        "slot = block * block_size",
     ),
     Mutant(
         "slots of a block's later tokens shifted",
         "prep/kernels.py",
-        "(block_tables[group][req, block] - block) * block_size",
-        "block_tables[group][req, block] * block_size - block",
+        "slot_mapping[group, token + offset] = slot + offset",
+        "slot_mapping[group, token + offset] = slot",
     ),
     Mutant(
         "first group's block table for all groups",
         "prep/kernels.py",
-        "block_tables[group][req, block]",
-        "block_tables[0][req, block]",
+        "row = table + req * width",
+        "row = req * width",
     ),
     Mutant("padding writes slot 0", "prep/padding.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
     Mutant(
         "short query_start_loc in a mixed full graph",
         "prep/kernels.py",
-        "start = num_input_tokens\n",
-        "start = start\n",
+        "            end = num_input_tokens\n",
+        "            end = end\n",
     ),
     Mutant(
         "padding decodes of one token under speculation",
         "prep/kernels.py",
-        "min(start + decode_query_len, num_input_tokens)",
-        "min(start + 1, num_input_tokens)",
+        "min(end + decode_query_len, num_input_tokens)",
+        "min(end + 1, num_input_tokens)",
     ),
     Mutant(
         "stale lengths in padding rows", "prep/kernels.py", "seq_lens[req] = 0", "seq_lens[req] = 1"
@@ -88,20 +90,20 @@ MUTANTS = [
     Mutant(
         "sampled token placed behind the drafts",
         "prep/kernels.py",
-        "sampled_token_indices[num_sampled] = end - 1 - drafts",
-        "sampled_token_indices[num_sampled] = end - 1",
+        "tail_int64[previous_rows[req]] = end - 1 - drafts",
+        "tail_int64[previous_rows[req]] = end - 1",
     ),
     Mutant(
         "decodes win over drafts",
         "prep/state.py",
-        "if (num_scheduled_tokens == 1).all():",
-        "if (num_scheduled_tokens >= 1).all():",
+        "if facts & SOME_DRAFTS and not facts & SOME_BEYOND_DRAFTS:",
+        "if facts & SOME_DRAFTS and facts & SOME_BEYOND_DRAFTS:",
     ),
     Mutant(
         "one fresh request makes a prefill",
-        "prep/state.py",
-        "if not num_computed_tokens.any():",
-        "if not num_computed_tokens.all():",
+        "prep/kernels.py",
+        "if first > 0:",
+        "if first > 0 and req == 0:",
     ),
     Mutant(
         "chunked prefill ignored",
@@ -162,28 +164,28 @@ MUTANTS = [
     Mutant(
         "metadata keeps the mask of another state",
         "attention/backend.py",
-        "            step.attn_state,\n            self.decisions.mask_form,",
-        "            type(step.attn_state)(0),\n            self.decisions.mask_form,",
+        "step.attn_state, step.num_input_tokens, step.max_seq_len",
+        "type(step.attn_state)(0), step.num_input_tokens, step.max_seq_len",
         ENGINE,
     ),
     Mutant(
         "async: sampled tokens are not placed",
         "model_runner.py",
-        "        if sampled is None or not count:",
-        "        if True:",
+        "        if step.batch.num_sampled_rows:\n",
+        "        if False:\n",
         ENGINE,
     ),
     Mutant(
         "async: sampled tokens of other rows",
-        "model_runner.py",
-        "sampled[arrays.sampled_token_rows[:count], 0]",
-        "sampled[:count, 0]",
+        "attention/block_tables.py",
+        "self.previous_rows[:num_reqs] = self._rows[:num_reqs]",
+        "self.previous_rows[:num_reqs] = 0",
         ENGINE,
     ),
     Mutant(
         "seq_lens not rebound",
         "model_runner.py",
-        "        self.seq_lens = arrays.seq_lens\n",
+        "        self.seq_lens = device.seq_lens\n",
         "",
         ENGINE,
     ),
@@ -197,15 +199,15 @@ MUTANTS = [
     Mutant(
         "copy ends before the logits indices",
         "model_runner.py",
-        "layout.used_bytes(step.num_logits)",
-        "layout.used_bytes(0)",
+        "self.staging.submit(step.nbytes)",
+        "self.staging.submit(step.nbytes - step.layout.max_logits * 8)",
         ENGINE,
     ),
     Mutant(
         "prefix hits counted as fresh",
         "model_runner.py",
-        "num_computed_tokens=table.num_computed_tokens_cpu[:num_reqs]",
-        "num_computed_tokens=table.num_computed_tokens_cpu[:num_reqs] * 0",
+        "num_computed_tokens=batch.num_computed_tokens_cpu",
+        "num_computed_tokens=batch.num_computed_tokens_cpu * 0",
         ENGINE,
     ),
     Mutant(
@@ -331,23 +333,22 @@ MUTANTS = [
     Mutant(
         "npu: stale block table",
         "model_runner.py",
-        "self.input_batch.block_table.commit_block_table(step.num_reqs)",
-        "pass",
+        "        if step.num_block_changes:\n",
+        "        if False:\n",
         FIA,
     ),
     Mutant(
         "npu: staging buffer reused while its copy is in flight",
         "device/staging.py",
-        "        self._turn = (self._turn + 1) % len(self.slots)\n",
-        "        self._turn, slot.event = 0, None\n",
+        "        if slot.event is not None:\n",
+        "        if False:\n",
         ("tests/npu/test_on_emulated_npu.py::test_on_the_device[test_staging.py]",),
     ),
     Mutant(
         "npu: copy on a stream of its own",
         "device/npu.py",
-        "        target.copy_(source, non_blocking=True)\n",
-        "        with torch_npu.npu.stream(torch_npu.npu.Stream()):\n"
-        "            target.copy_(source, non_blocking=True)\n",
+        "            target[:nbytes].copy_(",
+        "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(",
         FIA,
     ),
     Mutant(
@@ -405,5 +406,109 @@ MUTANTS = [
         "if state == AttentionState.DecodeOnly:",
         "if state != AttentionState.PrefillNoCache:",
         ATB,
+    ),
+    Mutant(
+        "samples that nobody waits for overwrite a token",
+        "prep/kernels.py",
+        "tail_int64[row] = num_input_tokens",
+        "tail_int64[row] = 0",
+    ),
+    Mutant(
+        "padding not marked",
+        "prep/kernels.py",
+        "is_padding[token] = True",
+        "is_padding[token] = False",
+    ),
+    Mutant(
+        "rows of padding keep their blocks",
+        "prep/kernels.py",
+        "last_padded = min(num_reqs_padded, max_num_reqs)",
+        "last_padded = num_reqs",
+    ),
+    Mutant(
+        "block ids sent beside their place",
+        "prep/kernels.py",
+        "2 * (taken + count)",
+        "2 * taken + count",
+    ),
+    Mutant(
+        "block changes over the samples' targets",
+        "prep/kernels.py",
+        "index_of, id_of = taken,",
+        "index_of, id_of = 0,",
+        ENGINE,
+    ),
+    Mutant(
+        "a row that is replaced is not sent again",
+        "attention/block_tables.py",
+        "super().add_row(block_ids, row_idx)\n        self.num_known_blocks[:, row_idx] = 0\n",
+        "super().add_row(block_ids, row_idx)\n",
+    ),
+    Mutant(
+        "rows that change places are not sent again",
+        "attention/block_tables.py",
+        "super().swap_row(src, tgt)\n        self.num_known_blocks[:, [src, tgt]] = 0\n",
+        "super().swap_row(src, tgt)\n",
+    ),
+    Mutant(
+        "what a dummy run left on the device is trusted",
+        "attention/block_tables.py",
+        "super().commit_block_table(num_reqs)\n        self.forget()",
+        "super().commit_block_table(num_reqs)",
+    ),
+    Mutant(
+        "previous rows stay behind their requests",
+        "attention/block_tables.py",
+        "self.previous_rows[tgt] = self.previous_rows[src]",
+        "pass",
+    ),
+    Mutant(
+        "lost tokens are overlooked",
+        "bookkeeping.py",
+        "(has_outputs <= np.array(cached.num_output_tokens, np.int32))",
+        "(has_outputs >= 0)",
+        BOOKS,
+    ),
+    Mutant(
+        "a request that comes back keeps no sample",
+        "bookkeeping.py",
+        "row = batch.prev_req_id_to_index.get(req_id, PLACEHOLDER)",
+        "row = PLACEHOLDER",
+        BOOKS,
+    ),
+    Mutant(
+        "new blocks are not entered in the request",
+        "bookkeeping.py",
+        "                    block_ids.extend(new_ids)\n",
+        "                    pass\n",
+        ENGINE,
+    ),
+    Mutant(
+        "discarded samples are booked",
+        "prep/kernels.py",
+        "        if discard_request_mask[req]:\n            continue\n",
+        "",
+        ENGINE,
+    ),
+    Mutant(
+        "padding decided for other counts",
+        "model_runner.py",
+        "        key = (\n            num_tokens,\n            num_reqs,\n",
+        "        key = (\n            num_tokens,\n",
+        ENGINE,
+    ),
+    Mutant(
+        "npu: two copies a step",
+        "model_runner.py",
+        "        self.staging.submit(step.nbytes)\n",
+        "        self.staging.submit(step.nbytes)\n        self.staging.submit(step.nbytes)\n",
+        COUNTS,
+    ),
+    Mutant(
+        "npu: a length is read back",
+        "model_runner.py",
+        "        self._place_block_changes(step)\n",
+        "        self._place_block_changes(step)\n        staged.device.seq_lens.max().item()\n",
+        COUNTS,
     ),
 ]

@@ -84,6 +84,7 @@ def test_invariants_of_the_design_hold(batch):
     assert (arrays.slot_mapping[0, total:] == -1).all()
     assert (arrays.input_ids[total:] == 0).all()
     assert (arrays.positions[total:] == 0).all()
+    assert arrays.is_padding.tolist() == [token >= total for token in range(len(arrays.positions))]
     assert (arrays.input_ids >= 0).all(), "read where no token is"
     assert (arrays.positions < batch.max_model_len).all()
 

@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.helpers.engine import engine, make_model, runner_of
-from tests.helpers.stepping import bookkeep, prepare, upstream_twin
+from tests.helpers.stepping import bookkeep, books, prepare, upstream_twin
 
 VOCAB = 512
 NUM_DRAFTS = 3
@@ -29,21 +29,6 @@ def model(tmp_path_factory):
     return make_model(
         tmp_path_factory.mktemp("qwen3"), "Qwen3", vocab_size=VOCAB, num_hidden_layers=1
     )
-
-
-def books(runner) -> dict:
-    """What a runner has on record of its requests and of the batch's rows."""
-    batch = runner.input_batch
-    lengths = batch.num_tokens_no_spec[: batch.num_reqs]
-    return {
-        "output_token_ids": {r: list(s.output_token_ids) for r, s in runner.requests.items()},
-        "block_ids": {r: [list(ids) for ids in s.block_ids] for r, s in runner.requests.items()},
-        "rows": dict(batch.req_id_to_index),
-        "token_ids": [row[:n].tolist() for row, n in zip(batch.token_ids_cpu, lengths)],
-        "is_token_ids": [row[:n].tolist() for row, n in zip(batch.is_token_ids, lengths)],
-        "num_computed_tokens": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
-        "prev_req_id_to_index": batch.prev_req_id_to_index,
-    }
 
 
 class Traffic:

@@ -101,7 +101,7 @@ def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
 
 
-@dataclass
+@dataclass(slots=True)
 class StepBatch:
     """What `prepare_step` reads of one step."""
 
@@ -120,7 +120,7 @@ class StepBatch:
         return self.num_scheduled_tokens.shape[0]
 
 
-@dataclass
+@dataclass(slots=True)
 class PreparedStep:
     """A prepared step: every variable of the reference documents by its name.
 
@@ -203,17 +203,17 @@ class PreparedStep:
         """Position of each token in its request, ``[total_num_scheduled_tokens]``."""
         return self.arrays.positions[: self.total_num_scheduled_tokens]
 
-    @cached_property
+    @property
     def req_indices(self) -> np.ndarray:
         """Request of each token, ``[total_num_scheduled_tokens]``."""
         return np.repeat(np.arange(self.num_reqs), self.query_lens)
 
-    @cached_property
+    @property
     def query_pos(self) -> np.ndarray:
         """Index of each token among its request's scheduled ones (the batched arange)."""
         return self.positions - self.num_computed_tokens[self.req_indices]
 
-    @cached_property
+    @property
     def token_indices(self) -> np.ndarray:
         """Index of each token in the flattened token table."""
         return self.req_indices * self.batch.tables.max_model_len + self.positions

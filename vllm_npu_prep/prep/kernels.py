@@ -117,10 +117,14 @@ def fill_step(
     for req in range(num_reqs):
         first, start = computed[req], query_start_loc[req]
         query_len = query_start_loc[req + 1] - start
-        for offset in range(query_len):
-            input_ids[start + offset] = token_ids[req, first + offset]
-        for offset in range(query_len):
-            positions[start + offset] = first + offset
+        if query_len == 1:  # a decode: loops would cost more than what they do
+            input_ids[start] = token_ids[req, first]
+            positions[start] = first
+        else:
+            for offset in range(query_len):
+                input_ids[start + offset] = token_ids[req, first + offset]
+            for offset in range(query_len):
+                positions[start + offset] = first + offset
     fill_slots(
         num_reqs,
         block_entries,
@@ -179,6 +183,11 @@ def fill_slots(
             row = table + req * width
             position, seq_len = num_computed_tokens[req], seq_lens[req]
             token = query_start_loc[req]
+            if seq_len - position == 1:  # a decode
+                block = position // block_size
+                offset = position - block * block_size
+                slot_mapping[group, token] = block_entries[row + block] * block_size + offset
+                continue
             while position < seq_len:
                 block = position // block_size
                 slot = block_entries[row + block] * block_size + position % block_size

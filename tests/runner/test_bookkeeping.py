@@ -1,0 +1,118 @@
+"""What a scheduler rarely does to requests in the batch: ours and upstream's runner beside it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.stepping import (
+    bookkeep,
+    books,
+    new_request,
+    prepare,
+    scheduler_output,
+    upstream_twin,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def runners(model, request):
+    settings = {"block_size": 4, "max_model_len": 16, "async_scheduling": request.param}
+    with engine(model, load_format="dummy", **settings) as llm:
+        ours = runner_of(llm)
+        yield ours, upstream_twin(ours)
+
+
+def step(runners, output, tokens: dict[str, int]) -> None:
+    """One step of both, which have to agree before and after it."""
+    ours, upstream = runners
+    expected = prepare(upstream, output)
+    assert prepare(ours, output) == expected
+    ours._build_attention_metadata()
+    bookkeep(upstream, output, tokens)
+    bookkeep(ours, output, tokens)
+    assert books(ours) == books(upstream)
+
+
+def start(runners) -> None:
+    """Two requests with two output tokens each."""
+    new = [new_request("a", [2, 3, 4], [1]), new_request("b", [5, 6, 7, 8], [2])]
+    step(runners, scheduler_output({"a": 3, "b": 4}, new=new), {"a": 10, "b": 20})
+    cached = {"a": ([], 3, 1), "b": ([3], 4, 1)}
+    step(runners, scheduler_output({"a": 1, "b": 1}, cached=cached), {"a": 11, "b": 21})
+
+
+def test_output_tokens_that_were_lost_are_dropped(runners):
+    """A KV load failed: the scheduler goes back behind tokens that were sampled already."""
+    start(runners)
+    cached = {"a": ([], 3, 1), "b": ([], 5, 2)}
+    output = scheduler_output({"a": 1, "b": 1}, cached=cached)
+    step(runners, output, {"a": 12, "b": 22})
+    assert len(runners[0].requests["a"].output_token_ids) == 2
+
+
+def test_a_request_preempted_and_resumed_in_one_step_comes_back(runners):
+    """Resetting the prefix cache does this to requests that run."""
+    start(runners)
+    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([7, 8], 4, 2), "b": ([], 5, 2)})
+    output.scheduled_cached_reqs = dataclasses.replace(
+        output.scheduled_cached_reqs,
+        resumed_req_ids={"a"},
+        all_token_ids={"a": [2, 3, 4, 10, 11]},
+    )
+    step(runners, output, {"a": 12, "b": 22})
+    assert runners[0].requests["a"].block_ids == ([7, 8],)
+    step(
+        runners,
+        scheduler_output({"a": 1, "b": 1}, cached={"a": ([], 5, 3), "b": ([], 6, 3)}),
+        {"a": 13, "b": 23},
+    )
+
+
+def test_a_request_left_out_of_a_step_comes_back(runners):
+    start(runners)
+    step(runners, scheduler_output({"b": 1}, cached={"b": ([], 5, 2)}), {"b": 22})
+    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([], 4, 2), "b": ([], 6, 3)})
+    output.scheduled_cached_reqs.all_token_ids = {"a": [2, 3, 4, 10, 11]}
+    step(runners, output, {"a": 12, "b": 23})
+
+
+def test_a_finished_request_makes_room_for_the_last_row(runners):
+    start(runners)
+    output = scheduler_output({"b": 1}, cached={"b": ([], 5, 2)}, finished={"a"})
+    step(runners, output, {"b": 22})
+    new = [new_request("c", [9], [4])]
+    cached = {"b": ([], 6, 3)}
+    step(runners, scheduler_output({"b": 1, "c": 1}, new=new, cached=cached), {"b": 23, "c": 30})
+
+
+def test_a_request_without_room_for_its_token_is_named(model):
+    settings = {"block_size": 4, "max_model_len": 4, "async_scheduling": False}
+    with engine(model, load_format="dummy", **settings) as llm:
+        runner = runner_of(llm)
+        output = scheduler_output({"a": 4}, new=[new_request("a", [2, 3, 4, 5], [1])])
+        prepare(runner, output)
+        with pytest.raises(AssertionError, match="request a holds max_model_len=4 tokens"):
+            bookkeep(runner, output, {"a": 9})
+
+
+def test_samples_are_placed_whatever_rows_their_requests_got(model):
+    """Asynchronous: rows are swapped between sampling and the next step."""
+    with engine(model, load_format="dummy", block_size=4, async_scheduling=True) as llm:
+        runner = runner_of(llm)
+        names = ["a", "b", "c"]
+        new = [new_request(name, [2, 3], [row + 1]) for row, name in enumerate(names)]
+        output = scheduler_output(dict.fromkeys(names, 2), new=new)
+        prepare(runner, output)
+        runner._build_attention_metadata()
+        bookkeep(runner, output, {"a": 10, "b": 20, "c": 30})
+        with torch.inference_mode():
+            runner.input_batch.swap_states(0, 2)
+        output = scheduler_output({"c": 1, "b": 1}, cached={"c": ([], 2, 1), "b": ([], 2, 1)})
+        assert prepare(runner, output)["input_ids"] == [30, 20]
