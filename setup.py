@@ -34,6 +34,7 @@ setup(
     extras_require={
         "npu": ["torch_npu==2.13.0"],
         "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "bench": ["matplotlib"],
         "docs": ["mkdocs-material"],
     },
     entry_points={

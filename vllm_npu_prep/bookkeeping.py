@@ -54,10 +54,12 @@ class BookkeepingRunner(GPUModelRunner):
     def _rows_tell_all(self) -> bool:
         """Whether nobody reads ``num_computed_tokens`` of a request beside the batch's tables.
 
-        Drafters, encoders, state-space models and prompt log-probabilities do.
+        Drafters, encoders, state-space models and prompt log-probabilities do. Stages of a pipeline
+        get their tokens from the scheduler, which upstream enters.
         """
         return not (
             self.speculative_config is not None
+            or self.parallel_config.pipeline_parallel_size > 1
             or self.supports_mm_inputs
             or self.model_config.is_hybrid
             or self.num_prompt_logprobs

@@ -389,6 +389,13 @@ class NPUModelRunner(BookkeepingRunner):
         """Load or compile what the first request would otherwise wait for."""
         warm_up()
 
+    def shutdown(self) -> None:
+        """Say how often preparation had to wait for the device."""
+        if self.last_step is not None:
+            ring = self.staging
+            logger.info("Staging: %d of %d steps waited for a copy.", ring.waits, ring.steps)
+        super().shutdown()
+
     def _sync_device(self) -> None:
         """Upstream asks ``torch.accelerator``."""
         self.prep_device.synchronize()

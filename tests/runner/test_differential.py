@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import bookkeep, books, prepare, upstream_twin
+from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
 
 VOCAB = 512
 NUM_DRAFTS = 3
@@ -191,6 +192,8 @@ def test_every_prepared_array_equals_upstreams(mode, reorder, model, seed):
         if reorder:  # backends that want decodes first make the runner reorder its batch
             traffic.reorder(threshold=1)
         traffic.run(STEPS)
+    # Compiled at worker start, for the types that steps have: nothing was compiled in between.
+    assert len(fill_step_at.signatures) == len(book_tokens.signatures) == 1
     print(mode, dict(traffic.count), dict(traffic.states))
     assert set(traffic.states) >= SEEN[mode]
     assert traffic.count["resumed"] > 0, "no preemption happened"

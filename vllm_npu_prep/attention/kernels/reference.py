@@ -51,8 +51,10 @@ class Tile:
     ``B`` chunks, ``Q`` query tokens, ``S`` positions.
     """
 
-    token_indices: torch.Tensor  # [B, Q] int64, a chunk's last token repeated in padding
-    is_token: torch.Tensor  # [B, Q] bool, False in padding
+    token_indices: torch.Tensor  # [B * Q] int64, a chunk's last token repeated in padding
+    # Rows of the result that are no padding, [tokens] int64, and the tokens that they belong to
+    result_rows: torch.Tensor
+    result_tokens: torch.Tensor
     kv_indices: torch.Tensor  # [B * S] int64, rows of the K and V that are read
     visible: torch.Tensor  # [B, 1, Q or 1, S] bool
 
@@ -204,7 +206,13 @@ def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Ch
     masked = _masked(metadata, token_indices, positions, columns)
     if masked is not None:
         visible = visible & ~masked
-    return Tile(token_indices, is_token, kv_indices.flatten(), visible[:, None])
+    return Tile(
+        token_indices.flatten(),
+        is_token.flatten().nonzero().flatten(),
+        token_indices[is_token],
+        kv_indices.flatten(),
+        visible[:, None],
+    )
 
 
 def _masked(
@@ -268,8 +276,10 @@ def _attend_tile(
     layer: LayerShape,
     output: torch.Tensor,  # [T, H, D]
 ) -> None:
-    num_reqs, query_len = tile.token_indices.shape
-    q = query[tile.token_indices].transpose(1, 2)  # [B, H, Q, D]
+    num_reqs = tile.visible.shape[0]
+    query_len = len(tile.token_indices) // num_reqs
+    q = query.index_select(0, tile.token_indices)
+    q = q.view(num_reqs, query_len, layer.num_heads, layer.head_size).transpose(1, 2)
     shape = (num_reqs, -1, layer.num_kv_heads, layer.head_size)
     k = keys.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)  # [B, Hkv, S, D]
     v = values.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)
@@ -290,4 +300,7 @@ def _attend_tile(
             q, k, v, attn_mask=visible, scale=layer.scale
         )
     out = out.view(num_reqs, layer.num_heads, query_len, layer.head_size).transpose(1, 2)
-    output[tile.token_indices[tile.is_token]] = out[tile.is_token].to(output.dtype)
+    rows = out.reshape(-1, layer.num_heads, layer.head_size)
+    if len(rows) != len(tile.result_rows):
+        rows = rows.index_select(0, tile.result_rows)
+    output.index_copy_(0, tile.result_tokens, rows.to(output.dtype))
