@@ -1,6 +1,6 @@
 """Plant each bug in a copy of the package, run its tests, print who caught it.
 
-    python -m tests.mutants [PART OF A NAME]
+    python -m tests.mutants [PART OF A NAME ...]
 
 Exit code 1 if a bug went unnoticed.
 """
@@ -68,9 +68,9 @@ def caught_by(mutant: Mutant, kept: str) -> str | None:
 
 
 def main() -> int:
-    """Run the mutants whose name contains the argument; all without one."""
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    mutants = [mutant for mutant in MUTANTS if wanted in mutant.name]
+    """Run the mutants whose name contains an argument; all without one."""
+    wanted = sys.argv[1:] or [""]
+    mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in wanted)]
     table = Table("planted bug", "file", "caught by")
     missed = 0
     kept = tempfile.mkdtemp(prefix="npu-prep-mutants-")

@@ -24,7 +24,7 @@ from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import MaskPlan, plan_mask
+from vllm_npu_prep.prep.mask import MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
 
 DEFAULT_BLOCK_SIZE = 128
@@ -153,11 +153,11 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             Masks that other groups made for this step; this one is added.
         """
         arrays = staged.device
-        plan = self._plans_of_any_size[step.attn_state] or self._plan(
-            step.attn_state, step.num_input_tokens, step.max_seq_len
-        )
-        mask = None
-        if plan.shape is not None:
+        plan = self._plans_of_any_size[step.attn_state]
+        if plan is not None:
+            mask = self.masks.constant() if plan.kind is MaskKind.COMPRESSED else None
+        else:
+            plan = self._plan(step.attn_state, step.num_input_tokens, step.max_seq_len)
             mask = masks.get(plan)
             if mask is None:
                 positions = arrays.positions[: step.total_num_scheduled_tokens]

@@ -70,7 +70,7 @@ class MaskCache:
         if plan.shape is None:
             return None
         if plan.kind == MaskKind.COMPRESSED:
-            return self._constant()
+            return self.constant()
         num_rows, max_seq_len = plan.shape
         value = self.masked_values.get(plan.kind, True)
         matrix = self._matrix(max_seq_len, plan.sliding_window, value)
@@ -102,7 +102,8 @@ class MaskCache:
             self._matrices[sliding_window, value] = matrix
         return matrix
 
-    def _constant(self) -> torch.Tensor:
+    def constant(self) -> torch.Tensor:
+        """The mask of every compressed plan, int8 ``[2048, 2048]``."""
         if self._compressed is None:
             size = COMPRESSED_MASK_SIZE
             ones = torch.ones(size, size, dtype=torch.int8, device=self.device)
