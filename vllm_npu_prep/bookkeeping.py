@@ -46,10 +46,7 @@ class BookkeepingRunner(GPUModelRunner):
             scheduler_output.scheduled_cached_reqs = self._advance_requests(
                 scheduler_output.scheduled_cached_reqs
             )
-        correct_counts = super()._update_states(scheduler_output)
-        if self.use_async_scheduling and self.input_batch.prev_req_id_to_index:
-            self._find_previous_rows(scheduler_output)
-        return correct_counts
+        return super()._update_states(scheduler_output)
 
     def _rows_tell_all(self) -> bool:
         """Whether nobody reads ``num_computed_tokens`` of a request beside the batch's tables.
@@ -109,16 +106,6 @@ class BookkeepingRunner(GPUModelRunner):
             num_computed_tokens=of_others(cached.num_computed_tokens),
             num_output_tokens=of_others(cached.num_output_tokens),
         )
-
-    def _find_previous_rows(self, scheduler_output: "SchedulerOutput") -> None:
-        """Rows in the last samples of requests that came into the batch; the others' have moved
-        with them."""
-        batch = self.input_batch
-        came = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-        came += scheduler_output.scheduled_cached_reqs.req_ids
-        for req_id in came:
-            row = batch.prev_req_id_to_index.get(req_id, PLACEHOLDER)
-            self.block_tables.previous_rows[batch.req_id_to_index[req_id]] = row
 
     def _bookkeeping_sync(
         self,
@@ -182,8 +169,8 @@ class BookkeepingRunner(GPUModelRunner):
             tokens_np = self.sampled_token_ids_pinned_cpu[:num_reqs, 0].numpy()
             for row in discarded:
                 tokens[row].clear()
-            for output_token_ids, token in zip(outputs, tokens):
-                output_token_ids += token
+            for output_token_ids, new_token_ids in zip(outputs, tokens):
+                output_token_ids.extend(new_token_ids)
             if sampler_output.logprobs_tensors is not None:
                 logprobs = sampler_output.logprobs_tensors.tolists()
         full = book_tokens(

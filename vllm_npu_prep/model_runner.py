@@ -46,8 +46,8 @@ class NPUModelRunner(BookkeepingRunner):
     seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view
     num_computed_tokens        ours
     discard_request_mask       ours
-    block tables               upstream's on the host; `DeviceBlockTables` on the device
-    is_padding                 ours
+    block tables               `DeviceBlockTables`, on either side
+    is_padding                 ours, handed out by `_prepare_padding_mask`
     M-RoPE, LoRA, encoder      upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`
     a dummy run
@@ -332,6 +332,7 @@ class NPUModelRunner(BookkeepingRunner):
         ]
         for _, builder, _ in self._builders:  # one causal matrix for each window
             builder.masks = self._builders[0][1].masks
+        self._padding_decisions.clear()  # capture sizes may have been settled in between
         batch, tables = self.input_batch, self.block_tables
         self._tables = BatchTables(
             num_computed_tokens=batch.num_computed_tokens_cpu,

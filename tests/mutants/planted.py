@@ -59,7 +59,7 @@ MUTANTS = [
         "row = table + req * width",
         "row = req * width",
     ),
-    Mutant("padding writes slot 0", "prep/padding.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
+    Mutant("padding writes slot 0", "prep/kernels.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
     Mutant(
         "short query_start_loc in a mixed full graph",
         "prep/kernels.py",
@@ -470,13 +470,6 @@ MUTANTS = [
         BOOKS,
     ),
     Mutant(
-        "a request that comes back keeps no sample",
-        "bookkeeping.py",
-        "row = batch.prev_req_id_to_index.get(req_id, PLACEHOLDER)",
-        "row = PLACEHOLDER",
-        BOOKS,
-    ),
-    Mutant(
         "new blocks are not entered in the request",
         "bookkeeping.py",
         "                    block_ids.extend(new_ids)\n",
@@ -510,5 +503,19 @@ MUTANTS = [
         "        self._place_block_changes(step)\n",
         "        self._place_block_changes(step)\n        staged.device.seq_lens.max().item()\n",
         COUNTS,
+    ),
+    Mutant(
+        "padding mask of a step from upstream",
+        "model_runner.py",
+        "        if self._is_padding is None:\n",
+        "        if True:\n",
+        BOOKS,
+    ),
+    Mutant(
+        "log-probabilities dropped",
+        "bookkeeping.py",
+        "if sampler_output.logprobs_tensors is not None:",
+        "if False:",
+        BOOKS,
     ),
 ]

@@ -144,6 +144,50 @@ def test_tables_of_another_type_are_refused():
         with_tables(batch, num_tokens=batch.tables.num_tokens.astype(np.int64))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_scheduled_tokens": [1, 1, 1, 1]}, "more requests than rows"),
+        ({"num_scheduled_tokens": [1, 1, 2]}, "past the layout"),
+        ({"num_scheduled_tokens": [1, 0, 1]}, "past the layout"),
+        ({"num_computed_tokens": [5, 16, 5]}, "past max_model_len"),
+        ({"num_computed_tokens": [5, -1, 5]}, "past max_model_len"),
+        ({"num_draft_tokens": [0, 1, 0]}, "more drafts than scheduled tokens"),
+        ({"max_num_blocks": [1]}, "longer than its row of the block table"),
+        ({"previous_rows": [0, 7, 1]}, "behind the last step's samples"),
+        ({"num_sampled_rows": 1 << 20}, "no room for the last step's samples"),
+        ({"num_blocks": [[5, 5, 5, 0, 0]]}, "no room for the new block-table entries"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_step_that_does_not_fit_is_refused_before_anything_is_written_past_an_end(wrong, message):
+    """The fused pass works on addresses: nothing else would stop it."""
+    batch = step_batch(decodes(3), block_size=4, max_model_len=16)
+    layout = step_layout(3, 3, 1)
+    arrays = layout.views(np.zeros(layout.nbytes(3), np.uint8))
+    batch.previous_rows, batch.num_sampled_rows = np.zeros(3, np.int64), 3
+    prepare_step(batch, no_padding(3, 3), layout, arrays)
+    for name, value in wrong.items():
+        if name == "num_sampled_rows":
+            batch.num_sampled_rows = value
+        elif name == "previous_rows":
+            batch.previous_rows = np.array(value, np.int64)
+        elif hasattr(batch, name):
+            setattr(batch, name, np.array(value, np.int32))
+        else:
+            before = getattr(batch.tables, name)
+            before.flat[: np.size(value)] = np.ravel(value)
+    with pytest.raises(ValueError, match=message):
+        prepare_step(batch, no_padding(3, 3), layout, arrays)
+
+
+def test_a_buffer_of_its_own_has_room_for_every_block_change():
+    batch = step_batch(decodes(3), block_size=4, max_model_len=16)
+    batch.tables.num_blocks[0, :3] = 2
+    assert prepare_step(batch, no_padding(3, 3)).num_block_changes == 6
+    assert prepare_step(batch, no_padding(3, 3)).num_block_changes == 0
+
+
 def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
     batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
     batch.previous_rows = np.array([4, -1, 0], np.int64)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import engine, greedy, make_model, runner_of
 from tests.helpers.stepping import (
     bookkeep,
     books,
@@ -14,6 +14,7 @@ from tests.helpers.stepping import (
     scheduler_output,
     upstream_twin,
 )
+from vllm_npu_prep import model_runner
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +117,40 @@ def test_samples_are_placed_whatever_rows_their_requests_got(model):
             runner.input_batch.swap_states(0, 2)
         output = scheduler_output({"c": 1, "b": 1}, cached={"c": ([], 2, 1), "b": ([], 2, 1)})
         assert prepare(runner, output)["input_ids"] == [30, 20]
+
+
+def test_the_padding_mask_came_with_the_step(model):
+    with engine(model, load_format="dummy", block_size=4, async_scheduling=False) as llm:
+        runner = runner_of(llm)
+        upstreams = runner.is_padding
+        output = scheduler_output({"a": 3}, new=[new_request("a", [2, 3, 4], [1])])
+        prepare(runner, output)
+        runner._build_attention_metadata()
+        mask = runner._prepare_padding_mask(3, 3)
+        assert mask.tolist() == [False] * 3
+        assert mask.untyped_storage().data_ptr() == runner.staging.twin.bytes.data_ptr()
+        runner._dummy_run(4)
+        assert runner._prepare_padding_mask(2, 4).tolist() == [False, False, True, True]
+        assert runner._prepare_padding_mask(2, 4).data_ptr() == upstreams.data_ptr()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_log_probabilities_of_samples_come_out(model, async_scheduling):
+    with engine(model, async_scheduling=async_scheduling) as llm:
+        prompts = [{"prompt_token_ids": [2, 3, 4]}, {"prompt_token_ids": [5] * 70}]
+        for output in llm.generate(prompts, greedy(6, logprobs=1), use_tqdm=False):
+            (completion,) = output.outputs
+            assert len(completion.logprobs) == len(completion.token_ids) == 6
+            for token, logprobs in zip(completion.token_ids, completion.logprobs):
+                assert logprobs[token].rank == 1  # greedy
+
+
+def test_shutdown_says_how_many_steps_waited(model, monkeypatch):
+    said = []
+    with engine(model, load_format="dummy", async_scheduling=False) as llm:
+        runner = runner_of(llm)
+        prepare(runner, scheduler_output({"a": 1}, new=[new_request("a", [2], [1])]))
+        monkeypatch.setattr(
+            model_runner.logger, "info", lambda text, *args: said.append(text % args)
+        )
+    assert said[-1] == "Staging: 0 of 1 steps waited for a copy."

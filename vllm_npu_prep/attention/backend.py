@@ -111,8 +111,9 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             values[model.dtype] if values else None,
         )
         # By state: the plan where it is the same for all sizes, else None
-        plans = [(self._plan(state, 1, 1), self._plan(state, 2, 2)) for state in AttentionState]
-        self._plans_of_any_size = [one if one == two else None for one, two in plans]
+        plans = [self._plan(state, 1, 1) for state in AttentionState]
+        of_any_size = (MaskKind.NONE, MaskKind.COMPRESSED)
+        self._plans_of_any_size = [plan if plan.kind in of_any_size else None for plan in plans]
 
     def _plan(
         self, state: AttentionState, num_input_tokens: int, max_seq_len: int, causal: bool = True

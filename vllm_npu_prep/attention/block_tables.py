@@ -53,7 +53,10 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
+        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group.
+
+        There are ``max_num_reqs`` of them, which is enough as long as no graph pads a full batch.
+        """
         rows = self._device_rows.get(num_reqs)
         if rows is None:
             rows = tuple(table.get_device_tensor(num_reqs) for table in self.block_tables)
@@ -79,7 +82,10 @@ class DeviceBlockTables(MultiGroupBlockTable):
             num_device_blocks[:] = table.max_num_blocks_per_req
 
     def add_row(self, block_ids: tuple[list[int], ...], row_idx: int) -> None:
-        """A row gets another request."""
+        """A row gets another request.
+
+        Requests that come back were taken out first, and upstream then forgets their sample too.
+        """
         super().add_row(block_ids, row_idx)
         self.num_known_blocks[:, row_idx] = 0
         self.previous_rows[row_idx] = NO_PREVIOUS_ROW

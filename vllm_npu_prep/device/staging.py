@@ -1,6 +1,5 @@
 """The staging ring: pinned host buffers, the one device twin, and the one copy of a step."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +72,7 @@ class StagingSlot:
         self.host = TypedBuffer(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory))
         self.host_np = self.host.bytes.numpy()
         self.event: object = None
-        self.staged: OrderedDict[StepLayout, StagedArrays] = OrderedDict()
+        self.staged: dict[StepLayout, StagedArrays] = {}
 
 
 class StagingRing:
@@ -109,7 +108,7 @@ class StagingRing:
         self._twin_int32 = device.native(self.twin.int32)
         self._twin_int64 = device.native(self.twin.int64)
         self._copies = [device.copy_to_device(self.twin.bytes, s.host.bytes) for s in self.slots]
-        self._on_device: OrderedDict[StepLayout, DeviceArrays] = OrderedDict()
+        self._on_device: dict[StepLayout, DeviceArrays] = {}
         self._turn = 0
         self.steps = 0
         self.waits = 0
@@ -127,9 +126,9 @@ class StagingRing:
             on_device = self._on_device.get(layout)
             if on_device is None:
                 on_device = self.twin.arrays(layout)
-                _remember(self._on_device, layout, on_device)
+                _keep(self._on_device, layout, on_device)
             staged = StagedArrays(layout.views(slot.host_np), slot.host.arrays(layout), on_device)
-            _remember(slot.staged, layout, staged)
+            _keep(slot.staged, layout, staged)
         return staged
 
     def submit(self, nbytes: int) -> None:
@@ -169,7 +168,7 @@ class StagingRing:
         self.device.scatter(entries, self._twin_int64[indices], self._twin_int32[ids])
 
 
-def _remember(cache: OrderedDict, layout: StepLayout, views: object) -> None:
-    cache[layout] = views
-    if len(cache) > CACHED_LAYOUTS:
-        cache.popitem(last=False)
+def _keep(views: dict[StepLayout, Any], layout: StepLayout, made: object) -> None:
+    if len(views) == CACHED_LAYOUTS:
+        views.clear()  # made again within a step's time where they are still used
+    views[layout] = made

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
-from vllm_npu_prep.prep.layout import StepArrays, StepLayout, step_layout
+from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, step_layout
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState, attention_state
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchTables:
     """The runner's tables, which stay from step to step: views, nothing copied.
+
+    The fused pass reads and writes them by address, so they are neither replaced nor resized.
 
     Rows belong to requests in the order of the batch; rows behind the last request hold anything.
     ``M`` is ``max_num_reqs``, ``G`` the number of KV-cache groups.
@@ -109,8 +111,8 @@ class StepBatch:
     num_scheduled_tokens: np.ndarray  # [num_reqs] int32
     num_draft_tokens: np.ndarray  # [num_reqs or more] int32
     total_num_scheduled_tokens: int
-    # [num_reqs] int64: row of each request in the last step's samples while these are still on the
-    # device (async scheduling), -1 for the others; not read without `num_sampled_rows`
+    # [num_reqs or more] int64: row of each request in the last step's samples while these are still
+    # on the device (async scheduling), -1 for the others; not read without `num_sampled_rows`
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 when they are not on the device
 
@@ -267,13 +269,17 @@ def prepare_step(
     padding
         Sizes that were decided for it.
     layout, arrays
-        Where to write. By default a fresh buffer of the padded size, without room for changes of
-        block tables.
+        Where to write. By default a fresh buffer of the padded size.
 
     Returns
     -------
     PreparedStep
         Every array written, padding included, and the attention state decided.
+
+    Raises
+    ------
+    ValueError
+        If the batch doesn't fit the layout or the tables.
     """
     tables = batch.tables
     if layout is None:
@@ -284,7 +290,8 @@ def prepare_step(
             1 + int(batch.num_draft_tokens.max(initial=0)),
         )
     if arrays is None:
-        arrays = layout.views(np.zeros(layout.nbytes(batch.num_sampled_rows), np.uint8))
+        nbytes = layout.nbytes(batch.num_sampled_rows, len(tables.block_entries))
+        arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
     max_query_len, max_seq_len, num_logits, facts, num_block_changes = fill_step_at(
         tables.addresses,
         arrays.addresses,

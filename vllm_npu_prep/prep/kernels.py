@@ -12,14 +12,19 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from vllm_npu_prep.prep.padding import PAD_SLOT_ID
-from vllm_npu_prep.prep.state import (
-    SOME_BEYOND_DRAFTS,
-    SOME_COMPUTED,
-    SOME_DRAFTS,
-    SOME_PAST_PROMPT,
-    SOME_SEVERAL_TOKENS,
-)
+# Constants live here, beside the code that is compiled with them: numba's cache on disk notices
+# changes of this file only.
+
+SOME_COMPUTED = 1
+SOME_DRAFTS = 2
+SOME_BEYOND_DRAFTS = 4
+SOME_SEVERAL_TOKENS = 8
+SOME_PAST_PROMPT = 16
+"""Bits of what the attention state follows from; `vllm_npu_prep.prep.state.batch_facts` says what
+they mean."""
+
+PAD_SLOT_ID = -1
+"""Slot of a padding token: skipped by every cache writer."""
 
 NULL_BLOCK_ID = 0
 """The block that nobody owns; rows of padding requests hold it."""
@@ -74,9 +79,18 @@ def fill_step(
         ``max_query_len``, ``max_seq_len``, the number of logits, the facts that decide the
         attention state (`vllm_npu_prep.prep.state.batch_facts`), and how many block-table entries
         are new to the device.
+
+    Raises
+    ------
+    ValueError
+        If the counts don't fit the layout or the tables, before anything is written past an end.
     """
     num_reqs = num_scheduled_tokens.shape[0]
     num_input_tokens = positions.shape[0]
+    if num_reqs > seq_lens.shape[0] or num_reqs > num_tokens.shape[0]:
+        raise ValueError("more requests than rows of the layout or of the tables")
+    if num_sampled_rows > tail_int64.shape[0]:
+        raise ValueError("the staging buffer has no room for the last step's samples")
     max_query_len = 0
     max_seq_len = 0
     num_logits = 0
@@ -95,10 +109,16 @@ def fill_step(
         seq_lens[req] = seq_len
         computed[req] = first
         discard_request_mask[req] = seq_len < num_tokens[req]
+        if query_len < 1 or first < 0 or end > num_input_tokens or seq_len > token_ids.shape[1]:
+            raise ValueError("scheduled tokens past the layout or past max_model_len")
+        if drafts < 0 or drafts >= query_len or num_logits + drafts >= logits_indices.shape[0]:
+            raise ValueError("more drafts than scheduled tokens or than the layout has logits")
         for index in range(end - 1 - drafts, end):
             logits_indices[num_logits] = index
             num_logits += 1
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
+            if previous_rows[req] >= num_sampled_rows:
+                raise ValueError("a previous row behind the last step's samples")
             tail_int64[previous_rows[req]] = end - 1 - drafts
         if first > 0:
             facts |= SOME_COMPUTED
@@ -114,6 +134,9 @@ def fill_step(
         max_seq_len = max(max_seq_len, seq_len)
         start = end
 
+    for group in range(block_sizes.shape[0]):
+        if max_num_blocks[group] * block_sizes[group] < max_seq_len:
+            raise ValueError("a sequence is longer than its row of the block table")
     for req in range(num_reqs):
         first, start = computed[req], query_start_loc[req]
         query_len = query_start_loc[req + 1] - start
@@ -271,6 +294,8 @@ def list_block_changes(
             count += num_device_blocks[group, req]
     if count == 0:
         return 0
+    if 2 * taken + 3 * count > tail_int32.shape[0]:
+        raise ValueError("the staging buffer has no room for the new block-table entries")
 
     index_of, id_of = taken, 2 * (taken + count)
     table = 0  # first entry of the group
@@ -321,7 +346,7 @@ def fill_step_at(
     """`fill_step` on arrays that stay: numba looks at every array that it is handed.
 
     For two dozen of them, not used since the last step, that took as long as filling them for 256
-    decodes.
+    decodes. Positions count in the order in which `addresses` lists them.
     """
     reqs, model_len, groups, entries = tables[0], tables[1], tables[2], tables[3]
     tokens, reqs_padded, logits, tail = arrays[0], arrays[1], arrays[2], arrays[3]

@@ -35,9 +35,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PAD_SLOT_ID = -1
-"""Slot of a padding token: skipped by every cache writer."""
-
 
 @dataclass(frozen=True)
 class Padding:

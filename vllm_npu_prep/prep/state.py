@@ -4,6 +4,14 @@ from enum import IntEnum
 
 import numpy as np
 
+from vllm_npu_prep.prep.kernels import (
+    SOME_BEYOND_DRAFTS,
+    SOME_COMPUTED,
+    SOME_DRAFTS,
+    SOME_PAST_PROMPT,
+    SOME_SEVERAL_TOKENS,
+)
+
 
 class AttentionState(IntEnum):
     """What a step asks of attention. The name is the value that users see.
@@ -30,22 +38,15 @@ class AttentionState(IntEnum):
     ChunkedPrefill = 4
 
 
-# What the rule has to know of a batch, as bits of one number: the fused pass collects them on its
-# way (`vllm_npu_prep.prep.kernels.fill_step`), `batch_facts` says what they mean.
-SOME_COMPUTED = 1
-SOME_DRAFTS = 2
-SOME_BEYOND_DRAFTS = 4
-SOME_SEVERAL_TOKENS = 8
-SOME_PAST_PROMPT = 16
-
-
 def batch_facts(
     num_computed_tokens: np.ndarray,  # [num_reqs]
     num_scheduled_tokens: np.ndarray,  # [num_reqs]
     num_draft_tokens: np.ndarray,  # [num_reqs]
     num_prompt_tokens: np.ndarray,  # [num_reqs]
 ) -> int:
-    """Facts of a batch that decide its state.
+    """Facts of a batch that decide its state, as bits of one number.
+
+    The fused pass collects them on its way (`vllm_npu_prep.prep.kernels.fill_step`).
 
     Parameters
     ----------
