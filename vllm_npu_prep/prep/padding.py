@@ -2,7 +2,8 @@
 
 Sizes
     ``num_input_tokens`` is the smallest capture size that holds the step's tokens. Without graphs,
-    or above the largest size, it is the number of scheduled tokens and nothing is padded.
+    above the largest size, or where no graph was captured for such a step (`dispatch`), it is the
+    number of scheduled tokens and nothing is padded.
 
 Token level
     ================  =============================================
@@ -32,6 +33,7 @@ Piecewise graphs run attention eagerly on the real requests alone, so only token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -53,6 +55,103 @@ class Padding:
     num_input_tokens: int
     num_reqs_padded: int
     decode_query_len: int = 0
+
+
+class GraphMode(StrEnum):
+    """vLLM's ``cudagraph_mode``; the first three are also what a step runs as.
+
+    ==================  ==============  ==============
+    mode                uniform decode  any other step
+    ==================  ==============  ==============
+    NONE                eager           eager
+    PIECEWISE           piecewise       piecewise
+    FULL                full            full
+    FULL_DECODE_ONLY    full            eager
+    FULL_AND_PIECEWISE  full            piecewise
+    ==================  ==============  ==============
+    """
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+
+RUNTIME_MODES = frozenset({GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL})
+
+
+@dataclass(frozen=True)
+class CapturedGraphs:
+    """What an engine captured.
+
+    Attributes
+    ----------
+    mode
+        vLLM's ``cudagraph_mode``.
+    capture_sizes
+        In tokens.
+    max_num_seqs
+        Most requests of a step.
+    decode_query_len
+        Tokens of a decode: one, and one for each draft.
+    lora_counts
+        Numbers of active adapters that graphs exist for; 0 is a step without any.
+    """
+
+    mode: GraphMode
+    capture_sizes: tuple[int, ...]
+    max_num_seqs: int
+    decode_query_len: int = 1
+    lora_counts: tuple[int, ...] = (0,)
+
+
+def dispatch(
+    graphs: CapturedGraphs,
+    num_tokens: int,
+    num_reqs: int,
+    uniform_decode: bool,
+    num_active_loras: int = 0,
+    allowed: frozenset[GraphMode] = RUNTIME_MODES,
+) -> tuple[GraphMode, Padding]:
+    """How a step runs and how it is padded: what vLLM's ``CudagraphDispatcher`` decides.
+
+    A running engine asks vLLM itself; this is for reading and for batches outside an engine.
+
+    Parameters
+    ----------
+    num_tokens, num_reqs
+        Sizes of the step; on several data-parallel ranks, the tokens that they agreed on.
+    uniform_decode
+        Whether every request has ``decode_query_len`` tokens.
+    num_active_loras
+        Adapters that the step's requests use.
+    allowed
+        Modes that may be chosen; several ranks agree on one.
+
+    Returns
+    -------
+    mode, padding
+        One of `RUNTIME_MODES`, and the sizes. Piecewise graphs pad tokens only.
+    """
+    eager = GraphMode.NONE, no_padding(num_tokens, num_reqs)
+    size = padded_size(num_tokens, graphs.capture_sizes)
+    loras = min((c for c in graphs.lora_counts if c >= num_active_loras > 0), default=0)
+    if num_active_loras > 0 and not loras:
+        loras = num_active_loras  # more than any graph has
+    if size is None or loras not in graphs.lora_counts:
+        return eager
+    mode, query_len = graphs.mode, graphs.decode_query_len
+    apart = mode in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
+    if GraphMode.FULL in allowed:
+        if mode == GraphMode.FULL:
+            return GraphMode.FULL, Padding(size, min(size, graphs.max_num_seqs))
+        if apart and uniform_decode and query_len <= size <= query_len * graphs.max_num_seqs:
+            return GraphMode.FULL, Padding(size, size // query_len, query_len)
+    piecewise = mode in (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE)
+    if piecewise and GraphMode.PIECEWISE in allowed:
+        return GraphMode.PIECEWISE, Padding(size, num_reqs)
+    return eager
 
 
 def no_padding(num_tokens: int, num_reqs: int) -> Padding:
