@@ -22,12 +22,21 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def runners(model, request):
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def both(model, request):
     settings = {"block_size": 4, "max_model_len": 16, "async_scheduling": request.param}
     with engine(model, load_format="dummy", **settings) as llm:
         ours = runner_of(llm)
         yield ours, upstream_twin(ours)
+
+
+@pytest.fixture
+def runners(both):
+    """Ours and upstream's, without requests."""
+    yield both
+    for runner in both:
+        runner._update_states(scheduler_output({}, finished=set(runner.requests)))
+        runner.input_batch.prev_sampled_token_ids = None
 
 
 def step(runners, output, tokens: dict[str, int]) -> None:
