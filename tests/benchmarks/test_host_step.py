@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CASES = ["decode-256", "step-256"]
+CASES = ["step-256"]
 
 
 def run(*command: str) -> subprocess.CompletedProcess:

@@ -58,7 +58,7 @@ class Padding:
 
 
 class GraphMode(StrEnum):
-    """vLLM's ``cudagraph_mode``; the first three are also what a step runs as.
+    """vLLM's graph modes by their names; the first three are also what a step runs as.
 
     ==================  ==============  ==============
     mode                uniform decode  any other step
@@ -88,7 +88,7 @@ class CapturedGraphs:
     Attributes
     ----------
     mode
-        vLLM's ``cudagraph_mode``.
+        As in vLLM's compilation config.
     capture_sizes
         In tokens.
     max_num_seqs
@@ -114,7 +114,7 @@ def dispatch(
     num_active_loras: int = 0,
     allowed: frozenset[GraphMode] = RUNTIME_MODES,
 ) -> tuple[GraphMode, Padding]:
-    """How a step runs and how it is padded: what vLLM's ``CudagraphDispatcher`` decides.
+    """How a step runs and how it is padded: what vLLM's graph dispatcher decides.
 
     A running engine asks vLLM itself; this is for reading and for batches outside an engine.
 
