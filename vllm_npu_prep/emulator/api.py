@@ -104,6 +104,7 @@ def register_reference(
     overload: str = "",
     written: Sequence[str] = (),
     check_placement: PlacementCheck | None = None,
+    shapes: Callable[..., Any] | None = None,
 ) -> None:
     """Run a Python function wherever torch_npu would run a device kernel.
 
@@ -132,6 +133,8 @@ def register_reference(
     check_placement
         Called before the function with the operator's name, whether each tensor is on the host (by
         argument name), and the overload; raises when one is on the wrong side.
+    shapes
+        Meta function for an operator that has none: gets Meta tensors, returns Meta tensors.
 
     Raises
     ------
@@ -150,9 +153,10 @@ def register_reference(
     packet = getattr(getattr(torch.ops, namespace), operator)
     schema = getattr(packet, overload or "default")._schema
     kernel = _cpu_kernel(schema, function, check_placement, launcher)
-    _library(namespace).impl(
-        f"{operator}.{overload}" if overload else operator, kernel, "CPU", allow_override=True
-    )
+    full_name = f"{operator}.{overload}" if overload else operator
+    _library(namespace).impl(full_name, kernel, "CPU", allow_override=True)
+    if shapes is not None:
+        _library(namespace).impl(full_name, shapes, "Meta", allow_override=True)
 
 
 def install() -> None:
@@ -183,7 +187,8 @@ def _cpu_kernel(
 ) -> Callable[..., Any]:
     """Make a CPU kernel of a reference: binds its arguments, refuses calls by hand."""
     bind = _binder(schema, inspect.signature(function))
-    is_out = any(argument.name == "out" for argument in schema.arguments)
+    # Not every operator that takes `out` returns it: one sizes a workspace for another.
+    is_out = schema.overload_name == "out" or any(r.alias_info is not None for r in schema.returns)
 
     @functools.wraps(function)
     def kernel(*given: Any, **keywords: Any) -> Any:

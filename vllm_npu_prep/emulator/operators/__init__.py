@@ -36,6 +36,7 @@ class Reference(NamedTuple):
     name: str
     overload: str
     function: Callable[..., Any]
+    shapes: Callable[..., Any] | None = None  # where torch_npu has no Meta function
 
 
 REFERENCES = (
@@ -45,6 +46,7 @@ REFERENCES = (
         fused_attention.V1_WORKSPACE,
         "",
         fused_attention.max_workspace(fused_attention.V1_WORKSPACE),
+        fused_attention.workspace_shape,
     ),
     Reference(fused_attention.V2, "", fused_attention.functional(fused_attention.V2)),
     Reference(fused_attention.V2, "out", fused_attention.out_variant(fused_attention.V2)),
@@ -52,13 +54,17 @@ REFERENCES = (
         fused_attention.V2_WORKSPACE,
         "",
         fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
+        fused_attention.workspace_shape,
     ),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
     Reference(cache_write.SCATTER_PA_KV_CACHE, "", cache_write.scatter_pa_kv_cache),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
     Reference(atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention),
     Reference(
-        atb_attention.PAGED_ATTENTION_WORKSPACE, "", atb_attention.paged_attention_get_workspace
+        atb_attention.PAGED_ATTENTION_WORKSPACE,
+        "",
+        atb_attention.paged_attention_get_workspace,
+        atb_attention.paged_attention_workspace_shape,
     ),
     Reference(atb_attention.SPLITFUSE, "", atb_attention.paged_attention_splitfuse),
     Reference(elementwise.RMS_NORM, "", elementwise.rms_norm),
@@ -87,11 +93,22 @@ CONSTRAINTS: tuple[Constraint, ...] = tuple(
 class RegisterReference(Protocol):
     """How the runtime takes a reference."""
 
-    def __call__(self, name: str, function: Callable[..., Any], overload: str = "") -> object:
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        overload: str = "",
+        shapes: Callable[..., Any] | None = None,
+    ) -> object:
         """Register `function` for ``name`` and `overload`."""
 
 
 def install(register_reference: RegisterReference) -> None:
     """Register every reference with a runtime."""
     for reference in REFERENCES:
-        register_reference(reference.name, reference.function, overload=reference.overload)
+        register_reference(
+            reference.name,
+            reference.function,
+            overload=reference.overload,
+            shapes=reference.shapes,
+        )

@@ -119,7 +119,15 @@ def paged_attention_get_workspace(
     call = ATB_ATTENTION.call(PAGED_ATTENTION_WORKSPACE)
     caches, heads = (key_cache, value_cache), (num_heads, num_kv_heads)
     _check_decode(call, query, caches, heads, block_table, context_lens, out)
-    return torch.zeros(query.numel(), dtype=torch.uint8)
+    return paged_attention_workspace_shape(query).zero_()
+
+
+def paged_attention_workspace_shape(
+    query: torch.Tensor, *others: object, **keywords: object
+) -> torch.Tensor:
+    """Shape of that workspace."""
+    del others, keywords
+    return query.new_empty(query.numel(), dtype=torch.uint8)
 
 
 def paged_attention_splitfuse(

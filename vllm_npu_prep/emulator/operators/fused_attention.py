@@ -148,6 +148,12 @@ def max_workspace(name: str) -> Callable[..., torch.Tensor]:
     def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
         fused, _ = bind(name, "", args, kwargs)
         check(fused)
-        return torch.zeros(workspace_elements(fused), dtype=fused.query.dtype)
+        return workspace_shape(fused.query).zero_()
 
     return reference
+
+
+def workspace_shape(query: torch.Tensor, *others: Any, **keywords: Any) -> torch.Tensor:
+    """Shape of a workspace, which the host knows before anything runs."""
+    del others, keywords
+    return query.new_empty(workspace_elements(query))

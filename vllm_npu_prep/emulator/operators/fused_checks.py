@@ -280,7 +280,7 @@ def check_out(
     if workspace is not None:
         ok = workspace.dim() == 1 and workspace.dtype == fused.query.dtype
         demand("workspace", ok, _describe(workspace))
-        needed = workspace_elements(fused)
+        needed = workspace_elements(fused.query)
         given = f"{workspace.numel()} elements, needed {needed}"
         demand("workspace size", workspace.numel() >= needed, given)
     demand("out", len(out) == 2, f"{len(out)} tensors")
@@ -291,13 +291,13 @@ def check_out(
         demand("softmax_lse out", ok, _describe(out[1]))
 
 
-def workspace_elements(fused: FusedAttention) -> int:
+def workspace_elements(query: torch.Tensor) -> int:
     """Elements of a workspace.
 
     What real kernels need is not documented. This grows with the query, so that a workspace that
     was sized for a smaller batch is found too small.
     """
-    return max(1, fused.query.numel())
+    return max(1, query.numel())
 
 
 def _describe(value: object) -> str:
