@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.block_table import MultiGroupBlockTable
 
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW
+from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
 
 
 class DeviceBlockTables(MultiGroupBlockTable):
@@ -14,7 +14,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
     Here the tables lie behind one another, on the host and on the device, and only entries that the
     device doesn't have are sent, with everything else of the step (`list_block_changes`). A row
     that grows needs no note: what lies behind `num_known_blocks` is new. A row that is replaced
-    forgets.
+    forgets. Behind the rows of requests lie `PADDING_ROWS`, which nothing writes.
 
     Parameters
     ----------
@@ -34,7 +34,8 @@ class DeviceBlockTables(MultiGroupBlockTable):
             [table.max_num_blocks_per_req for table in self.block_tables], np.int32
         )
         buffers = [table.block_table for table in self.block_tables]
-        sizes = [buffer.np.size for buffer in buffers]
+        num_rows = max_num_reqs + PADDING_ROWS
+        sizes = [num_rows * width for width in self.max_num_blocks.tolist()]
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
         with torch.inference_mode(False):
             self.entries_cpu = buffers[0].cpu.new_zeros(sum(sizes))
@@ -43,9 +44,9 @@ class DeviceBlockTables(MultiGroupBlockTable):
         views = zip(self.entries_cpu.split(sizes), self.entries.split(sizes), self.num_blocks)
         for table, (host, device, num_blocks) in zip(self.block_tables, views):
             buffer = table.block_table
-            buffer.cpu = host.view(buffer.cpu.shape)
+            buffer.cpu = host.view(num_rows, -1)
             buffer.np = buffer.cpu.numpy()
-            buffer.gpu = device.view(buffer.gpu.shape)
+            buffer.gpu = device.view(num_rows, -1)
             table.num_blocks_per_row = num_blocks
         # Row of each request when `mark_rows` was last called, -1 for those it left out.
         self.previous_rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # [max_num_reqs]
@@ -53,10 +54,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group.
-
-        There are ``max_num_reqs`` of them, which is enough as long as no graph pads a full batch.
-        """
+        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
         rows = self._device_rows.get(num_reqs)
         if rows is None:
             rows = tuple(table.get_device_tensor(num_reqs) for table in self.block_tables)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
+from vllm_npu_prep.prep.kernels import PADDING_ROWS, book_tokens, fill_step_at
 from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, step_layout
-from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.prep.state import AttentionState, attention_state
+from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class BatchTables:
     num_prompt_tokens: np.ndarray  # [M] int32
     num_tokens: np.ndarray  # [M] int32, tokens known of each request, drafts excluded
     token_ids: np.ndarray  # [M, max_model_len] int32
-    block_entries: np.ndarray  # [sum of M * max_num_blocks] int32, the groups' tables in turn
+    # [sum of (M + PADDING_ROWS) * max_num_blocks] int32, the groups' tables in turn
+    block_entries: np.ndarray
     max_num_blocks: np.ndarray  # [G] int32, width of each group's table
     block_sizes: np.ndarray  # [G] int32, tokens
     num_blocks: np.ndarray  # [G, M] int32, entries that a request owns
@@ -58,9 +59,9 @@ class BatchTables:
 
     def block_table(self, group: int) -> np.ndarray:
         """Block table of a group, int32 ``[M, max_num_blocks]``."""
-        sizes = len(self.token_ids) * self.max_num_blocks
+        sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
         table = np.split(self.block_entries, np.cumsum(sizes)[:-1])[group]
-        return table.reshape(len(self.token_ids), -1)
+        return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
 
     @cached_property
     def addresses(self) -> np.ndarray:
@@ -92,7 +93,9 @@ def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
     max_num_reqs = len(block_tables[0])
     nothing = np.zeros((len(block_tables), max_num_reqs), np.int32)
     return {
-        "block_entries": np.concatenate([table.reshape(-1) for table in block_tables]),
+        "block_entries": np.concatenate(
+            [np.pad(table, ((0, PADDING_ROWS), (0, 0))).reshape(-1) for table in block_tables]
+        ),
         "max_num_blocks": np.array([table.shape[1] for table in block_tables], np.int32),
         "num_blocks": nothing,
         "num_known_blocks": nothing.copy(),
@@ -301,12 +304,16 @@ def prepare_step(
         batch.num_sampled_rows,
         padding.decode_query_len,
     )
+    if padding.mode is GraphMode.FULL:
+        attn_state = captured_state(padding.decode_query_len)
+    else:
+        attn_state = attention_state(facts, tables.chunked_prefill)
     return PreparedStep(
         batch,
         padding,
         layout,
         arrays,
-        attention_state(facts, tables.chunked_prefill),
+        attn_state,
         max_query_len,
         max_seq_len,
         num_logits,

@@ -29,6 +29,10 @@ PAD_SLOT_ID = -1
 NULL_BLOCK_ID = 0
 """The block that nobody owns; rows of padding requests hold it."""
 
+PADDING_ROWS = 1
+"""Rows of a block table behind those of requests, always the null block: a mixed batch that fills a
+full graph's requests still needs one for the rest of its tokens."""
+
 NO_PREVIOUS_ROW = -1
 """Entry of `previous_rows` for a request that the last step did not sample for."""
 
@@ -42,7 +46,7 @@ def fill_step(
     num_prompt_tokens,  # [max_num_reqs] int32
     num_tokens,  # [max_num_reqs] int32
     token_ids,  # [max_num_reqs, max_model_len] int32
-    block_entries,  # [sum of max_num_reqs * max_num_blocks] int32, the groups' tables in turn
+    block_entries,  # [sum of rows * max_num_blocks] int32, the groups' tables in turn
     max_num_blocks,  # [num_groups] int32
     block_sizes,  # [num_groups] int32
     num_blocks,  # [num_groups, max_num_reqs] int32
@@ -157,7 +161,7 @@ def fill_step(
         seq_lens,
         query_start_loc,
         slot_mapping,
-        num_computed_tokens.shape[0],
+        num_computed_tokens.shape[0] + PADDING_ROWS,
     )
     pad(
         num_reqs,
@@ -189,14 +193,14 @@ def fill_step(
 @compiled
 def fill_slots(
     num_reqs,
-    block_entries,  # [sum of max_num_reqs * max_num_blocks]
+    block_entries,  # [sum of rows * max_num_blocks]
     max_num_blocks,  # [num_groups]
     block_sizes,  # [num_groups]
     num_computed_tokens,  # [num_reqs or more]
     seq_lens,  # [num_reqs or more]
     query_start_loc,  # [num_reqs + 1 or more]
     slot_mapping,  # [num_groups, T], written
-    max_num_reqs,
+    num_rows,
 ):
     """Slot of each scheduled token: its place in the physical block of its position."""
     table = 0  # first entry of the group
@@ -219,7 +223,7 @@ def fill_slots(
                     slot_mapping[group, token + offset] = slot + offset
                 token += in_block
                 position += in_block
-        table += max_num_reqs * width
+        table += num_rows * width
 
 
 @compiled
@@ -259,7 +263,7 @@ def pad(
 
 @compiled
 def list_block_changes(
-    block_entries,  # [sum of max_num_reqs * max_num_blocks]
+    block_entries,  # [sum of rows * max_num_blocks]
     max_num_blocks,  # [num_groups]
     num_blocks,  # [num_groups, max_num_reqs]
     num_known_blocks,  # [num_groups, max_num_reqs], updated
@@ -321,7 +325,7 @@ def list_block_changes(
                 id_of += 1
             num_known_blocks[group, req] = 0
             num_device_blocks[group, req] = 0
-        table += max_num_reqs * width
+        table += (max_num_reqs + PADDING_ROWS) * width
     return count
 
 

@@ -6,6 +6,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from vllm_npu_prep.prep.kernels import PADDING_ROWS
+
 ALIGNMENT = 64
 """Bytes to which every array of a layout is aligned (a cache line; a multiple of 32, which Ascend
 vector units load)."""
@@ -70,7 +72,11 @@ class StepLayout:
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
-        """Name to place of every array, in the order of the buffer."""
+        """Name to place of every array, in the order of the buffer.
+
+        What has a length in tokens comes first: its place follows from ``num_input_tokens`` alone,
+        because a piecewise graph serves any number of requests.
+        """
         num_tokens, num_reqs = self.num_input_tokens, self.num_reqs_padded
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((num_tokens,), np.int64),
@@ -78,12 +84,12 @@ class StepLayout:
             # one waits for are put there.
             "input_ids_and_spare": ((num_tokens + 1,), np.int32),
             "slot_mapping": ((self.num_groups, num_tokens), np.int32),
+            "is_padding": ((num_tokens,), np.bool_),
             "query_start_loc": ((num_reqs + 1,), np.int32),
             "seq_lens": ((num_reqs,), np.int32),
             "num_computed_tokens": ((num_reqs,), np.int32),
             "logits_indices": ((self.max_logits,), np.int32),
             "discard_request_mask": ((num_reqs,), np.bool_),
-            "is_padding": ((num_tokens,), np.bool_),
         }
         arrays, offset = {}, 0
         for name, (shape, dtype) in shapes.items():
@@ -94,7 +100,7 @@ class StepLayout:
     @cached_property
     def tail_offset(self) -> int:
         """First byte of the tail."""
-        return -(-self.arrays["is_padding"].end // ALIGNMENT) * ALIGNMENT
+        return -(-self.arrays["discard_request_mask"].end // ALIGNMENT) * ALIGNMENT
 
     def nbytes(self, num_sampled_rows: int = 0, num_block_changes: int = 0) -> int:
         """Bytes of a step: the arrays and what it has in its tail."""
@@ -215,10 +221,10 @@ def largest_step(
 ) -> int:
     """Bytes that every step's buffer has to hold, a multiple of `ALIGNMENT`.
 
-    Two more rows than requests: a mixed batch in a full graph gets one dummy request, and rows of
-    zero length may follow it (vllm-project/vllm-ascend 7144). A step can change every entry of the
-    block tables: the first one after a dummy run does.
+    A mixed batch in a full graph has one row more than requests. A step can change every entry of
+    the block tables: the first one after a dummy run does.
     """
-    layout = step_layout(max_num_tokens, max_num_reqs + 2, num_groups, max_logits_per_req)
+    num_rows = max_num_reqs + PADDING_ROWS
+    layout = step_layout(max_num_tokens, num_rows, num_groups, max_logits_per_req)
     nbytes = layout.nbytes(max_num_reqs, num_block_table_entries)
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -22,12 +22,23 @@ class OracleRequest:
     draft_token_ids: Sequence[int] = field(default_factory=tuple)
 
 
+@dataclass(frozen=True)
+class OracleGraphs:
+    """What an engine captured, in plain Python values; modes by vLLM's names."""
+
+    mode: str
+    capture_sizes: Sequence[int]
+    max_num_seqs: int
+    decode_query_len: int = 1
+
+
 def oracle_step(
     requests: Sequence[OracleRequest],
     *,
     block_size: int,
     max_model_len: int,
     capture_sizes: Sequence[int] | None = None,
+    graphs: OracleGraphs | None = None,
     mask: str = "dense",
     sliding_window: int | None = None,
     chunked_prefill: bool = True,
@@ -41,7 +52,10 @@ def oracle_step(
     block_size, max_model_len
         In tokens.
     capture_sizes
-        Sizes of full graphs; None runs eagerly and adds no padded keys.
+        Sizes of full graphs for a batch outside an engine; None adds no padded keys.
+    graphs
+        What an engine captured: how it would run and pad this batch. Adds the padded keys and
+        ``runtime_mode``.
     mask
         ``"dense"`` or ``"compressed"``.
     sliding_window
@@ -120,6 +134,8 @@ def oracle_step(
     out["num_input_tokens"] = total
     if capture_sizes is not None:
         _pad(out, requests, capture_sizes)
+    if graphs is not None:
+        _replay(out, requests, graphs)
     out["attn_mask"] = _mask(out, mask, sliding_window)
     return out
 
@@ -161,18 +177,57 @@ def _pad(
         size = fitting[0]
 
     query_start_loc = list(out["query_start_loc"])
-    seq_lens = list(out["seq_lens"])
     while query_start_loc[-1] < size:
         query_start_loc.append(query_start_loc[-1] + step if step else size)
-        seq_lens.append(0)
-    extra = size - total
+    _write_padded(out, size, query_start_loc)
+
+
+def _replay(out: dict[str, Any], requests: Sequence[OracleRequest], graphs: OracleGraphs) -> None:
+    """Which graph the batch replays, if any, and what that graph sees."""
+    total, size = out["total_num_scheduled_tokens"], 0
+    for capture_size in sorted(graphs.capture_sizes):
+        if capture_size >= total:
+            size = capture_size
+            break
+    decode_len = graphs.decode_query_len
+    decodes = all(request.num_scheduled_tokens == decode_len for request in requests)
+    decode_mode = {"FULL_DECODE_ONLY": "FULL", "FULL_AND_PIECEWISE": "FULL"}.get(
+        graphs.mode, graphs.mode
+    )
+    mixed_mode = {"FULL_DECODE_ONLY": "NONE", "FULL_AND_PIECEWISE": "PIECEWISE"}.get(
+        graphs.mode, graphs.mode
+    )
+    mode = mixed_mode
+    if decodes and decode_mode != mixed_mode and size <= graphs.max_num_seqs * decode_len:
+        mode = decode_mode
+    if size == 0:
+        mode, size = "NONE", total
+    if mode == "NONE":
+        size = total
+
+    query_start_loc = list(out["query_start_loc"])
+    if mode == "FULL" and mixed_mode == "FULL":
+        out["attn_state"] = "ChunkedPrefill"
+        while len(query_start_loc) < 1 + min(size, graphs.max_num_seqs) + 1:
+            query_start_loc.append(size)
+    elif mode == "FULL":
+        out["attn_state"] = "DecodeOnly" if decode_len == 1 else "SpecDecoding"
+        while query_start_loc[-1] < size:
+            query_start_loc.append(query_start_loc[-1] + decode_len)
+    out["runtime_mode"] = mode
+    _write_padded(out, size, query_start_loc)
+
+
+def _write_padded(out: dict[str, Any], size: int, query_start_loc: list[int]) -> None:
+    extra = size - out["total_num_scheduled_tokens"]
+    rows = len(query_start_loc) - 1
     out["num_input_tokens"] = size
-    out["num_reqs_padded"] = len(seq_lens)
+    out["num_reqs_padded"] = rows
     out["input_ids_padded"] = out["input_ids"] + [0] * extra
     out["positions_padded"] = out["positions"] + [0] * extra
     out["slot_mapping_padded"] = out["slot_mapping"] + [-1] * extra
     out["query_start_loc_padded"] = query_start_loc
-    out["seq_lens_padded"] = seq_lens
+    out["seq_lens_padded"] = out["seq_lens"] + [0] * (rows - len(out["seq_lens"]))
 
 
 def _mask(out: dict[str, Any], form: str, sliding_window: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""Graph padding: how many tokens and requests the device sees, and what the extra ones hold.
+"""Graph padding: how a step runs, how many tokens and requests there are, what the extra ones hold.
 
 Sizes
     ``num_input_tokens`` is the smallest capture size that holds the step's tokens. Without graphs,
@@ -18,7 +18,8 @@ Request level, in a full graph
     ===================  ==========================  ==============================
     array                uniform decode batch        any other batch
     ===================  ==========================  ==============================
-    padding requests     as many as fill the size    one, which takes all the rest
+    padding requests     as many as fill the size    one takes all the rest; it and
+                                                     rows behind it are always there
     query_start_loc      + decode length for each    ends at ``num_input_tokens``
     seq_lens             0                           0
     num_computed_tokens  0                           0
@@ -37,24 +38,7 @@ from enum import StrEnum
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Padding:
-    """Sizes of a step as the device sees them.
-
-    Attributes
-    ----------
-    num_input_tokens
-        Tokens after padding.
-    num_reqs_padded
-        Requests after padding.
-    decode_query_len
-        Tokens of each padding request in a uniform decode batch; 0: one padding request takes all.
-    """
-
-    num_input_tokens: int
-    num_reqs_padded: int
-    decode_query_len: int = 0
+from vllm_npu_prep.prep.kernels import PADDING_ROWS
 
 
 class GraphMode(StrEnum):
@@ -79,6 +63,44 @@ class GraphMode(StrEnum):
 
 
 RUNTIME_MODES = frozenset({GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL})
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How a step runs, and its sizes as the device sees them.
+
+    Attributes
+    ----------
+    num_input_tokens
+        Tokens after padding.
+    num_reqs_padded
+        Requests after padding.
+    decode_query_len
+        Tokens of each padding request in a uniform decode batch; 0: one padding request takes all.
+    mode
+        One of `RUNTIME_MODES`.
+    """
+
+    num_input_tokens: int
+    num_reqs_padded: int
+    decode_query_len: int = 0
+    mode: GraphMode = GraphMode.NONE
+
+
+def full_padding(num_input_tokens: int, max_num_reqs: int, decode_query_len: int) -> Padding:
+    """Padding of a step that replays a full graph.
+
+    Parameters
+    ----------
+    num_input_tokens
+        Capture size.
+    max_num_reqs
+        Most requests of a batch that replays the graph (``num_reqs`` of vLLM's descriptor).
+    decode_query_len
+        Tokens of a decode in a graph for uniform decode batches, 0 in one for mixed batches.
+    """
+    num_rows = max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS
+    return Padding(num_input_tokens, num_rows, decode_query_len, GraphMode.FULL)
 
 
 @dataclass(frozen=True)
@@ -113,7 +135,7 @@ def dispatch(
     uniform_decode: bool,
     num_active_loras: int = 0,
     allowed: frozenset[GraphMode] = RUNTIME_MODES,
-) -> tuple[GraphMode, Padding]:
+) -> Padding:
     """How a step runs and how it is padded: what vLLM's graph dispatcher decides.
 
     A running engine asks vLLM itself; this is for reading and for batches outside an engine.
@@ -128,13 +150,8 @@ def dispatch(
         Adapters that the step's requests use.
     allowed
         Modes that may be chosen; several ranks agree on one.
-
-    Returns
-    -------
-    mode, padding
-        One of `RUNTIME_MODES`, and the sizes. Piecewise graphs pad tokens only.
     """
-    eager = GraphMode.NONE, no_padding(num_tokens, num_reqs)
+    eager = no_padding(num_tokens, num_reqs)
     size = padded_size(num_tokens, graphs.capture_sizes)
     loras = min((c for c in graphs.lora_counts if c >= num_active_loras > 0), default=0)
     if num_active_loras > 0 and not loras:
@@ -145,13 +162,32 @@ def dispatch(
     apart = mode in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
     if GraphMode.FULL in allowed:
         if mode == GraphMode.FULL:
-            return GraphMode.FULL, Padding(size, min(size, graphs.max_num_seqs))
+            return full_padding(size, min(size, graphs.max_num_seqs), 0)
         if apart and uniform_decode and query_len <= size <= query_len * graphs.max_num_seqs:
-            return GraphMode.FULL, Padding(size, size // query_len, query_len)
+            return full_padding(size, size // query_len, query_len)
     piecewise = mode in (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE)
     if piecewise and GraphMode.PIECEWISE in allowed:
-        return GraphMode.PIECEWISE, Padding(size, num_reqs)
+        return Padding(size, num_reqs, mode=GraphMode.PIECEWISE)
     return eager
+
+
+def why_eager(mode: GraphMode, num_tokens: int, largest_size: int, uniform_decode: bool) -> str:
+    """Why a step runs eagerly although graphs were captured, in a few words.
+
+    Parameters
+    ----------
+    mode
+        The engine's.
+    num_tokens, uniform_decode
+        Of the step.
+    largest_size
+        Largest capture size in tokens.
+    """
+    if mode == GraphMode.FULL_DECODE_ONLY and not uniform_decode:
+        return f"prompts or mixed batches, which {mode} leaves out"
+    if num_tokens > largest_size:
+        return f"more than {largest_size} tokens, the largest capture size"
+    return "no graph was captured for such a batch"
 
 
 def no_padding(num_tokens: int, num_reqs: int) -> Padding:
@@ -184,7 +220,10 @@ def full_graph_padding(
     decode_query_len: int,
     capture_sizes: Sequence[int],
 ) -> Padding:
-    """Padding of a step that replays a full graph, or none when no size fits.
+    """Sizes of a batch in full graphs of these sizes, or none when no size fits.
+
+    For batches outside an engine: as many rows as the batch needs, and the state that follows from
+    the batch itself.
 
     Parameters
     ----------

@@ -29,6 +29,9 @@ class AttentionState(IntEnum):
     Notes
     -----
     A one-token prompt among decodes counts as a decode: its token sees itself.
+
+    A full graph has attention inside, captured for one state; a step that replays it takes that
+    state (`captured_state`).
     """
 
     PrefillNoCache = 0
@@ -92,3 +95,20 @@ def attention_state(facts: int, chunked_prefill: bool) -> AttentionState:
     if not chunked_prefill and not facts & SOME_PAST_PROMPT:
         return AttentionState.PrefillCacheHit
     return AttentionState.ChunkedPrefill
+
+
+def captured_state(decode_query_len: int) -> AttentionState:
+    """State of every step that replays a full graph.
+
+    Each of these serves the steps of all others that vLLM's dispatcher sends to such a graph: K and
+    V are read from the cache, where the step's own have just been written, and a prompt of one
+    token, or of as many as a decode has, is masked as a decode is.
+
+    Parameters
+    ----------
+    decode_query_len
+        Tokens of each request in a graph of uniform batches, 0 for mixed batches.
+    """
+    if decode_query_len == 0:
+        return AttentionState.ChunkedPrefill
+    return AttentionState.DecodeOnly if decode_query_len == 1 else AttentionState.SpecDecoding
