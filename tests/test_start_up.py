@@ -112,7 +112,7 @@ def test_another_vllm_is_refused(monkeypatch):
 def test_defaults_that_start_up_decides(configure):
     config = configure()
     assert config.parallel_config.worker_cls == "vllm_npu_prep.worker.NPUWorker"
-    assert config.compilation_config.cudagraph_mode.name == "NONE"
+    assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
     assert not config.use_v2_model_runner
     assert config.shutdown_timeout > 0
     assert config.scheduler_config.async_scheduling
@@ -126,11 +126,15 @@ def test_speculation_switches_async_scheduling_off(configure):
 def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm"):
-        configure(max_num_seqs=7, additional_config={"npu_prep": {"mask": "compressed"}})
+        configure(
+            max_num_seqs=7,
+            additional_config={"npu_prep": {"mask": "compressed"}},
+            compilation_config={"backend": "inductor"},
+        )
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:" in r.getMessage())
-    for part in ("CPU fallback", "reference", "compressed", "graph mode    NONE", "7 requests"):
+    parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
+    for part in (*parts, "7 requests", "off           Inductor"):
         assert part in block
-    assert "off           graph mode and torch.compile" in block
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def decide(
     max_num_batched_tokens: int,
     max_model_len: int,
     num_windows: int = 1,
+    masks_in_graphs: bool = False,
 ) -> Decisions:
     """Choose kernel family and mask form.
 
@@ -138,6 +139,8 @@ def decide(
     num_windows
         Different attention windows of the model's layers, full attention counted as one; each has
         masks of its own.
+    masks_in_graphs
+        Whether a graph is to read masks: they must keep their shape then, which dense ones don't.
 
     Raises
     ------
@@ -167,6 +170,9 @@ def decide(
     elif family.mask_forms[0] == MaskForm.DENSE and not fits:
         form = MaskForm.COMPRESSED
         note = f"{size}: the compressed form is used"
+    elif masks_in_graphs and MaskForm.COMPRESSED in family.mask_forms:
+        form = MaskForm.COMPRESSED
+        note = "masks: compressed, because full graphs read them" * (form != family.mask_forms[0])
     else:
         form = family.mask_forms[0]
     if form not in family.mask_forms:
@@ -192,5 +198,28 @@ def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
         KERNEL_FAMILIES,
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.model_config.max_model_len,
-        len(set(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or [None])),
+        max(1, len(set(_layer_types(vllm_config)))),
+        graphs_need_masks(vllm_config),
     )
+
+
+def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
+    """Whether full graphs are to be captured whose attention has a mask.
+
+    Decodes of one token have none, except with a window.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return False
+    has_window = vllm_config.model_config.get_sliding_window() is not None
+    return (
+        not mode.separate_routine()
+        or vllm_config.uniform_decode_query_len > 1
+        or has_window
+        or "sliding_attention" in _layer_types(vllm_config)
+    )
+
+
+def _layer_types(vllm_config: "VllmConfig") -> list[str]:
+    """Kinds of attention of the model's layers, where its config tells them."""
+    return getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or []

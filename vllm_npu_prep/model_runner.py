@@ -1,13 +1,14 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -16,24 +17,17 @@ from vllm.v1.worker.utils import bind_kv_cache
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
 from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
-from vllm_npu_prep.bookkeeping import BookkeepingRunner
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
+from vllm_npu_prep.graph.runner import GraphRunner
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
-from vllm_npu_prep.prep.padding import Padding
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
-KEPT_DECISIONS = 4096
-"""Padding decisions that are kept. Decodes need as many as there are batch sizes."""
 
-
-class NPUModelRunner(BookkeepingRunner):
+class NPUModelRunner(GraphRunner):
     """Prepares a step in six steps and hands attention an `AscendMetadata`.
 
     Who owns what of a step, once `_prepare_inputs` has returned:
@@ -67,8 +61,6 @@ class NPUModelRunner(BookkeepingRunner):
         self.prep_device = prep_device
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
-        self._upstream_buffers = _step_attributes(self)
-        self._padding_decision: tuple[Any, ...] | None = None
         self._text_only = not (
             self.supports_mm_inputs
             or self.enable_prompt_embeds
@@ -76,11 +68,6 @@ class NPUModelRunner(BookkeepingRunner):
             or self.model_config.is_encoder_decoder
             or vllm_config.parallel_config.pipeline_parallel_size > 1
         )
-        self._padding_is_a_function_of_counts = (
-            vllm_config.parallel_config.data_parallel_size == 1
-            and not vllm_config.observability_config.cudagraph_metrics
-        )
-        self._padding_decisions: dict[tuple[int, ...], tuple[tuple[Any, ...], Padding]] = {}
         self._attn_metadata: dict[str, AscendMetadata] | None = None
         self._is_padding: torch.Tensor | None = None
         self._slots: tuple[Any, ...] | None = None
@@ -89,7 +76,7 @@ class NPUModelRunner(BookkeepingRunner):
     # ----------------------------------------------------------------- the step
 
     def _prepare_inputs(
-        self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
         """Prepare one step; replaces upstream's version whole.
 
@@ -125,11 +112,11 @@ class NPUModelRunner(BookkeepingRunner):
         # 6 metadata: one for each KV-cache group, from host values at hand
         self._attn_metadata = self._build_step_metadata(step, staged)
         self._bind(staged)
-        self.last_step = step
+        self.last_step, self._staged = step, staged
         return self._sampling_inputs(step, staged.device)
 
     def _step_batch(
-        self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> StepBatch:
         """The step as the pure core reads it: views, nothing copied."""
         num_draft_tokens = self._no_drafts
@@ -146,54 +133,6 @@ class NPUModelRunner(BookkeepingRunner):
             self.block_tables.previous_rows,
             0 if sampled is None else sampled.shape[0],
         )
-
-    def _decide_padding(self, scheduler_output: "SchedulerOutput", batch: StepBatch) -> Padding:
-        """Ask upstream's dispatcher now; its answer is kept for the one later call of this step.
-
-        On one data-parallel rank the answer depends on these counts alone and is asked for once.
-        """
-        num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
-        num_encoder_reqs = len(scheduler_output.scheduled_encoder_inputs)
-        max_num_scheduled_tokens = 1
-        if num_tokens != num_reqs:
-            max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
-        key = (
-            num_tokens,
-            num_reqs,
-            max_num_scheduled_tokens,
-            num_encoder_reqs,
-            len(self.input_batch.lora_id_to_lora_request),
-        )
-        known = self._padding_decisions.get(key)
-        if known is None:
-            decision = super()._determine_batch_execution_and_padding(
-                num_tokens=num_tokens,
-                num_reqs=num_reqs,
-                num_scheduled_tokens_np=batch.num_scheduled_tokens,
-                max_num_scheduled_tokens=max_num_scheduled_tokens,
-                num_encoder_reqs=num_encoder_reqs,
-                allow_microbatching=self._allow_microbatching(num_reqs, batch.num_scheduled_tokens),
-            )
-            mode, descriptor = decision[:2]
-            if mode == CUDAGraphMode.FULL:
-                decode_query_len = max_num_scheduled_tokens if descriptor.uniform else 0
-                padding = Padding(descriptor.num_tokens, descriptor.num_reqs, decode_query_len)
-            else:
-                padding = Padding(descriptor.num_tokens, num_reqs)
-            known = decision, padding
-            if self._padding_is_a_function_of_counts:
-                if len(self._padding_decisions) == KEPT_DECISIONS:
-                    self._padding_decisions.clear()
-                self._padding_decisions[key] = known
-        self._padding_decision, padding = known
-        return padding
-
-    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Padding is decided once: `_prepare_inputs` left the answer here, for one use."""
-        decision, self._padding_decision = self._padding_decision, None
-        if decision is None:
-            decision = super()._determine_batch_execution_and_padding(*args, **kwargs)
-        return decision
 
     def _bind(self, staged: StagedArrays) -> None:
         """Let upstream's later code read the step's buffers by its own names."""
@@ -247,6 +186,8 @@ class NPUModelRunner(BookkeepingRunner):
                 return arrays.logits_indices, None, 1
             return arrays.logits_indices[: step.num_logits], None, 1
         num_draft_tokens = step.batch.num_draft_tokens[: step.num_reqs]
+        if not step.num_reqs:  # a dummy run, which samples nothing
+            return arrays.logits_indices[:0], None, 0
         spec_decode_metadata = self._calc_spec_decode_metadata(num_draft_tokens, step.cu_num_tokens)
         max_num_sampled_tokens = int(num_draft_tokens.max()) + 1
         return spec_decode_metadata.logits_indices, spec_decode_metadata, max_num_sampled_tokens
@@ -268,7 +209,7 @@ class NPUModelRunner(BookkeepingRunner):
         return slots[1:]
 
     def _preprocess(
-        self, scheduler_output: "SchedulerOutput", num_input_tokens: int, *args: Any, **kwargs: Any
+        self, scheduler_output: SchedulerOutput, num_input_tokens: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
         """Text goes to the model as it was prepared; upstream slices and clears what is right."""
         if not self._text_only:
@@ -295,11 +236,10 @@ class NPUModelRunner(BookkeepingRunner):
             common = common_metadata(metadata[group.layer_names[0]], self.positions)
         return metadata, common
 
-    def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dummy runs use upstream's own buffers, which hold the largest sizes."""
-        self._padding_decision = self._attn_metadata = self._is_padding = None
-        _restore_attributes(self, self._upstream_buffers)
-        return super()._dummy_run(*args, **kwargs)
+    def _forget_step(self) -> None:
+        """Also what `_prepare_inputs` left for the rest of its step."""
+        super()._forget_step()
+        self._attn_metadata = self._is_padding = None
 
     @torch.inference_mode()
     def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:
@@ -400,21 +340,3 @@ class NPUModelRunner(BookkeepingRunner):
     def _sync_device(self) -> None:
         """Upstream asks ``torch.accelerator``."""
         self.prep_device.synchronize()
-
-
-_TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")
-_BUFFERS = ("input_ids", "query_start_loc", "discard_request_mask")
-
-
-def _step_attributes(runner: NPUModelRunner) -> dict[str, Any]:
-    """Upstream's own buffers of the names that `NPUModelRunner._bind` rebinds."""
-    tensors = {name: getattr(runner, name) for name in _TENSORS}
-    buffers = {name: dict(vars(getattr(runner, name))) for name in _BUFFERS}
-    return {**tensors, **buffers}
-
-
-def _restore_attributes(runner: NPUModelRunner, saved: dict[str, Any]) -> None:
-    for name in _TENSORS:
-        setattr(runner, name, saved[name])
-    for name in _BUFFERS:
-        vars(getattr(runner, name)).update(saved[name])

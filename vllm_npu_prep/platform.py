@@ -10,8 +10,16 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
 from vllm_npu_prep.config import Decisions, decisions_of
-from vllm_npu_prep.device import CPU_KIND, choose_device, device_name, free_memory, total_memory
+from vllm_npu_prep.device import (
+    CPU_KIND,
+    choose_device,
+    device_name,
+    free_memory,
+    graph_pool,
+    total_memory,
+)
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph import config as graph_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -39,7 +47,7 @@ class NPUPlatform(Platform):
     dist_backend = KIND.dist_backend
     ray_device_key = "NPU"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
-    simple_compile_backend = "eager"
+    simple_compile_backend = graph_config.COMPILE_BACKEND
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -105,6 +113,31 @@ class NPUPlatform(Platform):
         return "vllm_npu_prep.attention.backend.AscendAttentionBackend"
 
     @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        """Captured on NPUs, checked on the CPU fallback."""
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        """What vLLM puts around the pieces of a model."""
+        return "vllm_npu_prep.graph.wrapper.GraphWrapper"
+
+    @classmethod
+    def graph_pool_handle(cls) -> Any:
+        """Handle of the memory that all graphs share."""
+        return graph_pool(KIND.device_type)
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """Attention is one operator to torch.compile, which splits the model there."""
+        return graph_config.is_compiled()
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        """Defaults that vLLM would choose for other devices."""
+        graph_config.set_defaults(vllm_config)
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         """Block tables, slots and metadata are made for each KV-cache group."""
         return True
@@ -124,16 +157,18 @@ class NPUPlatform(Platform):
         """
         if vllm_config.model_config is None:  # tests of vLLM's own
             return
+        switched_off = graph_config.settle_mode(vllm_config)
         decisions = decisions_of(vllm_config)
         _refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention])
-        switched_off = _switch_off(vllm_config)
+        switched_off += _switch_off(vllm_config)
+        notes = graph_config.settle_sizes(vllm_config, KIND)
         if vllm_config.shutdown_timeout == 0:
             # Zero kills the engine process at once, which vLLM then reports as a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
-            _log_start_up(vllm_config, decisions, switched_off)
+            _log_start_up(vllm_config, decisions, notes, switched_off)
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None:
@@ -246,17 +281,9 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     """Turn off what can't be honoured but isn't needed either; say what and why, a line each."""
-    from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
+    from vllm.config import CacheConfig
 
     off = []
-    compilation = vllm_config.compilation_config
-    asked_for_graphs = not vllm_config.model_config.enforce_eager
-    if asked_for_graphs:
-        off.append("graph mode and torch.compile: every step runs eagerly in this version")
-    compilation.mode = CompilationMode.NONE
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    compilation.cudagraph_capture_sizes = []
-    compilation.max_cudagraph_capture_size = 0
     share = vllm_config.cache_config.gpu_memory_utilization
     if KIND == CPU_KIND and share != CacheConfig.gpu_memory_utilization:
         off.append("--gpu-memory-utilization: on the CPU fallback use --kv-cache-memory-bytes")
@@ -267,7 +294,9 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     return off
 
 
-def _log_start_up(vllm_config: "VllmConfig", decisions: Decisions, switched_off: list[str]) -> None:
+def _log_start_up(
+    vllm_config: "VllmConfig", decisions: Decisions, notes: list[str], switched_off: list[str]
+) -> None:
     """One short block: device, kernel family, mask form, graph mode and sizes, what is off."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler = vllm_config.scheduler_config
@@ -277,11 +306,11 @@ def _log_start_up(vllm_config: "VllmConfig", decisions: Decisions, switched_off:
         f"attention     {decisions.attention} kernels, {model.dtype}, block size {block_size}",
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",
-        "graph mode    NONE",
+        f"graph mode    {graph_config.describe(vllm_config)}",
         f"sizes         {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} "
         f"tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
     ]
-    lines += [f"note          {decisions.note}"] if decisions.note else []
+    lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))

@@ -4,7 +4,7 @@ import contextlib
 import gc
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.mem_utils import format_gib
@@ -75,7 +75,7 @@ class NPUWorker(Worker):
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.profile_run()
         gc.collect()
-        peak = self.prep_device.peak_memory()
+        peak = self.prep_device.peak_memory() + self._graph_memory()
         free, total = self.prep_device.memory_info()
         asked = self.cache_config.kv_cache_memory_bytes
         if asked:
@@ -98,17 +98,29 @@ class NPUWorker(Worker):
         )
         return size
 
+    def _graph_memory(self) -> int:
+        """Bytes that graphs will take of the device; the stand-in of the CPU fallback has none."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if mode == CUDAGraphMode.NONE or self.prep_device.computes_on_host:
+            return 0
+        return self.model_runner.profile_cudagraph_memory()
+
+    @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Load compiled code before the first request; there is no graph to capture.
+        """Load compiled code before the first request, and capture graphs.
 
         Upstream's version warms kernels of CUDA devices and measures device memory.
         """
         self.model_runner.warm_up()
+        compilation = self.vllm_config.compilation_config
+        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.capture_model()
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         # Static objects need no look from the garbage collector any more.
         gc.collect()
         gc.freeze()
-        return CompilationTimes(language_model=0.0, encoder=0.0)
+        return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
 
     def sleep(self, level: int = 1) -> None:
         """Refused: planes of the KV cache are not in a pool that can be released."""

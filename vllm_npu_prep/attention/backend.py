@@ -7,6 +7,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -17,14 +18,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
+from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import MaskKind, MaskPlan, plan_mask
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
+from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
 
 DEFAULT_BLOCK_SIZE = 128
@@ -115,6 +117,17 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         of_any_size = (MaskKind.NONE, MaskKind.COMPRESSED)
         self._plans_of_any_size = [plan if plan.kind in of_any_size else None for plan in plans]
 
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """Full graphs that attention can be inside of: those whose mask keeps its shape."""
+        if decisions_of(vllm_config).mask_form == MaskForm.COMPRESSED:
+            return AttentionCGSupport.ALWAYS
+        if getattr(kv_cache_spec, "sliding_window", None) is not None:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def _plan(
         self, state: AttentionState, num_input_tokens: int, max_seq_len: int, causal: bool = True
     ) -> MaskPlan:
@@ -179,6 +192,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             num_actual_tokens=step.total_num_scheduled_tokens,
             num_input_tokens=step.num_input_tokens,
             sliding_window=plan.sliding_window,
+            in_full_graph=step.padding.mode is GraphMode.FULL,
         )
 
     def build(
@@ -277,11 +291,11 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend over one layer; tokens of padding are neither written nor computed."""
-        del layer, output_scale, output_block_scale
-        if attn_metadata is None:  # profiling run: no cache exists yet
+        """Attend over one layer; padding is never written, and seen in full graphs only."""
+        del output_scale, output_block_scale
+        if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
             return output.zero_()
-        num_tokens = attn_metadata.num_actual_tokens
+        num_tokens = attn_metadata.num_attended_tokens
         query = query[:num_tokens].contiguous()
         if self.shares_kv:
             key = value = None
@@ -289,8 +303,21 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
             key, value = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
             slots = attn_metadata.slot_mapping[:num_tokens]
             self.kernels.write_kv(key, value, kv_cache, slots)
-        self.kernels.attend(
-            query, key, value, kv_cache, attn_metadata, self.layer_shape, output[:num_tokens]
-        )
-        output[num_tokens:].zero_()
+        attended = output[:num_tokens]
+        if attn_metadata.tasks is not None:
+            call = AttentionCall(
+                str(layer.layer_name),
+                self.kernels,
+                query,
+                key,
+                value,
+                kv_cache,
+                self.layer_shape,
+                attended,
+            )
+            attn_metadata.tasks.capture(call, attn_metadata)
+            return output
+        self.kernels.attend(query, key, value, kv_cache, attn_metadata, self.layer_shape, attended)
+        if num_tokens < len(output):
+            output[num_tokens:].zero_()
         return output

@@ -38,7 +38,14 @@ class AscendMetadata(AttentionMetadata):
     num_input_tokens: int  # tokens after graph padding
     sliding_window: int | None = None
     causal: bool = True
+    in_full_graph: bool = False  # attention is inside a graph, and sees padding
     kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step
+    tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
+
+    @property
+    def num_attended_tokens(self) -> int:
+        """Tokens that attention sees."""
+        return self.num_input_tokens if self.in_full_graph else self.num_actual_tokens
 
     @cached_property
     def query_lens(self) -> np.ndarray:

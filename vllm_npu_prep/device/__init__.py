@@ -37,6 +37,9 @@ class DeviceKind:
         Whether host memory can be page-locked for it.
     dtypes
         Supported dtypes; ``--dtype auto`` falls back to the first.
+    graph_streams
+        Streams that captured graphs may hold together; None: no such limit. Ascend devices have
+        2048, of which vllm-project/vllm-ascend leaves 248 to everything else (1168, 3869, 9564).
     """
 
     device_type: str
@@ -45,13 +48,14 @@ class DeviceKind:
     dist_backend: str
     pin_memory: bool
     dtypes: tuple[torch.dtype, ...]
+    graph_streams: int | None = None
 
 
 CPU_KIND = DeviceKind(
     "cpu", "CPU fallback", "CPU", "gloo", False, (torch.bfloat16, torch.float16, torch.float32)
 )
 NPU_KIND = DeviceKind(
-    "npu", "Ascend NPU", "PrivateUse1", "hccl", True, (torch.bfloat16, torch.float16)
+    "npu", "Ascend NPU", "PrivateUse1", "hccl", True, (torch.bfloat16, torch.float16), 1800
 )
 
 
@@ -97,6 +101,9 @@ class Device(Protocol):
 
     def peak_memory(self) -> int:
         """Most bytes allocated at once since `reset_peak_memory`, above the present."""
+
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which graphs are captured: another stream than the default one."""
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Context in which upstream code may make streams and events."""
@@ -173,6 +180,15 @@ def total_memory(device_type: str, index: int = 0) -> int:
 
         return npu.total_memory(index)
     return psutil.virtual_memory().total
+
+
+def graph_pool(device_type: str) -> Any:
+    """Handle of a memory pool for graphs; None on the CPU."""
+    if device_type == "npu":
+        from vllm_npu_prep.device import npu
+
+        return npu.graph_pool()
+    return None
 
 
 def free_memory() -> int:

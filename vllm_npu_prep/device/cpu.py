@@ -66,6 +66,10 @@ class CPUDevice:
         """Unknown: nothing is taken from the free memory for it."""
         return 0
 
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
+        """There is one stream."""
+        return contextlib.nullcontext()
+
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Streams and events that do nothing, for upstream code that makes some."""
         return compat.inert_cuda_streams()

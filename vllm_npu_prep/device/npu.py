@@ -1,7 +1,7 @@
 """Ascend NPUs through torch_npu."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ def total_memory(device_id: int = 0) -> int:
     return torch_npu.npu.mem_get_info(device_id)[1]
 
 
+def graph_pool() -> Any:
+    """Handle of a memory pool that graphs share."""
+    return torch_npu.npu.graph_pool_handle()
+
+
 class NPUDevice:
     """One NPU; see `vllm_npu_prep.device.Device`."""
 
@@ -33,6 +38,7 @@ class NPUDevice:
         self.computes_on_host = False
         torch_npu.npu.set_device(self.device)
         self.name = soc_name(index)
+        self._capture_stream = torch_npu.npu.Stream()  # graphs that share memory share it, too
 
     def record_event(self) -> object:
         """An event at the present end of the current stream."""
@@ -84,6 +90,14 @@ class NPUDevice:
         """Most bytes that were allocated at once since `reset_peak_memory`, above the present."""
         peak = torch_npu.npu.max_memory_allocated(self.device)
         return peak - torch_npu.npu.memory_allocated(self.device)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """On a stream of its own, behind what was issued before, in front of what comes after."""
+        torch_npu.npu.synchronize()
+        with torch_npu.npu.stream(self._capture_stream):
+            yield
+        torch_npu.npu.synchronize()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """NPU streams and events under the names that upstream uses."""

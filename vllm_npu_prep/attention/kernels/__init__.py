@@ -1,7 +1,8 @@
 """Kernel families behind one small interface: one file for each."""
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -28,24 +29,74 @@ class AttentionKernels(Protocol):
 
     def write_kv(
         self,
-        key: torch.Tensor,  # [num_actual_tokens, num_kv_heads, head_size]
-        value: torch.Tensor,  # [num_actual_tokens, num_kv_heads, head_size]
+        key: torch.Tensor,  # [num_attended_tokens, num_kv_heads, head_size]
+        value: torch.Tensor,  # [num_attended_tokens, num_kv_heads, head_size]
         kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
-        slot_mapping: torch.Tensor,  # [num_actual_tokens]
+        slot_mapping: torch.Tensor,  # [num_attended_tokens]
     ) -> None:
-        """Write K and V of the step's tokens to their slots."""
+        """Write K and V of the step's tokens to their slots; slots below 0 are skipped."""
 
     def attend(
         self,
-        query: torch.Tensor,  # [num_actual_tokens, num_heads, head_size]
-        key: torch.Tensor | None,  # [num_actual_tokens, num_kv_heads, head_size]
-        value: torch.Tensor | None,  # [num_actual_tokens, num_kv_heads, head_size]
+        query: torch.Tensor,  # [num_attended_tokens, num_heads, head_size]
+        key: torch.Tensor | None,  # [num_attended_tokens, num_kv_heads, head_size]
+        value: torch.Tensor | None,  # [num_attended_tokens, num_kv_heads, head_size]
         kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
         metadata: AscendMetadata,
         layer: LayerShape,
-        output: torch.Tensor,  # [num_actual_tokens, num_heads, head_size], written
+        output: torch.Tensor,  # [num_attended_tokens, num_heads, head_size], written
+        workspace: torch.Tensor | None = None,
     ) -> None:
-        """Attend; K and V of the step are in the cache already and also given fresh."""
+        """Attend; K and V of the step are in the cache already and also given fresh.
+
+        Padding tokens of a full graph are attended too, over nothing.
+        """
+
+    def workspace(self, call: "AttentionCall", metadata: AscendMetadata) -> torch.Tensor | None:
+        """Workspace for `call` with any lengths; None if the operator finds its own in a graph."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention with everything but the step's metadata, for a graph to call again."""
+
+    layer_name: str
+    kernels: AttentionKernels
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    kv_cache: torch.Tensor
+    layer: LayerShape
+    output: torch.Tensor
+    workspace: torch.Tensor | None = None
+
+    def over(
+        self,
+        reference: Callable[[torch.Tensor], torch.Tensor],
+        workspace: torch.Tensor | None,
+    ) -> "AttentionCall":
+        """The same call over references to its tensors, with a workspace."""
+        return replace(
+            self,
+            query=reference(self.query),
+            key=None if self.key is None else reference(self.key),
+            value=None if self.value is None else reference(self.value),
+            output=reference(self.output),
+            workspace=workspace,
+        )
+
+    def __call__(self, metadata: AscendMetadata) -> None:
+        """Attend."""
+        self.kernels.attend(
+            self.query,
+            self.key,
+            self.value,
+            self.kv_cache,
+            metadata,
+            self.layer,
+            self.output,
+            self.workspace,
+        )
 
 
 def make_kernels(name: str) -> AttentionKernels:

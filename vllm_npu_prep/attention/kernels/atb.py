@@ -8,7 +8,7 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import ATB
-from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -43,6 +43,7 @@ class AtbKernels:
         metadata: AscendMetadata,
         layer: LayerShape,
         output: torch.Tensor,
+        workspace: torch.Tensor | None = None,
     ) -> None:
         """Attend with the operator of the step's state."""
         shape = {
@@ -72,10 +73,25 @@ class AtbKernels:
             **shape,
         }
         if state == AttentionState.DecodeOnly:
-            torch_npu._npu_paged_attention(**paged)
+            torch_npu._npu_paged_attention(**paged, workspace=workspace)
             return
         torch_npu._npu_paged_attention_splitfuse(
             mask=metadata.attn_mask, seq_len=query_lens, **paged
+        )
+
+    def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
+        """What paged attention asks for; only decodes are captured."""
+        _, seq_lens = _host_lengths(metadata)
+        return torch_npu._npu_paged_attention_get_workspace(
+            query=call.query,
+            key_cache=call.kv_cache[0],
+            value_cache=call.kv_cache[1],
+            num_kv_heads=call.layer.num_kv_heads,
+            num_heads=call.layer.num_heads,
+            scale_value=call.layer.scale,
+            block_table=metadata.block_tables,
+            context_lens=seq_lens,
+            out=call.output,
         )
 
 

@@ -5,11 +5,13 @@ TND layout with a block table follows what the Ascend community runs (the docstr
 be confirmed on hardware).
 """
 
+from typing import Any
+
 import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
-from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -22,6 +24,9 @@ class FiaKernels:
 
     family = FIA
 
+    def __init__(self) -> None:
+        self._kv_cache: torch.Tensor | None = None
+
     def write_kv(
         self,
         key: torch.Tensor,
@@ -30,8 +35,9 @@ class FiaKernels:
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write K and V; the default ``cache_mode`` is the layout of 310P, so name this one."""
+        key_cache, value_cache = self._planes(kv_cache)
         torch_npu.npu_scatter_pa_kv_cache(
-            key, value, kv_cache[0], kv_cache[1], slot_mapping, cache_mode="Norm"
+            key, value, key_cache, value_cache, slot_mapping, cache_mode="Norm"
         )
 
     def attend(
@@ -43,35 +49,66 @@ class FiaKernels:
         metadata: AscendMetadata,
         layer: LayerShape,
         output: torch.Tensor,
+        workspace: torch.Tensor | None = None,
     ) -> None:
-        """Attend over the step's own K and V where nothing is cached, else over the cache.
+        """Attend over the step's own K and V where nothing is cached, else over the cache."""
+        torch_npu.npu_fused_infer_attention_score.out(
+            query,
+            **self._arguments(key, value, kv_cache, metadata, layer),
+            workspace=workspace,
+            out=[output, self._no_lse],
+        )
+
+    def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
+        """What serves all lengths, in elements of the query's dtype."""
+        return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+            call.query,
+            **self._arguments(call.key, call.value, call.kv_cache, metadata, call.layer),
+        )
+
+    def _arguments(
+        self,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AscendMetadata,
+        layer: LayerShape,
+    ) -> dict[str, Any]:
+        """Arguments behind the query.
 
         Lengths are host lists: of queries cumulative; of K and V cumulative where they are fresh,
         and one for each request where they are paged.
         """
+        planes = self._planes(kv_cache)
         query_ends, seq_lens = _host_lengths(metadata)
+        paged: dict[str, Any] = {}
         if key is not None and metadata.attn_state == AttentionState.PrefillNoCache:
-            paged = {}
             kv_lengths = query_ends
         else:
-            key, value = (plane.flatten(2) for plane in kv_cache)
-            paged = {"block_table": metadata.block_tables, "block_size": kv_cache.shape[2]}
+            key, value = self._flat
+            paged = {"block_table": metadata.block_tables, "block_size": planes[0].shape[1]}
             kv_lengths = seq_lens
-        attended, _ = torch_npu.npu_fused_infer_attention_score(
-            query,
-            key,
-            value,
-            atten_mask=metadata.attn_mask,
-            sparse_mode=NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE,
-            input_layout="TND",
-            actual_seq_lengths=query_ends,
-            actual_seq_lengths_kv=kv_lengths,
-            num_heads=layer.num_heads,
-            num_key_value_heads=layer.num_kv_heads,
-            scale=layer.scale,
+        return {
+            "key": key,
+            "value": value,
+            "atten_mask": metadata.attn_mask,
+            "sparse_mode": NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE,
+            "input_layout": "TND",
+            "actual_seq_lengths": query_ends,
+            "actual_seq_lengths_kv": kv_lengths,
+            "num_heads": layer.num_heads,
+            "num_key_value_heads": layer.num_kv_heads,
+            "scale": layer.scale,
             **paged,
-        )
-        output.copy_(attended.view_as(output))
+        }
+
+    def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """K and V of the layer's cache, ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        if self._kv_cache is not kv_cache:  # views cost a device's host several microseconds each
+            self._kv_cache, self._kv = kv_cache, kv_cache.unbind()
+            self._flat = [plane.flatten(2) for plane in self._kv]
+            self._no_lse = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
+        return self._kv
 
 
 def _host_lengths(metadata: AscendMetadata) -> tuple[list[int], list[int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_npu_prep.attention.families import REFERENCE
-from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE
 from vllm_npu_prep.prep.state import AttentionState
@@ -80,12 +80,15 @@ class ReferenceKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write K and V to their slots."""
+        """Write K and V to their slots; slots below 0 are skipped, as Ascend's writers do."""
         _check_cache(kv_cache, key)
         assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
         assert len(key) == len(value) == len(slot_mapping), "one slot for each token"
         assert key.is_contiguous() and value.is_contiguous(), "K and V must be contiguous"
         slots = slot_mapping.long()
+        if len(slots) and slots.min() < 0:  # padding of a full graph
+            real = slots >= 0
+            slots, key, value = slots[real], key[real], value[real]
         for plane, rows in zip(kv_cache, (key, value)):
             plane.view(-1, *plane.shape[2:]).index_copy_(0, slots, rows)
 
@@ -98,8 +101,10 @@ class ReferenceKernels:
         metadata: AscendMetadata,
         layer: LayerShape,
         output: torch.Tensor,
+        workspace: torch.Tensor | None = None,
     ) -> None:
         """Attend over the step's own K and V where nothing is cached, else over the cache."""
+        del workspace
         assert query.is_contiguous() and query.shape[1:] == (layer.num_heads, layer.head_size)
         assert query.dtype in REFERENCE.dtypes, query.dtype
         fresh = key is not None and (
@@ -107,7 +112,7 @@ class ReferenceKernels:
         )
         plans = metadata.kernel_plan = metadata.kernel_plan or {}
         if fresh not in plans:
-            plans[fresh] = _plan(metadata)
+            plans[fresh] = _plan(metadata, len(query))
         plan: TilePlan = plans[fresh]
         if fresh:
             assert key is not None and value is not None
@@ -121,6 +126,10 @@ class ReferenceKernels:
             if plan.keep:
                 plan.tiles[index] = tile
             _attend_tile(tile, query, keys, values, layer, output)
+        output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
+
+    def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> None:
+        """Takes what it needs."""
 
 
 def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
@@ -131,7 +140,7 @@ def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
     assert kv_cache.dtype == rows.dtype, f"cache is {kv_cache.dtype}, tokens are {rows.dtype}"
 
 
-def _check_metadata(metadata: AscendMetadata) -> None:
+def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
     """What the Ascend kernels demand of a step."""
     query_lens, seq_lens = metadata.query_lens, metadata.seq_lens_np
     assert metadata.block_tables.dtype == torch.int32 and metadata.block_tables.dim() == 2
@@ -144,6 +153,9 @@ def _check_metadata(metadata: AscendMetadata) -> None:
         f"query_start_loc runs from {starts[0]} to {starts[metadata.num_reqs]} over "
         f"{metadata.num_actual_tokens} tokens"
     )
+    assert (query_lens >= 0).all() and starts[-1] == num_tokens, (
+        f"query_start_loc ends at {starts[-1]} for {num_tokens} tokens (error 561002 on a device)"
+    )
     real = slice(0, metadata.num_reqs)
     assert (query_lens[real] > 0).all() and (seq_lens[real] >= query_lens[real]).all()
     if metadata.attn_mask is not None and metadata.attn_mask.dtype == torch.bool:
@@ -153,12 +165,12 @@ def _check_metadata(metadata: AscendMetadata) -> None:
         assert metadata.attn_mask.dtype == torch.int8 and metadata.attn_mask.is_contiguous()
 
 
-def _plan(metadata: AscendMetadata) -> TilePlan:
+def _plan(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
     """Cut the step into chunks, and group chunks whose lengths differ by less than a factor of two.
 
     Padding requests attend to nothing: their output is never read.
     """
-    _check_metadata(metadata)
+    _check_metadata(metadata, num_tokens)
     real = slice(0, metadata.num_reqs)
     starts = metadata.query_start_loc_np[real].tolist()
     query_lens = metadata.query_lens[real].tolist()

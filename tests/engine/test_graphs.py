@@ -1,0 +1,346 @@
+"""Graph modes through vLLM's engine on the CPU fallback, where the stand-in checks each replay."""
+
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+from tests.conftest import SEED
+from tests.engine.test_against_transformers import prompts_of, reference
+from tests.helpers.cache import CacheWatch
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from vllm_npu_prep import model_runner
+from vllm_npu_prep.device.staging import StagingRing
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph import capture
+from vllm_npu_prep.graph.stand_in import GraphSafetyError
+from vllm_npu_prep.graph.wrapper import GraphWrapper
+
+REPLAYED = {
+    "PIECEWISE": {"piecewise graphs"},
+    "FULL_DECODE_ONLY": {"full graph"},
+    "FULL_AND_PIECEWISE": {"full graph", "piecewise graphs"},
+    "FULL": {"full graph"},
+}
+STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "400"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+def graphs(mode: str, *sizes: int, **settings) -> dict:
+    """Settings of an engine with graphs."""
+    config = {"cudagraph_mode": mode} | ({"cudagraph_capture_sizes": list(sizes)} if sizes else {})
+    return {"enforce_eager": False, "compilation_config": config, **settings}
+
+
+@pytest.fixture(scope="module")
+def mixed(model):
+    """Batches of prompts, how many tokens each wants, and what transformers makes of them."""
+    prompts = prompts_of(SEED, [3, 1, 90, 40, 17, 2, 64, 65, 33, 5, 9])
+    batches = [(prompts[:count], 5 + count) for count in (11, 5, 3)]
+    return batches, [reference(model, *batch) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("mode", "asynchronous"),
+    [
+        ("PIECEWISE", False),
+        ("FULL_DECODE_ONLY", True),
+        ("FULL_AND_PIECEWISE", True),
+        ("FULL", False),
+    ],
+)
+def test_tokens_are_those_of_transformers_and_only_own_slots_are_written(
+    model, mixed, mode, asynchronous
+):
+    """Prompts above the largest size, chunks, a `max_num_seqs` off the grid, requests that end."""
+    batches, expected = mixed
+    with engine(
+        model,
+        max_num_seqs=7,
+        max_num_batched_tokens=48,
+        block_size=16,
+        async_scheduling=asynchronous,
+        **graphs(mode, 1, 2, 4, 8, 16),
+    ) as llm:
+        runner = runner_of(llm)
+        watch = CacheWatch(runner)
+        got = [generate(llm, prompts, greedy(count)) for prompts, count in batches]
+        counts = runner.step_counts.by_kind
+    assert got == expected
+    print(dict(counts), "padding in full graphs", sorted(watch.padding_seen))
+    assert set(counts) >= REPLAYED[mode]
+    assert sum(kind.startswith("eager") for kind in counts) >= 1, "the largest chunks fit no size"
+    if mode != "PIECEWISE":
+        assert watch.padding_seen >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_speculation_in_graphs_keeps_the_tokens(tmp_path_factory, seed, mode):
+    model = make_model(tmp_path_factory.mktemp("loops"), spread=0.1)
+    prompts = prompts_of(seed, [20, 9])
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with engine(model, max_num_seqs=5, speculative_config=ngram, **graphs(mode, 12)) as llm:
+        runner = runner_of(llm)
+        sizes = runner.compilation_config.cudagraph_capture_sizes
+        watch = CacheWatch(runner)
+        got = generate(llm, prompts, greedy(80))
+        counts = runner.step_counts.by_kind
+    assert all(size % 4 == 0 for size in sizes)
+    assert 20 in sizes, "the largest decode: five requests of four tokens"
+    assert got == reference(model, prompts, 80)
+    assert counts["full graph"] > 0
+    assert watch.padding_seen - {0}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Mistral", {"sliding_window": 13}),
+        ("Gemma2", {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}),
+    ],
+)
+def test_windows_and_several_groups_in_graphs(tmp_path_factory, seed, family, settings):
+    folder = make_model(tmp_path_factory.mktemp(family), family, **settings)
+    prompts = prompts_of(seed, [5, 40, 30, 12, 14])
+    with engine(folder, block_size=16, max_num_batched_tokens=32, **graphs("FULL")) as llm:
+        got = generate(llm, prompts, greedy(24))
+        counts = runner_of(llm).step_counts.by_kind
+    assert got == reference(folder, prompts, 24)
+    assert counts["full graph"] > 20
+
+
+# ------------------------------------------------------------------- long mixed traffic
+
+
+def traffic(llm, seed: int, steps: int) -> tuple[list[list[int]], Counter]:
+    """Tokens of random requests that come while others run; and what happened to them."""
+    core = llm.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    rng, tokens, count = np.random.default_rng(seed), {}, Counter()
+    preempt = scheduler._preempt_request
+
+    def counted(*args, **kwargs):
+        count["preempted"] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    while count["steps"] < steps or core.has_unfinished_requests():
+        if count["steps"] < steps and rng.random() < 0.25 and len(scheduler.requests) < 12:
+            prompt = rng.integers(2, 512, rng.integers(1, 50)).tolist()
+            params = greedy(int(rng.integers(1, 30)))
+            core.add_request(str(count["arrived"]), {"prompt_token_ids": prompt}, params)
+            count["arrived"] += 1
+        for output in core.step():
+            if output.finished:
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        count["steps"] += 1
+    return [tokens[key] for key in sorted(tokens)], count
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+def test_long_mixed_traffic_equals_eager(model, seed, mode):
+    """Arrivals depend on how many are running, so both engines see the same ones."""
+    settings = {
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 48,
+        "block_size": 4,
+        "num_gpu_blocks_override": 70,
+        "max_model_len": 96,
+        "async_scheduling": False,
+    }
+    with engine(model, **settings) as llm:
+        expected, happened = traffic(llm, seed, STEPS)
+    with engine(model, **settings, **graphs(mode)) as llm:
+        got, same = traffic(llm, seed, STEPS)
+        counts = runner_of(llm).step_counts.by_kind
+    print(dict(happened), dict(counts))
+    assert happened == same
+    assert happened["preempted"] > 0
+    assert got == expected
+    assert set(counts) >= REPLAYED[mode]
+
+
+# ------------------------------------------------------------------- planted faults
+
+
+def planted_slot_0(step):
+    step.arrays.slot_mapping[:, step.total_num_scheduled_tokens :] = 0
+
+
+def planted_short_query_start_loc(step):
+    step.arrays.query_start_loc[step.num_reqs + 1 :] = step.total_num_scheduled_tokens
+
+
+def planted_length(step):
+    step.arrays.seq_lens[step.num_reqs :] = 5
+
+
+FAULTS = {
+    "slot 0 in padding": (planted_slot_0, r"slot_mapping .* is 0 in padding"),
+    "short query_start_loc": (planted_short_query_start_loc, "query_start_loc ends at"),
+    "padding that reads the cache": (planted_length, r"seq_lens\[\d\] is 5"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_unsafe_padding_is_caught(model, seed, fault, monkeypatch):
+    plant, message = FAULTS[fault]
+    prepare_step = model_runner.prepare_step
+
+    def planted(batch, padding, *args):
+        step = prepare_step(batch, padding, *args)
+        if padding.mode == "FULL" and batch.num_reqs:
+            plant(step)
+        return step
+
+    prompts = prompts_of(seed, [5, 9, 4])
+    with engine(model, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:
+        monkeypatch.setattr(model_runner, "prepare_step", planted)
+        with pytest.raises(GraphSafetyError, match=message):
+            generate(llm, prompts, greedy(4))
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY"])
+def test_a_planted_stale_address_is_caught(model, seed, mode):
+    """Arrays of steps in another buffer than the one that graphs were captured with."""
+    with engine(model, **graphs(mode, 4, 8)) as llm:
+        runner = runner_of(llm)
+        runner.staging = StagingRing(runner.prep_device, 1 << 20, pin_memory=False)
+        with pytest.raises(GraphSafetyError, match=r"(input_ids|argument \d+) is not where"):
+            generate(llm, prompts_of(seed, [5, 9, 4]), greedy(4))
+
+
+def test_an_engine_with_pieces_captures_each_of_them(model):
+    with engine(model, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
+        wrappers = [w for w in GraphWrapper._all_instances if w.concrete_cudagraph_entries]
+        modes = Counter(w.runtime_mode for w in wrappers)
+        captured = {len(w.concrete_cudagraph_entries) for w in wrappers}
+        assert runner_of(llm).model.runtime_mode == CUDAGraphMode.FULL
+    assert modes == {CUDAGraphMode.PIECEWISE: 3, CUDAGraphMode.FULL: 1}  # two layers, three pieces
+    assert captured == {2}
+
+
+# ------------------------------------------------------------------- start-up and refusals
+
+
+def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch, caplog_vllm):
+    one = capture._capture
+
+    def scarce(runner, mode, descriptor):
+        if descriptor.num_tokens in (8, 16):
+            raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB\nmore")
+        return one(runner, mode, descriptor)
+
+    monkeypatch.setattr(capture, "_capture", scarce)
+    prompts = prompts_of(seed, [5, 9, 4, 7, 3])
+    with engine(model, **graphs("FULL_DECODE_ONLY", 1, 2, 4, 6, 8, 16, max_num_seqs=16)) as llm:
+        runner = runner_of(llm)
+        kept = runner.compilation_config.cudagraph_capture_sizes
+        got = generate(llm, prompts, greedy(6))
+        counts = runner.step_counts.by_kind
+    # 16 takes 8 and 4 and 1 with it: every other one of those that are left.
+    assert kept == [2, 6]
+    assert got == reference(model, prompts, 6)
+    assert counts["full graph"] > 0
+    assert "Out of memory while capturing the graph of 16 tokens (NPU out of memory. Tried" in (
+        caplog_vllm.text
+    )
+    assert "Graphs remain for 2, 6 tokens" in caplog_vllm.text
+
+
+def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, monkeypatch):
+    def scarce(*args):
+        raise torch.OutOfMemoryError("none")
+
+    monkeypatch.setattr(capture, "_capture", scarce)
+    prompts = prompts_of(seed, [5, 9])
+    with engine(model, **graphs("FULL", 1, 2, 4, 8)) as llm:
+        got = generate(llm, prompts, greedy(6))
+        counts = runner_of(llm).step_counts.by_kind
+    assert got == reference(model, prompts, 6)
+    assert set(counts) == {"eager: no graphs"}
+
+
+def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, seed, caplog_vllm):
+    with engine(model, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
+        generate(llm, prompts_of(seed, [40, 30, 44]), greedy(3))
+        counts = runner_of(llm).step_counts.by_kind
+    lines = caplog_vllm.text
+    (table,) = [r.getMessage() for r in caplog_vllm.records if "graphs:\n" in r.getMessage()]
+    rows = [line.split() for line in table.splitlines()[1:]]
+    assert rows[0] == ["tokens", "PIECEWISE", "FULL"]
+    assert [row[0] for row in rows[1:]] == ["8", "2", "all"]
+    reason = "more than 8 tokens, the largest capture size"
+    assert lines.count(f"A step runs eagerly ({reason})") == 1
+    assert counts[f"eager: {reason}"] >= 3
+    assert f"{counts[f'eager: {reason}']} eager: {reason}" in lines
+
+
+def test_capture_with_requests_in_flight_is_refused(model, seed):
+    with engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+        core = llm.llm_engine
+        core.add_request("a", {"prompt_token_ids": [5, 6, 7]}, greedy(8))
+        core.step()
+        with pytest.raises(PrepError, match="1 requests are in flight"):
+            runner_of(llm).capture_model()
+
+
+def test_weights_are_not_reloaded_under_graphs(model):
+    with (
+        engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm,
+        pytest.raises(PrepError, match="--enforce-eager"),
+    ):
+        runner_of(llm).reload_weights()
+
+
+def test_a_capture_outside_of_start_up_is_an_error(model, seed):
+    with engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+        runner_of(llm).model.clear_graphs()
+        with pytest.raises(RuntimeError, match="inappropriate time"):
+            generate(llm, prompts_of(seed, [3]), greedy(3))
+
+
+def test_data_parallel_ranks_agree_before_anything_is_prepared(model, seed, monkeypatch):
+    """One rank of two, whose other one has more tokens: its padding is taken, and first."""
+    order = []
+
+    def coordinate(*, num_tokens_padded, **kwargs):
+        order.append("agree")
+        return False, torch.tensor([8, 8], dtype=torch.int32), CUDAGraphMode.FULL.value
+
+    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.coordinate_batch_across_dp", coordinate)
+    prompts = prompts_of(seed, [5, 9])
+    with engine(model, **graphs("FULL", 2, 4, 8, 16)) as llm:
+        runner = runner_of(llm)
+        acquire, parallel = runner.staging.acquire, runner.vllm_config.parallel_config
+
+        def acquired(layout):
+            order.append(("prepare", layout.num_input_tokens))
+            return acquire(layout)
+
+        runner.staging.acquire = acquired
+        runner._padding_is_a_function_of_counts = False
+        monkeypatch.setattr(parallel, "data_parallel_size", 2)
+        # Only what decides padding knows of the other rank: the forward pass has no group.
+        decide = runner._decide_padding
+
+        def decided(*args):
+            padding = decide(*args)
+            mode, descriptor, ubatch, _, stats = runner._padding_decision
+            runner._padding_decision = mode, descriptor, ubatch, None, stats
+            monkeypatch.setattr(parallel, "data_parallel_size", 1)
+            return padding
+
+        runner._decide_padding = decided
+        core = llm.llm_engine
+        for index, prompt in enumerate(prompts):
+            core.add_request(str(index), {"prompt_token_ids": prompt[:3]}, greedy(2))
+        core.step()
+    assert order[:2] == ["agree", ("prepare", 8)]

@@ -1,0 +1,209 @@
+"""What vLLM's switches make of graphs, before any process starts."""
+
+import pytest
+
+from tests.helpers.engine import make_model
+from vllm_npu_prep import platform
+from vllm_npu_prep.config import decisions_of
+from vllm_npu_prep.device import CPU_KIND, NPU_KIND
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph.config import settle_sizes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=3)
+
+
+@pytest.fixture
+def configure(model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    def resolve(folder=model, **settings):
+        defaults = {
+            "max_model_len": 128,
+            "max_num_seqs": 16,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+        }
+        return EngineArgs(model=str(folder), **{**defaults, **settings}).create_engine_config()
+
+    return resolve
+
+
+def mode_of(config) -> str:
+    return config.compilation_config.cudagraph_mode.name
+
+
+def compile_mode_of(config) -> str:
+    return config.compilation_config.mode.name
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [
+        ("NONE", "NONE"),
+        ("PIECEWISE", "VLLM_COMPILE"),
+        ("FULL", "NONE"),
+        ("FULL_DECODE_ONLY", "NONE"),
+        ("FULL_AND_PIECEWISE", "VLLM_COMPILE"),
+    ],
+)
+def test_every_mode_is_honoured_and_only_pieces_are_compiled(configure, mode, compiled):
+    config = configure(compilation_config={"cudagraph_mode": mode})
+    assert mode_of(config) == mode
+    assert compile_mode_of(config) == compiled
+    assert config.compilation_config.backend == "eager"
+    assert bool(config.compilation_config.cudagraph_capture_sizes) == (mode != "NONE")
+
+
+@pytest.mark.parametrize(
+    ("level", "mode"),
+    [(0, "NONE"), (1, "PIECEWISE"), (2, "FULL_AND_PIECEWISE"), (3, "FULL_AND_PIECEWISE")],
+)
+def test_optimization_levels_are_vllms(configure, level, mode):
+    assert mode_of(configure(optimization_level=level)) == mode
+
+
+def test_enforce_eager_turns_graphs_and_compilation_off(configure):
+    config = configure(enforce_eager=True)
+    assert (mode_of(config), compile_mode_of(config)) == ("NONE", "NONE")
+    assert config.compilation_config.cudagraph_capture_sizes == []
+
+
+def test_without_compilation_pieces_fall_away_and_full_graphs_stay(configure):
+    config = configure(compilation_config={"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"})
+    assert mode_of(config) == "FULL_DECODE_ONLY"
+
+
+def test_stock_torch_compile_is_off(configure):
+    config = configure(compilation_config={"mode": 1, "cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert (mode_of(config), compile_mode_of(config)) == ("FULL_DECODE_ONLY", "NONE")
+
+
+def test_fusion_passes_and_inductor_are_off(configure):
+    config = configure(
+        compilation_config={"pass_config": {"fuse_norm_quant": True}, "backend": "inductor"}
+    )
+    passes = vars(config.compilation_config.pass_config)
+    on = [name for name, value in passes.items() if name.startswith(("fuse_", "enable_")) and value]
+    assert on == []
+    assert config.compilation_config.backend == "eager"
+
+
+def test_breakable_graphs_are_refused(configure, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    with pytest.raises(PrepError, match=r"VLLM_USE_BREAKABLE_CUDAGRAPH.*set it to 0"):
+        configure()
+
+
+# ------------------------------------------------------------------- masks
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+@pytest.mark.parametrize(
+    ("mode", "speculative", "form"),
+    [
+        ("FULL_AND_PIECEWISE", None, "dense"),  # decodes of one token have no mask
+        ("PIECEWISE", NGRAM, "dense"),  # attention is outside
+        ("FULL", None, "compressed"),
+        ("FULL_DECODE_ONLY", NGRAM, "compressed"),
+    ],
+)
+def test_masks_that_graphs_read_are_compressed(configure, mode, speculative, form):
+    config = configure(compilation_config={"cudagraph_mode": mode}, speculative_config=speculative)
+    assert decisions_of(config).mask_form == form
+    assert mode_of(config) == mode
+
+
+def test_windows_in_full_graphs_take_the_compressed_form(tmp_path, configure):
+    folder = make_model(tmp_path, "Mistral", sliding_window=8, num_hidden_layers=1)
+    config = configure(folder, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert decisions_of(config).mask_form == "compressed"
+
+
+DENSE = {"npu_prep": {"mask": "dense"}}
+
+
+def test_dense_masks_in_full_graphs_of_mixed_batches_are_refused(configure):
+    with pytest.raises(PrepError, match=r"FULL: dense masks.*compressed.*FULL_AND_PIECEWISE"):
+        configure(compilation_config={"cudagraph_mode": "FULL"}, additional_config=DENSE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "instead"), [("FULL_AND_PIECEWISE", "PIECEWISE"), ("FULL_DECODE_ONLY", "NONE")]
+)
+def test_dense_masks_of_drafted_tokens_stay_out_of_graphs(configure, mode, instead):
+    config = configure(
+        compilation_config={"cudagraph_mode": mode},
+        speculative_config=NGRAM,
+        additional_config=DENSE,
+    )
+    assert mode_of(config) == instead
+    assert decisions_of(config).mask_form == "dense"
+
+
+# ------------------------------------------------------------------- sizes
+
+
+def sizes_of(config) -> list[int]:
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert config.compilation_config.max_cudagraph_capture_size == sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize("max_num_seqs", [12, 20, 13])
+def test_the_largest_decode_is_on_the_grid(configure, max_num_seqs):
+    config = configure(
+        max_num_seqs=max_num_seqs,
+        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    assert sizes_of(config)[-1] == max_num_seqs
+
+
+def test_sizes_that_the_user_gives_are_kept_and_the_largest_decode_is_added(configure):
+    config = configure(compilation_config={"cudagraph_capture_sizes": [3, 40]})
+    assert sizes_of(config) == [3, 16, 40]
+
+
+def test_sizes_are_multiples_of_the_decode_length(configure):
+    config = configure(max_num_seqs=10, speculative_config=NGRAM, max_num_batched_tokens=256)
+    sizes = sizes_of(config)
+    assert 30 in sizes
+    assert all(size % 3 == 0 for size in sizes)
+
+
+def test_the_largest_decode_stays_within_the_token_budget(configure):
+    config = configure(
+        max_num_seqs=40,
+        max_num_batched_tokens=64,
+        speculative_config=NGRAM,
+        enable_chunked_prefill=True,
+    )
+    assert 63 in sizes_of(config)
+    assert sizes_of(config)[-1] <= 64
+
+
+@pytest.mark.parametrize(("mode", "streams"), [("FULL_DECODE_ONLY", 1), ("FULL_AND_PIECEWISE", 5)])
+def test_sizes_beyond_the_stream_budget_are_thinned(configure, mode, streams):
+    """Three layers are four pieces; a full graph is one."""
+    import dataclasses
+
+    config = configure(max_num_seqs=200, compilation_config={"cudagraph_mode": mode})
+    before = list(sizes_of(config))
+    kind = dataclasses.replace(NPU_KIND, graph_streams=streams * 6 + streams - 1)
+    (note,) = settle_sizes(config, kind)
+    after = sizes_of(config)
+    assert f"{len(before)} thinned to 6 ({streams} streams" in note
+    assert len(after) == 6
+    assert set(after) <= set(before)
+    assert {before[0], 200, before[-1]} <= set(after)
+    assert settle_sizes(config, kind) == [], "vLLM asks again in the engine's process"
+
+
+def test_only_npus_have_a_budget():
+    assert NPU_KIND.graph_streams == 1800
+    assert CPU_KIND.graph_streams is None
+    assert platform.KIND is CPU_KIND

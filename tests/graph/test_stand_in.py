@@ -1,0 +1,203 @@
+"""The checking stand-in: a replay that would read something else is refused by name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.batches import step_batch
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.device.staging import StagingRing
+from vllm_npu_prep.graph import GraphCall, tensors_of
+from vllm_npu_prep.graph.stand_in import CheckedGraphPool, GraphSafetyError, check_padding
+from vllm_npu_prep.prep.batch import prepare_step
+from vllm_npu_prep.prep.layout import largest_step, step_layout
+from vllm_npu_prep.prep.oracle import OracleRequest
+from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding
+from vllm_npu_prep.prep.state import AttentionState
+
+
+def double(*args, **kwargs):
+    return tuple(tensor * 2 for tensor in tensors_of((*args, *kwargs.values())))
+
+
+def call(*args, metadata=None, run=double, **kwargs) -> GraphCall:
+    return GraphCall(run, args, kwargs, metadata or {})
+
+
+def test_a_replay_computes_from_the_same_memory_into_the_same_memory():
+    graph, x = CheckedGraphPool().new_graph(), torch.arange(4.0)
+    (first,) = graph.capture(call(x))
+    x += 10
+    (second,) = graph.replay(call(x))
+    assert second.tolist() == [20, 22, 24, 26]
+    assert second is first, "who keeps results across steps must find them overwritten"
+
+
+def test_sizes_share_the_memory_of_the_largest():
+    pool = CheckedGraphPool()
+    large, small = pool.new_graph(), pool.new_graph()
+    (of_large,) = large.capture(call(torch.ones(8, 2)))
+    (of_small,) = small.capture(call(torch.ones(3, 2)))
+    assert of_small.data_ptr() == of_large.data_ptr()
+
+
+MOVED = {
+    "address": (lambda x: x.clone(), "address"),
+    "shape": (lambda x: x[:-1], "shape"),
+    "strides": (lambda x: torch.as_strided(x, x.shape, (0, 1)), "strides"),
+    "dtype": (lambda x: x.view(torch.int32), "dtype"),
+}
+
+
+@pytest.mark.parametrize("change", MOVED)
+@pytest.mark.parametrize("place", ["argument", "keyword"])
+def test_an_input_that_moved_is_named(change, place):
+    moved, message = MOVED[change]
+    x, y = torch.ones(4, 2), torch.ones(4, 2)
+    graph = CheckedGraphPool().new_graph()
+    graph.capture(call(x, positions=y))
+    arguments = (moved(x), y) if place == "argument" else (x, moved(y))
+    name = "argument 0" if place == "argument" else "positions"
+    with pytest.raises(GraphSafetyError, match=f"{name} is not where .*{message}"):
+        graph.replay(call(arguments[0], positions=arguments[1]))
+
+
+def test_an_input_that_comes_or_goes_is_named():
+    graph, x = CheckedGraphPool().new_graph(), torch.ones(2)
+    graph.capture(call(x))
+    with pytest.raises(GraphSafetyError, match="inputs_embeds was not among"):
+        graph.replay(call(x, inputs_embeds=x))
+
+
+def test_weights_that_were_replaced_are_named():
+    layer, graph = torch.nn.Linear(2, 2), CheckedGraphPool().new_graph()
+    x = torch.ones(1, 2)
+    graph.capture(call(x, run=layer))
+    layer.weight = torch.nn.Parameter(layer.weight.clone())
+    with pytest.raises(GraphSafetyError, match="weight is not where"):
+        graph.replay(call(x, run=layer))
+
+
+def metadata(block_tables, slots) -> AscendMetadata:
+    lengths = torch.zeros(2, dtype=torch.int32)
+    return AscendMetadata(
+        attn_state=AttentionState.DecodeOnly,
+        attn_mask=None,
+        block_tables=block_tables,
+        slot_mapping=slots,
+        query_start_loc=lengths,
+        query_start_loc_np=lengths.numpy(),
+        seq_lens=lengths,
+        seq_lens_np=lengths.numpy(),
+        num_computed_tokens=lengths,
+        num_reqs=1,
+        max_query_len=1,
+        max_seq_len=1,
+        num_actual_tokens=1,
+        num_input_tokens=2,
+    )
+
+
+@pytest.mark.parametrize("name", ["block_tables", "slot_mapping"])
+def test_metadata_that_moved_is_named(name):
+    x, graph = torch.ones(2), CheckedGraphPool().new_graph()
+    before = metadata(torch.zeros(2, 3), torch.zeros(2))
+    graph.capture(call(x, metadata={"layer 0": before, "layer 1": before}))
+    after = dataclasses.replace(before, **{name: getattr(before, name).clone()})
+    with pytest.raises(GraphSafetyError, match=f"{name} of layer 0 is not where"):
+        graph.replay(call(x, metadata={"layer 0": after, "layer 1": after}))
+
+
+# ------------------------------------------------------------------- padded values
+
+
+def staged_step(padding: Padding, count: int = 2):
+    """A step of decodes as the runner leaves it, on the CPU fallback."""
+    requests = [
+        OracleRequest(
+            num_computed_tokens=5,
+            num_scheduled_tokens=1,
+            num_prompt_tokens=3,
+            token_ids=list(range(1, 8)),
+            block_ids=[2 * index + 1, 2 * index + 2],
+        )
+        for index in range(count)
+    ]
+    batch = step_batch(requests, block_size=4, max_model_len=16)
+    ring = StagingRing(CPUDevice(), largest_step(16, 8, 1, 1, 64), pin_memory=False)
+    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1)
+    staged = ring.acquire(layout)
+    step = prepare_step(batch, padding, layout, staged.np)
+    ring.submit(step.nbytes)
+    tables = torch.zeros(padding.num_reqs_padded, 4, dtype=torch.int32)
+    tables[:count, :2] = torch.tensor([[1, 2], [3, 4]])[:count]
+    return step, staged, [tables]
+
+
+FULL = full_padding(8, 8, 1)
+MIXED = full_padding(8, 3, 0)
+PIECEWISE = Padding(8, 2, mode=GraphMode.PIECEWISE)
+
+
+@pytest.mark.parametrize("padding", [FULL, MIXED, PIECEWISE], ids=["full", "mixed", "piecewise"])
+def test_padding_as_it_is_prepared_passes(padding):
+    check_padding(*staged_step(padding))
+
+
+UNSAFE = {
+    "slot 0": (lambda s, a, t: a.slot_mapping[0].__setitem__(5, 0), r"slot_mapping .*\[5\] is 0"),
+    "slot of a live block": (
+        lambda s, a, t: a.slot_mapping[0].__setitem__(7, 9),
+        r"slot_mapping of group 0\[7\] is 9 in padding, and must be -1",
+    ),
+    "stale token": (lambda s, a, t: a.input_ids.__setitem__(2, 7), r"input_ids\[2\] is 7"),
+    "stale position": (lambda s, a, t: a.positions.__setitem__(3, 5), r"positions\[3\] is 5"),
+}
+UNSAFE_IN_FULL = {
+    "stale length": (lambda s, a, t: a.seq_lens.__setitem__(2, 4), r"seq_lens\[2\] is 4"),
+    "stale block": (lambda s, a, t: t[0].__setitem__((2, 1), 3), r"block table .*\[2, 1\] is 3"),
+    "short query_start_loc": (
+        lambda s, a, t: a.query_start_loc.__setitem__(-1, 7),
+        "query_start_loc",
+    ),
+    "short query_start_loc on the host": (
+        lambda s, a, t: s.np.query_start_loc.__setitem__(slice(3, None), 2),
+        "ends at 2, the graph has 8 tokens",
+    ),
+    "falling query_start_loc": (
+        lambda s, a, t: a.query_start_loc.__setitem__(2, 1),
+        "must rise from 0 and reach 2 after 2 requests",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", UNSAFE)
+@pytest.mark.parametrize("padding", [FULL, MIXED, PIECEWISE], ids=["full", "mixed", "piecewise"])
+def test_unsafe_padding_of_tokens_is_named(fault, padding):
+    plant, message = UNSAFE[fault]
+    step, staged, tables = staged_step(padding)
+    plant(staged, staged.device, tables)
+    with pytest.raises(GraphSafetyError, match=message):
+        check_padding(step, staged, tables)
+
+
+@pytest.mark.parametrize("fault", UNSAFE_IN_FULL)
+@pytest.mark.parametrize("padding", [FULL, MIXED], ids=["full", "mixed"])
+def test_unsafe_padding_of_requests_is_named(fault, padding):
+    plant, message = UNSAFE_IN_FULL[fault]
+    step, staged, tables = staged_step(padding)
+    plant(staged, staged.device, tables)
+    with pytest.raises(GraphSafetyError, match=message):
+        check_padding(step, staged, tables)
+
+
+def test_nothing_is_said_of_real_tokens_and_requests():
+    step, staged, tables = staged_step(FULL)
+    staged.device.slot_mapping[0][0] = 0
+    staged.device.input_ids[1] = 3
+    tables[0][1, 0] = 7
+    check_padding(step, staged, tables)
+    assert np.array_equal(staged.device.seq_lens[:2], [6, 6])

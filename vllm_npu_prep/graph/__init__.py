@@ -1,0 +1,79 @@
+"""Graphs of a model's forward pass: captured and replayed on NPUs, checked on the CPU fallback.
+
+`wrapper` is what vLLM puts around the model and around its pieces; `npu` and `stand_in` are the two
+kinds of graph that it fills; `capture` goes through the sizes at start-up.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass
+class GraphCall:
+    """One call of what is captured.
+
+    Attributes
+    ----------
+    run
+        The model, or a piece of it.
+    args, kwargs
+        Its arguments; a graph reads their tensors where they lay when it was captured.
+    attn_metadata
+        Attention metadata of the step by layer; empty where attention lies outside of the graph.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attn_metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        """Run it now."""
+        return self.run(*self.args, **self.kwargs)
+
+
+class Graph(Protocol):
+    """One captured call."""
+
+    def capture(self, call: GraphCall) -> Any:
+        """Capture `call` and return its outputs, whose values are of no use."""
+
+    def replay(self, call: GraphCall) -> Any:
+        """Run what was captured, with the metadata of `call`; returns the captured outputs."""
+
+
+class GraphPool(Protocol):
+    """What the graphs of one wrapper share."""
+
+    def new_graph(self) -> Graph:
+        """An empty graph."""
+
+
+def make_pool(device_type: str, memory_pool: Any) -> GraphPool:
+    """Pool of a device's kind of graph.
+
+    Parameters
+    ----------
+    device_type
+        As vLLM's device config has it.
+    memory_pool
+        vLLM's handle of the memory that all graphs share; None on the CPU fallback.
+    """
+    if device_type == "npu":
+        return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool)
+    return importlib.import_module(f"{__name__}.stand_in").CheckedGraphPool()
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Tensors among the arguments or the results of a call, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        value = getattr(value, "tensors", {}).values()  # vLLM's IntermediateTensors
+    return [tensor for item in value for tensor in tensors_of(item)] if value else []

@@ -1,0 +1,151 @@
+"""Start-up: capture a graph for every size, say what it took, go on with fewer out of memory."""
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm_npu_prep.model_runner import NPUModelRunner
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+PROGRESS_SECONDS = 5.0
+"""Time between two lines that say how far it has come."""
+
+
+class Captured(NamedTuple):
+    """One line of the start-up table."""
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    seconds: float
+    nbytes: int
+
+
+def capture_graphs(runner: "NPUModelRunner") -> int:
+    """Capture a graph for every descriptor of the runner's dispatcher, the largest first.
+
+    A size for which memory does not suffice is given up for all kinds of graph, and so is every
+    other one of those that are left.
+
+    Returns
+    -------
+    int
+        Bytes of the device that the graphs took.
+    """
+    dispatcher = runner.cudagraph_dispatcher
+    captured: list[Captured] = []
+    given_up: set[int] = set()
+    set_cudagraph_capturing_enabled(True)
+    last_line = time.perf_counter()
+    try:
+        with runner.prep_device.capturing(), runner._freeze_gc():
+            for mode, descriptors in dispatcher.get_capture_descs():
+                for index, descriptor in enumerate(descriptors):
+                    if descriptor.num_tokens in given_up:
+                        continue
+                    try:
+                        captured.append(_capture(runner, mode, descriptor))
+                    except torch.OutOfMemoryError as error:
+                        left = [each.num_tokens for each in descriptors[index + 1 :]]
+                        given_up |= {descriptor.num_tokens, *left[::2]}
+                        _say_out_of_memory(descriptor.num_tokens, left[::2], error)
+                    if time.perf_counter() - last_line > PROGRESS_SECONDS:
+                        last_line = time.perf_counter()
+                        logger.info(
+                            "Capturing %s graphs: %d of %d.", mode, index + 1, len(descriptors)
+                        )
+    finally:
+        set_cudagraph_capturing_enabled(False)
+    if given_up:
+        _forget_sizes(runner, given_up)
+    logger.info("vllm_npu_prep graphs:\n%s", table(captured, runner.prep_device.computes_on_host))
+    return sum(each.nbytes for each in captured)
+
+
+def _capture(
+    runner: "NPUModelRunner", mode: CUDAGraphMode, descriptor: BatchDescriptor
+) -> Captured:
+    device = runner.prep_device
+    free, _ = device.memory_info()
+    start = time.perf_counter()
+    runner._warmup_and_capture(descriptor, cudagraph_runtime_mode=mode)
+    device.synchronize()
+    seconds = time.perf_counter() - start
+    # What a first run had cached is given back in between: never less than nothing.
+    taken = max(0, free - device.memory_info()[0])
+    return Captured(mode, descriptor, seconds, 0 if device.computes_on_host else taken)
+
+
+def _say_out_of_memory(num_tokens: int, left: list[int], error: Exception) -> None:
+    logger.warning(
+        "Out of memory while capturing the graph of %d tokens (%s). Left out, too: %s. Lower "
+        "--gpu-memory-utilization or give fewer cudagraph_capture_sizes.",
+        num_tokens,
+        str(error).partition("\n")[0],
+        ", ".join(map(str, left)) or "nothing",
+    )
+
+
+def _forget_sizes(runner: "NPUModelRunner", sizes: set[int]) -> None:
+    """Let the dispatcher pad to the sizes that were captured for every kind of graph."""
+    compilation, dispatcher = runner.compilation_config, runner.cudagraph_dispatcher
+    kept = [size for size in compilation.cudagraph_capture_sizes if size not in sizes]
+    compilation.cudagraph_capture_sizes = kept
+    compilation.max_cudagraph_capture_size = max(kept, default=0)
+    mode = dispatcher.cudagraph_mode if kept else CUDAGraphMode.NONE
+    for keys in dispatcher.cudagraph_keys.values():
+        keys.clear()
+    dispatcher.initialize_cudagraph_keys(mode, runner.uniform_decode_query_len)
+    logger.warning("Graphs remain for %s tokens.", ", ".join(map(str, kept)) or "no number of")
+
+
+def table(captured: list[Captured], computes_on_host: bool) -> str:
+    """The start-up table: capture time and memory of each size, and their sums.
+
+    Parameters
+    ----------
+    captured
+        In the order of capture.
+    computes_on_host
+        Memory of graphs is the device's: nothing is known of it where there is none.
+    """
+    modes = list(dict.fromkeys(each.mode for each in captured))
+    cells = {(each.mode, _size(each.descriptor)): each for each in captured}
+    sizes = sorted({size for _, size in cells}, reverse=True)
+
+    def columns(texts: list[str]) -> str:
+        return "".join(f"{text:>26}" for text in texts)
+
+    def cell(each: Captured | None) -> str:
+        if each is None:
+            return "-"
+        memory = "" if computes_on_host else f"{each.nbytes / (1 << 20):>9.1f} MiB"
+        return f"{each.seconds:>9.2f} s{memory}"
+
+    lines = [f"  {'tokens':<20}{columns([mode.name for mode in modes])}"]
+    lines += [
+        f"  {size[1]:<20}{columns([cell(cells.get((m, size))) for m in modes])}" for size in sizes
+    ]
+    sums = [
+        Captured(
+            mode,
+            captured[0].descriptor,
+            sum(each.seconds for each in captured if each.mode == mode),
+            sum(each.nbytes for each in captured if each.mode == mode),
+        )
+        for mode in modes
+    ]
+    lines.append(f"  {f'all {len(sizes)} sizes':<20}{columns([cell(each) for each in sums])}")
+    return "\n".join(lines)
+
+
+def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
+    """What a line of the table is sorted and called by."""
+    adapters = f", {descriptor.num_active_loras} adapters" if descriptor.has_lora else ""
+    return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

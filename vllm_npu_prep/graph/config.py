@@ -1,0 +1,159 @@
+"""What an engine's config says of graphs: settled once, before any process starts."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from vllm_npu_prep.config import SECTION, decisions_of, graphs_need_masks
+from vllm_npu_prep.device import DeviceKind
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
+from vllm_npu_prep.prep.mask import MaskForm
+
+if TYPE_CHECKING:
+    from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
+
+COMPILE_BACKEND = "eager"
+"""Pieces of a compiled model run operator by operator: no compiler here makes kernels for NPUs."""
+
+
+def set_defaults(vllm_config: "VllmConfig") -> None:
+    """Leave out fusion passes, for which vLLM has no kernels here, unless the user named one."""
+    passes = vllm_config.compilation_config.pass_config
+    for name in _fusions(vllm_config.compilation_config):
+        if getattr(passes, name) is None:
+            setattr(passes, name, False)
+
+
+def settle_mode(vllm_config: "VllmConfig") -> list[str]:
+    """Decide the graph mode, and whether torch.compile is needed for it.
+
+    Returns
+    -------
+    list of str
+        What was asked for and is off, and why.
+
+    Raises
+    ------
+    PrepError
+        For graphs whose attention mask can't keep its shape, if nothing else was asked for.
+    """
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation, off = vllm_config.compilation_config, []
+    if is_breakable_cudagraph_enabled():
+        raise PrepError(
+            "VLLM_USE_BREAKABLE_CUDAGRAPH: graphs are split at attention by torch.compile here; "
+            "set it to 0"
+        )
+    fusions = [name for name in _fusions(compilation) if getattr(compilation.pass_config, name)]
+    for name in fusions:
+        setattr(compilation.pass_config, name, False)
+    if fusions:
+        off.append(f"{', '.join(fusions)}: vLLM has no kernels for these on this device")
+    if compilation.backend != COMPILE_BACKEND or compilation.use_inductor_graph_partition:
+        off.append("Inductor: compiled pieces run operator by operator")
+        compilation.backend, compilation.use_inductor_graph_partition = COMPILE_BACKEND, False
+    if compilation.mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+        off.append(f"torch.compile mode {compilation.mode.name}: nothing here compiles")
+        compilation.mode = CompilationMode.NONE
+    off += _settle_full_graphs(vllm_config)
+    if not compilation.cudagraph_mode.has_piecewise_cudagraphs():
+        # Only pieces need the model traced; without them that is seconds for nothing.
+        compilation.mode = CompilationMode.NONE
+    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        compilation.cudagraph_capture_sizes = []
+        compilation.max_cudagraph_capture_size = 0
+    return off
+
+
+def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
+    """Full graphs have attention inside, whose mask must keep its shape from step to step."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
+        return []
+    if mode == CUDAGraphMode.FULL:
+        raise PrepError(
+            "cudagraph_mode FULL: dense masks have another shape in every step; use "
+            f'{{"{SECTION}": {{"mask": "compressed"}}}} where the kernel family has it, or '
+            "cudagraph_mode FULL_AND_PIECEWISE"
+        )
+    without_full = {
+        CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
+    }[mode]
+    compilation.cudagraph_mode = without_full
+    return [
+        f"{mode} graphs: dense masks of windows and of drafted tokens have another shape in every "
+        f"step; {without_full} instead"
+    ]
+
+
+def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
+    """Put the largest decode on the grid of capture sizes, and keep to the device's budget.
+
+    Returns
+    -------
+    list of str
+        What was changed and why.
+    """
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    mode, query_len = compilation.cudagraph_mode, vllm_config.uniform_decode_query_len
+    sizes = list(compilation.cudagraph_capture_sizes or ())
+    if not mode:
+        return []
+    notes = []
+    largest = largest_decode(scheduler.max_num_seqs, query_len, scheduler.max_num_batched_tokens)
+    if largest not in sizes:
+        sizes.append(largest)
+        notes.append(f"capture sizes: {largest} added, the largest decode (max_num_seqs)")
+    if mode == mode.FULL_DECODE_ONLY:
+        sizes = [size for size in sizes if size <= largest]  # no step would find the others
+    streams = _streams_for_each_size(vllm_config, mode)
+    if kind.graph_streams is not None:
+        kept = thin_sizes(sizes, kind.graph_streams // streams, [largest, query_len, *sizes[:1]])
+        if len(kept) < len(sizes):
+            notes.append(
+                f"capture sizes: {len(sizes)} thinned to {len(kept)} ({streams} streams for each, "
+                f"{kind.graph_streams} for all)"
+            )
+        sizes = kept
+    else:
+        compilation.cudagraph_num_of_warmups = 0  # nothing is compiled or allocated by a first run
+    compilation.cudagraph_capture_sizes = sorted(sizes)
+    compilation.max_cudagraph_capture_size = max(sizes)
+    if mode.has_full_cudagraphs():
+        compilation.adjust_cudagraph_sizes_for_spec_decode(query_len)
+    return notes
+
+
+def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:
+    """Each graph holds a stream: that of a whole model, and that of each piece around attention."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
+    return pieces + mode.has_full_cudagraphs()
+
+
+def _fusions(compilation: "CompilationConfig") -> list[str]:
+    """Names of vLLM's fusion passes."""
+    names = [item.name for item in fields(compilation.pass_config)]
+    return [name for name in names if name.startswith(("fuse_", "enable_"))]
+
+
+def describe(vllm_config: "VllmConfig") -> str:
+    """Graph mode and sizes for the start-up block."""
+    compilation = vllm_config.compilation_config
+    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
+    if not mode:
+        return "NONE"
+    return f"{mode}, {len(sizes)} sizes from {sizes[0]} to {sizes[-1]} tokens"
+
+
+def is_compiled() -> bool:
+    """Whether the model that is being built will be traced and split."""
+    from vllm.config import CompilationMode, get_current_vllm_config
+
+    return get_current_vllm_config().compilation_config.mode != CompilationMode.NONE

@@ -1,0 +1,64 @@
+"""How many steps replayed a graph and how many did not, and why."""
+
+from collections import Counter
+
+from vllm.logger import init_logger
+
+from vllm_npu_prep.prep.padding import GraphMode, Padding, why_eager
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+REPLAYED = {GraphMode.FULL: "full graph", GraphMode.PIECEWISE: "piecewise graphs"}
+EAGER = "eager: "
+
+
+class StepCounts:
+    """Steps by how they ran.
+
+    Attributes
+    ----------
+    by_kind
+        Kind of step (`kind`) to number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: Counter[str] = Counter()
+
+    def kind(
+        self,
+        padding: Padding,
+        num_tokens: int,
+        uniform_decode: bool,
+        mode: GraphMode,
+        largest_size: int | None,
+    ) -> str:
+        """How a step runs, in a few words; for an eager one, why.
+
+        Parameters
+        ----------
+        padding
+            Of the step.
+        num_tokens, uniform_decode
+            Of the step.
+        mode
+            The engine's.
+        largest_size
+            Largest capture size in tokens.
+        """
+        if padding.mode in REPLAYED:
+            return REPLAYED[padding.mode]
+        if mode == GraphMode.NONE:
+            return EAGER + "no graphs"
+        return EAGER + why_eager(mode, num_tokens, largest_size or 0, uniform_decode)
+
+    def add(self, kind: str) -> None:
+        """Count a step; the first one that has to run eagerly says why."""
+        if kind not in self.by_kind and kind.startswith(EAGER) and kind != EAGER + "no graphs":
+            logger.info("A step runs eagerly (%s); further ones are counted.", kind[len(EAGER) :])
+        self.by_kind[kind] += 1
+
+    def log_summary(self) -> None:
+        """One line with all counts."""
+        if self.by_kind:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.by_kind.most_common())
+            logger.info("Steps: %s.", counts)

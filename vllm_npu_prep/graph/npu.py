@@ -1,0 +1,156 @@
+"""Graphs on NPUs: ``torch.npu.NPUGraph``, with attention told each step's lengths.
+
+Ascend's attention takes lengths from the host, so a full graph must be told the new ones before
+each replay. Each layer's attention is captured as a task group, and issued again on a stream of its
+own while the replay is under way: the replay waits, in front of the attention, for an external
+event that the other stream records. Sources: ``torch.npu.graph_task_group_begin`` and its kin; what
+vllm-project/vllm-ascend does (13058 measures what it costs).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_npu
+
+from vllm_npu_prep.attention.kernels import AttentionCall
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.graph import GraphCall
+
+weak_reference = torch_npu._C._weak_ref_tensor
+"""A tensor over the same memory that does not keep it: graphs of other sizes may use it, too."""
+
+
+@dataclass
+class AttentionTask:
+    """Attention of one layer inside a full graph."""
+
+    call: AttentionCall  # over weak references
+    handle: object  # of the task group
+    event: Any  # ExternalEvent that is recorded behind this task; None: behind a later one
+
+
+class AttentionTasks:
+    """Attention of every layer inside one full graph, in order.
+
+    Recording an event costs a call, and waiting for all layers together would leave the device idle
+    until the last one is told. So the first layer has an event of its own, and each later event
+    stands for twice as many layers as the one before it.
+    """
+
+    def __init__(self, workspaces: "Workspaces") -> None:
+        self.workspaces = workspaces
+        self.tasks: list[AttentionTask] = []
+        self._left, self._segment = 0, 1
+
+    def capture(self, call: AttentionCall, metadata: AscendMetadata) -> None:
+        """Attend once, as a task that `rebind` can change."""
+        stream = torch_npu.npu.current_stream()
+        if not self._left:  # the first layer of a segment waits for its last
+            event = torch_npu.npu.ExternalEvent()
+            event.wait(stream)
+            event.reset(stream)
+            self._event, self._left = event, self._segment
+            self._segment *= 2
+        call = call.over(weak_reference, self.workspaces.take(call, metadata))
+        torch_npu.npu.graph_task_group_begin(stream)
+        call(metadata)
+        handle = torch_npu.npu.graph_task_group_end(stream)
+        self._left -= 1
+        self.tasks.append(AttentionTask(call, handle, None if self._left else self._event))
+
+    def close(self) -> None:
+        """The last layer ends the last segment."""
+        if self.tasks:
+            self.tasks[-1].event = self._event
+
+    def rebind(self, attn_metadata: dict[str, AscendMetadata], stream: Any) -> None:
+        """Issue each layer's attention again, on the current `stream`, for this step."""
+        for task in self.tasks:
+            torch_npu.npu.graph_task_update_begin(stream, task.handle)
+            task.call(attn_metadata[task.call.layer_name])
+            torch_npu.npu.graph_task_update_end(stream)
+            if task.event is not None:
+                task.event.record(stream)
+
+
+class Workspaces:
+    """Workspace of attention: one for all layers and, captured in falling order, for all sizes."""
+
+    def __init__(self) -> None:
+        self._largest: torch.Tensor | None = None
+        self._by_shape: dict[object, torch.Tensor | None] = {}
+
+    def take(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor | None:
+        """Workspace that is large enough for `call` with any lengths; None if it needs none."""
+        shape = call.query.shape, call.layer
+        if shape not in self._by_shape:
+            wanted = call.kernels.workspace(call, metadata)
+            largest = self._largest
+            if wanted is not None and (largest is None or largest.numel() < wanted.numel()):
+                self._largest = wanted
+            self._by_shape[shape] = None if wanted is None else self._largest
+        return self._by_shape[shape]
+
+
+class NPUGraphPool:
+    """What graphs share: memory, workspaces, and the stream that tells full graphs their lengths.
+
+    Parameters
+    ----------
+    memory_pool
+        ``torch.npu.graph_pool_handle()``.
+    """
+
+    def __init__(self, memory_pool: Any) -> None:
+        self.memory_pool = memory_pool
+        self.workspaces = Workspaces()
+        self._update_stream: Any = None
+        self._replayed = torch_npu.npu.Event()
+
+    def new_graph(self) -> "NPUGraph":
+        """An empty graph."""
+        return NPUGraph(self)
+
+    @contextmanager
+    def updating(self) -> Iterator[Any]:
+        """On the update stream, behind the last replay: its tasks may still be waiting to run."""
+        if self._update_stream is None:
+            self._update_stream = torch_npu.npu.Stream()
+        with torch_npu.npu.stream(self._update_stream):
+            self._update_stream.wait_event(self._replayed)
+            yield self._update_stream
+        self._replayed.record()
+
+
+class NPUGraph:
+    """One captured call on an NPU."""
+
+    def __init__(self, pool: NPUGraphPool) -> None:
+        self.pool = pool
+        self.graph = torch_npu.npu.NPUGraph()
+        self.attention = AttentionTasks(pool.workspaces)
+        self.outputs: Any = None
+
+    def capture(self, call: GraphCall) -> Any:
+        """Capture on the current stream, which `vllm_npu_prep.graph.capture` set."""
+        for metadata in call.attn_metadata.values():
+            metadata.tasks = self.attention
+        self.graph.capture_begin(pool=self.pool.memory_pool)
+        try:
+            outputs = call()
+            self.attention.close()
+        finally:
+            self.graph.capture_end()
+        self.outputs = torch.utils._pytree.tree_map_only(torch.Tensor, weak_reference, outputs)
+        return outputs
+
+    def replay(self, call: GraphCall) -> Any:
+        """Launch the graph, then tell it the lengths that it is about to wait for."""
+        self.graph.replay()
+        if self.attention.tasks:
+            with self.pool.updating() as stream:
+                self.attention.rebind(call.attn_metadata, stream)
+        return self.outputs

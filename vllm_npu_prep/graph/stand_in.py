@@ -1,0 +1,187 @@
+"""The CPU fallback's graphs: nothing is captured, but what a graph relies on is checked.
+
+A captured graph reads and writes the addresses that it was captured with, whatever the caller
+passes later. Here each call runs eagerly, after a check that every input still lies where it lay,
+and its results are copied to where the first ones lay, so that a caller who keeps results across
+steps finds them overwritten, as on a device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from vllm_npu_prep.device.staging import StagedArrays
+from vllm_npu_prep.graph import GraphCall, tensors_of
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.kernels import NULL_BLOCK_ID, PAD_SLOT_ID
+from vllm_npu_prep.prep.padding import GraphMode
+
+
+class GraphSafetyError(RuntimeError):
+    """A replay would have read something else than the step that it belongs to."""
+
+
+Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+"""Address, shape, strides and dtype of a tensor."""
+
+
+def place(tensor: torch.Tensor) -> Place:
+    """Where a tensor lies and what it looks like."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
+    """Everything on the device that a graph of this call reads, by name."""
+    inputs = {f"argument {i}": each for i, each in enumerate(tensors_of(call.args))}
+    for name, value in call.kwargs.items():
+        inputs |= {f"{name} {i}".removesuffix(" 0"): t for i, t in enumerate(tensors_of(value))}
+    if isinstance(call.run, torch.nn.Module):
+        inputs |= dict(call.run.named_parameters())
+    groups: dict[int, tuple[str, Any]] = {}
+    for layer_name, metadata in call.attn_metadata.items():
+        groups.setdefault(id(metadata), (layer_name, metadata))
+    for layer_name, metadata in groups.values():
+        for item in fields(metadata):
+            value = getattr(metadata, item.name)
+            if isinstance(value, torch.Tensor):
+                inputs[f"{item.name} of {layer_name}"] = value
+    return inputs
+
+
+class CheckedGraphPool:
+    """The outputs of the largest size, in which those of all others lie."""
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+    def new_graph(self) -> "CheckedGraph":
+        """An empty graph."""
+        return CheckedGraph(self)
+
+    def at_home(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where results of these shapes stay: the same memory for all sizes, as in a pool."""
+        if not self.outputs:
+            self.outputs = list(outputs)
+        homes = []
+        for output, largest in zip(outputs, self.outputs):
+            fits = (
+                output.dim() > 0
+                and output.shape[1:] == largest.shape[1:]
+                and len(output) <= len(largest)
+                and output.stride() == largest.stride()
+                and output.dtype == largest.dtype
+            )
+            homes.append(largest[: len(output)] if fits else output)
+        return homes
+
+
+class CheckedGraph:
+    """One "captured" call."""
+
+    def __init__(self, pool: CheckedGraphPool) -> None:
+        self.pool = pool
+        self.places: dict[str, Place] = {}
+        self.homes: list[torch.Tensor] = []
+
+    def capture(self, call: GraphCall) -> Any:
+        """Note where every input lies, and run."""
+        self.places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
+        outputs = call()
+        self.homes = self.pool.at_home(tensors_of(outputs))
+        return self._bring_home(outputs)
+
+    def replay(self, call: GraphCall) -> Any:
+        """Check that every input lies where it lay, and run.
+
+        Raises
+        ------
+        GraphSafetyError
+            Names the first input that a graph would have read elsewhere or as something else.
+        """
+        places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
+        if places != self.places:
+            raise GraphSafetyError(_difference(self.places, places))
+        return self._bring_home(call())
+
+    def _bring_home(self, outputs: Any) -> Any:
+        homes = iter(self.homes)
+
+        def copied(result: torch.Tensor) -> torch.Tensor:
+            home = next(homes)
+            return home if home is result else home.copy_(result)
+
+        return pytree.tree_map_only(torch.Tensor, copied, outputs)
+
+
+def _difference(captured: dict[str, Place], now: dict[str, Place]) -> str:
+    for name in (*captured, *now):
+        if name not in now or name not in captured:
+            which = "is no longer" if name not in now else "was not"
+            return f"{name} {which} among the inputs of the captured call"
+        if captured[name] != now[name]:
+            names = "address", "shape", "strides", "dtype"
+            changed = [
+                f"{what} {before} -> {after}"
+                for what, before, after in zip(names, captured[name], now[name])
+                if before != after
+            ]
+            return f"{name} is not where the graph was captured with it: {', '.join(changed)}"
+    return "nothing"
+
+
+def check_padding(
+    step: PreparedStep, staged: StagedArrays, block_tables: Sequence[torch.Tensor]
+) -> None:
+    """Check what a graph is about to read behind the step's own tokens and requests.
+
+    Parameters
+    ----------
+    step
+        The step; the rules are those of `vllm_npu_prep.prep.padding`.
+    staged
+        Its arrays, as the device has them.
+    block_tables
+        int32 ``[num_reqs_padded, max_num_blocks]`` on the device, one for each group.
+
+    Raises
+    ------
+    GraphSafetyError
+        Names the array, the place, the value and the rule.
+    """
+    tokens, reqs = step.total_num_scheduled_tokens, step.num_reqs
+    arrays = staged.device
+    _expect("input_ids", arrays.input_ids, tokens, 0)
+    _expect("positions", arrays.positions, tokens, 0)
+    for group, slots in enumerate(arrays.slot_mapping):
+        _expect(f"slot_mapping of group {group}", slots, tokens, PAD_SLOT_ID)
+    if step.padding.mode is not GraphMode.FULL:
+        return
+    _expect("seq_lens", arrays.seq_lens, reqs, 0)
+    for group, table in enumerate(block_tables):
+        _expect(f"block table of group {group}", table, reqs, NULL_BLOCK_ID)
+    for starts in (arrays.query_start_loc.numpy(), staged.np.query_start_loc):
+        if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[reqs] != tokens:
+            raise GraphSafetyError(
+                f"query_start_loc {starts.tolist()} must rise from 0 and reach {tokens} after "
+                f"{reqs} requests"
+            )
+        if starts[-1] != step.num_input_tokens:
+            raise GraphSafetyError(
+                f"query_start_loc ends at {starts[-1]}, the graph has {step.num_input_tokens} "
+                "tokens: a fused attention kernel refuses that (561002)"
+            )
+
+
+def _expect(name: str, array: torch.Tensor, start: int, value: int) -> None:
+    padding = array.numpy()[start:]
+    wrong = np.argwhere(padding != value)
+    if len(wrong):
+        first = tuple(wrong[0])
+        where = ", ".join(map(str, (start + first[0], *first[1:])))
+        raise GraphSafetyError(
+            f"{name}[{where}] is {padding[first]} in padding, and must be {value}"
+        )

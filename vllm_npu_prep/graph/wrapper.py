@@ -1,0 +1,49 @@
+"""GraphWrapper: what vLLM puts around a model, or a piece of one, to capture and replay it."""
+
+from typing import Any
+
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from vllm_npu_prep.graph import GraphCall, GraphPool, make_pool
+
+
+class GraphWrapper(CUDAGraphWrapper):
+    """Upstream's wrapper with this plugin's graphs in it.
+
+    A subclass, because vLLM knows its wrapper by the class: where it looks for the raw model, or
+    forgets the graphs of a profiling run. `concrete_cudagraph_entries` holds the graphs by batch
+    descriptor.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pools: dict[Any, GraphPool] = {}  # by memory pool: upstream profiles in another one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Capture, replay or just run, as the forward context says."""
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is None or context.cudagraph_runtime_mode != self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        call = GraphCall(self.runnable, args, kwargs)
+        if self.runtime_mode == CUDAGraphMode.FULL:
+            call.attn_metadata = context.attn_metadata
+        graph = self.concrete_cudagraph_entries.get(context.batch_descriptor)
+        if graph is not None:
+            return graph.replay(call)
+        validate_cudagraph_capturing_enabled()
+        if self.graph_pool not in self._pools:
+            device_type = self.vllm_config.device_config.device_type
+            self._pools[self.graph_pool] = make_pool(device_type, self.graph_pool)
+        graph = self._pools[self.graph_pool].new_graph()
+        outputs = graph.capture(call)
+        # Only now: a capture that failed leaves nothing to replay.
+        self.concrete_cudagraph_entries[context.batch_descriptor] = graph
+        return outputs
+
+    def clear_graphs(self) -> None:
+        """Forget the graphs and what they share."""
+        super().clear_graphs()
+        self._pools.clear()
