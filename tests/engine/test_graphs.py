@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
@@ -12,6 +11,7 @@ from tests.conftest import SEED
 from tests.engine.test_against_transformers import prompts_of, reference
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.traffic import traffic
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
@@ -117,31 +117,6 @@ def test_windows_and_several_groups_in_graphs(tmp_path_factory, seed, family, se
 
 
 # ------------------------------------------------------------------- long mixed traffic
-
-
-def traffic(llm, seed: int, steps: int) -> tuple[list[list[int]], Counter]:
-    """Tokens of random requests that come while others run; and what happened to them."""
-    core = llm.llm_engine
-    scheduler = core.engine_core.engine_core.scheduler
-    rng, tokens, count = np.random.default_rng(seed), {}, Counter()
-    preempt = scheduler._preempt_request
-
-    def counted(*args, **kwargs):
-        count["preempted"] += 1
-        return preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted
-    while count["steps"] < steps or core.has_unfinished_requests():
-        if count["steps"] < steps and rng.random() < 0.25 and len(scheduler.requests) < 12:
-            prompt = rng.integers(2, 512, rng.integers(1, 50)).tolist()
-            params = greedy(int(rng.integers(1, 30)))
-            core.add_request(str(count["arrived"]), {"prompt_token_ids": prompt}, params)
-            count["arrived"] += 1
-        for output in core.step():
-            if output.finished:
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-        count["steps"] += 1
-    return [tokens[key] for key in sorted(tokens)], count
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])

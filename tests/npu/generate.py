@@ -1,6 +1,8 @@
 """Greedy tokens of a fixed set of prompts, as JSON: run once on the CPU fallback and once on npu:0.
 
-python -m tests.npu.generate MODEL OUT --attention fia --dtype float16 bfloat16
+python -m tests.npu.generate MODEL OUT float16/async/FULL bfloat16/sync/eager --attention fia
+
+A case is a dtype, a scheduling and a graph mode.
 """
 
 import argparse
@@ -36,8 +38,12 @@ SCHEDULING = {
 }
 
 
-def run(model: Path, attention: str, dtype: str, scheduling: str) -> dict:
+def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> dict:
     states: Counter = Counter()
+    graphs: dict = {}
+    if mode != "eager":
+        sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [4, 16]}
+        graphs = {"enforce_eager": False, "compilation_config": sizes}
     with engine(
         model,
         dtype=dtype,
@@ -47,35 +53,32 @@ def run(model: Path, attention: str, dtype: str, scheduling: str) -> dict:
         kv_cache_memory_bytes=32 << 20,
         additional_config={"npu_prep": {"attention": attention}},
         **SCHEDULING[scheduling],
+        **graphs,
     ) as llm:
         runner = runner_of(llm)
         prepare_inputs = runner._prepare_inputs
 
         def counted(*args):
             result = prepare_inputs(*args)
-            states[runner.last_step.attn_state.name] += 1
+            states[runner.last_step.attn_state.name] += runner.last_step.num_reqs > 0
             return result
 
         runner._prepare_inputs = counted
         tokens = generate(llm, prompts()[:1], greedy(4))
         tokens += generate(llm, prompts(), greedy(12))
         device = str(runner.device)
-    return {"tokens": tokens, "states": dict(states), "device": device}
+        steps = dict(runner.step_counts.by_kind)
+    return {"tokens": tokens, "states": dict(states), "steps": steps, "device": device}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("cases", nargs="+")
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--dtype", nargs="+", default=["float16"])
-    parser.add_argument("--scheduling", nargs="+", default=list(SCHEDULING))
     args = parser.parse_args()
-    results = {
-        f"{dtype} {scheduling}": run(args.model, args.attention, dtype, scheduling)
-        for dtype in args.dtype
-        for scheduling in args.scheduling
-    }
+    results = {case: run(args.model, args.attention, *case.split("/")) for case in args.cases}
     args.out.write_text(json.dumps(results))
 
 

@@ -15,7 +15,6 @@ import pytest
 from tests.helpers.engine import make_model
 
 ROOT = Path(__file__).parents[2]
-DTYPES = ["float16", "bfloat16"]
 SCHEMA_TESTS = "tests/emulator/operators/test_table.py"
 SITE = Path(sys.prefix) / "npu-emulator"
 pytestmark = pytest.mark.skipif(
@@ -59,47 +58,59 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def reference(model, folder):
-    """Tokens of the reference family on the CPU fallback, by dtype and scheduling."""
+    """Tokens of the reference family on the CPU fallback, eagerly, by dtype and scheduling."""
     out = folder / "tokens.json"
     if not out.exists():
-        command = ["-m", "tests.npu.generate", str(model), str(out), "--dtype", *DTYPES]
+        cases = [f"float16/{scheduling}/eager" for scheduling in ("sync", "async", "ngram")]
+        command = ["-m", "tests.npu.generate", str(model), str(out), *cases, "bfloat16/async/eager"]
         result = run([sys.executable, *command], NPU_PREP_DEVICE="cpu")
         assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(out.read_text())
 
 
-ALL_SCHEDULING = ["sync", "async", "ngram"]
+REPLAYED = {
+    "eager": set(),
+    "PIECEWISE": {"piecewise graphs"},
+    "FULL_DECODE_ONLY": {"full graph"},
+    "FULL_AND_PIECEWISE": {"full graph", "piecewise graphs"},
+    "FULL": {"full graph"},
+}
 
 
 @pytest.mark.parametrize(
-    ("attention", "delay", "dtypes", "scheduling"),
+    ("attention", "delay", "cases"),
     [
-        ("fia", "none", ["float16"], ALL_SCHEDULING),
-        ("atb", "none", ["float16"], ALL_SCHEDULING),
-        ("fia", "skewed", ["bfloat16"], ["async"]),
-        ("atb", "skewed", ["bfloat16"], ["async"]),
+        ("fia", "none", ["float16/sync/eager", "float16/ngram/eager"]),
+        ("fia", "skewed", ["float16/sync/PIECEWISE", "float16/async/FULL_AND_PIECEWISE"]),
+        ("fia", "skewed", ["float16/ngram/FULL", "bfloat16/async/FULL_DECODE_ONLY"]),
+        ("atb", "none", ["float16/sync/eager", "float16/ngram/FULL_AND_PIECEWISE"]),
+        ("atb", "skewed", ["bfloat16/async/FULL_DECODE_ONLY"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+    ids=["fia-eager", "fia-piecewise", "fia-full", "atb-eager", "atb-full"],
 )
-def test_tokens_equal_the_reference_family(
-    model, reference, tmp_path, attention, delay, dtypes, scheduling
-):
+def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention, delay, cases):
     out, report = tmp_path / "tokens.json", tmp_path / "report.json"
     result = emulate(
-        *("-m", "tests.npu.generate", str(model), str(out), "--attention", attention),
-        *("--dtype", *dtypes, "--scheduling", *scheduling),
+        *("-m", "tests.npu.generate", str(model), str(out), *cases, "--attention", attention),
         options=("--delay", delay, "--report", str(report)),
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     got = json.loads(out.read_text())
     states: set[str] = set()
-    for case, tokens in got.items():
-        assert tokens["device"] == "npu:0"
-        assert tokens["tokens"] == reference[case]["tokens"], case
-        assert tokens["states"] == reference[case]["states"], case
-        states |= set(tokens["states"])
-    assert states >= {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
-    assert "ngram" not in scheduling or "SpecDecoding" in states
+    for case, ours in got.items():
+        dtype, scheduling, mode = case.split("/")
+        theirs = reference[f"{dtype}/{scheduling}/eager"]
+        assert ours["device"] == "npu:0"
+        assert ours["tokens"] == theirs["tokens"], case
+        replayed = {kind for kind in ours["steps"] if not kind.startswith("eager")}
+        if (attention, scheduling, mode) == ("atb", "ngram", "FULL_AND_PIECEWISE"):
+            assert replayed == {"piecewise graphs"}, "dense masks of drafts stay out of graphs"
+        else:
+            assert replayed == REPLAYED[mode], (case, ours["steps"])
+        if mode == "eager":
+            assert ours["states"] == theirs["states"], case
+        states |= set(ours["states"])
+    assert "ChunkedPrefill" in states
     assert json.loads(report.read_text())["hazards"] == []
 
 
@@ -110,7 +121,9 @@ def test_recorded_schemas_are_those_of_torch_npu():
     assert "skipped" not in result.stdout
 
 
-@pytest.mark.parametrize("file", ["test_staging.py", "test_worked_examples.py", "test_counts.py"])
+@pytest.mark.parametrize(
+    "file", ["test_staging.py", "test_worked_examples.py", "test_counts.py", "test_graphs.py"]
+)
 def test_on_the_device(file):
     """Worked examples through the runner, the staging ring with copies that take time, counts."""
     result = emulate(

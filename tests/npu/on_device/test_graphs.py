@@ -1,0 +1,117 @@
+"""Graphs that are captured and replayed: long traffic, the cache, and what a replay costs."""
+
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch_npu
+
+from tests.helpers.cache import CacheWatch
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.traffic import traffic
+from vllm_npu_prep.attention.kernels.fia import FiaKernels
+
+STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "120"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+
+
+def graphs(mode: str, *sizes: int) -> dict:
+    config = {"cudagraph_mode": mode, "cudagraph_capture_sizes": list(sizes)}
+    return {"enforce_eager": False, "compilation_config": config, "dtype": "float16"}
+
+
+def test_long_mixed_traffic_equals_eager(model, seed):
+    settings = {
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 48,
+        "block_size": 128,
+        "num_gpu_blocks_override": 8,  # some requests need two, and have to wait or to give up
+        "async_scheduling": False,
+    }
+    with engine(model, dtype="float16", **settings) as llm:
+        expected, happened = traffic(llm, seed, STEPS, longest_prompt=140)
+    with engine(model, **settings, **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16, 32)) as llm:
+        got, same = traffic(llm, seed, STEPS, longest_prompt=140)
+        counts = runner_of(llm).step_counts.by_kind
+    print(dict(happened), dict(counts))
+    assert happened == same
+    assert happened["preempted"] > 0
+    assert got == expected
+    assert counts["full graph"] > STEPS // 10
+    assert counts["piecewise graphs"] > STEPS // 10
+
+
+def test_a_decode_graph_writes_no_live_block_however_many_requests_are_padding(model, seed):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 512, 4 + index).tolist() for index in range(8)]
+    with engine(model, max_num_seqs=8, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+        watch = CacheWatch(runner_of(llm))
+        for count in range(1, 9):
+            generate(llm, prompts[:count], greedy(3))
+        assert runner_of(llm).step_counts.by_kind["full graph"] >= 16
+    assert watch.padding_seen == set(range(8))
+
+
+def calls_per_replay(model, seed: int, monkeypatch) -> Counter:
+    """Calls that the last replayed decode step makes for its graph."""
+    counts: Counter = Counter()
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    npu = torch_npu.npu
+    for owner, name in (
+        (npu.NPUGraph, "replay"),
+        (npu, "graph_task_update_begin"),
+        (npu, "graph_task_update_end"),
+        (FiaKernels, "attend"),
+        (npu.ExternalEvent, "record"),
+        (npu, "synchronize"),
+        (npu.Stream, "synchronize"),
+    ):
+        count(owner, name)
+    with engine(model, **graphs("FULL_DECODE_ONLY", 1)) as llm:
+        runner = runner_of(llm)
+        forward = runner._model_forward
+
+        def watched(*args, **kwargs):
+            counts.clear()
+            return forward(*args, **kwargs)
+
+        runner._model_forward = watched
+        prompt = np.random.default_rng(seed).integers(2, 512, 5).tolist()
+        counted_until_sampled = runner.sample_tokens
+
+        def sampled(*args, **kwargs):
+            seen.append(counts.copy())
+            return counted_until_sampled(*args, **kwargs)
+
+        seen: list[Counter] = []
+        runner.sample_tokens = sampled
+        generate(llm, [prompt], greedy(3))
+    return seen[-1]
+
+
+def test_a_replay_costs_three_calls_a_layer_and_hardly_any_events(tmp_path, seed):
+    for layers, events in ((1, 1), (6, 3)):  # for the first layer, the next two, the last three
+        model = make_model(tmp_path / str(layers), num_hidden_layers=layers)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            counts = calls_per_replay(model, seed, monkeypatch)
+        assert counts == {
+            "replay": 1,
+            "graph_task_update_begin": layers,
+            "attend": layers,
+            "graph_task_update_end": layers,
+            "record": events,
+        }, layers
