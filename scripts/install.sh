@@ -57,6 +57,12 @@ pip_install pip
 pip_install "torch==$(version torch)" setuptools setuptools-scm setuptools-rust wheel packaging \
   cmake ninja jinja2
 
+if ls "$venv"/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1; then
+  say "    this is a CUDA build: the CPU fallback runs with it, the emulated Ascend runtime does not."
+  say "    For that, name an index or a folder with CPU builds in PIP_EXTRA_INDEX_URL or"
+  say "    PIP_FIND_LINKS, and run: make clean install"
+fi
+
 say "3/6 vLLM $(version vllm), built without device kernels (about a minute)"
 # Isolation would fetch several gigabytes of CUDA packages only to build nothing with them.
 VLLM_VERSION_OVERRIDE=$(version vllm) VLLM_TARGET_DEVICE=empty \

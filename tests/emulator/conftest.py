@@ -1,15 +1,15 @@
 """Run a script as `vllm-npu-prep emulate -- python` runs it."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.emulator import why_no_emulator
 
 PROLOGUE = """
 import ctypes, torch, torch_npu
@@ -42,15 +42,10 @@ class Run:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
-def has_torch_npu() -> bool:
-    beside = Path(sys.prefix) / "npu-emulator" / "torch_npu"
-    return beside.is_dir() or importlib.util.find_spec("torch_npu") is not None
-
-
 @pytest.fixture(autouse=True)
 def _needs_torch_npu():
-    if not has_torch_npu():
-        pytest.skip("torch_npu is not installed: pip install --no-deps torch_npu==2.13.0")
+    if reason := why_no_emulator():
+        pytest.skip(reason)
 
 
 @pytest.fixture

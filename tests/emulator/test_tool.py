@@ -89,3 +89,13 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch, attribute, value, mess
     monkeypatch.setattr(f"vllm_npu_prep.emulator.build.{attribute}", value)
     with pytest.raises(PrepError, match=message):
         build.ensure_built()
+
+
+def test_a_cuda_build_of_torch_is_refused_in_one_line(tmp_path, monkeypatch):
+    """torch_npu would end the process from inside of its library."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setattr(build, "_package_folder", lambda package: tmp_path)
+    monkeypatch.setattr(build, "_version", lambda package: build.SUPPORTED_TORCH_NPU[0])
+    with pytest.raises(PrepError, match=r"is a CUDA build.*PIP_FIND_LINKS"):
+        build.ensure_built()

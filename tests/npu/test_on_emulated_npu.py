@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.emulator import why_no_emulator
 from tests.helpers.engine import make_model
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_TESTS = "tests/emulator/operators/test_table.py"
-SITE = Path(sys.prefix) / "npu-emulator"
-pytestmark = pytest.mark.skipif(
-    not (SITE / "torch_npu").is_dir(), reason=f"torch_npu is not in {SITE} (scripts/install.sh)"
-)
+pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:

@@ -86,12 +86,24 @@ def _find_target() -> Target:
         raise PrepError(
             f"torch_npu {versions[1]} needs torch {versions[1]}, {versions[0]} is installed"
         )
+    torch = _package_folder("torch")
+    if is_cuda_build(torch):
+        raise PrepError(
+            f"torch in {torch} is a CUDA build, beside which torch_npu does not load: install the "
+            f"CPU build of torch {versions[1]} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
+            "where it is)"
+        )
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler or not shutil.which(compiler) or not shutil.which("nm"):
         raise PrepError(
             "no C++ compiler found to build the NPU emulator: install g++ and binutils, or set CXX"
         )
-    return Target(compiler, _package_folder("torch"), _package_folder("torch_npu"), versions)
+    return Target(compiler, torch, _package_folder("torch_npu"), versions)
+
+
+def is_cuda_build(torch: Path) -> bool:
+    """Whether torch in this folder is built for CUDA: both it and torch_npu set up allocators."""
+    return (torch / "lib" / "libtorch_cuda.so").exists()
 
 
 def _version(package: str) -> str:
