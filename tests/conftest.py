@@ -1,6 +1,5 @@
 """Seeds, profiles and what all tests share."""
 
-import logging
 import os
 
 # Where torch_npu is installed without Ascend libraries, `import torch` fails unless told not to
@@ -31,11 +30,3 @@ def pytest_report_header():
 @pytest.fixture
 def seed() -> int:
     return SEED
-
-
-@pytest.fixture
-def caplog_vllm(caplog, monkeypatch):
-    """`caplog` that sees vLLM's loggers, which don't propagate."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="vllm")
-    return caplog

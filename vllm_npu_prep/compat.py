@@ -1,8 +1,8 @@
 """The only module that touches version-specific seams of vLLM; every patch names its reason."""
 
-import asyncio
 import contextlib
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -55,6 +55,7 @@ def activate_platform() -> str | None:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         _select_v1_runner()
+        _switch_off_aot_compile()
     except PrepError as error:
         # vLLM would swallow it and then fail for want of a platform.
         _exit_with(error)
@@ -92,6 +93,15 @@ def _select_v1_runner() -> None:
     os.environ[V2_RUNNER_ENV_VAR] = "0"
 
 
+def _switch_off_aot_compile() -> None:
+    """Compiling ahead of time needs Inductor, which this platform has not.
+
+    vLLM would notice when it compiles, and go on to hash its whole config in every step to look for
+    what was never saved (``support_torch_compile``): 10 ms a step.
+    """
+    os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+
+
 def prepare_process() -> None:
     """What every process of an engine needs, once the platform is known."""
     from vllm.platforms import current_platform
@@ -99,7 +109,7 @@ def prepare_process() -> None:
     kind = type(current_platform)
     if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
         _silence_accelerator_calls()
-        _let_output_handler_stop_quietly()
+        _let_servers_stop_quietly()
 
 
 def _silence_accelerator_calls() -> None:
@@ -126,19 +136,30 @@ def _silence_accelerator_calls() -> None:
     torch.accelerator.empty_host_cache = empty_host_cache
 
 
-def _let_output_handler_stop_quietly() -> None:
-    """A server that was told to stop is no crash.
+def _let_servers_stop_quietly() -> None:
+    """A server that was told to stop is no crash, and does stop.
 
-    The task that reads the engine's outputs ends when the engine does; with an unlucky order of
-    events upstream logs that as ``EngineDeadError`` with a traceback, although shutdown was asked
-    for.
+    The task that reads the engine's outputs ends when the engine does. With one order of events
+    upstream logs that as ``EngineDeadError`` with a traceback, although shutdown was asked for.
+    With another it cancels the task, and requests whose time was up never hear of it: their
+    connections stay open, and the server waits for them for ever. Here they get the error in either
+    case, and nobody logs it.
     """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    upstream = AsyncMPClient.get_output_async
+    upstream, upstream_shutdown = AsyncMPClient.get_output_async, AsyncLLM.shutdown
     if getattr(upstream, "stops_quietly", False):
         return
+
+    class EngineStoppedError(EngineDeadError):
+        """The engine is gone because it was told to; who logs it as an error is not heard."""
+
+        def __init__(self) -> None:
+            super().__init__(suppress_context=True)
+            for handler in logging.getLogger("vllm").handlers:  # vLLM may have renewed them
+                handler.addFilter(is_news)
 
     @functools.wraps(upstream)
     async def get_output_async(self: AsyncMPClient) -> Any:
@@ -146,11 +167,23 @@ def _let_output_handler_stop_quietly() -> None:
             return await upstream(self)
         except EngineDeadError:
             if not self._finalizer.alive:  # detached by `shutdown`
-                raise asyncio.CancelledError from None
+                raise EngineStoppedError from None
             raise
+
+    @functools.wraps(upstream_shutdown)
+    def shutdown(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
+        upstream_shutdown(self, *args, **kwargs)
+        handler = getattr(self, "output_handler", None)
+        if handler is not None and not handler.get_loop().is_closed():
+            propagate = self.output_processor.propagate_error
+            handler.get_loop().call_soon_threadsafe(propagate, EngineStoppedError())
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], EngineStoppedError))
 
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
+    AsyncLLM.shutdown = shutdown
 
 
 class _OneLineErrors:

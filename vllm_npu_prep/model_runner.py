@@ -218,9 +218,13 @@ class NPUModelRunner(GraphRunner):
         return self.input_ids.gpu, None, self.positions, None, model_kwargs, None
 
     def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Padding came with the step; dummy runs take upstream's."""
+        """Padding came with the step; dummy runs without a graph take upstream's.
+
+        The last thing that upstream asks for before the forward pass of a step or of a dummy run.
+        """
         if self._is_padding is None:
             return super()._prepare_padding_mask(*args, **kwargs)
+        self._check_padding()
         return self._is_padding
 
     def _build_attention_metadata(

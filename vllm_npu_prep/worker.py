@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
@@ -67,15 +68,15 @@ class NPUWorker(Worker):
     def determine_available_memory(self) -> int:
         """Memory for the KV cache in bytes.
 
-        What is free after a profiling run, less the peak of that run and the share of the device
-        that is to stay free. On the CPU fallback a fixed size: a share of the host's memory would
-        be taken from everything else that runs there.
+        What is free after a profiling run, less the peak of that run, what graphs will take, and
+        the share of the device that is to stay free. On the CPU fallback a fixed size: a share of
+        the host's memory would be taken from everything else that runs there.
         """
         self.prep_device.reset_peak_memory()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.profile_run()
         gc.collect()
-        peak = self.prep_device.peak_memory() + self._graph_memory()
+        peak = self.prep_device.peak_memory()
         free, total = self.prep_device.memory_info()
         asked = self.cache_config.kv_cache_memory_bytes
         if asked:
@@ -85,6 +86,8 @@ class NPUWorker(Worker):
         else:
             kept_free = int(total * (1 - self.cache_config.gpu_memory_utilization))
             size, why = free - peak - kept_free, "by --gpu-memory-utilization"
+            if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+                size -= self.model_runner.profile_cudagraph_memory()
         if not 0 < size <= free:
             raise PrepError(
                 f"no room for the KV cache: {size:,} bytes wanted ({why}), {free:,} free; change "
@@ -97,13 +100,6 @@ class NPUWorker(Worker):
             why,
         )
         return size
-
-    def _graph_memory(self) -> int:
-        """Bytes that graphs will take of the device; the stand-in of the CPU fallback has none."""
-        mode = self.vllm_config.compilation_config.cudagraph_mode
-        if mode == CUDAGraphMode.NONE or self.prep_device.computes_on_host:
-            return 0
-        return self.model_runner.profile_cudagraph_memory()
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -121,6 +117,11 @@ class NPUWorker(Worker):
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Weights from a transfer engine: as upstream's, without graphs."""
+        self.model_runner.refuse_new_weights()
+        super().update_weights(*args, **kwargs)
 
     def sleep(self, level: int = 1) -> None:
         """Refused: planes of the KV cache are not in a pool that can be released."""

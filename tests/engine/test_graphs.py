@@ -11,6 +11,7 @@ from tests.conftest import SEED
 from tests.engine.test_against_transformers import prompts_of, reference
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.logs import record_logs
 from tests.helpers.traffic import traffic
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.device.staging import StagingRing
@@ -192,12 +193,15 @@ def test_a_planted_stale_address_is_caught(model, seed, mode):
             generate(llm, prompts_of(seed, [5, 9, 4]), greedy(4))
 
 
-def test_an_engine_with_pieces_captures_each_of_them(model):
+def test_an_engine_with_pieces_captures_each_and_hashes_nothing_in_steps(model, monkeypatch):
     with engine(model, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
         wrappers = [w for w in GraphWrapper._all_instances if w.concrete_cudagraph_entries]
         modes = Counter(w.runtime_mode for w in wrappers)
         captured = {len(w.concrete_cudagraph_entries) for w in wrappers}
         assert runner_of(llm).model.runtime_mode == CUDAGraphMode.FULL
+        with monkeypatch.context() as patch:  # of the whole config, 10 ms a step
+            patch.setattr("vllm.compilation.caching.aot_compile_hash_factors", None)
+            generate(llm, [[5, 6, 7]], greedy(3))
     assert modes == {CUDAGraphMode.PIECEWISE: 3, CUDAGraphMode.FULL: 1}  # two layers, three pieces
     assert captured == {2}
 
@@ -205,29 +209,32 @@ def test_an_engine_with_pieces_captures_each_of_them(model):
 # ------------------------------------------------------------------- start-up and refusals
 
 
-def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch, caplog_vllm):
+def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):
+    lines = record_logs(monkeypatch)
     one = capture._capture
 
     def scarce(runner, mode, descriptor):
-        if descriptor.num_tokens in (8, 16):
+        if descriptor.num_tokens == 12:
             raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB\nmore")
         return one(runner, mode, descriptor)
 
     monkeypatch.setattr(capture, "_capture", scarce)
     prompts = prompts_of(seed, [5, 9, 4, 7, 3])
-    with engine(model, **graphs("FULL_DECODE_ONLY", 1, 2, 4, 6, 8, 16, max_num_seqs=16)) as llm:
+    with engine(model, **graphs("FULL", 1, 2, 4, 6, 8, 12, max_num_seqs=7)) as llm:
         runner = runner_of(llm)
         kept = runner.compilation_config.cudagraph_capture_sizes
         got = generate(llm, prompts, greedy(6))
         counts = runner.step_counts.by_kind
-    # 16 takes 8 and 4 and 1 with it: every other one of those that are left.
-    assert kept == [2, 6]
+    # Every other one of those that are left goes with it, but not the largest decode, 7.
+    assert kept == [2, 6, 7]
     assert got == reference(model, prompts, 6)
     assert counts["full graph"] > 0
-    assert "Out of memory while capturing the graph of 16 tokens (NPU out of memory. Tried" in (
-        caplog_vllm.text
+    text = "\n".join(lines)
+    assert (
+        "capturing the graph of 12 tokens (NPU out of memory. Tried to allocate 2.00 GiB)" in text
     )
-    assert "Graphs remain for 2, 6 tokens" in caplog_vllm.text
+    assert "Left out, too: 8, 4, 1" in text
+    assert "Graphs remain for 2, 6, 7 tokens" in text
 
 
 def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, monkeypatch):
@@ -243,19 +250,19 @@ def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, monkeypatch
     assert set(counts) == {"eager: no graphs"}
 
 
-def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, seed, caplog_vllm):
+def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, seed, monkeypatch):
+    lines = record_logs(monkeypatch)
     with engine(model, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
         generate(llm, prompts_of(seed, [40, 30, 44]), greedy(3))
         counts = runner_of(llm).step_counts.by_kind
-    lines = caplog_vllm.text
-    (table,) = [r.getMessage() for r in caplog_vllm.records if "graphs:\n" in r.getMessage()]
+    (table,) = [line for line in lines if "graphs:\n" in line]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert rows[0] == ["tokens", "PIECEWISE", "FULL"]
     assert [row[0] for row in rows[1:]] == ["8", "2", "all"]
     reason = "more than 8 tokens, the largest capture size"
-    assert lines.count(f"A step runs eagerly ({reason})") == 1
+    assert sum(f"A step runs eagerly ({reason})" in line for line in lines) == 1
     assert counts[f"eager: {reason}"] >= 3
-    assert f"{counts[f'eager: {reason}']} eager: {reason}" in lines
+    assert f"{counts[f'eager: {reason}']} eager: {reason}" in lines[-1], "the sum, at shutdown"
 
 
 def test_capture_with_requests_in_flight_is_refused(model, seed):
@@ -267,12 +274,65 @@ def test_capture_with_requests_in_flight_is_refused(model, seed):
             runner_of(llm).capture_model()
 
 
-def test_weights_are_not_reloaded_under_graphs(model):
-    with (
-        engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm,
-        pytest.raises(PrepError, match="--enforce-eager"),
-    ):
-        runner_of(llm).reload_weights()
+def test_weights_do_not_change_under_graphs(model):
+    with engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        for change in (worker.reload_weights, lambda: worker.update_weights({})):
+            with pytest.raises(PrepError, match="--enforce-eager"):
+                change()
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+def test_dummy_runs_between_steps_replay_padding_and_disturb_nobody(model, seed, mode):
+    """As an idle data-parallel rank does it, here with requests in flight."""
+    prompts = prompts_of(seed, [5, 9, 4])
+    with engine(model, block_size=4, **graphs(mode, 4, 8)) as llm:
+        runner, core = runner_of(llm), llm.llm_engine
+        for index, prompt in enumerate(prompts):
+            core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(20))
+        tokens = {}
+        cache = runner.kv_caches
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+            before = [plane.clone() for plane in cache]
+            for size, uniform in ((4, True), (8, False)):
+                with torch.inference_mode():
+                    runner._dummy_run(size, uniform_decode=uniform)
+                (table,) = runner.block_tables.device_rows(size)
+                assert not table.any(), "the null block for every row that the graph reads"
+            assert all(torch.equal(old, new) for old, new in zip(before, cache))
+    assert [tokens[index] for index in range(3)] == reference(model, prompts, 20)
+
+
+def test_a_dummy_run_that_fails_leaves_no_padding_behind(model, seed, monkeypatch):
+    prompts = prompts_of(seed, [5, 9])
+    with engine(model, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:
+        runner = runner_of(llm)
+
+        def scarce(layout):
+            raise torch.OutOfMemoryError("none")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.staging, "acquire", scarce)
+            with pytest.raises(torch.OutOfMemoryError):
+                runner._dummy_run(4, uniform_decode=True)
+        assert generate(llm, prompts, greedy(6)) == reference(model, prompts, 6)
+
+
+@pytest.mark.parametrize("what", ["KV cache", "buffer"])
+def test_a_cache_or_buffer_that_was_replaced_is_caught(model, seed, what):
+    with engine(model, **graphs("FULL_DECODE_ONLY", 4)) as llm:
+        runner = runner_of(llm)
+        if what == "KV cache":
+            for layer in runner.compilation_config.static_forward_context.values():
+                layer.kv_cache = layer.kv_cache.clone()
+        else:
+            for module in runner.get_model().modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.clone()
+        with pytest.raises(GraphSafetyError, match="is not where the graph was captured"):
+            generate(llm, prompts_of(seed, [5]), greedy(3))
 
 
 def test_a_capture_outside_of_start_up_is_an_error(model, seed):

@@ -97,6 +97,14 @@ def test_breakable_graphs_are_refused(configure, monkeypatch):
         configure()
 
 
+def test_pieces_that_are_not_split_at_attention_are_refused(configure):
+    """vLLM would change the mode after everything was decided."""
+    with pytest.raises(PrepError, match=r"splitting_ops \[\].*FULL_DECODE_ONLY"):
+        configure(compilation_config={"splitting_ops": []})
+    full = {"splitting_ops": [], "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert mode_of(configure(compilation_config=full)) == "FULL_DECODE_ONLY"
+
+
 # ------------------------------------------------------------------- masks
 
 
@@ -184,6 +192,12 @@ def test_the_largest_decode_stays_within_the_token_budget(configure):
     )
     assert 63 in sizes_of(config)
     assert sizes_of(config)[-1] <= 64
+
+
+def test_decodes_beyond_the_token_budget_are_refused(configure):
+    many = {"method": "ngram", "num_speculative_tokens": 20, "prompt_lookup_max": 2}
+    with pytest.raises(PrepError, match=r"--max-num-batched-tokens 16.*has 21"):
+        configure(max_num_batched_tokens=16, speculative_config=many)
 
 
 @pytest.mark.parametrize(("mode", "streams"), [("FULL_DECODE_ONLY", 1), ("FULL_AND_PIECEWISE", 5)])

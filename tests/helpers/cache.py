@@ -6,7 +6,7 @@ import torch
 
 
 class CacheWatch:
-    """Checks after every forward pass that exactly the step's own slots were written.
+    """Checks after every forward pass that no slots but the step's own were written (one group).
 
     Attributes
     ----------

@@ -7,8 +7,11 @@ ENGINE = ("tests/runner", "tests/engine")
 BOOKS = ("tests/runner/test_bookkeeping.py",)
 COUNTS = ("tests/npu/test_on_emulated_npu.py::test_on_the_device[test_counts.py]",)
 ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
-FIA = (f"{ON_NPU}[fia-none-float16-sync+async+ngram]",)
-ATB = (f"{ON_NPU}[atb-none-float16-sync+async+ngram]",)
+FIA = (f"{ON_NPU}[fia-eager]",)
+ATB = (f"{ON_NPU}[atb-eager]",)
+FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
+FIA_FULL = (f"{ON_NPU}[fia-full]",)
+GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,8 @@ MUTANTS = [
     Mutant(
         "npu: wrong keyword",
         "attention/kernels/fia.py",
-        "atten_mask=metadata.attn_mask",
-        "attn_mask=metadata.attn_mask",
+        '"atten_mask": metadata.attn_mask',
+        '"attn_mask": metadata.attn_mask',
         FIA,
     ),
     Mutant(
@@ -254,8 +257,8 @@ MUTANTS = [
     Mutant(
         "npu: missing mask",
         "attention/kernels/fia.py",
-        "atten_mask=metadata.attn_mask",
-        "atten_mask=None",
+        '"atten_mask": metadata.attn_mask',
+        '"atten_mask": None',
         FIA,
     ),
     Mutant(
@@ -282,8 +285,8 @@ MUTANTS = [
     Mutant(
         "npu: transposed cache",
         "attention/kernels/fia.py",
-        "(plane.flatten(2) for plane in kv_cache)",
-        "(plane.transpose(2, 3).flatten(2) for plane in kv_cache)",
+        "[plane.flatten(2) for plane in self._kv]",
+        "[plane.transpose(2, 3).flatten(2) for plane in self._kv]",
         FIA,
     ),
     Mutant(
@@ -294,12 +297,12 @@ MUTANTS = [
         FIA,
     ),
     Mutant("npu: wrong layout", "attention/kernels/fia.py", '"TND"', '"BSND"', FIA),
-    Mutant("npu: no scale", "attention/kernels/fia.py", "scale=layer.scale,", "", FIA),
+    Mutant("npu: no scale", "attention/kernels/fia.py", '"scale": layer.scale,', "", FIA),
     Mutant(
         "npu: K and V change places",
         "attention/kernels/fia.py",
-        "kv_cache[0], kv_cache[1]",
-        "kv_cache[1], kv_cache[0]",
+        "key_cache, value_cache = self._planes(kv_cache)",
+        "value_cache, key_cache = self._planes(kv_cache)",
         FIA,
     ),
     Mutant(
@@ -312,8 +315,8 @@ MUTANTS = [
     Mutant(
         "npu: query heads for K and V",
         "attention/kernels/fia.py",
-        "num_key_value_heads=layer.num_kv_heads",
-        "num_key_value_heads=layer.num_heads",
+        '"num_key_value_heads": layer.num_kv_heads',
+        '"num_key_value_heads": layer.num_heads',
         FIA,
     ),
     Mutant(
@@ -485,7 +488,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding decided for other counts",
-        "model_runner.py",
+        "graph/runner.py",
         "        key = (\n            num_tokens,\n            num_reqs,\n",
         "        key = (\n            num_tokens,\n",
         ENGINE,
@@ -517,5 +520,124 @@ MUTANTS = [
         "if sampler_output.logprobs_tensors is not None:",
         "if False:",
         BOOKS,
+    ),
+    # --- graphs
+    Mutant(
+        "a full graph takes the batch's own state",
+        "prep/batch.py",
+        "if padding.mode is GraphMode.FULL:",
+        "if False:",
+        ("tests/prep/test_graph_padding.py",),
+    ),
+    Mutant(
+        "no row for what a mixed graph leaves over",
+        "prep/padding.py",
+        "max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS",
+        "max_num_reqs",
+        ("tests/prep/test_graph_padding.py",),
+    ),
+    Mutant(
+        "groups' tables without rows of padding between them",
+        "prep/kernels.py",
+        "table += (max_num_reqs + PADDING_ROWS) * width",
+        "table += max_num_reqs * width",
+    ),
+    Mutant(
+        "moved inputs are overlooked",
+        "graph/stand_in.py",
+        "if places != self.places:",
+        "if False:",
+        GRAPHS,
+    ),
+    Mutant(
+        "results stay where they were made",
+        "graph/stand_in.py",
+        "home if home is result else home.copy_(result)",
+        "result",
+        GRAPHS,
+    ),
+    Mutant(
+        "graphs captured over upstream's buffers",
+        "graph/runner.py",
+        "            if self._in_dummy_run and decision[0] != CUDAGraphMode.NONE:",
+        "            if False:",
+        GRAPHS,
+    ),
+    Mutant(
+        "upstream's lengths in the step's buffers",
+        "graph/runner.py",
+        "self._restore_upstream_buffers(leave=GRAPH_INPUTS)",
+        "pass",
+        GRAPHS,
+    ),
+    Mutant(
+        "attention in a full graph sees real tokens only",
+        "attention/metadata.py",
+        "self.num_input_tokens if self.in_full_graph else self.num_actual_tokens",
+        "self.num_actual_tokens",
+        GRAPHS,
+    ),
+    Mutant(
+        "the largest decode off the grid",
+        "graph/config.py",
+        "if largest not in sizes:",
+        "if False:",
+        GRAPHS,
+    ),
+    Mutant(
+        "sizes that memory did not suffice for stay on the grid",
+        "graph/capture.py",
+        "        _forget_sizes(runner, given_up)\n",
+        "        pass\n",
+        GRAPHS,
+    ),
+    Mutant(
+        "eager steps are not told from replays",
+        "graph/counts.py",
+        "if padding.mode in REPLAYED:",
+        "if True:",
+        GRAPHS,
+    ),
+    Mutant(
+        "padding slots are written by the reference family",
+        "attention/kernels/reference.py",
+        "real = slots >= 0\n",
+        "real = slots >= -1\n",
+        GRAPHS,
+    ),
+    Mutant(
+        "npu: graphs captured over upstream's buffers",
+        "graph/runner.py",
+        "            if self._in_dummy_run and decision[0] != CUDAGraphMode.NONE:",
+        "            if False:",
+        FIA_PIECES,
+    ),
+    Mutant(
+        "npu: attention is not told the step's lengths",
+        "graph/npu.py",
+        "                call(metadata)\n",
+        "",
+        FIA_FULL,
+    ),
+    Mutant(
+        "npu: lengths told behind nothing",
+        "graph/npu.py",
+        "            self._update_stream.wait_event(self._replayed)\n",
+        "",
+        FIA_FULL,
+    ),
+    Mutant(
+        "npu: no event behind a replay",
+        "graph/npu.py",
+        "                self._replayed.record(stream)\n",
+        "                pass\n",
+        FIA_FULL,
+    ),
+    Mutant(
+        "npu: events that stay set",
+        "graph/npu.py",
+        "            event.reset(stream)\n",
+        "",
+        FIA_FULL,
     ),
 ]

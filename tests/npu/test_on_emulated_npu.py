@@ -119,39 +119,85 @@ def test_recorded_schemas_are_those_of_torch_npu():
     assert "skipped" not in result.stdout
 
 
-@pytest.mark.parametrize(
-    "file", ["test_staging.py", "test_worked_examples.py", "test_counts.py", "test_graphs.py"]
-)
+ON_DEVICE = {
+    "test_staging.py": (),
+    "test_worked_examples.py": (),
+    "test_counts.py": (),
+    "test_graphs.py": (),
+    "test_memory.py": ("--memory", "170M"),
+}
+
+
+@pytest.mark.parametrize("file", ON_DEVICE)
 def test_on_the_device(file):
-    """Worked examples through the runner, the staging ring with copies that take time, counts."""
+    """Worked examples through the runner, copies that take time, counts, graphs, little memory."""
     result = emulate(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/npu/on_device/{file}"),
-        options=("--delay", "equal"),
+        options=("--delay", "equal", *ON_DEVICE[file]),
         NPU_PREP_ON_DEVICE="1",
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert " passed" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("soc", "settings", "message"),
-    [
-        ("Ascend310P3", {}, "Ascend310P"),
-        ("Ascend910B1", {"dtype": "float32"}, "bfloat16, float16"),
-        ("Ascend910B1", {"block_size": 24}, "multiples of 16"),
-        ("Ascend910B1", {"additional_config": {"npu_prep": {"attention": "reference"}}}, "npu"),
-        ("Ascend910B1", {"additional_config": {"npu_prep": {"mask": "dense"}}}, "compressed"),
-    ],
-)
-def test_what_an_npu_cannot_run_is_refused_in_one_line(model, soc, settings, message):
-    code = (
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        f"settings = {{'dtype': 'float16', **{settings!r}}}\n"
-        f"EngineArgs(model={str(model)!r}, skip_tokenizer_init=True, **settings)"
-        ".create_engine_config()"
-    )
-    result = emulate("-c", code, options=("--soc", soc))
+def test_a_chip_that_is_not_supported_is_refused_in_one_line(model):
+    code = CONFIGURE.format(settings=[{}], model=str(model))
+    result = emulate("-c", code, options=("--soc", "Ascend310P3"))
     assert result.returncode != 0
     (line,) = [row for row in result.stderr.splitlines() if "vllm_npu_prep: error" in row]
-    assert message in line
+    assert "Ascend310P" in line
     assert "Traceback" not in result.stderr
+
+
+REFUSED = {
+    "bfloat16, float16": {"dtype": "float32"},
+    "multiples of 16": {"block_size": 24},
+    "npu": {"additional_config": {"npu_prep": {"attention": "reference"}}},
+    "compressed": {"additional_config": {"npu_prep": {"mask": "dense"}}},
+    "FULL_AND_PIECEWISE": {
+        "additional_config": {"npu_prep": {"attention": "atb"}},
+        "compilation_config": {"cudagraph_mode": "FULL"},
+    },
+}
+
+CONFIGURE = """
+from vllm.engine.arg_utils import EngineArgs
+from vllm_npu_prep.errors import PrepError
+for settings in {settings!r}:
+    settings = {{"dtype": "float16", "skip_tokenizer_init": True, **settings}}
+    try:
+        EngineArgs(model={model!r}, **settings).create_engine_config()
+    except PrepError as error:
+        if len({settings!r}) == 1:
+            raise
+        print("REFUSED", str(error).replace(chr(10), "NEWLINE"))
+"""
+
+
+def test_what_an_npu_cannot_run_is_refused(model):
+    code = CONFIGURE.format(settings=list(REFUSED.values()), model=str(model))
+    result = emulate("-c", code)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("REFUSED")]
+    assert len(lines) == len(REFUSED)
+    for line, message in zip(lines, REFUSED):
+        assert message in line
+        assert "NEWLINE" not in line
+
+
+def test_more_sizes_than_streams_are_thinned(tmp_path):
+    """1800 streams for 65 pieces of each size and one whole model."""
+    model = make_model(tmp_path / "deep", num_hidden_layers=64, hidden_size=16, head_dim=16)
+    code = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        f"args = EngineArgs(model={str(model)!r}, dtype='float16', skip_tokenizer_init=True,\n"
+        "                  max_num_seqs=256)\n"
+        "print('SIZES', args.create_engine_config().compilation_config.cudagraph_capture_sizes)"
+    )
+    result = emulate("-c", code)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert " thinned to 27 (66 streams for each, 1800 for all)" in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("SIZES")]
+    sizes = json.loads(line.removeprefix("SIZES"))
+    assert len(sizes) == 27
+    assert {1, 256, 512} <= set(sizes)

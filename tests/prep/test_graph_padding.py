@@ -11,7 +11,13 @@ from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
 from vllm_npu_prep.prep.kernels import NULL_BLOCK_ID
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleGraphs, OracleRequest, oracle_step
-from vllm_npu_prep.prep.padding import CapturedGraphs, GraphMode, dispatch, why_eager
+from vllm_npu_prep.prep.padding import (
+    CapturedGraphs,
+    GraphMode,
+    capture_lengths,
+    dispatch,
+    why_eager,
+)
 
 
 @st.composite
@@ -169,6 +175,22 @@ def test_a_full_mixed_batch_that_leaves_tokens_over_has_a_row_for_them():
     step = prepare_step(batch, dispatch(graphs, 3, 3, uniform_decode=True))
     assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 3, 8]
     assert step.arrays.seq_lens.tolist() == [6, 6, 6, 0]
+
+
+@given(batches_with_graphs(), st.integers(1, 300))
+def test_attention_is_captured_with_lengths_that_it_takes(case, max_model_len):
+    batch, graphs = case
+    padding = prepared(batch, graphs).padding
+    if padding.mode != GraphMode.FULL or padding.decode_query_len > max_model_len:
+        return
+    starts, seq_lens = capture_lengths(padding, max_model_len)
+    query_lens = np.diff(starts)
+    assert starts[0] == 0
+    assert starts[-1] == padding.num_input_tokens, "the TND rule"
+    assert (query_lens >= 0).all()
+    assert len(seq_lens) == padding.num_reqs_padded
+    assert ((query_lens <= seq_lens) | (seq_lens == 0)).all()
+    assert seq_lens[0] == max_model_len
 
 
 def test_arrays_that_piecewise_graphs_read_lie_where_they_lay_whatever_the_requests():

@@ -35,11 +35,11 @@ def free_port() -> int:
 class Server:
     """One `vllm serve` process and its log."""
 
-    def __init__(self, model: Path, log: Path):
+    def __init__(self, model: Path, log: Path, *more_flags: str):
         self.port, self.log_path = free_port(), log
         vllm = Path(sys.executable).with_name("vllm")
         flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
-        flags += ["--max-num-batched-tokens", "64"]
+        flags += ["--max-num-batched-tokens", "64", *more_flags]
         command = [str(vllm), "serve", str(model), "--port", str(self.port), *flags]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -188,7 +188,7 @@ def check_clean_stop(server: Server, signum: int) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_stops_cleanly_during_a_request(signum, demo_model, tmp_path):
-    server = Server(demo_model, tmp_path / "log")
+    server = Server(demo_model, tmp_path / "log", "--enforce-eager")
     try:
         connection = server.connect()
         body = {"prompt": "one, two,", "max_tokens": 450, "ignore_eos": True, "stream": True}
@@ -197,6 +197,24 @@ def test_stops_cleanly_during_a_request(signum, demo_model, tmp_path):
         connection.getresponse().read(20)
         check_clean_stop(server, signum)
         connection.close()
+    finally:
+        server.kill()
+
+
+def test_a_request_that_outlasts_the_shutdown_does_not_keep_the_server(demo_model, tmp_path):
+    """Its stream ends with an error, and the log has none."""
+    server = Server(demo_model, tmp_path / "log", "--shutdown-timeout", "1", "--enforce-eager")
+    try:
+        connection = server.connect()
+        body = {"prompt": "one, two,", "max_tokens": 450, "ignore_eos": True, "stream": True}
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        response.read(20)
+        assert server.stop(signal.SIGTERM) == 0, server.log()[-3000:]
+        assert b"error" in response.read()
+        assert "Traceback" not in server.log()
+        assert "ERROR" not in server.log()
     finally:
         server.kill()
 

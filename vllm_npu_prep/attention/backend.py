@@ -309,8 +309,6 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
                 str(layer.layer_name),
                 self.kernels,
                 query,
-                key,
-                value,
                 kv_cache,
                 self.layer_shape,
                 attended,

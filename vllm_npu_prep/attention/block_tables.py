@@ -51,6 +51,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         # Row of each request when `mark_rows` was last called, -1 for those it left out.
         self.previous_rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # [max_num_reqs]
         self._rows = np.arange(max_num_reqs)
+        self.is_prepared = False  # the device's rows belong to a dummy run that was prepared
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
@@ -106,7 +107,9 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.previous_rows[[src, tgt]] = self.previous_rows[[tgt, src]]
 
     def commit_block_table(self, num_reqs: int) -> None:
-        """Copy whole rows, as dummy runs do."""
+        """Copy whole rows, as dummy runs do; not over what was prepared for one."""
+        if self.is_prepared:
+            return
         super().commit_block_table(num_reqs)
         self.forget()
 

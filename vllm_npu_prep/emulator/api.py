@@ -104,7 +104,7 @@ def register_reference(
     overload: str = "",
     written: Sequence[str] = (),
     check_placement: PlacementCheck | None = None,
-    shapes: Callable[..., Any] | None = None,
+    on_host: Callable[..., Any] | None = None,
 ) -> None:
     """Run a Python function wherever torch_npu would run a device kernel.
 
@@ -133,8 +133,10 @@ def register_reference(
     check_placement
         Called before the function with the operator's name, whether each tensor is on the host (by
         argument name), and the overload; raises when one is on the wrong side.
-    shapes
-        Meta function for an operator that has none: gets Meta tensors, returns Meta tensors.
+    on_host
+        For an operator that launches nothing, one that sizes a workspace say: gets the device's
+        tensors, whose values it can't see, and returns device tensors. The reference then serves
+        calls with tensors of the CPU only.
 
     Raises
     ------
@@ -155,8 +157,8 @@ def register_reference(
     kernel = _cpu_kernel(schema, function, check_placement, launcher)
     full_name = f"{operator}.{overload}" if overload else operator
     _library(namespace).impl(full_name, kernel, "CPU", allow_override=True)
-    if shapes is not None:
-        _library(namespace).impl(full_name, shapes, "Meta", allow_override=True)
+    if on_host is not None:
+        _library(namespace).impl(full_name, on_host, "PrivateUse1", allow_override=True)
 
 
 def install() -> None:

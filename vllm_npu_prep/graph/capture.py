@@ -9,6 +9,9 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 
+from vllm_npu_prep.graph.wrapper import GraphWrapper
+from vllm_npu_prep.prep.capture_sizes import largest_decode
+
 if TYPE_CHECKING:
     from vllm_npu_prep.model_runner import NPUModelRunner
 
@@ -31,7 +34,7 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
     """Capture a graph for every descriptor of the runner's dispatcher, the largest first.
 
     A size for which memory does not suffice is given up for all kinds of graph, and so is every
-    other one of those that are left.
+    other one of those that are left, but for the largest decode.
 
     Returns
     -------
@@ -41,6 +44,10 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
     dispatcher = runner.cudagraph_dispatcher
     captured: list[Captured] = []
     given_up: set[int] = set()
+    scheduler = runner.scheduler_config
+    spared = largest_decode(
+        scheduler.max_num_seqs, runner.uniform_decode_query_len, scheduler.max_num_batched_tokens
+    )
     set_cudagraph_capturing_enabled(True)
     last_line = time.perf_counter()
     try:
@@ -53,8 +60,9 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
                         captured.append(_capture(runner, mode, descriptor))
                     except torch.OutOfMemoryError as error:
                         left = [each.num_tokens for each in descriptors[index + 1 :]]
-                        given_up |= {descriptor.num_tokens, *left[::2]}
-                        _say_out_of_memory(descriptor.num_tokens, left[::2], error)
+                        left = [size for size in left if size not in given_up | {spared}][::2]
+                        given_up |= {descriptor.num_tokens, *left}
+                        _say_out_of_memory(descriptor.num_tokens, left, error)
                     if time.perf_counter() - last_line > PROGRESS_SECONDS:
                         last_line = time.perf_counter()
                         logger.info(
@@ -62,6 +70,9 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
                         )
     finally:
         set_cudagraph_capturing_enabled(False)
+        for wrapper in GraphWrapper._all_instances:
+            if isinstance(wrapper, GraphWrapper):
+                wrapper.close_pools()
     if given_up:
         _forget_sizes(runner, given_up)
     logger.info("vllm_npu_prep graphs:\n%s", table(captured, runner.prep_device.computes_on_host))
@@ -101,6 +112,10 @@ def _forget_sizes(runner: "NPUModelRunner", sizes: set[int]) -> None:
     mode = dispatcher.cudagraph_mode if kept else CUDAGraphMode.NONE
     for keys in dispatcher.cudagraph_keys.values():
         keys.clear()
+    for wrapper in GraphWrapper._all_instances:
+        graphs = wrapper.concrete_cudagraph_entries
+        for descriptor in [each for each in graphs if each.num_tokens in sizes]:
+            del graphs[descriptor]
     dispatcher.initialize_cudagraph_keys(mode, runner.uniform_decode_query_len)
     logger.warning("Graphs remain for %s tokens.", ", ".join(map(str, kept)) or "no number of")
 

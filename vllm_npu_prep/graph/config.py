@@ -17,7 +17,8 @@ COMPILE_BACKEND = "eager"
 
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
-    """Leave out fusion passes, for which vLLM has no kernels here, unless the user named one."""
+    """Leave out fusion passes, for which vLLM has no kernels here; `settle_mode` names those that
+    the user asked for."""
     passes = vllm_config.compilation_config.pass_config
     for name in _fusions(vllm_config.compilation_config):
         if getattr(passes, name) is None:
@@ -35,7 +36,8 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     Raises
     ------
     PrepError
-        For graphs whose attention mask can't keep its shape, if nothing else was asked for.
+        For graphs whose attention mask can't keep its shape, if nothing else was asked for, and for
+        pieces that are not split at attention.
     """
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CompilationMode, CUDAGraphMode
@@ -45,6 +47,12 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
         raise PrepError(
             "VLLM_USE_BREAKABLE_CUDAGRAPH: graphs are split at attention by torch.compile here; "
             "set it to 0"
+        )
+    splits = compilation.splitting_ops is None or compilation.splitting_ops_contain_attention()
+    if compilation.cudagraph_mode.has_piecewise_cudagraphs() and not splits:
+        raise PrepError(
+            f"splitting_ops {compilation.splitting_ops}: pieces are what lies between attentions; "
+            f"leave it out, or use cudagraph_mode {compilation.cudagraph_mode.without_piecewise()}"
         )
     fusions = [name for name in _fusions(compilation) if getattr(compilation.pass_config, name)]
     for name in fusions:
@@ -99,6 +107,11 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     -------
     list of str
         What was changed and why.
+
+    Raises
+    ------
+    PrepError
+        If not even one decode fits the token budget.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     mode, query_len = compilation.cudagraph_mode, vllm_config.uniform_decode_query_len
@@ -106,6 +119,11 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     if not mode:
         return []
     notes = []
+    if query_len > scheduler.max_num_batched_tokens:
+        raise PrepError(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}: one decode has "
+            f"{query_len}, drafts included; raise it or lower num_speculative_tokens"
+        )
     largest = largest_decode(scheduler.max_num_seqs, query_len, scheduler.max_num_batched_tokens)
     if largest not in sizes:
         sizes.append(largest)

@@ -8,8 +8,8 @@ vllm-project/vllm-ascend does (13058 measures what it costs).
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,12 +68,22 @@ class AttentionTasks:
 
     def rebind(self, attn_metadata: dict[str, AscendMetadata], stream: Any) -> None:
         """Issue each layer's attention again, on the current `stream`, for this step."""
-        for task in self.tasks:
-            torch_npu.npu.graph_task_update_begin(stream, task.handle)
-            task.call(attn_metadata[task.call.layer_name])
-            torch_npu.npu.graph_task_update_end(stream)
-            if task.event is not None:
-                task.event.record(stream)
+        self.workspaces.renew()
+        try:
+            for task in self.tasks:
+                metadata = attn_metadata[task.call.layer_name]
+                call = self.workspaces.for_step(task.call, metadata)
+                torch_npu.npu.graph_task_update_begin(stream, task.handle)
+                call(metadata)
+                torch_npu.npu.graph_task_update_end(stream)
+                if task.event is not None:
+                    task.event.record(stream)
+        except BaseException:
+            # The replay waits for these; what it computes now is lost, but it has to end.
+            for task in self.tasks:
+                if task.event is not None:
+                    task.event.record(stream)
+            raise
 
 
 class Workspaces:
@@ -82,9 +92,10 @@ class Workspaces:
     def __init__(self) -> None:
         self._largest: torch.Tensor | None = None
         self._by_shape: dict[object, torch.Tensor | None] = {}
+        self._of_step: dict[object, torch.Tensor | None] = {}
 
     def take(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor | None:
-        """Workspace that is large enough for `call` with any lengths; None if it needs none."""
+        """Workspace to capture `call` with; None if it needs none."""
         shape = call.query.shape, call.layer
         if shape not in self._by_shape:
             wanted = call.kernels.workspace(call, metadata)
@@ -93,6 +104,19 @@ class Workspaces:
                 self._largest = wanted
             self._by_shape[shape] = None if wanted is None else self._largest
         return self._by_shape[shape]
+
+    def renew(self) -> None:
+        """Another step: the last one's replay is behind us, and so are its workspaces."""
+        self._of_step.clear()
+
+    def for_step(self, call: AttentionCall, metadata: AscendMetadata) -> AttentionCall:
+        """The call with a workspace for this step's lengths."""
+        if call.kernels.workspace_serves_all_lengths:
+            return call
+        shape = call.query.shape, call.layer
+        if shape not in self._of_step:
+            self._of_step[shape] = call.kernels.workspace(call, metadata)
+        return replace(call, workspace=self._of_step[shape])
 
 
 class NPUGraphPool:
@@ -107,6 +131,9 @@ class NPUGraphPool:
     def __init__(self, memory_pool: Any) -> None:
         self.memory_pool = memory_pool
         self.workspaces = Workspaces()
+        # Captures that failed, until start-up is over: the last graph that goes takes the memory
+        # pool with it, and then no other one can be captured.
+        self.failed: list[Any] = []
         self._update_stream: Any = None
         self._replayed = torch_npu.npu.Event()
 
@@ -114,15 +141,22 @@ class NPUGraphPool:
         """An empty graph."""
         return NPUGraph(self)
 
+    def close(self) -> None:
+        """No more captures: what failed ones hold is free."""
+        self.failed.clear()
+
     @contextmanager
     def updating(self) -> Iterator[Any]:
         """On the update stream, behind the last replay: its tasks may still be waiting to run."""
         if self._update_stream is None:
             self._update_stream = torch_npu.npu.Stream()
+        stream = torch_npu.npu.current_stream()
         with torch_npu.npu.stream(self._update_stream):
             self._update_stream.wait_event(self._replayed)
-            yield self._update_stream
-        self._replayed.record()
+            try:
+                yield self._update_stream
+            finally:
+                self._replayed.record(stream)
 
 
 class NPUGraph:
@@ -142,8 +176,12 @@ class NPUGraph:
         try:
             outputs = call()
             self.attention.close()
-        finally:
-            self.graph.capture_end()
+        except BaseException:
+            self.pool.failed.append(self.graph)
+            with suppress(RuntimeError):  # of a capture that is broken already
+                self.graph.capture_end()
+            raise
+        self.graph.capture_end()
         self.outputs = torch.utils._pytree.tree_map_only(torch.Tensor, weak_reference, outputs)
         return outputs
 

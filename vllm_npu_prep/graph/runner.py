@@ -8,6 +8,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.bookkeeping import BookkeepingRunner
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import StagedArrays
@@ -17,7 +18,13 @@ from vllm_npu_prep.graph.counts import StepCounts
 from vllm_npu_prep.graph.stand_in import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
-from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padding
+from vllm_npu_prep.prep.padding import (
+    GraphMode,
+    Padding,
+    capture_lengths,
+    full_padding,
+    no_padding,
+)
 
 KEPT_DECISIONS = 4096
 """Padding decisions that are kept. Decodes need as many as there are batch sizes."""
@@ -39,6 +46,7 @@ class GraphRunner(BookkeepingRunner):
 
     prep_device: Device
     last_step: PreparedStep | None
+    _attn_metadata: dict[str, AscendMetadata] | None
     _staged: StagedArrays
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -49,7 +57,7 @@ class GraphRunner(BookkeepingRunner):
         }
         self._padding_decision: tuple[Any, ...] | None = None
         self._dummy_padding: Padding | None = None
-        self._in_dummy_run = False
+        self._in_dummy_run = self._in_capture = self._dummy_attends = False
         self._padding_is_a_function_of_counts = (
             vllm_config.parallel_config.data_parallel_size == 1
             and not vllm_config.observability_config.cudagraph_metrics
@@ -123,29 +131,61 @@ class GraphRunner(BookkeepingRunner):
         """Padding is decided once: `_decide_padding` left the answer here, for one use.
 
         A dummy run that captures or replays a graph becomes a step here, a step without requests:
-        so the graph reads where steps lie, and all of it is padding, which is safe to run.
+        so the graph reads where steps lie, and all of it is padding, which is safe to run. So does
+        the run that warms attention up for a capture; upstream would make up lengths for it beyond
+        ``max_model_len``.
         """
         decision, self._padding_decision = self._padding_decision, None
         if decision is None:
             decision = super()._determine_batch_execution_and_padding(*args, **kwargs)
             if self._in_dummy_run and decision[0] != CUDAGraphMode.NONE:
-                self._dummy_padding = self._padding_of(decision, 1)
-                self._prepare_inputs(SchedulerOutput.make_empty(), NO_REQUESTS)
-                self._dummy_padding = None
-                # Upstream makes up lengths, and may only do that in its own buffers.
-                self._restore_upstream_buffers(leave=GRAPH_INPUTS)
+                self._prepare_dummy(self._padding_of(decision, 1))
+            elif self._in_dummy_run and self._dummy_attends:
+                decode_query_len = 0
+                if kwargs["force_uniform_decode"]:
+                    decode_query_len = self.uniform_decode_query_len
+                num_tokens, num_reqs = kwargs["num_tokens"], kwargs["num_reqs"]
+                self._prepare_dummy(full_padding(num_tokens, num_reqs, decode_query_len))
         return decision
 
-    def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prepare_dummy(self, padding: Padding) -> None:
+        """Prepare a step without requests, and keep upstream from preparing another one."""
+        self._dummy_padding = padding
+        try:
+            self._prepare_inputs(SchedulerOutput.make_empty(), NO_REQUESTS)
+        finally:
+            self._dummy_padding = None
+        self._restore_upstream_buffers(leave=GRAPH_INPUTS)  # it makes up lengths in these
+        self.block_tables.is_prepared = True
+        if self._in_capture and padding.mode is GraphMode.FULL:
+            lengths = capture_lengths(padding, self.max_model_len)
+            for metadata in (self._attn_metadata or {}).values():
+                metadata.query_start_loc_np, metadata.seq_lens_np = lengths
+
+    def _dummy_run(
+        self,
+        *args: Any,
+        force_attention: bool = False,
+        is_graph_capturing: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's own buffers, which hold the largest sizes; graphs use ours."""
         self._forget_step()
         self._restore_upstream_buffers()
-        self._in_dummy_run = True
+        self._in_dummy_run, self._dummy_attends = True, force_attention
+        self._in_capture = is_graph_capturing
         try:
-            return super()._dummy_run(*args, **kwargs)
+            return super()._dummy_run(
+                *args,
+                force_attention=force_attention,
+                is_graph_capturing=is_graph_capturing,
+                **kwargs,
+            )
         finally:
-            self._in_dummy_run = False
+            self._in_dummy_run = self._in_capture = self._dummy_attends = False
             self._forget_step()
+            if hasattr(self, "block_tables"):  # profiling comes before the KV cache
+                self.block_tables.is_prepared = False
 
     def _forget_step(self) -> None:
         """What was prepared is not for the next forward pass."""
@@ -160,14 +200,13 @@ class GraphRunner(BookkeepingRunner):
             else:
                 vars(getattr(self, name)).update(saved)
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """On the CPU fallback, padding that a graph is about to read is checked."""
+    def _check_padding(self) -> None:
+        """On the CPU fallback, what a graph is about to read behind the step is checked."""
         step = self.last_step
         assert step is not None
         if self.prep_device.computes_on_host and step.padding.mode is not GraphMode.NONE:
             tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
             check_padding(step, self._staged, tables)
-        return super()._model_forward(*args, **kwargs)
 
     # ----------------------------------------------------------------- start-up
 
@@ -205,7 +244,12 @@ class GraphRunner(BookkeepingRunner):
         return nbytes
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Refused once graphs exist: they read weights where these lay when they were captured.
+        """As upstream's, without graphs."""
+        self.refuse_new_weights()
+        super().reload_weights(*args, **kwargs)
+
+    def refuse_new_weights(self) -> None:
+        """Graphs read weights where these lay; whether they still lie there, nobody tried.
 
         Raises
         ------
@@ -214,13 +258,12 @@ class GraphRunner(BookkeepingRunner):
         """
         if self.cudagraph_dispatcher.cudagraph_mode != CUDAGraphMode.NONE:
             raise PrepError(
-                "weights can't be reloaded under captured graphs, which would go on with the old "
-                "ones: start with --enforce-eager"
+                "new weights are not supported under captured graphs, which read them where they "
+                "lay: start with --enforce-eager"
             )
-        super().reload_weights(*args, **kwargs)
 
     def shutdown(self) -> None:
         """Say how steps ran, and let go of the graphs."""
         self.step_counts.log_summary()
+        super().shutdown()  # waits for the device first
         CUDAGraphWrapper.clear_all_graphs()
-        super().shutdown()

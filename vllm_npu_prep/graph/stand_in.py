@@ -40,7 +40,8 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
     for name, value in call.kwargs.items():
         inputs |= {f"{name} {i}".removesuffix(" 0"): t for i, t in enumerate(tensors_of(value))}
     if isinstance(call.run, torch.nn.Module):
-        inputs |= dict(call.run.named_parameters())
+        inputs |= dict(call.run.named_parameters()) | dict(call.run.named_buffers())
+    inputs |= {f"KV cache of {name}": cache for name, cache in call.kv_caches.items()}
     groups: dict[int, tuple[str, Any]] = {}
     for layer_name, metadata in call.attn_metadata.items():
         groups.setdefault(id(metadata), (layer_name, metadata))
@@ -61,6 +62,9 @@ class CheckedGraphPool:
     def new_graph(self) -> "CheckedGraph":
         """An empty graph."""
         return CheckedGraph(self)
+
+    def close(self) -> None:
+        """Nothing is held for captures."""
 
     def at_home(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Where results of these shapes stay: the same memory for all sizes, as in a pool."""

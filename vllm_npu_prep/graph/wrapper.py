@@ -29,7 +29,9 @@ class GraphWrapper(CUDAGraphWrapper):
             return self.runnable(*args, **kwargs)
         call = GraphCall(self.runnable, args, kwargs)
         if self.runtime_mode == CUDAGraphMode.FULL:
+            layers = context.no_compile_layers
             call.attn_metadata = context.attn_metadata
+            call.kv_caches = {name: layers[name].kv_cache for name in context.attn_metadata}
         graph = self.concrete_cudagraph_entries.get(context.batch_descriptor)
         if graph is not None:
             return graph.replay(call)
@@ -42,6 +44,11 @@ class GraphWrapper(CUDAGraphWrapper):
         # Only now: a capture that failed leaves nothing to replay.
         self.concrete_cudagraph_entries[context.batch_descriptor] = graph
         return outputs
+
+    def close_pools(self) -> None:
+        """Start-up is over."""
+        for pool in self._pools.values():
+            pool.close()
 
     def clear_graphs(self) -> None:
         """Forget the graphs and what they share."""

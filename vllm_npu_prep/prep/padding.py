@@ -103,6 +103,41 @@ def full_padding(num_input_tokens: int, max_num_reqs: int, decode_query_len: int
     return Padding(num_input_tokens, num_rows, decode_query_len, GraphMode.FULL)
 
 
+def capture_lengths(padding: Padding, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths for attention to be captured with: requests as long as they can be.
+
+    A capture runs nothing, but operators choose tilings and sizes by what they are given, and an
+    empty cache might take a way of its own.
+
+    Parameters
+    ----------
+    padding
+        Of a full graph.
+    max_model_len
+        In tokens.
+
+    Returns
+    -------
+    query_start_loc, seq_lens
+        int32 ``[num_reqs_padded + 1]`` and ``[num_reqs_padded]``. In a graph for mixed batches the
+        rows of padding keep a length of 0.
+    """
+    num_rows = padding.num_reqs_padded
+    query_lens = np.full(num_rows, padding.decode_query_len, np.int32)
+    if not padding.decode_query_len:
+        num_reqs = num_rows - PADDING_ROWS
+        share, rest = divmod(padding.num_input_tokens, num_reqs)
+        query_lens[:num_reqs] = min(share, max_model_len)
+        query_lens[num_reqs:] = 0
+        query_lens[num_reqs] = (share - query_lens[0]) * num_reqs + rest
+    seq_lens = np.full(num_rows, max_model_len, np.int32)
+    if not padding.decode_query_len:
+        seq_lens[num_rows - PADDING_ROWS :] = 0
+    query_start_loc = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(query_lens, out=query_start_loc[1:])
+    return query_start_loc, seq_lens
+
+
 @dataclass(frozen=True)
 class CapturedGraphs:
     """What an engine captured.
@@ -142,6 +177,8 @@ def dispatch(
 
     Parameters
     ----------
+    graphs
+        What was captured.
     num_tokens, num_reqs
         Sizes of the step; on several data-parallel ranks, the tokens that they agreed on.
     uniform_decode

@@ -26,6 +26,7 @@ class AttentionKernels(Protocol):
     """The verbs of a kernel family."""
 
     family: KernelFamily
+    workspace_serves_all_lengths: bool  # else it is asked for again when lengths change
 
     def write_kv(
         self,
@@ -53,18 +54,19 @@ class AttentionKernels(Protocol):
         """
 
     def workspace(self, call: "AttentionCall", metadata: AscendMetadata) -> torch.Tensor | None:
-        """Workspace for `call` with any lengths; None if the operator finds its own in a graph."""
+        """Workspace for `call` inside a graph; None if the operator needs none."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention with everything but the step's metadata, for a graph to call again."""
+    """One layer's attention inside a full graph, with everything but the step's metadata.
+
+    It reads K and V from the cache: no full graph is captured for a state that reads fresh ones.
+    """
 
     layer_name: str
     kernels: AttentionKernels
     query: torch.Tensor
-    key: torch.Tensor | None
-    value: torch.Tensor | None
     kv_cache: torch.Tensor
     layer: LayerShape
     output: torch.Tensor
@@ -79,8 +81,6 @@ class AttentionCall:
         return replace(
             self,
             query=reference(self.query),
-            key=None if self.key is None else reference(self.key),
-            value=None if self.value is None else reference(self.value),
             output=reference(self.output),
             workspace=workspace,
         )
@@ -89,8 +89,8 @@ class AttentionCall:
         """Attend."""
         self.kernels.attend(
             self.query,
-            self.key,
-            self.value,
+            None,
+            None,
             self.kv_cache,
             metadata,
             self.layer,

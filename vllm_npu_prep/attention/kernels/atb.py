@@ -17,6 +17,7 @@ class AtbKernels:
     """`vllm_npu_prep.attention.kernels.AttentionKernels` on the operators of ATB."""
 
     family = ATB
+    workspace_serves_all_lengths = False
 
     def write_kv(
         self,
@@ -80,7 +81,7 @@ class AtbKernels:
         )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
-        """What paged attention asks for; only decodes are captured."""
+        """What paged attention asks for with these lengths; only decodes are captured."""
         _, seq_lens = _host_lengths(metadata)
         return torch_npu._npu_paged_attention_get_workspace(
             query=call.query,

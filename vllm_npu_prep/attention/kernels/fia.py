@@ -23,6 +23,7 @@ class FiaKernels:
     """`vllm_npu_prep.attention.kernels.AttentionKernels` on ``npu_fused_infer_attention_score``."""
 
     family = FIA
+    workspace_serves_all_lengths = True
 
     def __init__(self) -> None:
         self._kv_cache: torch.Tensor | None = None
@@ -63,7 +64,7 @@ class FiaKernels:
         """What serves all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             call.query,
-            **self._arguments(call.key, call.value, call.kv_cache, metadata, call.layer),
+            **self._arguments(None, None, call.kv_cache, metadata, call.layer),
         )
 
     def _arguments(

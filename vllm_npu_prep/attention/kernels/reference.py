@@ -72,6 +72,7 @@ class ReferenceKernels:
     """`vllm_npu_prep.attention.kernels.AttentionKernels` in plain torch."""
 
     family = REFERENCE
+    workspace_serves_all_lengths = True
 
     def write_kv(
         self,

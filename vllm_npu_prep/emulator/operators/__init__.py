@@ -36,7 +36,7 @@ class Reference(NamedTuple):
     name: str
     overload: str
     function: Callable[..., Any]
-    shapes: Callable[..., Any] | None = None  # where torch_npu has no Meta function
+    on_host: Callable[..., Any] | None = None  # what it does where it launches nothing
 
 
 REFERENCES = (
@@ -46,7 +46,7 @@ REFERENCES = (
         fused_attention.V1_WORKSPACE,
         "",
         fused_attention.max_workspace(fused_attention.V1_WORKSPACE),
-        fused_attention.workspace_shape,
+        fused_attention.workspace,
     ),
     Reference(fused_attention.V2, "", fused_attention.functional(fused_attention.V2)),
     Reference(fused_attention.V2, "out", fused_attention.out_variant(fused_attention.V2)),
@@ -54,7 +54,7 @@ REFERENCES = (
         fused_attention.V2_WORKSPACE,
         "",
         fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
-        fused_attention.workspace_shape,
+        fused_attention.workspace,
     ),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
     Reference(cache_write.SCATTER_PA_KV_CACHE, "", cache_write.scatter_pa_kv_cache),
@@ -64,7 +64,7 @@ REFERENCES = (
         atb_attention.PAGED_ATTENTION_WORKSPACE,
         "",
         atb_attention.paged_attention_get_workspace,
-        atb_attention.paged_attention_workspace_shape,
+        atb_attention.paged_attention_workspace,
     ),
     Reference(atb_attention.SPLITFUSE, "", atb_attention.paged_attention_splitfuse),
     Reference(elementwise.RMS_NORM, "", elementwise.rms_norm),
@@ -98,7 +98,7 @@ class RegisterReference(Protocol):
         name: str,
         function: Callable[..., Any],
         overload: str = "",
-        shapes: Callable[..., Any] | None = None,
+        on_host: Callable[..., Any] | None = None,
     ) -> object:
         """Register `function` for ``name`` and `overload`."""
 
@@ -110,5 +110,5 @@ def install(register_reference: RegisterReference) -> None:
             reference.name,
             reference.function,
             overload=reference.overload,
-            shapes=reference.shapes,
+            on_host=reference.on_host,
         )

@@ -119,13 +119,13 @@ def paged_attention_get_workspace(
     call = ATB_ATTENTION.call(PAGED_ATTENTION_WORKSPACE)
     caches, heads = (key_cache, value_cache), (num_heads, num_kv_heads)
     _check_decode(call, query, caches, heads, block_table, context_lens, out)
-    return paged_attention_workspace_shape(query).zero_()
+    return paged_attention_workspace(query).zero_()
 
 
-def paged_attention_workspace_shape(
+def paged_attention_workspace(
     query: torch.Tensor, *others: object, **keywords: object
 ) -> torch.Tensor:
-    """Shape of that workspace."""
+    """That workspace, which the host allocates without launching anything."""
     del others, keywords
     return query.new_empty(query.numel(), dtype=torch.uint8)
 

@@ -148,12 +148,12 @@ def max_workspace(name: str) -> Callable[..., torch.Tensor]:
     def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
         fused, _ = bind(name, "", args, kwargs)
         check(fused)
-        return workspace_shape(fused.query).zero_()
+        return workspace(fused.query).zero_()
 
     return reference
 
 
-def workspace_shape(query: torch.Tensor, *others: Any, **keywords: Any) -> torch.Tensor:
-    """Shape of a workspace, which the host knows before anything runs."""
+def workspace(query: torch.Tensor, *others: Any, **keywords: Any) -> torch.Tensor:
+    """A workspace, which the host sizes and allocates without launching anything."""
     del others, keywords
     return query.new_empty(workspace_elements(query))
