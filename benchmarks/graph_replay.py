@@ -5,13 +5,16 @@
 Three ways to run the same decodes: eagerly; as full graphs whose attention is told each step's
 lengths (what the plugin does); and as full graphs that need not be told, because attention reads a
 bucket of the cache under a mask that the device makes from its own lengths. Tokens have to be
-equal. Counts are those of calls into torch_npu and of bytes; the emulated runtime can't show speed.
+equal. Counts are those of calls into torch_npu and of bytes. Host time is that of the forward pass
+until it returns, the emulated runtime's own work included: of use beside each other only.
 """
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +43,7 @@ from vllm_npu_prep.prep.state import AttentionState
 NUM_REQS = 8
 MAX_MODEL_LEN = 512
 PROMPT_LENS = (5, 40, 130, 200, 17, 90, 260, 3)
-MAX_TOKENS = 12
+MAX_TOKENS = 24
 CALLS = {
     "replay": (torch_npu.npu.NPUGraph, "replay"),
     "task update": (torch_npu.npu, "graph_task_update_begin"),
@@ -123,13 +126,17 @@ def counted(counts: Counter) -> Iterator[None]:
             setattr(owner, attribute, saved[name])
 
 
-def run(model: Path, graphs: bool) -> tuple[list[list[int]], Counter, int]:
-    """Tokens; calls of the last decode step of all requests; launches of the same step."""
+def run(model: Path, graphs: bool) -> tuple[list[list[int]], Counter, int, float]:
+    """Tokens; calls and launches of a decode step of all requests; its median host time in ms.
+
+    Every other step is counted, which takes time, and the others are timed.
+    """
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 512, length).tolist() for length in PROMPT_LENS]
     config = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [NUM_REQS]}
     counts: Counter = Counter()
     steps: list[tuple[Counter, Any]] = []
+    times: list[float] = []
     with engine(
         model,
         dtype="float16",
@@ -144,17 +151,25 @@ def run(model: Path, graphs: bool) -> tuple[list[list[int]], Counter, int]:
         forward = runner._model_forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            step = runner.last_step
+            if step.num_reqs < NUM_REQS or step.max_query_len > 1:
+                return forward(*args, **kwargs)
+            if len(times) < len(steps):
+                start = time.perf_counter()
+                result = forward(*args, **kwargs)
+                times.append(time.perf_counter() - start)
+                return result
             counts.clear()
             with counted(counts), emulator.count() as device:
                 result = forward(*args, **kwargs)
-            if runner.last_step.num_reqs == NUM_REQS and runner.last_step.max_query_len == 1:
-                steps.append((counts.copy(), device))
+            steps.append((counts.copy(), device))
             return result
 
         runner._model_forward = watched
         tokens = generate(llm, prompts, greedy(MAX_TOKENS))
     calls, device = steps[-1]
-    return tokens, calls, device.launches + device.graph_launches
+    launches = device.launches + device.graph_launches
+    return tokens, calls, launches, statistics.median(times) * 1000
 
 
 def traffic(layers: int) -> tuple[int, int]:
@@ -172,7 +187,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 32, 64])
-    table = Table("layers", "way", *CALLS, "launches", "K and V read", "tokens")
+    table = Table("layers", "way", *CALLS, "launches", "host ms", "K and V read", "tokens")
     for layers in parser.parse_args().layers:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(Path(folder) / "model", num_hidden_layers=layers)
@@ -181,7 +196,7 @@ def main() -> None:
             with bucketed():
                 untold = run(model, graphs=True)
         exact, bucket = traffic(layers)
-        for way, (tokens, calls, launches), nbytes in (
+        for way, (tokens, calls, launches, host), nbytes in (
             ("eager", eager, exact),
             ("graph, told lengths", told, exact),
             ("graph, bucket and mask", untold, bucket),
@@ -189,7 +204,13 @@ def main() -> None:
             equal = "equal" if tokens == eager[0] else "DIFFERENT"
             numbers = [str(calls[name]) for name in CALLS]
             table.add_row(
-                str(layers), way, *numbers, str(launches), f"{nbytes / 2**20:.1f} MiB", equal
+                str(layers),
+                way,
+                *numbers,
+                str(launches),
+                f"{host:.1f}",
+                f"{nbytes / 2**20:.1f} MiB",
+                equal,
             )
         print(f"{layers} layers done", flush=True)
     Console(width=140).print(table)

@@ -1,6 +1,7 @@
 """The checking stand-in: a replay that would read something else is refused by name."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +24,12 @@ def double(*args, **kwargs):
     return tuple(tensor * 2 for tensor in tensors_of((*args, *kwargs.values())))
 
 
-def call(*args, metadata=None, run=double, **kwargs) -> GraphCall:
-    return GraphCall(run, args, kwargs, metadata or {})
+CACHE = SimpleNamespace(kv_cache=torch.zeros(2, 3))
+
+
+def call(*args, metadata=None, run=double, cache=CACHE, **kwargs) -> GraphCall:
+    metadata = metadata or {}
+    return GraphCall(run, args, kwargs, metadata, dict.fromkeys(metadata, cache))
 
 
 def test_a_replay_computes_from_the_same_memory_into_the_same_memory():
@@ -109,6 +114,15 @@ def test_metadata_that_moved_is_named(name):
     after = dataclasses.replace(before, **{name: getattr(before, name).clone()})
     with pytest.raises(GraphSafetyError, match=f"{name} of layer 0 is not where"):
         graph.replay(call(x, metadata={"layer 0": after, "layer 1": after}))
+
+
+def test_a_kv_cache_that_moved_is_named():
+    x, graph = torch.ones(2), CheckedGraphPool().new_graph()
+    step = {"layer 0": metadata(torch.zeros(2, 3), torch.zeros(2))}
+    graph.capture(call(x, metadata=step))
+    other = SimpleNamespace(kv_cache=CACHE.kv_cache.clone())
+    with pytest.raises(GraphSafetyError, match="KV cache of layer 0 is not where"):
+        graph.replay(call(x, metadata=step, cache=other))
 
 
 # ------------------------------------------------------------------- padded values

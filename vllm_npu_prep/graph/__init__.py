@@ -24,15 +24,15 @@ class GraphCall:
         Its arguments; a graph reads their tensors where they lay when it was captured.
     attn_metadata
         Attention metadata of the step by layer; empty where attention lies outside of the graph.
-    kv_caches
-        KV cache of each layer inside of the graph.
+    layers
+        The model's attention layers by name, for those in `attn_metadata`.
     """
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     attn_metadata: dict[str, Any] = field(default_factory=dict)
-    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Any:
         """Run it now."""

@@ -75,6 +75,7 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
                 wrapper.close_pools()
     if given_up:
         _forget_sizes(runner, given_up)
+        captured = [each for each in captured if each.descriptor.num_tokens not in given_up]
     logger.info("vllm_npu_prep graphs:\n%s", table(captured, runner.prep_device.computes_on_host))
     return sum(each.nbytes for each in captured)
 

@@ -41,7 +41,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
         inputs |= {f"{name} {i}".removesuffix(" 0"): t for i, t in enumerate(tensors_of(value))}
     if isinstance(call.run, torch.nn.Module):
         inputs |= dict(call.run.named_parameters()) | dict(call.run.named_buffers())
-    inputs |= {f"KV cache of {name}": cache for name, cache in call.kv_caches.items()}
+    inputs |= {f"KV cache of {name}": call.layers[name].kv_cache for name in call.attn_metadata}
     groups: dict[int, tuple[str, Any]] = {}
     for layer_name, metadata in call.attn_metadata.items():
         groups.setdefault(id(metadata), (layer_name, metadata))

@@ -29,9 +29,7 @@ class GraphWrapper(CUDAGraphWrapper):
             return self.runnable(*args, **kwargs)
         call = GraphCall(self.runnable, args, kwargs)
         if self.runtime_mode == CUDAGraphMode.FULL:
-            layers = context.no_compile_layers
-            call.attn_metadata = context.attn_metadata
-            call.kv_caches = {name: layers[name].kv_cache for name in context.attn_metadata}
+            call.attn_metadata, call.layers = context.attn_metadata, context.no_compile_layers
         graph = self.concrete_cudagraph_entries.get(context.batch_descriptor)
         if graph is not None:
             return graph.replay(call)
