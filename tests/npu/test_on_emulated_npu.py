@@ -120,20 +120,20 @@ def test_recorded_schemas_are_those_of_torch_npu():
 
 
 ON_DEVICE = {
-    "test_staging.py": (),
-    "test_worked_examples.py": (),
-    "test_counts.py": (),
-    "test_graphs.py": (),
-    "test_memory.py": ("--memory", "170M"),
+    "staging": (["test_staging.py"], "8G"),
+    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
+    "memory": (["test_memory.py"], "170M"),
 }
 
 
-@pytest.mark.parametrize("file", ON_DEVICE)
-def test_on_the_device(file):
+@pytest.mark.parametrize("what", ON_DEVICE)
+def test_on_the_device(what):
     """Worked examples through the runner, copies that take time, counts, graphs, little memory."""
+    names, memory = ON_DEVICE[what]
+    files = [f"tests/npu/on_device/{name}" for name in names]
     result = emulate(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/npu/on_device/{file}"),
-        options=("--delay", "equal", *ON_DEVICE[file]),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", *files),
+        options=("--delay", "equal", "--memory", memory),
         NPU_PREP_ON_DEVICE="1",
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
