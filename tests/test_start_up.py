@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine import make_model
+from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import compat, device
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
@@ -22,14 +22,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def configure(model):
-    """Resolve an engine's config as `vllm serve` does before any process starts."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    def resolve(folder=model, **settings):
-        defaults = {"max_model_len": 128, "skip_tokenizer_init": True, "dtype": "float32"}
-        return EngineArgs(model=str(folder), **{**defaults, **settings}).create_engine_config()
-
-    return resolve
+    return lambda folder=model, **settings: engine_config(folder, **settings)
 
 
 REFUSED = {
@@ -52,6 +45,8 @@ REFUSED = {
         ["--kv-cache-memory-bytes", "free"],
     ),
     "fast prefill": ({"kv_sharing_fast_prefill": True}, ["--kv-sharing-fast-prefill"]),
+    "weights on the host": ({"cpu_offload_gb": 1}, ["weight offloading", "device memory"]),
+    "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
     "LoRA": ({"enable_lora": True}, ["LoRA"]),
     "prompt embeddings": ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds"]),

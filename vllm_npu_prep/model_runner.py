@@ -43,8 +43,8 @@ class NPUModelRunner(GraphRunner):
     block tables               `DeviceBlockTables`, on either side
     is_padding                 ours, handed out by `_prepare_padding_mask`
     M-RoPE, LoRA, encoder      upstream's, refused or unused so far
-    the same names in          upstream's own buffers, rebound by `_dummy_run`
-    a dummy run
+    the same names in          upstream's own buffers, rebound by `_dummy_run`; in a
+    a dummy run                graph, ours again
     =========================  =======================================================
 
     Parameters

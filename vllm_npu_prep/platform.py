@@ -229,6 +229,7 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> dict[str, bool
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
     """Features that the engine was asked for and that this version refuses, with reasons."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    offload = vllm_config.offload_config
     checks = [
         (model.runner_type == "pooling", "a pooling model", "only generation is prepared"),
         (
@@ -261,6 +262,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             vllm_config.cache_config.kv_sharing_fast_prefill,
             "--kv-sharing-fast-prefill",
             "metadata is built for whole steps",
+        ),
+        (
+            offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
+            "weight offloading",
+            "graphs and kernels read weights from device memory",
         ),
         (parallel.use_ubatching, "dual-batch overlap", "one batch is prepared for each step"),
         (

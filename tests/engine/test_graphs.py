@@ -14,6 +14,7 @@ from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
 from tests.helpers.traffic import traffic
 from vllm_npu_prep import model_runner
+from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph import capture
@@ -202,6 +203,22 @@ def test_an_engine_with_pieces_captures_each_and_hashes_nothing_in_steps(model, 
 
 
 # ------------------------------------------------------------------- start-up and refusals
+
+
+def test_attention_is_captured_with_the_longest_sequences(model, monkeypatch):
+    """What a kernel works out for its lengths at capture has to serve every later step."""
+    captured, attend = [], ReferenceKernels.attend
+
+    def recorded(self, *args):
+        if args[4].in_full_graph:
+            captured.append(args[4].seq_lens_np.tolist())
+        return attend(self, *args)
+
+    monkeypatch.setattr(ReferenceKernels, "attend", recorded)
+    with engine(model, **graphs("FULL_DECODE_ONLY", 1, 4), max_model_len=256):
+        pass
+    assert [256] in captured
+    assert [256] * 4 in captured
 
 
 def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.engine import make_model
+from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import platform
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND
@@ -17,18 +17,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def configure(model):
-    from vllm.engine.arg_utils import EngineArgs
-
-    def resolve(folder=model, **settings):
-        defaults = {
-            "max_model_len": 128,
-            "max_num_seqs": 16,
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-        }
-        return EngineArgs(model=str(folder), **{**defaults, **settings}).create_engine_config()
-
-    return resolve
+    return lambda folder=model, **settings: engine_config(
+        folder, **{"max_num_seqs": 16, **settings}
+    )
 
 
 def mode_of(config) -> str:

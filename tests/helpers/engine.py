@@ -82,6 +82,14 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         gc.collect()
 
 
+def engine_config(model: Path, **settings: Any) -> Any:
+    """An engine's config, resolved as `vllm serve` does before any process starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults = {"max_model_len": 128, "skip_tokenizer_init": True, "dtype": "float32"}
+    return EngineArgs(model=str(model), **{**defaults, **settings}).create_engine_config()
+
+
 def runner_of(llm: Any) -> Any:
     """The engine's model runner."""
     core = llm.llm_engine.engine_core.engine_core

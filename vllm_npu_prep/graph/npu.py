@@ -74,7 +74,12 @@ class AttentionTasks:
                 metadata = attn_metadata[task.call.layer_name]
                 call = self.workspaces.for_step(task.call, metadata)
                 torch_npu.npu.graph_task_update_begin(stream, task.handle)
-                call(metadata)
+                try:
+                    call(metadata)
+                except BaseException:
+                    with suppress(RuntimeError):  # an open update takes no event
+                        torch_npu.npu.graph_task_update_end(stream)
+                    raise
                 torch_npu.npu.graph_task_update_end(stream)
                 if task.event is not None:
                     task.event.record(stream)

@@ -11,6 +11,7 @@ from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.traffic import traffic
 from vllm_npu_prep.attention.kernels.fia import FiaKernels
+from vllm_npu_prep.graph.wrapper import GraphWrapper
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "80"))
 
@@ -38,7 +39,15 @@ def test_long_mixed_traffic_equals_eager(model, seed):
     with engine(model, **settings, **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16, 32)) as llm:
         got, same = traffic(llm, seed, STEPS, longest_prompt=140)
         counts = runner_of(llm).step_counts.by_kind
+        pools = [
+            graph.graph.pool()
+            for wrapper in list(GraphWrapper._all_instances)
+            for graph in wrapper.concrete_cudagraph_entries.values()
+        ]
     print(dict(happened), dict(counts))
+    # Two pieces in seven sizes, the whole model for up to 8 requests; memory is shared by all.
+    assert len(pools) == 2 * 7 + 4
+    assert len(set(pools)) == 1
     assert happened == same
     assert happened["preempted"] > 0
     assert got == expected
@@ -113,3 +122,24 @@ def test_a_replay_costs_three_calls_a_layer_and_hardly_any_events(tmp_path, seed
         "graph_task_update_end": layers,
         "record": 3,  # for the first layer, for the next two, for the last three
     }
+
+
+def test_a_step_that_fails_while_its_replay_waits_does_not_hang_the_device(
+    tmp_path, seed, monkeypatch
+):
+    """The graph was launched before its second layer failed to be told its lengths."""
+    model = make_model(tmp_path / "model", num_hidden_layers=2)
+    attend, told = FiaKernels.attend, []
+
+    def planted(self, *args):
+        metadata = args[4]
+        told.extend([self] * metadata.in_full_graph)
+        if len(told) == 2:
+            raise ValueError("planted")
+        return attend(self, *args)
+
+    with engine(model, **graphs("FULL_DECODE_ONLY", 1)) as llm:
+        monkeypatch.setattr(FiaKernels, "attend", planted)
+        with pytest.raises(ValueError, match="planted"):
+            generate(llm, [[5, 6, 7]], greedy(3))
+        torch_npu.npu.synchronize()  # fails if an external event was never recorded

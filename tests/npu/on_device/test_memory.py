@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
+from vllm_npu_prep.graph import capture
 from vllm_npu_prep.graph.runner import GraphRunner
 
 SIZES = [1, 64, 256, 512, 1024]
@@ -66,3 +67,30 @@ def test_graphs_are_part_of_the_memory_profile(model, monkeypatch):
     page = 2 * 128 * 2 * 16 * 2  # K and V of a block: tokens, heads, head size, bytes
     assert estimate > 0
     assert (blocks["NONE"] - blocks["FULL_DECODE_ONLY"]) * page >= estimate - page
+
+
+def test_sizes_use_the_memory_of_the_largest(tmp_path, monkeypatch):
+    """Graphs hold no tensor of their own: 16 sizes of up to 4 MiB a piece need no more than one."""
+    captured = []
+    report = capture.table
+
+    def recorded(rows, *args):
+        captured.extend(rows)
+        return report(rows, *args)
+
+    monkeypatch.setattr(capture, "table", recorded)
+    model = make_model(tmp_path / "model", num_hidden_layers=2, hidden_size=2048)
+    sizes = list(range(32, 513, 32))
+    config = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}
+    with engine(
+        model,
+        dtype="float16",
+        max_num_batched_tokens=512,
+        enforce_eager=False,
+        compilation_config=config,
+    ):
+        pass
+    first, *others = (each.nbytes for each in captured)
+    assert len(others) == len(sizes)  # and the largest decode
+    assert first > 0
+    assert sum(others) <= first / 2
