@@ -8,33 +8,27 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device import (
     CPU_KIND,
     choose_device,
     device_name,
-    free_memory,
     graph_pool,
     total_memory,
 )
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph import config as graph_config
+from vllm_npu_prep.limits import refuse_unsupported
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 KIND = choose_device()
 
-NZ_CACHE_CHIPS = "Ascend310P"
-"""Chips whose kernels take KV caches in the NZ layout only."""
-
 SHUTDOWN_SECONDS = 10
 """Time that running requests get to finish when the server is told to stop, unless given."""
-
-DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
 
 class NPUPlatform(Platform):
@@ -159,7 +153,7 @@ class NPUPlatform(Platform):
             return
         switched_off = graph_config.settle_mode(vllm_config)
         decisions = decisions_of(vllm_config)
-        _refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention])
+        refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)
         switched_off += _switch_off(vllm_config)
         notes = graph_config.settle_sizes(vllm_config, KIND)
         if vllm_config.shutdown_timeout == 0:
@@ -169,120 +163,6 @@ class NPUPlatform(Platform):
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
             _log_start_up(vllm_config, decisions, notes, switched_off)
-
-
-def _refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily) -> None:
-    """Raise for the first thing that the kernel family or this version can't do."""
-    model = vllm_config.model_config
-    name = device_name(KIND.device_type)
-    if name.startswith(NZ_CACHE_CHIPS):
-        raise PrepError(
-            f"{name}: Ascend310P keeps its KV cache in the NZ layout, which is not supported; use "
-            "an Ascend910B or Ascend910_93 device"
-        )
-    dtypes = [DTYPE_NAMES[str(dtype)] for dtype in family.dtypes]
-    if model.dtype not in family.dtypes:
-        raise PrepError(
-            f"--dtype {model.dtype}: kernel family {family.name} takes {', '.join(dtypes)}"
-        )
-    cache = vllm_config.cache_config
-    if cache.cache_dtype not in ("auto", DTYPE_NAMES[str(model.dtype)]):
-        raise PrepError(
-            f"--kv-cache-dtype {cache.cache_dtype}: only auto is supported (the model's dtype)"
-        )
-    asked = cache.kv_cache_memory_bytes
-    if asked and KIND == CPU_KIND and asked > free_memory():
-        raise PrepError(
-            f"--kv-cache-memory-bytes {asked:,}: only {free_memory():,} bytes of the host are free"
-        )
-    if cache.user_specified_block_size and cache.block_size % family.block_size_multiple:
-        raise PrepError(
-            f"--block-size {cache.block_size}: kernel family {family.name} takes multiples of "
-            f"{family.block_size_multiple}"
-        )
-    for feature, applies in _family_limits(model, family).items():
-        if applies:
-            raise PrepError(f"{feature} of {model.model}: kernel family {family.name} has none")
-    for feature, reason in _unsupported_features(vllm_config, model):
-        raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
-    head_size = model.get_head_size()
-    if head_size > family.max_head_size or head_size % family.head_size_multiple:
-        raise PrepError(
-            f"head size {head_size} of {model.model}: kernel family {family.name} takes multiples "
-            f"of {family.head_size_multiple} up to {family.max_head_size}"
-        )
-
-
-def _family_limits(model: "ModelConfig", family: KernelFamily) -> dict[str, bool]:
-    """What the model needs of its attention and the family lacks."""
-    text = model.hf_text_config
-    soft_cap = getattr(text, "attn_logit_softcapping", None)
-    window = model.get_sliding_window() or "sliding_attention" in (
-        getattr(text, "layer_types", None) or ()
-    )
-    return {
-        "logits soft cap": bool(soft_cap) and not family.logits_soft_cap,
-        "sliding window": bool(window) and not family.sliding_window,
-    }
-
-
-def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
-    """Features that the engine was asked for and that this version refuses, with reasons."""
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    offload = vllm_config.offload_config
-    checks = [
-        (model.runner_type == "pooling", "a pooling model", "only generation is prepared"),
-        (
-            model.is_multimodal_model,
-            f"multimodal input ({model.model})",
-            "only token ids are prepared; use a text-only model",
-        ),
-        (model.is_encoder_decoder, "an encoder-decoder model", "only decoder attention runs"),
-        (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
-        (
-            model.is_moe,
-            "a mixture-of-experts model",
-            "no expert kernels on this device",
-        ),
-        (
-            model.is_hybrid or model.is_attention_free,
-            "a state-space or linear-attention model",
-            "the KV cache holds K and V planes only",
-        ),
-        (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
-        (model.enable_prompt_embeds, "--enable-prompt-embeds", "only token ids are prepared"),
-        (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
-        (vllm_config.lora_config is not None, "LoRA", "not prepared yet"),
-        (
-            parallel.world_size_across_dp > 1,
-            f"more than one rank ({parallel.world_size_across_dp})",
-            "set tensor, pipeline and data parallel sizes to 1",
-        ),
-        (
-            vllm_config.cache_config.kv_sharing_fast_prefill,
-            "--kv-sharing-fast-prefill",
-            "metadata is built for whole steps",
-        ),
-        (
-            offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
-            "weight offloading",
-            "graphs and kernels read weights from device memory",
-        ),
-        (parallel.use_ubatching, "dual-batch overlap", "one batch is prepared for each step"),
-        (
-            speculative is not None and speculative.method != "ngram",
-            f"speculative method {speculative.method if speculative else ''}",
-            "only ngram drafts are prepared",
-        ),
-        (vllm_config.kv_transfer_config is not None, "a KV connector", "K and V are planes"),
-        (
-            vllm_config.attention_config.backend is not None
-            and vllm_config.attention_config.backend.name != "CUSTOM",
-            "--attention-backend",
-            "this platform has one backend; leave the flag out",
-        ),
-    ]
-    return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:
