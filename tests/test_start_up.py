@@ -49,7 +49,6 @@ REFUSED = {
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
     "LoRA": ({"enable_lora": True}, ["LoRA"]),
-    "prompt embeddings": ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds"]),
     "drafter": (
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
         ["speculative method suffix", "ngram"],

@@ -109,7 +109,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "the KV cache holds K and V planes only",
         ),
         (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
-        (model.enable_prompt_embeds, "--enable-prompt-embeds", "only token ids are prepared"),
         (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
         (vllm_config.lora_config is not None, "LoRA", "not prepared yet"),
         (

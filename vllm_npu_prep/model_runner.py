@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -23,6 +24,7 @@ from vllm_npu_prep.graph.runner import GraphRunner
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
+from vllm_npu_prep.prompt_embeds import PromptEmbeds, has_prompt_embeds
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -42,6 +44,7 @@ class NPUModelRunner(GraphRunner):
     discard_request_mask       ours
     block tables               `DeviceBlockTables`, on either side
     is_padding                 ours, handed out by `_prepare_padding_mask`
+    inputs_embeds              ours, made for steps with prompt embeddings only
     M-RoPE, LoRA, encoder      upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`; in a
     a dummy run                graph, ours again
@@ -61,9 +64,10 @@ class NPUModelRunner(GraphRunner):
         self.prep_device = prep_device
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
+        # Upstream would give the model embeddings in every step, out of graphs' reach.
+        self.enable_prompt_embeds = False
         self._text_only = not (
             self.supports_mm_inputs
-            or self.enable_prompt_embeds
             or self.speculative_config is not None
             or self.model_config.is_encoder_decoder
             or vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -71,6 +75,7 @@ class NPUModelRunner(GraphRunner):
         self._attn_metadata: dict[str, AscendMetadata] | None = None
         self._is_padding: torch.Tensor | None = None
         self._slots: tuple[Any, ...] | None = None
+        self._prompt_embeds: PromptEmbeds | None = None
         self.last_step: PreparedStep | None = None
 
     # ----------------------------------------------------------------- the step
@@ -105,6 +110,7 @@ class NPUModelRunner(GraphRunner):
         staged = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, staged.np)
+        self._prompt_embeds = self._collect_prompt_embeds(step)
         # 5 copy: all of them at once; device tensors are views of the twin
         self.staging.submit(step.nbytes)
         self._place_sampled_tokens(step, staged.device)
@@ -133,6 +139,13 @@ class NPUModelRunner(GraphRunner):
             self.block_tables.previous_rows,
             0 if sampled is None else sampled.shape[0],
         )
+
+    def _collect_prompt_embeds(self, step: PreparedStep) -> PromptEmbeds | None:
+        """Tokens that come as embeddings; None if the step reads from no such prompt."""
+        batch = self.input_batch
+        if not has_prompt_embeds(step.batch, batch.req_prompt_embeds):
+            return None
+        return PromptEmbeds.of_step(step, batch.is_token_ids, batch.req_prompt_embeds, self.dtype)
 
     def _bind(self, staged: StagedArrays) -> None:
         """Let upstream's later code read the step's buffers by its own names."""
@@ -215,7 +228,17 @@ class NPUModelRunner(GraphRunner):
         if not self._text_only:
             return super()._preprocess(scheduler_output, num_input_tokens, *args, **kwargs)
         model_kwargs = self._init_model_kwargs()
-        return self.input_ids.gpu, None, self.positions, None, model_kwargs, None
+        input_ids, inputs_embeds = self.input_ids.gpu, None
+        if self._prompt_embeds is not None:
+            inputs_embeds = self._prompt_embeds.inputs_embeds(self.model, input_ids)
+            input_ids = None
+        return input_ids, inputs_embeds, self.positions, None, model_kwargs, None
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What was compiled takes token ids."""
+        if self._prompt_embeds is not None:
+            get_forward_context().skip_compiled = True
+        return super()._model_forward(*args, **kwargs)
 
     def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Padding came with the step; dummy runs without a graph take upstream's.
@@ -243,7 +266,7 @@ class NPUModelRunner(GraphRunner):
     def _forget_step(self) -> None:
         """Also what `_prepare_inputs` left for the rest of its step."""
         super()._forget_step()
-        self._attn_metadata = self._is_padding = None
+        self._attn_metadata = self._is_padding = self._prompt_embeds = None
 
     @torch.inference_mode()
     def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:

@@ -2,25 +2,18 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.prompts import prompts_of
 from vllm_npu_prep.attention.mask_cache import MaskCache
-
-VOCAB = 512
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), "Qwen3")
-
-
-def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(2, VOCAB, length).tolist() for length in lengths]
 
 
 def reference(folder, prompts, max_tokens, dtype=torch.float32):

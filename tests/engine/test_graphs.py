@@ -8,10 +8,11 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import prompts_of, reference
+from tests.engine.test_against_transformers import reference
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
+from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels

@@ -11,6 +11,7 @@ FIA = (f"{ON_NPU}[fia-eager]",)
 ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
+EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 
 
@@ -639,5 +640,26 @@ MUTANTS = [
         "            event.reset(stream)\n",
         "",
         FIA_FULL,
+    ),
+    Mutant(
+        "ids of embedded tokens left as they are",
+        "prompt_embeds.py",
+        "        step.input_ids[token_indices] = 0\n",
+        "",
+        EMBEDS,
+    ),
+    Mutant(
+        "embeddings of a prompt's start in every chunk",
+        "prep/embeds.py",
+        "step.req_indices[token_indices], step.positions[token_indices]",
+        "step.req_indices[token_indices], step.query_pos[token_indices]",
+        EMBEDS,
+    ),
+    Mutant(
+        "embeddings given to what was compiled",
+        "model_runner.py",
+        "get_forward_context().skip_compiled = True",
+        "pass",
+        EMBEDS,
     ),
 ]

@@ -31,6 +31,7 @@ class StepCounts:
         uniform_decode: bool,
         mode: GraphMode,
         largest_size: int | None,
+        takes_embeds: bool = False,
     ) -> str:
         """How a step runs, in a few words; for an eager one, why.
 
@@ -44,11 +45,15 @@ class StepCounts:
             The engine's.
         largest_size
             Largest capture size in tokens.
+        takes_embeds
+            Whether the step gives the model embeddings.
         """
         if padding.mode in REPLAYED:
             return REPLAYED[padding.mode]
         if mode == GraphMode.NONE:
             return EAGER + "no graphs"
+        if takes_embeds:
+            return EAGER + "prompt embeddings, which graphs don't read"
         return EAGER + why_eager(mode, num_tokens, largest_size or 0, uniform_decode)
 
     def add(self, kind: str) -> None:

@@ -25,6 +25,7 @@ from vllm_npu_prep.prep.padding import (
     full_padding,
     no_padding,
 )
+from vllm_npu_prep.prompt_embeds import has_prompt_embeds
 
 KEPT_DECISIONS = 4096
 """Padding decisions that are kept. Decodes need as many as there are batch sizes."""
@@ -81,7 +82,9 @@ class GraphRunner(BookkeepingRunner):
         max_num_scheduled_tokens = 1
         if num_tokens != num_reqs:
             max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
+        takes_embeds = has_prompt_embeds(batch, self.input_batch.req_prompt_embeds)
         key = (
+            takes_embeds,
             num_tokens,
             num_reqs,
             max_num_scheduled_tokens,
@@ -96,6 +99,7 @@ class GraphRunner(BookkeepingRunner):
                 num_scheduled_tokens_np=batch.num_scheduled_tokens,
                 max_num_scheduled_tokens=max_num_scheduled_tokens,
                 num_encoder_reqs=num_encoder_reqs,
+                force_eager=takes_embeds,
                 allow_microbatching=self._allow_microbatching(num_reqs, batch.num_scheduled_tokens),
             )
             padding = self._padding_of(decision, num_reqs)
@@ -107,6 +111,7 @@ class GraphRunner(BookkeepingRunner):
                 ),
                 GraphMode(self.cudagraph_dispatcher.cudagraph_mode.name),
                 self.compilation_config.max_cudagraph_capture_size,
+                takes_embeds,
             )
             known = decision, padding, kind
             if self._padding_is_a_function_of_counts:

@@ -1,0 +1,81 @@
+"""Prompts given as embeddings: the same tokens as the prompt's token ids give."""
+
+import pytest
+import torch
+
+from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.prompts import prompts_of
+
+GRAPHS = {
+    "eager": {},
+    "graphs": {
+        "enforce_eager": False,
+        "compilation_config": {
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "cudagraph_capture_sizes": [4, 16],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def embedding(model):
+    from safetensors.torch import load_file
+
+    return load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def run(llm, prompts):
+    outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(("mode", "asynchronous"), [("eager", False), ("graphs", True)])
+def test_embeddings_give_the_tokens_that_their_ids_give(model, embedding, seed, mode, asynchronous):
+    """In chunks, beside token ids, preempted, cached, and with ids that stale rows hold."""
+    ids = prompts_of(seed, [5, 90, 33, 1, 70, 20, 64, 41])
+    as_ids = [{"prompt_token_ids": prompt} for prompt in ids]
+    as_embeds = [{"prompt_embeds": embedding[prompt]} for prompt in ids]
+    mixed = [pair[row % 2] for row, pair in enumerate(zip(as_ids, as_embeds))]
+    settings = {
+        "max_num_batched_tokens": 48,
+        "block_size": 16,
+        "num_gpu_blocks_override": 18,
+        "async_scheduling": asynchronous,
+        "enable_prompt_embeds": True,
+        **GRAPHS[mode],
+    }
+    with engine(model, **settings) as llm:
+        expected = run(llm, as_ids)
+        counts = runner_of(llm).step_counts.by_kind
+        without = counts.total()
+        assert mode == "eager" or not any("embeddings" in kind for kind in counts)
+        for prompts in (mixed, as_embeds, mixed):
+            assert run(llm, prompts) == expected
+        kinds = dict(counts)
+    assert len({token for row in expected for token in row}) > 20
+    if mode == "graphs":
+        took_embeds = kinds["eager: prompt embeddings, which graphs don't read"]
+        assert 0 < took_embeds < sum(kinds.values()) - without, "decodes replay graphs"
+        assert kinds["full graph"] > 0
+
+
+def test_a_prompt_of_ids_and_embeddings(model, embedding, seed):
+    """As chat messages with embedded parts are: some positions have ids, the others vectors."""
+    (ids,) = prompts_of(seed, [70])
+    is_token_ids = torch.arange(70) % 7 < 3
+    vectors = torch.where(is_token_ids[:, None], torch.zeros(()), embedding[ids])
+    known = torch.where(is_token_ids, torch.tensor(ids), 2**31 - 1).tolist()
+    mixed = {
+        "prompt_token_ids": known,
+        "prompt_embeds": vectors,
+        "prompt_is_token_ids": is_token_ids.tolist(),
+    }
+    with engine(model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
+        expected = run(llm, [{"prompt_token_ids": ids}])
+        assert run(llm, [mixed]) == expected

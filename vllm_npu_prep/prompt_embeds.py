@@ -1,0 +1,77 @@
+"""Prompts that come as embeddings: which tokens of a step are vectors, and how they get in.
+
+A step that schedules tokens of such a prompt gives the model ``inputs_embeds``; every other step
+gives it ``input_ids``, so that graphs hold the embedding layer. Graphs read token ids only: a step
+with ``inputs_embeds`` runs eagerly, outside of what was compiled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
+from vllm_npu_prep.prep.embeds import embedded_tokens, reads_prompt
+
+
+def has_prompt_embeds(batch: StepBatch, prompt_embeds: Mapping[int, torch.Tensor]) -> bool:
+    """Whether a step reads from a prompt that has embeddings.
+
+    Parameters
+    ----------
+    batch
+        The scheduled batch.
+    prompt_embeds
+        ``[num_prompt_tokens, hidden_size]`` on the host, by row of the batch.
+    """
+    return bool(prompt_embeds) and reads_prompt(batch, list(prompt_embeds))
+
+
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """The tokens of one step that are vectors, on the host."""
+
+    token_indices: np.ndarray  # [num_embeds] int64, which of the step's tokens
+    rows: torch.Tensor  # [num_embeds, hidden_size]
+
+    @classmethod
+    def of_step(
+        cls,
+        step: PreparedStep,
+        is_token_ids: np.ndarray,  # [max_num_reqs, max_model_len] bool
+        prompt_embeds: Mapping[int, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> "PromptEmbeds":
+        """Collect them, and give them a token id that exists; theirs are unknown."""
+        token_indices, reqs, positions = embedded_tokens(step, is_token_ids)
+        step.input_ids[token_indices] = 0
+        rows = [
+            prompt_embeds[req][torch.from_numpy(positions[reqs == req])].to(dtype)
+            for req in np.unique(reqs).tolist()  # rising, as tokens of a step are
+        ]
+        return cls(token_indices, torch.cat(rows) if rows else torch.empty(0, dtype=dtype))
+
+    def inputs_embeds(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of all tokens.
+
+        Parameters
+        ----------
+        model
+            Embeds token ids.
+        input_ids
+            int32 ``[num_input_tokens]`` on the device.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[num_input_tokens, hidden_size]`` on the device.
+        """
+        embeds = model.embed_input_ids(input_ids)
+        if len(self.token_indices):
+            indices = async_tensor_h2d(self.token_indices, device=embeds.device)
+            rows = async_tensor_h2d(self.rows, device=embeds.device)
+            embeds.index_copy_(0, indices, rows)
+        return embeds
