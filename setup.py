@@ -33,7 +33,7 @@ setup(
     ],
     extras_require={
         "npu": ["torch_npu==2.13.0"],
-        "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
         "bench": ["matplotlib"],
         "docs": ["mkdocs-material"],
     },

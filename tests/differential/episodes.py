@@ -1,0 +1,329 @@
+"""Random engines and random serving traffic, both drawn from a seed."""
+
+import json
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from examples.tiny_model import make_tokenizer
+from tests.differential.invariants import Invariants
+from tests.differential.upstream import Pair
+from tests.helpers.engine import engine, make_model, runner_of
+
+VOCAB = 512
+MAX_MODEL_LEN = 160
+FAMILIES = {
+    "Qwen3": {"num_hidden_layers": 1},
+    "Gemma2": {  # windows beside full attention: two KV-cache groups
+        "num_hidden_layers": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
+    },
+}
+GROUPS = {"Qwen3": 1, "Gemma2": 2}
+"""KV-cache groups of a family: one request of `MAX_MODEL_LEN` has to fit."""
+GRAMMARS = (
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"regex": "(ab|cd)+[0-9]{2,30}"},
+    {"choice": ["yes", "no", "perhaps not"]},
+    {"grammar": 'root ::= "x" [a-f]* "y"'},
+)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One engine and its traffic, a function of its seed.
+
+    Attributes
+    ----------
+    seed
+        What everything is drawn from.
+    family
+        Model family of transformers.
+    settings
+        Keyword arguments of the engine.
+    reordered
+        Whether both runners put decodes first, as some backends ask for.
+    """
+
+    seed: int
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    reordered: bool = False
+
+    @classmethod
+    def draw(cls, seed: int) -> "Episode":
+        """Draw an engine that vLLM accepts."""
+        rng = np.random.default_rng(seed)
+
+        def pick(*values: Any) -> Any:
+            return values[rng.integers(len(values))]
+
+        family = pick(*FAMILIES)
+        chunked = rng.random() < 0.8
+        block_size = pick(8, 16, 32)
+        max_num_seqs = pick(2, 4, 8, 12)
+        settings: dict[str, Any] = {
+            "block_size": block_size,
+            "enable_chunked_prefill": bool(chunked),
+            "enable_prefix_caching": bool(rng.random() < 0.75),
+            "async_scheduling": bool(rng.random() < 0.6),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": pick(12, 24, 48, 96) if chunked else MAX_MODEL_LEN,
+            "scheduling_policy": pick("fcfs", "fcfs", "priority"),
+            "num_gpu_blocks_override": GROUPS[family] * MAX_MODEL_LEN // block_size
+            + pick(3, 8, 24),
+            "additional_config": {"npu_prep": {"mask": pick("dense", "compressed")}},
+        }
+        if chunked and rng.random() < 0.2:
+            settings["long_prefill_token_threshold"] = pick(5, 10)
+        mode = pick("NONE", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
+        if mode != "NONE":
+            sizes = sorted({1, 2, max_num_seqs, pick(5, 7), pick(12, 16)})
+            settings["enforce_eager"] = False
+            settings["compilation_config"] = {
+                "cudagraph_mode": mode,
+                "cudagraph_capture_sizes": sizes,
+            }
+            settings["additional_config"] = {}
+        if rng.random() < 0.15:
+            settings["async_scheduling"] = False
+            settings["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        elif rng.random() < 0.25:
+            settings["enable_prompt_embeds"] = True
+        return cls(seed, family, settings, bool(rng.random() < 0.2))
+
+    def dumps(self) -> str:
+        """As JSON, so that a failing one can be kept."""
+        return json.dumps(asdict(self), indent=2)
+
+
+@cache
+def model_of(family: str) -> Path:
+    """A random model of one or two layers with the demo model's tokenizer."""
+    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-"))
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    small = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": VOCAB}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
+    return folder
+
+
+class Traffic:
+    """Random requests that come, go on, are aborted and preempted, in an engine with two runners.
+
+    Attributes
+    ----------
+    count
+        What happened how often.
+    states
+        Steps by attention state.
+    by_feature
+        Steps by attention state and by feature of a request in them.
+    """
+
+    def __init__(self, llm: Any, episode: Episode) -> None:
+        self.llm, self.core, self.episode = llm, llm.llm_engine, episode
+        self.rng = np.random.default_rng(episode.seed + 1)
+        engine_core = self.core.engine_core.engine_core
+        self.scheduler = engine_core.scheduler
+        ours = runner_of(llm)
+        if episode.reordered:
+            ours.reorder_batch_threshold = 1
+        self.pair = Pair(ours)
+        self.pair.on_step = self.after_forward
+        engine_core.model_executor.driver_worker.worker.model_runner = self.pair
+        self.invariants = Invariants(self.pair, self.scheduler, seed=episode.seed)
+        self.tokenizer = llm.get_tokenizer()
+        self.embedding = ours.get_model().model.embed_tokens.weight.detach()
+        self.prefixes = [self.tokens(70) for _ in range(3)]
+        self.features: dict[str, set[str]] = {}  # of each request that is under way
+        self.draining = False
+        self.count: Counter = Counter()
+        self.states: Counter = Counter()
+        self.by_feature: Counter = Counter()
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count["preempted"] += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    # ----------------------------------------------------------------- requests
+
+    def tokens(self, length: int) -> list[int]:
+        return self.rng.integers(4, VOCAB, length).tolist()
+
+    def chance(self, share: float) -> bool:
+        return bool(self.rng.random() < share)
+
+    def prompt(self, features: set[str]) -> dict[str, Any]:
+        ids = self.tokens(int(self.rng.integers(1, 50)))
+        if self.chance(0.4):
+            ids = self.prefixes[self.rng.integers(3)][: self.rng.integers(8, 70)] + ids
+        if self.episode.settings.get("enable_prompt_embeds") and self.chance(0.5):
+            features.add("prompt embeddings")
+            return {"prompt_embeds": self.embedding[ids].clone()}
+        prompt: dict[str, Any] = {"prompt_token_ids": ids}
+        if self.chance(0.1):
+            features.add("cache salt")
+            prompt["cache_salt"] = str(self.rng.integers(2))
+        return prompt
+
+    def sampling_params(self, features: set[str]) -> SamplingParams:
+        """Mostly plain, otherwise with a few features at once."""
+        params: dict[str, Any] = {"temperature": 0, "max_tokens": int(self.rng.integers(1, 30))}
+        wanted = 0.0 if self.chance(0.4) else 0.2
+        speculates = "speculative_config" in self.episode.settings
+
+        def feature(name: str, share: float = wanted) -> bool:
+            if not self.chance(share):
+                return False
+            features.add(name)
+            return True
+
+        if feature("random", 2 * wanted):
+            params["temperature"] = float(self.rng.uniform(0.3, 1.5))
+            if feature("seed", 0.5):
+                params["seed"] = int(self.rng.integers(1000))
+            if feature("top-p, top-k", 0.5):
+                params |= {"top_p": 0.8, "top_k": 20}
+            if not speculates and feature("min-p", 0.3):
+                params["min_p"] = 0.05
+        if feature("penalties"):
+            params |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+        if not speculates and feature("logit bias"):
+            params["logit_bias"] = {int(token): 2.5 for token in self.tokens(3)}
+        if not speculates and feature("min tokens"):
+            params |= {
+                "min_tokens": int(self.rng.integers(1, 6)),
+                "stop_token_ids": self.tokens(40),
+            }
+            params["max_tokens"] += 6
+        if feature("bad words"):
+            params["bad_words"] = ["a", "the", "an NPU"]
+        if feature("allowed tokens"):
+            params["allowed_token_ids"] = self.tokens(30)
+        if feature("logprobs"):
+            params["logprobs"] = int(self.rng.integers(0, 4))
+        if feature("prompt logprobs", wanted / 2) and "prompt embeddings" not in features:
+            params["prompt_logprobs"] = int(self.rng.integers(1, 3))
+        if not features & {"bad words", "allowed tokens", "min tokens"} and feature("grammar"):
+            grammar = GRAMMARS[self.rng.integers(len(GRAMMARS))]
+            params["structured_outputs"] = StructuredOutputsParams(**grammar)
+        elif not feature("stops at the end", 0.5):
+            params["ignore_eos"] = True
+        if params["temperature"] and feature("several samples"):
+            params["n"] = 2
+        return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **params)
+
+    def arrive(self) -> None:
+        features: set[str] = set()
+        name = f"r{self.count['arrived']}"
+        prompt = self.prompt(features)
+        params = self.sampling_params(features)
+        self.core.add_request(name, prompt, params, priority=int(self.rng.integers(3)))
+        self.features[name] = features
+        self.count["arrived"] += 1
+
+    def act(self) -> None:
+        """Between steps: arrivals, and now and then an abort, a lost cache, a dummy run."""
+        if not self.core.has_unfinished_requests():
+            self.draining = False
+            for _ in range(self.rng.integers(1, 6)):
+                self.arrive()
+        elif self.chance(0.03):
+            self.draining = True  # no more arrivals until all is quiet
+        room = 2 * self.episode.settings["max_num_seqs"]
+        while not self.draining and self.chance(0.5) and len(self.scheduler.requests) < room:
+            self.arrive()
+        if self.chance(0.03):
+            running = sorted(self.features)
+            self.core.abort_request([running[self.rng.integers(len(running))]])
+            self.count["aborted"] += 1
+        if self.chance(0.01):
+            reset = self.core.reset_prefix_cache(reset_running_requests=self.chance(0.5))
+            self.count["prefix cache reset"] += reset
+        if self.chance(0.02):
+            self.dummy_run()
+
+    def dummy_run(self) -> None:
+        """As data-parallel ranks without work do; ours keeps its tables through it."""
+        ours = self.pair.ours
+        with self.pair.running(ours):
+            ours._dummy_run(4)
+            # With attention it commits whole rows and then clears those of its padding.
+            ours.block_tables.commit_block_table(ours.max_num_reqs)
+            ours.block_tables.entries.zero_()
+        self.count["dummy run"] += 1
+
+    # ----------------------------------------------------------------- steps
+
+    def after_forward(self, output: Any) -> None:
+        """Invariants of our step, and what it was made of."""
+        ours = self.pair.ours
+        self.invariants.check(output)
+        state = ours.last_step.attn_state.name
+        self.states[state] += 1
+        self.count["steps"] += 1
+        self.count["tokens"] += output.total_num_scheduled_tokens
+        self.count["resumed"] += len(output.scheduled_cached_reqs.resumed_req_ids)
+        self.count["cached prefix"] += sum(
+            new.num_computed_tokens > 0 for new in output.scheduled_new_reqs
+        )
+        features = {"plain"}
+        for req_id in output.num_scheduled_tokens:
+            features |= self.features.get(self.name_of(req_id), set())
+        for name in features:
+            self.by_feature[name, state] += 1
+
+    def name_of(self, req_id: str) -> str:
+        """Our name of a request: vLLM appends a random tail, and a head for several samples."""
+        return req_id.rpartition("-")[0].rpartition("_")[2]
+
+    def run(self, steps: int) -> None:
+        """Go on for at least so many steps, then until all requests have left."""
+        while self.count["steps"] < steps or self.core.has_unfinished_requests():
+            if self.count["steps"] < steps:
+                self.act()
+            for output in self.core.step():
+                if output.finished:
+                    self.features.pop(output.request_id, None)
+                    self.count["finished"] += 1
+        self.invariants.caches_agree()
+        for kind, steps_of in self.pair.ours.step_counts.by_kind.items():
+            self.count[kind.partition(":")[0]] += steps_of
+
+
+def play(episode: Episode, steps: int) -> Traffic:
+    """Run an episode; raises at the first disagreement or broken invariant."""
+    with (
+        engine(
+            model_of(episode.family),
+            max_model_len=MAX_MODEL_LEN,
+            skip_tokenizer_init=False,
+            structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+            **episode.settings,
+        ) as llm,
+        torch.inference_mode(False),
+    ):
+        traffic = Traffic(llm, episode)
+        traffic.run(steps)
+    return traffic

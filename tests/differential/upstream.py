@@ -1,0 +1,278 @@
+"""Upstream's own V1 runner beside ours: the same model, its own KV cache, its own preparation."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
+
+GREATEST_LOGITS_DIFFERENCE = 1e-4
+"""Padding of a graph changes how a product of matrices is cut, hence the last bits."""
+
+
+class UpstreamRunner(GPUModelRunner):
+    """``GPUModelRunner`` as it is, on this plugin's layout of the cache and without graphs.
+
+    Decisions about graphs are made and recorded; the step then runs eagerly.
+    """
+
+    def __init__(self, ours: Any) -> None:
+        with ours.prep_device.host_streams():
+            super().__init__(ours.vllm_config, ours.device)
+        self.ours = ours
+        self.prep_device = ours.prep_device
+        self.decision: Any = None
+        self.model = ours.get_model()
+        if ours.lora_config is not None:
+            self.lora_manager = ours.lora_manager
+        with ours.prep_device.host_streams():
+            self.initialize_kv_cache(ours.kv_cache_config)
+        self.reorder_batch_threshold = ours.reorder_batch_threshold
+
+    def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
+        caches = allocate_planes(kv_cache_config, self.prep_device)
+        for layer_name, target in self.shared_kv_cache_layers.items():
+            caches[layer_name] = caches[target]
+        self.caches = caches
+        return caches
+
+    def _init_kv_zero_meta(self) -> None:
+        pass
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        zero_blocks(self.caches.values(), block_ids)
+
+    def _sync_device(self) -> None:
+        pass
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        self.decision = super()._determine_batch_execution_and_padding(*args, **kwargs)[:2]
+        kwargs["force_eager"] = True
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Generators of the CPU can't be set back, as upstream does where it drops the sample."""
+        generators, held = self.input_batch.generators, {}
+        for row in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]):
+            if int(row) in generators:
+                held[int(row)] = generators.pop(int(row))
+        with self.prep_device.host_streams():
+            result = super().sample_tokens(*args, **kwargs)
+        generators.update(held)
+        return result
+
+
+class DisagreementError(AssertionError):
+    """The two runners prepared or sampled something else."""
+
+
+class Watched:
+    """What a runner hands to its model in a step, by upstream's names, on the host."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.seen: dict[str, Any] = {}
+        self.logits: torch.Tensor | None = None
+        self.decision: Any = None
+        prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
+        decide = runner._determine_batch_execution_and_padding
+
+        def prepare_inputs(*args: Any) -> Any:
+            self.prepared = prepare(*args)
+            return self.prepared
+
+        def determine(*args: Any, **kwargs: Any) -> Any:
+            decision = decide(*args, **kwargs)
+            self.decision = decision[:2]
+            return decision
+
+        def model_forward(*args: Any, **kwargs: Any) -> Any:
+            self.seen = self._arrays(**kwargs)
+            return forward(*args, **kwargs)
+
+        def sample_logits(logits: torch.Tensor | None, *args: Any) -> Any:
+            self.logits = None if logits is None else logits.clone()
+            return sample(logits, *args)
+
+        runner._prepare_inputs = prepare_inputs
+        runner._determine_batch_execution_and_padding = determine
+        runner._model_forward = model_forward
+        runner._sample = sample_logits
+
+    def _arrays(
+        self,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        runner, batch = self.runner, self.runner.input_batch
+        reqs = batch.num_reqs
+        total = int(runner.query_start_loc.np[reqs])
+        logits_indices, spec, max_num_sampled_tokens = self.prepared
+        arrays = {
+            "req_ids": list(batch.req_ids),
+            "positions": positions[:total].tolist(),
+            "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
+            "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
+            "seq_lens": runner.seq_lens[:reqs].tolist(),
+            "optimistic_seq_lens_cpu": runner.optimistic_seq_lens_cpu[:reqs].tolist(),
+            "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
+            "discard_request_mask": runner.discard_request_mask.gpu[:reqs].tolist(),
+            "discard_request_mask_cpu": runner.discard_request_mask.np[:reqs].tolist(),
+            "logits_indices": logits_indices.tolist(),
+            "max_num_sampled_tokens": max_num_sampled_tokens,
+            "spec_decode_metadata": None
+            if spec is None
+            else {k: v.tolist() if torch.is_tensor(v) else v for k, v in vars(spec).items()},
+            "block_table": [
+                [row[:owned].tolist() for row, owned in zip(rows, table.num_blocks_per_row)]
+                for table in batch.block_table.block_tables
+                for rows in [table.get_device_tensor(reqs)]
+            ],
+            "slot_mapping": {
+                name: slots[:total].tolist()
+                for name, slots in (get_forward_context().slot_mapping or {}).items()
+            },
+            "other arguments": sorted(name for name, value in others.items() if value is not None),
+        }
+        if inputs_embeds is None and runner.model_config.enable_prompt_embeds:
+            inputs_embeds = runner.model.embed_input_ids(input_ids)
+        if inputs_embeds is not None:  # ids under embeddings are nobody's
+            arrays["inputs_embeds"] = inputs_embeds[:total].tolist()
+        else:
+            arrays["input_ids"] = input_ids[:total].tolist()
+        return arrays
+
+
+class Pair:
+    """A worker's model runner that runs every step twice and compares.
+
+    Everything else is ours; what it returns are our results.
+    """
+
+    def __init__(self, ours: Any) -> None:
+        self.ours, self.upstream = ours, UpstreamRunner(ours)
+        layers = ours.compilation_config.static_forward_context
+        self.caches = {
+            runner: {name: layers[name].kv_cache for name in self.upstream.caches}
+            for runner in (ours,)
+        }
+        self.caches[self.upstream] = self.upstream.caches
+        self.watched = {runner: Watched(runner) for runner in (ours, self.upstream)}
+        self.on_step: Any = lambda scheduler_output: None
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ours, name)
+
+    @contextlib.contextmanager
+    def running(self, runner: Any) -> Iterator[None]:
+        """Bind the runner's cache to the layers; random numbers start anew for both."""
+        layers = self.ours.compilation_config.static_forward_context
+        for name, cache in self.caches[runner].items():
+            layers[name].kv_cache = cache
+        torch.manual_seed(self.steps)
+        yield
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        theirs_output = copy.deepcopy(scheduler_output)  # runners keep and extend its lists
+        with self.running(self.upstream):
+            theirs = self.upstream.execute_model(theirs_output, *args, **kwargs)
+        with self.running(self.ours):
+            ours = self.ours.execute_model(scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._compare_step()
+            self.on_step(scheduler_output)
+        if ours is None or theirs is None:
+            check("result of execute_model", ours, theirs)
+            return None
+        return self._compare_results(ours, theirs)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with self.running(self.upstream):
+            theirs = self.upstream.sample_tokens(copy.deepcopy(grammar_output))
+        with self.running(self.ours):
+            ours = self.ours.sample_tokens(grammar_output)
+        mine, others = (self.watched[each].logits for each in (self.ours, self.upstream))
+        close("logits", flat([mine]), flat([others]))
+        return self._compare_results(ours, theirs)
+
+    def take_draft_token_ids(self) -> Any:
+        ours, theirs = self.ours.take_draft_token_ids(), self.upstream.take_draft_token_ids()
+        check("drafts", ours and vars_of(ours), theirs and vars_of(theirs))
+        return ours
+
+    def _compare_step(self) -> None:
+        ours, theirs = (self.watched[each].seen for each in (self.ours, self.upstream))
+        check("names", sorted(ours), sorted(theirs))
+        for name in ours:
+            check(name, ours[name], theirs[name])
+        if "inputs_embeds" not in ours:
+            decided = self.watched[self.ours].decision
+            check("graph and padding", decided, self.upstream.decision)
+
+    def _compare_results(self, ours: Any, theirs: Any) -> Any:
+        if isinstance(ours, AsyncModelRunnerOutput):
+            return PairOutput(self, ours, theirs)
+        self.compare_outputs(ours, theirs)
+        return ours
+
+    def compare_outputs(self, ours: ModelRunnerOutput, theirs: ModelRunnerOutput) -> None:
+        """Sampled tokens and log-probabilities; logits say how near a wrong token was."""
+        for name in ("req_ids", "req_id_to_index", "sampled_token_ids"):
+            check(name, getattr(ours, name), getattr(theirs, name))
+        check("pooled", is_there(ours.pooler_output), is_there(theirs.pooler_output))
+        close("pooled", flat(ours.pooler_output), flat(theirs.pooler_output))
+        close("logprobs", flat(ours.logprobs), flat(theirs.logprobs))
+        mine, others = ours.prompt_logprobs_dict, theirs.prompt_logprobs_dict
+        check("requests with prompt logprobs", sorted(mine), sorted(others))
+        for req_id in mine:
+            close("prompt logprobs", flat(mine[req_id]), flat(others[req_id]))
+
+
+class PairOutput(AsyncModelRunnerOutput):
+    """Both runners' asynchronous outputs."""
+
+    def __init__(self, pair: Pair, ours: Any, theirs: Any) -> None:
+        self.pair, self.ours, self.theirs = pair, ours, theirs
+
+    def get_output(self) -> ModelRunnerOutput:
+        ours, theirs = self.ours.get_output(), self.theirs.get_output()
+        self.pair.compare_outputs(ours, theirs)
+        return ours
+
+
+def check(name: str, ours: Any, theirs: Any) -> None:
+    if ours != theirs:
+        raise DisagreementError(f"{name}: ours {ours!r}, upstream's {theirs!r}")
+
+
+def close(name: str, ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    check(f"shapes of {name}", [a.shape for a in ours], [a.shape for a in theirs])
+    for mine, other in zip(ours, theirs):
+        if not np.allclose(mine, other, rtol=1e-4, atol=GREATEST_LOGITS_DIFFERENCE):
+            raise DisagreementError(f"{name}: ours {mine}, upstream's {other}")
+
+
+def is_there(values: Any) -> Any:
+    return None if values is None else [value is None for value in values]
+
+
+def flat(values: Any) -> list[np.ndarray]:
+    """Numbers of a (named) tuple or list of arrays, tensors, lists and Nones."""
+    if values is None:
+        return []
+    return [np.asarray(value, np.float64) for value in values if value is not None]
+
+
+def vars_of(record: Any) -> dict[str, Any]:
+    return dict(vars(record))

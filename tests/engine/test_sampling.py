@@ -1,0 +1,273 @@
+"""Sampling: what each parameter does, by transformers' logits and formulas written down here."""
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from examples.tiny_model import make_tokenizer
+from tests.helpers.engine import engine, make_model
+from tests.helpers.prompts import VOCAB, prompts_of
+
+SAMPLES = 2000
+EOS = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("qwen3"), eos_token_id=EOS, spread=0.1)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logits_of(model):
+    """Logits behind every token of a sequence, float64 ``[len, VOCAB]``, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def run(token_ids: list[int]) -> np.ndarray:
+        return hf(torch.tensor([token_ids])).logits[0].double().numpy()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with engine(
+        model,
+        skip_tokenizer_init=False,
+        max_num_seqs=256,
+        max_num_batched_tokens=256,
+        max_logprobs=VOCAB,
+    ) as llm:
+        yield llm
+
+
+def run(llm, prompts, params):
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+# ------------------------------------------------------------------- distributions
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def keep(probabilities: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    left = np.where(kept, probabilities, 0)
+    return left / left.sum()
+
+
+def top_k(probabilities: np.ndarray, k: int) -> np.ndarray:
+    return keep(probabilities, probabilities >= np.sort(probabilities)[-k])
+
+
+def top_p(probabilities: np.ndarray, p: float) -> np.ndarray:
+    """The fewest of the likeliest tokens that hold at least `p`."""
+    order = np.argsort(-probabilities)
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    kept = np.zeros(len(probabilities), bool)
+    kept[order[before < p]] = True
+    return keep(probabilities, kept)
+
+
+def min_p(probabilities: np.ndarray, p: float) -> np.ndarray:
+    return keep(probabilities, probabilities >= p * probabilities.max())
+
+
+def only(probabilities: np.ndarray, tokens: list[int]) -> np.ndarray:
+    return keep(probabilities, np.isin(np.arange(VOCAB), tokens))
+
+
+DISTRIBUTIONS = {
+    "temperature": ({"temperature": 0.3}, lambda logits: softmax(logits / 0.3)),
+    "top-k": ({"top_k": 12}, lambda logits: top_k(softmax(logits), 12)),
+    "top-p": ({"top_p": 0.6}, lambda logits: top_p(softmax(logits), 0.6)),
+    "min-p": ({"min_p": 0.1}, lambda logits: min_p(softmax(logits), 0.1)),
+    "top-k, then top-p of what is left, hot": (
+        {"temperature": 1.4, "top_k": 30, "top_p": 0.8},
+        lambda logits: top_p(top_k(softmax(logits / 1.4), 30), 0.8),
+    ),
+    "allowed tokens": (
+        {"allowed_token_ids": list(range(100, 140))},
+        lambda logits: only(softmax(logits), list(range(100, 140))),
+    ),
+    "bias": (
+        {"logit_bias": {50: 6.0, 60: 5.0}},
+        lambda logits: softmax(
+            logits + 6.0 * (np.arange(VOCAB) == 50) + 5.0 * (np.arange(VOCAB) == 60)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
+def test_samples_follow_the_distribution(llm, logits_of, seed, case):
+    """Chi-squared over tokens, rare ones together; a fair sampler fails once in a million runs."""
+    params, formula = DISTRIBUTIONS[case]
+    (prompt,) = prompts_of(seed, [20])
+    expected = formula(logits_of(prompt)[-1])
+    torch.manual_seed(seed)
+    sampling = SamplingParams(n=SAMPLES, max_tokens=1, detokenize=False, **params)
+    (output,) = run(llm, [prompt], sampling)
+    counts = np.bincount([each.token_ids[0] for each in output.outputs], minlength=VOCAB)
+    assert counts.sum() == SAMPLES
+    assert not counts[expected == 0].any(), "tokens that were cut"
+    often = expected * SAMPLES >= 8
+    wanted = np.append(expected[often], expected[~often].sum()) * SAMPLES
+    got = np.append(counts[often], counts[~often].sum())
+    wanted, got = wanted[wanted > 0], got[wanted > 0]
+    statistic, freedom = float(((got - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    assert freedom >= 2
+    assert statistic < chi_squared_bound(freedom), (statistic, freedom)
+
+
+def chi_squared_bound(freedom: int) -> float:
+    """Exceeded once in a million times (Wilson and Hilferty's approximation)."""
+    ninth = 2 / (9 * freedom)
+    return freedom * (1 - ninth + 4.753 * ninth**0.5) ** 3
+
+
+# ------------------------------------------------------------------- token by token
+
+
+def decode(logits_of, prompt, length, process) -> list[int]:
+    """Greedy tokens whose logits went through `process(logits, prompt, outputs)`."""
+    outputs: list[int] = []
+    for _ in range(length):
+        logits = process(logits_of(prompt + outputs)[-1].copy(), prompt, outputs)
+        outputs.append(int(np.argmax(logits)))
+    return outputs
+
+
+def repetition(logits, prompt, outputs):
+    seen = sorted({*prompt, *outputs})
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.4, logits[seen] * 1.4)
+    return logits
+
+
+def presence_and_frequency(logits, prompt, outputs):
+    counts = np.bincount(outputs, minlength=VOCAB)
+    return logits - 0.6 * counts - 0.9 * (counts > 0)
+
+
+def not_the_end_yet(logits, prompt, outputs):
+    if len(outputs) < 6:
+        logits[[EOS, 11, *range(100, 300)]] = -np.inf
+    return logits
+
+
+def biased(logits, prompt, outputs):
+    logits[[33, 44]] += 1.5, -50.0
+    return logits
+
+
+GREEDY = {
+    "repetition penalty": ({"repetition_penalty": 1.4}, repetition),
+    "presence and frequency penalties": (
+        {"presence_penalty": 0.9, "frequency_penalty": 0.6},
+        presence_and_frequency,
+    ),
+    "min tokens": ({"min_tokens": 6, "stop_token_ids": [11, *range(100, 300)]}, not_the_end_yet),
+    "bias": ({"logit_bias": {33: 1.5, 44: -50.0}}, biased),
+    "plain": ({}, lambda logits, prompt, outputs: logits),
+}
+
+
+def test_processors_of_one_batch_leave_each_other_alone(llm, logits_of, seed):
+    """Greedy tokens of requests with different processors, in one batch."""
+    prompts = prompts_of(seed, [9, 40, 17, 5, 23])
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, detokenize=False, **given)
+        for given, _ in GREEDY.values()
+    ]
+    got = tokens_of(run(llm, prompts, params))
+    for name, prompt, ours in zip(GREEDY, prompts, got):
+        expected = decode(logits_of, prompt, 12, GREEDY[name][1])
+        ends = [EOS] + ([11, *range(100, 300)] if name == "min tokens" else [])
+        first = next((i for i, token in enumerate(expected) if token in ends), 11)
+        assert ours == expected[: first + 1], name
+
+
+def test_bad_words_never_appear(llm, logits_of, seed):
+    tokenizer = llm.get_tokenizer()
+    (prompt,) = prompts_of(seed, [12])
+    plain = decode(logits_of, prompt, 8, lambda logits, *_: logits)
+    words, banned = [], []
+    for token in plain[:3]:
+        word = tokenizer.decode([token])
+        if tokenizer.encode(word, add_special_tokens=False) == [token]:
+            words.append(word)
+            banned.append(token)
+    assert words, "no token is a word of its own"
+    params = SamplingParams(temperature=0, max_tokens=12, bad_words=words, ignore_eos=True)
+    (got,) = tokens_of(run(llm, [prompt], params))
+    assert not set(got) & set(banned)
+
+
+def test_stop_strings_end_the_text(llm, logits_of, seed):
+    tokenizer = llm.get_tokenizer()
+    (prompt,) = prompts_of(seed, [14])
+    plain = decode(logits_of, prompt, 16, lambda logits, *_: logits)
+    text = tokenizer.decode(plain)
+    stop = next(text[i : i + 3] for i in range(6, len(text)) if text[i : i + 3].isascii())
+    params = SamplingParams(temperature=0, max_tokens=16, stop=[stop], ignore_eos=True)
+    (output,) = run(llm, [prompt], params)
+    got = output.outputs[0]
+    assert got.finish_reason == "stop"
+    assert got.stop_reason == stop
+    assert got.text == text[: text.index(stop)]
+    assert len(got.token_ids) < 16
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(llm, seed):
+    prompts = prompts_of(seed, [30, 11, 60])
+    seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
+    other = SamplingParams(temperature=1.0, seed=6, max_tokens=16, ignore_eos=True)
+    free = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    alone = tokens_of(run(llm, prompts[:1], seeded))[0]
+    first, *_ = tokens_of(run(llm, prompts, [seeded, free, other]))
+    *_, last = tokens_of(run(llm, [prompts[1], prompts[2], prompts[0]], [free, other, seeded]))
+    different = tokens_of(run(llm, prompts[:1], other))[0]
+    assert first == last == alone
+    assert different != alone
+    twice = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=16, ignore_eos=True)
+    samples = [tuple(o.token_ids) for o in run(llm, prompts[:1], twice)[0].outputs]
+    assert len(set(samples)) == 3, "samples of one request differ"
+    again = [tuple(o.token_ids) for o in run(llm, prompts[:1], twice)[0].outputs]
+    assert again == samples
+
+
+def test_log_probabilities_are_those_of_transformers(llm, logits_of, seed):
+    """Of samples and of prompts; prompts of 300 tokens come in chunks."""
+    prompts = prompts_of(seed, [3, 200, 40])
+    params = SamplingParams(
+        temperature=0, max_tokens=6, logprobs=4, prompt_logprobs=2, ignore_eos=True
+    )
+    outputs = run(llm, [*prompts, prompts[1]], [params] * 3 + [SamplingParams(max_tokens=3)])
+    for prompt, output in zip(prompts, outputs):
+        tokens = list(output.outputs[0].token_ids)
+        logits = logits_of(prompt + tokens)
+        expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        check_logprobs(output.outputs[0].logprobs, expected[len(prompt) - 1 : -1], tokens, 4)
+        assert output.prompt_logprobs[0] is None
+        check_logprobs(output.prompt_logprobs[1:], expected[: len(prompt) - 1], prompt[1:], 2)
+
+
+def check_logprobs(got, expected, tokens, wanted) -> None:
+    assert len(got) == len(expected) == len(tokens)
+    for entries, row, token in zip(got, expected, tokens):
+        best = set(np.argsort(-row)[:wanted].tolist())
+        assert set(entries) == best | {token}
+        for each, entry in entries.items():
+            assert entry.logprob == pytest.approx(row[each], abs=1e-4)
+        assert entries[token].rank == 1 + int((row > row[token]).sum())
