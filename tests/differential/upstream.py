@@ -179,7 +179,7 @@ class Pair:
         layers = self.ours.compilation_config.static_forward_context
         for name, cache in self.caches[runner].items():
             layers[name].kv_cache = cache
-        torch.manual_seed(self.steps)
+        torch.default_generator.manual_seed(self.steps)
         yield
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
