@@ -123,6 +123,7 @@ ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
     "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
     "memory": (["test_memory.py"], "170M"),
+    "sampling": (["test_sampling.py"], "8G"),
 }
 
 
