@@ -25,6 +25,12 @@ def configure(model):
     return lambda folder=model, **settings: engine_config(folder, **settings)
 
 
+MEAN_POOLING = {
+    "runner": "pooling",
+    "pooler_config": {"seq_pooling_type": "MEAN"},
+    "max_num_batched_tokens": 128,
+}
+
 REFUSED = {
     "unknown key": ({"additional_config": {"npu_prep": {"maks": 1}}}, ['"maks"', '"mask"']),
     "family of another device": (
@@ -49,6 +55,14 @@ REFUSED = {
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
     "LoRA": ({"enable_lora": True}, ["LoRA"]),
+    "chunks of prompts that are pooled whole": (
+        {**MEAN_POOLING, "enable_chunked_prefill": True},
+        ["--enable-chunked-prefill", "whole prompts"],
+    ),
+    "cached prefixes of prompts that are pooled whole": (
+        {**MEAN_POOLING, "enable_prefix_caching": True},
+        ["--enable-prefix-caching", "whole prompts"],
+    ),
     "drafter": (
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
         ["speculative method suffix", "ngram"],
@@ -81,6 +95,8 @@ def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
+        ("Bloom", {}, "ALiBi"),
+        ("Bert", {"head": "Model", "position_embedding_type": "alibi"}, "ALiBi"),
         ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32}, "mixture-of-experts"),
         ("Mixtral", {"num_local_experts": 4}, "mixture-of-experts"),
         ("Qwen3", {"head_dim": 1024}, "head size 1024"),
@@ -90,11 +106,6 @@ def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config,
     folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
     with pytest.raises(PrepError, match=message):
         configure(folder)
-
-
-def test_pooling_is_refused(configure):
-    with pytest.raises(PrepError, match="pooling"):
-        configure(runner="pooling")
 
 
 def test_another_vllm_is_refused(monkeypatch):

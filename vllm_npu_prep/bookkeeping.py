@@ -33,7 +33,9 @@ class BookkeepingRunner(GPUModelRunner):
     def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
         """Put block tables in upstream's batch that know what the device has of them."""
         super().may_reinitialize_input_batch(kv_cache_config)
-        self.block_tables = DeviceBlockTables(self.input_batch.block_table)
+        self.block_tables = DeviceBlockTables(
+            self.input_batch.block_table, self.max_num_reqs, self.device
+        )
         self.input_batch.block_table = self.block_tables
         self._rows = np.arange(self.max_num_reqs)
         self._placeholders = np.full(self.max_num_reqs, PLACEHOLDER, np.int64)

@@ -88,15 +88,31 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> dict[str, bool
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
     """Features that the engine was asked for and that this version refuses, with reasons."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    offload = vllm_config.offload_config
+    offload, scheduler = vllm_config.offload_config, vllm_config.scheduler_config
+    cache, pools = vllm_config.cache_config, model.runner_type == "pooling"
+    position_embeddings = getattr(model.hf_text_config, "position_embedding_type", None)
     checks = [
-        (model.runner_type == "pooling", "a pooling model", "only generation is prepared"),
         (
             model.is_multimodal_model,
             f"multimodal input ({model.model})",
             "only token ids are prepared; use a text-only model",
         ),
-        (model.is_encoder_decoder, "an encoder-decoder model", "only decoder attention runs"),
+        (model.is_encoder_decoder, "an encoder-decoder model", "no cross-attention runs"),
+        (
+            model.uses_alibi or position_embeddings == "alibi",
+            f"ALiBi ({model.model})",
+            "attention takes no bias",
+        ),
+        (
+            pools and scheduler.enable_chunked_prefill and not model.is_chunked_prefill_supported,
+            "--enable-chunked-prefill with this pooling model",
+            "it pools whole prompts; leave the flag out",
+        ),
+        (
+            pools and cache.enable_prefix_caching and not model.is_prefix_caching_supported,
+            "--enable-prefix-caching with this pooling model",
+            "it pools whole prompts; leave the flag out",
+        ),
         (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
         (
             model.is_moe,
@@ -117,7 +133,7 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "set tensor, pipeline and data parallel sizes to 1",
         ),
         (
-            vllm_config.cache_config.kv_sharing_fast_prefill,
+            cache.kv_sharing_fast_prefill,
             "--kv-sharing-fast-prefill",
             "metadata is built for whole steps",
         ),

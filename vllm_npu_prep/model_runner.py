@@ -16,7 +16,11 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
-from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
+from vllm_npu_prep.attention.kv_cache import (
+    allocate_planes,
+    encoder_only_groups,
+    zero_blocks,
+)
 from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
@@ -186,7 +190,8 @@ class NPUModelRunner(GraphRunner):
         masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
         block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
         for group, builder, layer_names in self._builders:
-            metadata = builder.build_step(step, group, staged, block_tables[group], masks)
+            block_table = block_tables[group] if builder.causal else None
+            metadata = builder.build_step(step, group, staged, block_table, masks)
             by_layer |= dict.fromkeys(layer_names, metadata)
         return by_layer
 
@@ -213,10 +218,15 @@ class NPUModelRunner(GraphRunner):
             return super()._get_slot_mappings(num_tokens_padded, *args, **kwargs)
         slots = self._slots
         if slots is None or slots[0] is not self.positions:  # another layout than the last step's
-            by_layer = {name: each.slot_mapping for name, each in self._attn_metadata.items()}
+            by_layer = {
+                name: each.slot_mapping
+                for name, each in self._attn_metadata.items()
+                if each.slot_mapping is not None
+            }
             by_group = {
                 gid: by_layer[group.layer_names[0]]
                 for gid, group in enumerate(self.kv_cache_config.kv_cache_groups)
+                if group.layer_names[0] in by_layer
             }
             slots = self._slots = (self.positions, by_group, by_layer)
         return slots[1:]
@@ -326,6 +336,15 @@ class NPUModelRunner(GraphRunner):
             len(tables.entries),
         )
         self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
+
+    def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
+        """Groups without a cache, behind those that have one: a group decides what its layers see.
+
+        Upstream has one, whatever the windows of its layers.
+        """
+        groups = encoder_only_groups(self.vllm_config, self.kv_cache_dtype)
+        self.kv_cache_config.kv_cache_groups.extend(groups)
+        self.runner_only_attn_layers.update(*(group.layer_names for group in groups))
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any

@@ -109,6 +109,11 @@ class NPUWorker(Worker):
         """
         self.model_runner.warm_up()
         compilation = self.vllm_config.compilation_config
+        if not self.model_runner.kv_caches:
+            # No memory was asked for, so nothing ran yet: the largest step is to fit, and the model
+            # is to be traced over upstream's buffers, which start where their storage does.
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.profile_run()
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.capture_model()

@@ -26,7 +26,7 @@ def device_block_tables() -> DeviceBlockTables:
         block_sizes=BLOCK_SIZES,
         max_num_blocks=WIDTHS,
     )
-    return DeviceBlockTables(upstream)
+    return DeviceBlockTables(upstream, ROWS, torch.device("cpu"))
 
 
 class Host:
@@ -160,3 +160,40 @@ def test_previous_rows_follow_their_requests(order, left_out):
     assert tables.previous_rows[0] == expected[-1]
     tables.add_row(([], []), ROWS - 1)
     assert tables.previous_rows[ROWS - 1] == NO_PREVIOUS_ROW
+
+
+def test_a_model_without_a_cache_has_rows_but_no_tables():
+    upstream = MultiGroupBlockTable(
+        max_num_reqs=ROWS,
+        max_num_batched_tokens=64,
+        pin_memory=False,
+        device=torch.device("cpu"),
+        block_sizes=[],
+        max_num_blocks=[],
+    )
+    tables = DeviceBlockTables(upstream, ROWS, torch.device("cpu"))
+    for row in (0, 1):
+        tables.add_row((), row)
+    tables.mark_rows(np.zeros(2, bool))
+    tables.swap_row(0, 1)
+    tables.clear_row(2)
+    tables.commit_block_table(2)
+    assert tables.previous_rows[:2].tolist() == [1, 0]
+    assert tables.device_rows(2) == ()
+    lengths = np.full(ROWS, 3, np.int32)
+    batch = BatchTables(
+        num_computed_tokens=lengths * 0,
+        num_prompt_tokens=lengths,
+        num_tokens=lengths,
+        token_ids=np.arange(8 * ROWS, dtype=np.int32).reshape(ROWS, 8),
+        block_entries=tables.entries_np,
+        max_num_blocks=tables.max_num_blocks,
+        block_sizes=np.empty(0, np.int32),
+        num_blocks=tables.num_blocks,
+        num_known_blocks=tables.num_known_blocks,
+        num_device_blocks=tables.num_device_blocks,
+    )
+    step = prepare_step(StepBatch(batch, lengths[:2], 0 * lengths, 6), Padding(8, 2))
+    assert step.input_ids.tolist() == [0, 1, 2, 8, 9, 10]
+    assert step.arrays.slot_mapping.shape == (0, 8)
+    assert step.num_block_changes == 0

@@ -6,7 +6,7 @@ import torch
 
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.mask import MaskForm, build_mask, plan_mask
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
 from vllm_npu_prep.prep.state import AttentionState
 
 BUDGET = 1 << 22
@@ -37,9 +37,13 @@ def test_decodes_build_no_mask():
     assert not cache._matrices
 
 
-def test_non_causal_groups_have_no_mask():
-    plan = plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 4, 9, causal=False)
-    assert plan.shape is None
+@pytest.mark.parametrize("window", [None, 5])
+def test_non_causal_groups_have_no_mask_but_keep_their_window(window):
+    for form in MaskForm:
+        plan = plan_mask(
+            AttentionState.PrefillNoCache, form, 4, 9, sliding_window=window, causal=False
+        )
+        assert plan == MaskPlan(MaskKind.NONE, None, window)
 
 
 def test_growing_leaves_masks_in_flight_alone():

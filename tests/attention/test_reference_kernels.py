@@ -86,8 +86,8 @@ class Step:
         self.metadata = AscendMetadata(
             attn_state=state,
             attn_mask=masks.build(plan, torch.tensor(positions)),
-            block_tables=table,
-            slot_mapping=self.slots,
+            block_tables=table if causal else None,
+            slot_mapping=self.slots if causal else None,
             query_start_loc=torch.from_numpy(self.starts),
             query_start_loc_np=self.starts,
             seq_lens=torch.from_numpy(seq_lens),
@@ -104,7 +104,8 @@ class Step:
 
     def run(self, share_kv=False) -> torch.Tensor:
         kernels = ReferenceKernels()
-        kernels.write_kv(self.key, self.value, self.cache, self.slots)
+        if self.causal:  # else there is no cache
+            kernels.write_kv(self.key, self.value, self.cache, self.slots)
         output = torch.full_like(self.query, float("nan"))
         key, value = (None, None) if share_kv else (self.key, self.value)
         kernels.attend(self.query, key, value, self.cache, self.metadata, self.layer, output)
@@ -126,8 +127,9 @@ class Step:
                 for i in range(scheduled):
                     for j in range(computed + scheduled):
                         p = computed + i
-                        hidden = j > p or (self.window is not None and j <= p - self.window)
-                        if self.causal and hidden:
+                        window = math.inf if self.window is None else self.window
+                        ahead = j > p if self.causal else j >= p + window
+                        if ahead or j <= p - window:
                             scores[i, j] = -math.inf
                 out[rows, head] = scores.softmax(-1) @ v
         return out
@@ -174,8 +176,14 @@ def test_logits_soft_cap(state, form, seed):
     check(Step(state, seed, soft_cap=1.5, form=form))
 
 
-def test_non_causal_sees_everything(seed):
-    check(Step(AttentionState.PrefillNoCache, seed, causal=False))
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("tile_pairs", [16, 1 << 20])
+def test_without_causality_tokens_see_both_ways(window, tile_pairs, seed, monkeypatch):
+    monkeypatch.setattr(reference, "TILE_PAIRS", tile_pairs)
+    step = Step(AttentionState.PrefillNoCache, seed, window=window, causal=False)
+    check(step)
+    (plan,) = step.metadata.kernel_plan.values()
+    assert (len(plan.chunks) > len(step.lengths)) == (tile_pairs == 16)
 
 
 def test_layers_that_share_kv_read_the_cache(seed):

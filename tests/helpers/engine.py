@@ -15,6 +15,7 @@ os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
 def make_model(
     folder: Path,
     family: str = "Qwen3",
+    head: str = "ForCausalLM",
     *,
     seed: int = 0,
     spread: float = 0.25,
@@ -22,6 +23,8 @@ def make_model(
     **config: Any,
 ) -> Path:
     """Save a tiny random model of a family of transformers, with untied weights.
+
+    `head` is the rest of its class's name.
 
     `spread` is the deviation of its weights: large enough that greedy tokens vary, which a model
     that repeats one token would hide. `embedding_scale` shrinks embeddings that are tied or scaled
@@ -48,12 +51,34 @@ def make_model(
         "dtype": "float32",
     }
     config_class = getattr(transformers, f"{family}Config")
-    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model_class = getattr(transformers, f"{family}{head}")
     model = model_class(config_class(**{**settings, **config}))
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(embedding_scale)
+        model.get_input_embeddings().weight.mul_(embedding_scale)
     model.save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path, vocab_size: int = 512) -> None:
+    """Save a tokenizer for a model: token n is the word ``tn``, a pair is ``0 a 1 b 1``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[CLS]": 0, "[SEP]": 1} | {f"t{token}": token for token in range(2, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[CLS]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[CLS]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
 
 
 @contextlib.contextmanager

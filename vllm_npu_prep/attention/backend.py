@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
@@ -30,6 +30,8 @@ from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
 
 DEFAULT_BLOCK_SIZE = 128
+
+ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
 
 class AscendAttentionBackend(AttentionBackend):
@@ -84,6 +86,11 @@ class AscendAttentionBackend(AttentionBackend):
         """Groups without a mask."""
         return True
 
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders, and encoders that have no decoder behind them."""
+        return attn_type in ATTN_TYPES
+
 
 class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     """The only constructor of `AscendMetadata`.
@@ -102,6 +109,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.decisions: Decisions = decisions_of(vllm_config)
         self.sliding_window = getattr(kv_cache_spec, "sliding_window", None)
+        # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
+        self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
         model = vllm_config.model_config
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
@@ -113,7 +122,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             values[model.dtype] if values else None,
         )
         # By state: the plan where it is the same for all sizes, else None
-        plans = [self._plan(state, 1, 1) for state in AttentionState]
+        plans = [self._plan(state, 1, 1, self.causal) for state in AttentionState]
         of_any_size = (MaskKind.NONE, MaskKind.COMPRESSED)
         self._plans_of_any_size = [plan if plan.kind in of_any_size else None for plan in plans]
 
@@ -121,7 +130,12 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
     ) -> AttentionCGSupport:
-        """Full graphs that attention can be inside of: those whose mask keeps its shape."""
+        """Full graphs that attention can be inside of: those whose mask keeps its shape.
+
+        They read K and V from the cache, which encoder-only layers don't have.
+        """
+        if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+            return AttentionCGSupport.NEVER
         if decisions_of(vllm_config).mask_form == MaskForm.COMPRESSED:
             return AttentionCGSupport.ALWAYS
         if getattr(kv_cache_spec, "sliding_window", None) is not None:
@@ -146,7 +160,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         step: PreparedStep,
         group: int,
         staged: StagedArrays,
-        block_table: torch.Tensor,
+        block_table: torch.Tensor | None,
         masks: dict[MaskPlan, torch.Tensor | None],
     ) -> AscendMetadata:
         """Metadata of a prepared step for one KV-cache group: views, and no device read-back.
@@ -162,7 +176,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         staged
             The step's arrays on the host and on the device.
         block_table
-            int32 ``[num_reqs_padded, max_num_blocks]`` on the device.
+            int32 ``[num_reqs_padded, max_num_blocks]`` on the device; None for encoder-only groups,
+            which have no slots either.
         masks
             Masks that other groups made for this step; this one is added.
         """
@@ -171,7 +186,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         if plan is not None:
             mask = self.masks.constant() if plan.kind is MaskKind.COMPRESSED else None
         else:
-            plan = self._plan(step.attn_state, step.num_input_tokens, step.max_seq_len)
+            plan = self._plan(step.attn_state, step.num_input_tokens, step.max_seq_len, self.causal)
             mask = masks.get(plan)
             if mask is None:
                 positions = arrays.positions[: step.total_num_scheduled_tokens]
@@ -180,7 +195,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             attn_state=step.attn_state,
             attn_mask=mask,
             block_tables=block_table,
-            slot_mapping=arrays.slot_mapping[group],
+            slot_mapping=None if block_table is None else arrays.slot_mapping[group],
             query_start_loc=arrays.query_start_loc,
             query_start_loc_np=staged.np.query_start_loc,
             seq_lens=arrays.seq_lens,
@@ -192,6 +207,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             num_actual_tokens=step.total_num_scheduled_tokens,
             num_input_tokens=step.num_input_tokens,
             sliding_window=plan.sliding_window,
+            causal=self.causal,
             in_full_graph=step.padding.mode is GraphMode.FULL,
         )
 
@@ -258,8 +274,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
     ) -> None:
         if alibi_slopes is not None:
             raise NotImplementedError("ALiBi is not supported by the Ascend attention backend")
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"{attn_type} attention is not supported, only decoder")
+        if attn_type not in ATTN_TYPES:
+            raise NotImplementedError(f"{attn_type} attention is not supported: {ATTN_TYPES} are")
         if set(unsupported.values()) - {None}:
             raise NotImplementedError(f"not supported by this backend: {sorted(unsupported)}")
         self.num_heads = num_heads
@@ -269,6 +285,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
         self.shares_kv = kv_sharing_target_layer_name is not None
+        self.has_cache = attn_type == AttentionType.DECODER
         self.layer_shape = LayerShape(
             num_heads, self.num_kv_heads, head_size, scale, logits_soft_cap
         )
@@ -285,7 +302,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         query: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
         key: torch.Tensor | None,  # [num_input_tokens, num_kv_heads, head_size]
         value: torch.Tensor | None,
-        kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
+        # [2, num_blocks, block_size, num_kv_heads, head_size]; empty for encoder-only layers
+        kv_cache: torch.Tensor,
         attn_metadata: AscendMetadata | None,
         output: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
         output_scale: torch.Tensor | None = None,
@@ -301,8 +319,10 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
             key = value = None
         if key is not None and value is not None:
             key, value = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
-            slots = attn_metadata.slot_mapping[:num_tokens]
-            self.kernels.write_kv(key, value, kv_cache, slots)
+            if self.has_cache:
+                assert attn_metadata.slot_mapping is not None
+                slots = attn_metadata.slot_mapping[:num_tokens]
+                self.kernels.write_kv(key, value, kv_cache, slots)
         attended = output[:num_tokens]
         if attn_metadata.tasks is not None:
             call = AttentionCall(

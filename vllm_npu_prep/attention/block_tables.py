@@ -19,12 +19,18 @@ class DeviceBlockTables(MultiGroupBlockTable):
     Parameters
     ----------
     upstream
-        The tables as vLLM's input batch made them, still empty. They get other memory.
+        The tables as vLLM's input batch made them, still empty. They get other memory. There are
+        none for a model without a KV cache.
+    max_num_reqs
+        Rows of each table.
+    device
+        Where the device's tables are.
     """
 
-    def __init__(self, upstream: MultiGroupBlockTable) -> None:
+    def __init__(
+        self, upstream: MultiGroupBlockTable, max_num_reqs: int, device: torch.device
+    ) -> None:
         self.block_tables = upstream.block_tables
-        max_num_reqs = self.block_tables[0].max_num_reqs
         shape = (len(self.block_tables), max_num_reqs)
         # See `BatchTables` for these.
         self.num_blocks = np.zeros(shape, np.int32)
@@ -33,20 +39,19 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.max_num_blocks = np.array(
             [table.max_num_blocks_per_req for table in self.block_tables], np.int32
         )
-        buffers = [table.block_table for table in self.block_tables]
         num_rows = max_num_reqs + PADDING_ROWS
         sizes = [num_rows * width for width in self.max_num_blocks.tolist()]
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
         with torch.inference_mode(False):
-            self.entries_cpu = buffers[0].cpu.new_zeros(sum(sizes))
-            self.entries = buffers[0].gpu.new_zeros(sum(sizes))
+            self.entries_cpu = torch.zeros(sum(sizes), dtype=torch.int32)
+            self.entries = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.entries_np = self.entries_cpu.numpy()
         views = zip(self.entries_cpu.split(sizes), self.entries.split(sizes), self.num_blocks)
-        for table, (host, device, num_blocks) in zip(self.block_tables, views):
+        for table, (host, on_device, num_blocks) in zip(self.block_tables, views):
             buffer = table.block_table
             buffer.cpu = host.view(num_rows, -1)
             buffer.np = buffer.cpu.numpy()
-            buffer.gpu = device.view(num_rows, -1)
+            buffer.gpu = on_device.view(num_rows, -1)
             table.num_blocks_per_row = num_blocks
         # Row of each request when `mark_rows` was last called, -1 for those it left out.
         self.previous_rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # [max_num_reqs]

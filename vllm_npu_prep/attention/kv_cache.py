@@ -7,12 +7,18 @@ the same bytes are viewed as planes.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -23,6 +29,43 @@ from vllm_npu_prep.errors import PrepError
 
 PLANE_SPECS = (FullAttentionSpec, SlidingWindowSpec)
 """Caches that are K and V of whole blocks, and whose attention this backend's builder knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyGroupSpec(EncoderOnlyAttentionSpec):
+    """Encoder-only layers of one window; upstream's spec has all windows in one group.
+
+    Attributes
+    ----------
+    sliding_window
+        Tokens see each other up to ``sliding_window - 1`` positions away; None: everything.
+    """
+
+    sliding_window: int | None = None
+
+
+def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVCacheGroupSpec]:
+    """Encoder-only layers of the model by window; they get neither a cache nor block tables.
+
+    Parameters
+    ----------
+    vllm_config
+        The engine's config, whose model has been built.
+    dtype
+        Of K and V.
+    """
+    groups: dict[EncoderOnlyGroupSpec, list[str]] = {}
+    for layer_name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
+        if layer.attn_type == AttentionType.ENCODER_ONLY:
+            spec = EncoderOnlyGroupSpec(
+                block_size=vllm_config.cache_config.block_size,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                dtype=dtype,
+                sliding_window=layer.sliding_window,
+            )
+            groups.setdefault(spec, []).append(layer_name)
+    return [KVCacheGroupSpec(layer_names, spec) for spec, layer_names in groups.items()]
 
 
 def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:

@@ -24,8 +24,8 @@ class AscendMetadata(AttentionMetadata):
     # Dense matrix [max_seq_len, max_seq_len], dense rows [num_input_tokens, max_seq_len],
     # the constant [2048, 2048], or None
     attn_mask: torch.Tensor | None
-    block_tables: torch.Tensor  # [R, max_num_blocks] int32
-    slot_mapping: torch.Tensor  # [num_input_tokens] int32
+    block_tables: torch.Tensor | None  # [R, max_num_blocks] int32; None without a cache
+    slot_mapping: torch.Tensor | None  # [num_input_tokens] int32; None without a cache
     query_start_loc: torch.Tensor  # [R + 1] int32
     query_start_loc_np: np.ndarray  # [R + 1] int32, host
     seq_lens: torch.Tensor  # [R] int32
@@ -37,7 +37,7 @@ class AscendMetadata(AttentionMetadata):
     num_actual_tokens: int  # tokens that were scheduled
     num_input_tokens: int  # tokens after graph padding
     sliding_window: int | None = None
-    causal: bool = True
+    causal: bool = True  # else fresh K and V are attended both ways
     in_full_graph: bool = False  # attention is inside a graph, and sees padding
     kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step
     tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
@@ -59,6 +59,7 @@ def common_metadata(
 ) -> CommonAttentionMetadata:
     """The same step as vLLM's common metadata, which drafters read; real requests only."""
     num_reqs, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
+    assert metadata.block_tables is not None and metadata.slot_mapping is not None
     return CommonAttentionMetadata(
         query_start_loc=metadata.query_start_loc[: num_reqs + 1],
         query_start_loc_cpu=torch.from_numpy(metadata.query_start_loc_np[: num_reqs + 1]),

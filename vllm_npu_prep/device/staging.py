@@ -51,7 +51,7 @@ class TypedBuffer:
         for name, spec in layout.arrays.items():
             size = spec.dtype.itemsize
             views[name] = self._by_dtype[spec.dtype][spec.offset // size : spec.end // size]
-        slots = views.pop("slot_mapping").view(layout.num_groups, -1)
+        slots = views.pop("slot_mapping").view(layout.num_groups, layout.num_input_tokens)
         input_ids = views["input_ids_and_spare"][:-1]
         return DeviceArrays(input_ids=input_ids, slot_mapping=slots.unbind(), **views)
 

@@ -10,6 +10,7 @@ state                                              dense                       c
 PrefillNoCache                                     one matrix for all requests the constant
 DecodeOnly                                         none (rows with a window)   none
 ChunkedPrefill, SpecDecoding, PrefillCacheHit      one row for each token      the constant
+encoder-only groups (always PrefillNoCache)        none                        none
 =================================================  ==========================  =================
 
 The dense forms are those of the reference documents; the constant is what the fused Ascend
@@ -54,15 +55,13 @@ class MaskPlan:
     shape
         Its shape, or None when there is none.
     sliding_window
-        Token p sees positions p - sliding_window + 1 to p; None: all positions up to p.
+        Token p sees positions p - sliding_window + 1 to p, and without causality as far ahead;
+        None: all positions up to p, or all.
     """
 
     kind: MaskKind
     shape: tuple[int, int] | None
     sliding_window: int | None = None
-
-
-NO_MASK = MaskPlan(MaskKind.NONE, None)
 
 
 def plan_mask(
@@ -89,10 +88,11 @@ def plan_mask(
     sliding_window
         Window of the group in tokens, None without one.
     causal
-        False for encoder-only groups, which have no mask.
+        False for encoder-only groups, which have no mask: tokens see each other both ways, with a
+        window up to ``sliding_window - 1`` positions away, which kernels narrow without a tensor.
     """
     if not causal:
-        return NO_MASK
+        return MaskPlan(MaskKind.NONE, None, sliding_window)
     if state == AttentionState.DecodeOnly and (
         form == MaskForm.COMPRESSED or sliding_window is None
     ):

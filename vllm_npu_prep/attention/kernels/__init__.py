@@ -50,6 +50,9 @@ class AttentionKernels(Protocol):
     ) -> None:
         """Attend; K and V of the step are in the cache already and also given fresh.
 
+        Without a causal mask (``metadata.causal``) there is no cache, and every token attends to
+        all of its request's fresh ones.
+
         Padding tokens of a full graph are attended too, over nothing.
         """
 

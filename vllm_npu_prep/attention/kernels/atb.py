@@ -60,7 +60,7 @@ class AtbKernels:
                 query=query,
                 key=key,
                 value=value,
-                mask=metadata.attn_mask,
+                mask=_square_mask(metadata, query),
                 seq_len=seq_lens,
                 **shape,
             )
@@ -94,6 +94,17 @@ class AtbKernels:
             context_lens=seq_lens,
             out=call.output,
         )
+
+
+def _square_mask(metadata: AscendMetadata, query: torch.Tensor) -> torch.Tensor:
+    """Mask of flash attention, which takes no call without one: zeros mask nothing.
+
+    In float16 they are added to the scores and in bfloat16 they are flags. Made once for all layers
+    of a step; start-up counted such a square into the budget of dense masks.
+    """
+    if metadata.attn_mask is None:
+        metadata.attn_mask = query.new_zeros(metadata.max_seq_len, metadata.max_seq_len)
+    return metadata.attn_mask
 
 
 def _host_lengths(metadata: AscendMetadata) -> tuple[torch.Tensor, torch.Tensor]:

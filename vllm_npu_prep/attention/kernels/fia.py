@@ -27,6 +27,7 @@ class FiaKernels:
 
     def __init__(self) -> None:
         self._kv_cache: torch.Tensor | None = None
+        self._no_lse: torch.Tensor | None = None
 
     def write_kv(
         self,
@@ -53,6 +54,8 @@ class FiaKernels:
         workspace: torch.Tensor | None = None,
     ) -> None:
         """Attend over the step's own K and V where nothing is cached, else over the cache."""
+        if self._no_lse is None:
+            self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
         torch_npu.npu_fused_infer_attention_score.out(
             query,
             **self._arguments(key, value, kv_cache, metadata, layer),
@@ -80,12 +83,12 @@ class FiaKernels:
         Lengths are host lists: of queries cumulative; of K and V cumulative where they are fresh,
         and one for each request where they are paged.
         """
-        planes = self._planes(kv_cache)
         query_ends, seq_lens = _host_lengths(metadata)
         paged: dict[str, Any] = {}
         if key is not None and metadata.attn_state == AttentionState.PrefillNoCache:
             kv_lengths = query_ends
         else:
+            planes = self._planes(kv_cache)
             key, value = self._flat
             paged = {"block_table": metadata.block_tables, "block_size": planes[0].shape[1]}
             kv_lengths = seq_lens
@@ -108,7 +111,6 @@ class FiaKernels:
         if self._kv_cache is not kv_cache:  # views cost a device's host several microseconds each
             self._kv_cache, self._kv = kv_cache, kv_cache.unbind()
             self._flat = [plane.flatten(2) for plane in self._kv]
-            self._no_lse = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
         return self._kv
 
 

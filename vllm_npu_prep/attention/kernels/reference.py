@@ -37,11 +37,7 @@ class Chunk:
     start: int  # first query token in the batch
     query_len: int
     first_position: int  # of the first query token
-
-    @property
-    def seq_len(self) -> int:
-        """Positions up to the last query token; causal attention reads no others."""
-        return self.first_position + self.query_len
+    seq_len: int  # positions that are read: up to the last query token where attention is causal
 
 
 @dataclass(frozen=True)
@@ -144,11 +140,15 @@ def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
 def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
     """What the Ascend kernels demand of a step."""
     query_lens, seq_lens = metadata.query_lens, metadata.seq_lens_np
-    assert metadata.block_tables.dtype == torch.int32 and metadata.block_tables.dim() == 2
-    assert len(query_lens) == len(seq_lens) == len(metadata.block_tables), (
-        f"{len(query_lens)} query lengths, {len(seq_lens)} sequence lengths and "
-        f"{len(metadata.block_tables)} block-table rows disagree"
+    assert len(query_lens) == len(seq_lens), (
+        f"{len(query_lens)} query lengths and {len(seq_lens)} sequence lengths disagree"
     )
+    if metadata.block_tables is not None:
+        assert metadata.block_tables.dtype == torch.int32 and metadata.block_tables.dim() == 2
+        assert len(query_lens) == len(metadata.block_tables), (
+            f"{len(query_lens)} query lengths and {len(metadata.block_tables)} block-table rows "
+            "disagree"
+        )
     starts = metadata.query_start_loc_np
     assert starts[0] == 0 and starts[metadata.num_reqs] == metadata.num_actual_tokens, (
         f"query_start_loc runs from {starts[0]} to {starts[metadata.num_reqs]} over "
@@ -180,11 +180,12 @@ def _plan(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
     pairs = 0
     for request, (start, query_len, seq_len) in enumerate(zip(starts, query_lens, seq_lens)):
         pairs += query_len * seq_len
-        # Without a causal mask every query reads the whole sequence: no cutting.
-        longest = max(1, TILE_PAIRS // seq_len) if metadata.causal else query_len
+        longest = max(1, TILE_PAIRS // seq_len)
         for done in range(0, query_len, longest):
             length = min(longest, query_len - done)
-            chunk = Chunk(request, start + done, length, seq_len - query_len + done)
+            first = seq_len - query_len + done
+            read = first + length if metadata.causal else seq_len
+            chunk = Chunk(request, start + done, length, first, read)
             size_class = (length.bit_length(), chunk.seq_len.bit_length())
             by_class.setdefault(size_class, []).append(chunk)
     groups = []
@@ -212,6 +213,7 @@ def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Ch
     if block_size is None:
         kv_indices = torch.from_numpy(metadata.query_start_loc_np).long()[requests][:, None] + cells
     else:
+        assert metadata.block_tables is not None
         blocks = metadata.block_tables[requests].long().gather(1, cells // block_size)
         kv_indices = blocks * block_size + cells % block_size
 
@@ -246,7 +248,8 @@ def _masked(
     ahead = columns.int()[:, None, :] - positions.int()[:, :, None]
     if mask is None:
         assert window is not None
-        return ahead <= -window
+        # Both ways without a causal mask; with one, nothing ahead is read.
+        return (ahead <= -window) | (ahead >= window)
     return expand_compressed(mask, ahead, window)
 
 

@@ -1,0 +1,194 @@
+"""Pooling models end to end: embeddings, classes, scores and rewards are those of transformers."""
+
+from collections import Counter
+
+import pytest
+import torch
+from vllm import PoolingParams
+
+from tests.engine.test_against_transformers import count_states, prompts_of
+from tests.helpers.engine import engine, make_model, runner_of, save_tokenizer
+from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
+
+LENGTHS = [3, 1, 150, 40, 90, 17, 2, 64, 65, 33]
+POOLING = {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 160}
+WHOLE_PROMPTS = {**POOLING, "max_num_batched_tokens": 200}
+PIECES = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [8, 16, 32, 48, 128],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes a model with a tokenizer."""
+
+    def make(*args, **config):
+        path = make_model(tmp_path_factory.mktemp("model"), *args, **config)
+        save_tokenizer(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def qwen3(folder):
+    return folder("Qwen3")
+
+
+@pytest.fixture(scope="module")
+def bert(folder):
+    return folder("Bert", "Model", num_key_value_heads=4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"async_scheduling": False}, {"async_scheduling": True, **PIECES}],
+    ids=["sync, eager", "async, pieces"],
+)
+def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings):
+    prompts = prompts_of(seed, LENGTHS)
+    later = [prompt + prompt[:5] for prompt in prompts[2:6]]  # most of them are cached by then
+    with engine(qwen3, **POOLING, max_num_batched_tokens=48, block_size=16, **settings) as llm:
+        states = count_states(llm)
+        got = pooled(llm, prompts, "embed")
+        steps = states.total()
+        got += pooled(llm, later, "embed")
+        counts = runner_of(llm).step_counts.by_kind
+    check_close(got, [normalized(rows[-1]) for rows in hidden_states(qwen3, prompts + later)])
+    print(dict(states), steps, dict(counts))
+    assert {"PrefillNoCache", "ChunkedPrefill"} <= set(states)
+    assert states.total() - steps <= 3  # 273 tokens in steps of 48
+    if "compilation_config" in settings:
+        assert counts["piecewise graphs"] > 0
+
+
+def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed):
+    prompts = prompts_of(seed, LENGTHS)
+    config = {"pooler_config": {"task": "token_embed"}, "max_num_batched_tokens": 48}
+    with engine(qwen3, **POOLING, **config, **PIECES) as llm:
+        got = pooled(llm, prompts, "token_embed")
+    check_close(got, [normalized(rows) for rows in hidden_states(qwen3, prompts)])
+
+
+def test_classes_of_whole_prompts(folder, seed):
+    from transformers import AutoModelForSequenceClassification
+
+    model = folder("Qwen2", "ForSequenceClassification", num_labels=3)
+    prompts = prompts_of(seed, LENGTHS)
+    prompts += [prompts[2][:140], prompts[4][:80] + prompts[3]]
+    settings = {"enable_chunked_prefill": False, "enable_prefix_caching": True, "block_size": 16}
+    with engine(model, **WHOLE_PROMPTS, **settings) as llm:
+        states = count_states(llm)
+        got = pooled(llm, prompts[:10], "classify") + pooled(llm, prompts[10:], "classify")
+    hf = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = [hf(torch.tensor([prompt])).logits[0].softmax(-1) for prompt in prompts]
+    check_close(got, expected)
+    assert set(states) == {"PrefillNoCache", "PrefillCacheHit"}
+
+
+def test_rewards_of_the_steps_of_a_prompt(folder, seed):
+    """A process reward model: two numbers for each token that ends a step."""
+    from safetensors.torch import load_file, save_file
+
+    model = folder("Qwen2")
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
+    head = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+    weights |= {f"score.{name}": tensor for name, tensor in head.items()}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    prompts = prompts_of(seed, LENGTHS)
+    for prompt in prompts:
+        prompt[len(prompt) // 2] = prompt[-1] = 7
+    config = {
+        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
+        "pooler_config": {"step_tag_id": 7},
+    }
+    with engine(model, **WHOLE_PROMPTS, **config) as llm:
+        got = pooled(llm, prompts, "token_classify")
+    expected = []
+    for prompt, rows in zip(prompts, hidden_states(model, prompts)):
+        hidden = torch.nn.functional.linear(rows, head["0.weight"], head["0.bias"]).relu()
+        logits = torch.nn.functional.linear(hidden, head["2.weight"], head["2.bias"])
+        expected.append(logits.softmax(-1)[torch.tensor(prompt) == 7])
+    check_close(got, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, PIECES], ids=["eager", "pieces"])
+def test_embeddings_of_an_encoder(bert, seed, settings):
+    prompts = prompts_of(seed, LENGTHS)
+    with engine(bert, **WHOLE_PROMPTS, **settings) as llm:
+        states = count_states(llm)
+        got = pooled(llm, prompts, "embed")
+        runner = runner_of(llm)
+        counts, step = Counter(runner.step_counts.by_kind), runner.last_step
+    check_close(got, [normalized(rows[0]) for rows in hidden_states(bert, prompts)])
+    assert set(states) == {"PrefillNoCache"}
+    assert step.batch.tables.num_groups == 0
+    assert not runner.kv_caches
+    assert (counts["piecewise graphs"] > 0) == bool(settings)
+
+
+def test_scores_of_a_cross_encoder_with_token_types(folder, seed):
+    from transformers import AutoModelForSequenceClassification
+
+    model = folder("Bert", "ForSequenceClassification", num_labels=1, num_key_value_heads=4)
+    queries, documents = prompts_of(seed, [4, 9, 30, 1]), prompts_of(seed + 1, [60, 2, 8, 100])
+
+    def text(tokens):
+        return " ".join(f"t{token}" for token in tokens)
+
+    with engine(model, **WHOLE_PROMPTS) as llm:
+        outputs = llm.score(
+            [text(tokens) for tokens in queries],
+            [text(tokens) for tokens in documents],
+            use_tqdm=False,
+        )
+        # In one batch with a prompt that has no types
+        pair = [0, *queries[0], 1, *documents[0], 1]
+        mixed = [PoolingParams(extra_kwargs={"compressed_token_type_ids": 6}), PoolingParams()]
+        got = pooled(llm, [pair, pair], "classify", mixed)
+    hf = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    expected = []
+    with torch.no_grad():
+        for query, document in zip(queries, documents):
+            ids = torch.tensor([[0, *query, 1, *document, 1]])
+            types = (torch.arange(ids.shape[1]) >= len(query) + 2).long()[None]
+            expected.append(hf(ids, token_type_ids=types).logits[0].sigmoid())
+        untyped = hf(torch.tensor([pair])).logits[0].sigmoid()
+    check_close([torch.tensor([output.outputs.score]) for output in outputs], expected)
+    check_close(got, [expected[0], untyped])
+
+
+def test_windows_of_an_encoder_reach_both_ways(folder, seed):
+    model = folder(
+        "ModernBert",
+        "Model",
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        local_attention=16,
+        global_attn_every_n_layers=3,
+        spread=0.5,
+    )
+    prompts = prompts_of(seed, LENGTHS)
+    with engine(model, **WHOLE_PROMPTS) as llm:
+        got = pooled(llm, prompts, "embed")
+        windows = [builder.sliding_window for _, builder, _ in runner_of(llm)._builders]
+    check_close(got, [normalized(rows[0]) for rows in hidden_states(model, prompts)])
+    assert windows == [None, 9]
+
+
+def test_a_decoder_that_attends_both_ways(folder, seed):
+    model = folder("Qwen2")
+    prompts = prompts_of(seed, LENGTHS)
+    config = {"hf_overrides": {"is_causal": False}, "pooler_config": {"seq_pooling_type": "MEAN"}}
+    with engine(model, **WHOLE_PROMPTS, **config) as llm:
+        got = pooled(llm, prompts, "embed")
+    states = hidden_states(model, prompts, both_ways=True)
+    check_close(got, [normalized(rows.mean(0)) for rows in states])
+    assert (hidden_states(model, prompts)[2] - states[2]).abs().max() > 0.1
