@@ -131,3 +131,16 @@ def test_modules_with_references_are_installed_in_every_process(emulate, tmp_pat
         "--references",
         "their_references",
     )
+
+
+def test_half_precision_norms_of_layers_keep_their_statistics_in_float32(emulate):
+    emulate(
+        """
+        x, weight = torch.randn(5, 8).half(), torch.randn(8).half()
+        y, mean, scale = torch.native_layer_norm(x.npu(), [8], weight.npu(), None, 1e-5)
+        assert mean.dtype == scale.dtype == torch.float32
+        want = torch.nn.functional.layer_norm(x.float(), [8], weight.float())
+        assert torch.allclose(y.cpu().float(), want, atol=5e-3)
+        assert torch.allclose(mean.cpu()[:, 0], x.float().mean(-1), atol=5e-3)
+        """
+    )

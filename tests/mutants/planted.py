@@ -12,6 +12,7 @@ ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
+POOLING = ("tests/engine/test_pooling.py",)
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 
 
@@ -661,5 +662,31 @@ MUTANTS = [
         "get_forward_context().skip_compiled = True",
         "pass",
         EMBEDS,
+    ),
+    Mutant(
+        "encoders see all, whatever their window",
+        "attention/kv_cache.py",
+        "                sliding_window=layer.sliding_window,\n",
+        "",
+        POOLING,
+    ),
+    Mutant(
+        "windows of encoders reach back only",
+        "attention/kernels/reference.py",
+        "(ahead <= -window) | (ahead >= window)",
+        "ahead <= -window",
+    ),
+    Mutant(
+        "cut queries of encoders read up to themselves",
+        "attention/kernels/reference.py",
+        "first + length if metadata.causal else seq_len",
+        "first + length",
+    ),
+    Mutant(
+        "models without a cache are first traced over a step",
+        "worker.py",
+        "        if not self.model_runner.kv_caches:",
+        "        if False:",
+        POOLING,
     ),
 ]

@@ -1,7 +1,6 @@
 """Pooling models on npu:0: close to transformers in float32, over the operators of each family."""
 
 import pytest
-import torch
 
 from tests.engine.test_against_transformers import count_states, prompts_of
 from tests.helpers.counting import PreparationCounts
@@ -9,7 +8,7 @@ from tests.helpers.engine import engine, make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 
 LENGTHS = [3, 1, 150, 40, 90, 17, 64, 129]
-TOLERANCE = 2e-2  # of float16 against float32; other prompts are 0.1 and more away
+TOLERANCE = 5e-3  # of float16 against float32; other prompts are 0.1 and more away
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,7 @@ def test_embeddings_of_a_causal_model(folder, attention, seed):
         states = count_states(llm)
         got = pooled(llm, prompts, "embed")
         assert str(runner_of(llm).device) == "npu:0"
-    check_close(
-        got, [normalized(rows[-1]) for rows in hidden_states(model, prompts)], TOLERANCE
-    )
+    check_close(got, [normalized(rows[-1]) for rows in hidden_states(model, prompts)], TOLERANCE)
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(states)
 
 
@@ -58,10 +55,10 @@ def test_embeddings_of_an_encoder(folder, attention, seed):
     with engine(model, **settings(attention, max_num_batched_tokens=200)) as llm:
         counts = PreparationCounts(runner_of(llm))
         got = pooled(llm, prompts, "embed")
+        assert str(runner_of(llm).device) == "npu:0"
         waits = runner_of(llm).staging.waits
     check_close(got, [normalized(rows[0]) for rows in hidden_states(model, prompts)], TOLERANCE)
     for step in counts.steps:  # one copy and nothing else: no cache, no mask, no block tables
         assert step.pop("h2d_copies") == 1
         assert not set(step) - {"h2d_bytes", "peak_memory_bytes"}, step
     assert waits == 0
-    assert torch.npu.is_available()

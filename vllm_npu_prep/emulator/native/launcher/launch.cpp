@@ -241,7 +241,11 @@ void Kernel::store(const Stack& results) const {
     const auto& to = outputs[i];
     // A reference may leave a result that nobody reads, a softmax statistic say, unwritten.
     if (!from.defined() || !to.defined() || (is_reference && from.numel() == 0)) continue;
-    TORCH_CHECK(from.sizes() == to.sizes() && from.dtype() == to.dtype(), "result ", i, " is ",
+    // Statistics of half-precision norms: the CPU keeps them in half precision, devices in float32.
+    const bool is_statistic = !is_reference && i > 0 && to.scalar_type() == at::kFloat &&
+                              at::isReducedFloatingType(from.scalar_type());
+    const bool same_dtype = is_statistic || from.dtype() == to.dtype();
+    TORCH_CHECK(from.sizes() == to.sizes() && same_dtype, "result ", i, " is ",
                 from.dtype(), from.sizes(), ", the Meta function says ", to.dtype(), to.sizes());
     to.copy_(from);
   }
