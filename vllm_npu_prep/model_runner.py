@@ -46,7 +46,9 @@ class NPUModelRunner(GraphRunner):
     seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view
     num_computed_tokens        ours
     discard_request_mask       ours
-    block tables               `DeviceBlockTables`, on either side
+    block tables               `DeviceBlockTables`, on either side; encoder-only groups
+                               have neither these nor slots
+    token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
     is_padding                 ours, handed out by `_prepare_padding_mask`
     inputs_embeds              ours, made for steps with prompt embeddings only
     M-RoPE, LoRA, encoder      upstream's, refused or unused so far

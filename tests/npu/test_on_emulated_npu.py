@@ -122,6 +122,7 @@ def test_recorded_schemas_are_those_of_torch_npu():
 ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
     "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
+    "pooling": (["test_pooling.py"], "8G"),
     "memory": (["test_memory.py"], "170M"),
     "sampling": (["test_sampling.py"], "8G"),
 }
@@ -129,7 +130,8 @@ ON_DEVICE = {
 
 @pytest.mark.parametrize("what", ON_DEVICE)
 def test_on_the_device(what):
-    """Worked examples through the runner, copies that take time, counts, graphs, little memory."""
+    """Worked examples through the runner, copies that take time, counts, graphs, pooling models,
+    little memory."""
     names, memory = ON_DEVICE[what]
     files = [f"tests/npu/on_device/{name}" for name in names]
     result = emulate(
