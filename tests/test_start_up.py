@@ -63,6 +63,10 @@ REFUSED = {
         {**MEAN_POOLING, "enable_prefix_caching": True},
         ["--enable-prefix-caching", "whole prompts"],
     ),
+    "embeddings of prompts that are pooled": (
+        {"runner": "pooling", "enable_prompt_embeds": True},
+        ["--enable-prompt-embeds", "token ids"],
+    ),
     "drafter": (
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
         ["speculative method suffix", "ngram"],

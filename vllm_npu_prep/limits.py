@@ -113,6 +113,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "--enable-prefix-caching with this pooling model",
             "it pools whole prompts; leave the flag out",
         ),
+        (
+            pools and model.enable_prompt_embeds,
+            "--enable-prompt-embeds with a pooling model",
+            "poolers and token types read token ids",
+        ),
         (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
         (
             model.is_moe,
