@@ -42,7 +42,8 @@ class NPUModelRunner(GraphRunner):
     discard_request_mask       ours
     block tables               `DeviceBlockTables`, on either side
     is_padding                 ours, handed out by `_prepare_padding_mask`
-    M-RoPE, LoRA, encoder      upstream's, refused or unused so far
+    LoRA slots                 `PunicaWrapperNPU`, sent when they change
+    M-RoPE, encoder            upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`; in a
     a dummy run                graph, ours again
     =========================  =======================================================
@@ -112,6 +113,8 @@ class NPUModelRunner(GraphRunner):
         # 6 metadata: one for each KV-cache group, from host values at hand
         self._attn_metadata = self._build_step_metadata(step, staged)
         self._bind(staged)
+        if self.lora_config and step.num_reqs:  # dummy runs choose their own adapters
+            self.set_active_loras(self.input_batch, num_scheduled_tokens, step.num_sampled_tokens)
         self.last_step, self._staged = step, staged
         return self._sampling_inputs(step, staged.device)
 
