@@ -8,6 +8,7 @@ from vllm.lora.request import LoRARequest
 from tests.conftest import SEED
 from tests.engine.test_against_transformers import (
     check_varied,
+    count_states,
     prompts_of,
     reference,
 )
@@ -142,7 +143,7 @@ def serving(case):
         max_num_seqs=5,
         max_num_batched_tokens=40,
         block_size=4,
-        num_gpu_blocks_override=64,
+        num_gpu_blocks_override=42,
         max_model_len=160,
         max_loras=2,
         max_cpu_loras=2,
