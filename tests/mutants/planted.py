@@ -11,6 +11,7 @@ FIA = (f"{ON_NPU}[fia-eager]",)
 ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
+LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 
 
@@ -604,6 +605,48 @@ MUTANTS = [
         "real = slots >= 0\n",
         "real = slots >= -1\n",
         GRAPHS,
+    ),
+    Mutant(
+        "plain rows take the last adapter",
+        "ops/lora.py",
+        "torch.ne(self._indices[:2, :, None, None], self._slots",
+        "torch.ne(self._indices[:2, :, None, None] % len(self._slots), self._slots",
+        LORA,
+    ),
+    Mutant(
+        "rows get the sum of all adapters",
+        "ops/lora.py",
+        ".masked_fill_(foreign[: len(x)], 0)\n",
+        "\n",
+        LORA,
+    ),
+    Mutant(
+        "a mapping of other samples is taken for the old one",
+        "lora.py",
+        "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n",
+        "",
+        LORA,
+    ),
+    Mutant(
+        "drafts are verified by another request's adapter",
+        "model_runner.py",
+        "num_scheduled_tokens, step.num_sampled_tokens)",
+        "num_scheduled_tokens)",
+        LORA,
+    ),
+    Mutant(
+        "adapters that captures made up serve the first requests",
+        "graph/capture.py",
+        "        runner.maybe_remove_all_loras(runner.lora_config)",
+        "        pass",
+        LORA,
+    ),
+    Mutant(
+        "prompts are scored by the adapters of the samples",
+        "lora.py",
+        "                with self._logits_of(req_id):\n",
+        "                if True:\n",
+        LORA,
     ),
     Mutant(
         "npu: graphs captured over upstream's buffers",

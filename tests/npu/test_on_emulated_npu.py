@@ -122,7 +122,10 @@ def test_recorded_schemas_are_those_of_torch_npu():
 
 ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
-    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
+    "steps": (
+        ["test_worked_examples.py", "test_counts.py", "test_graphs.py", "test_lora.py"],
+        "8G",
+    ),
     "memory": (["test_memory.py"], "170M"),
 }
 
