@@ -138,6 +138,7 @@ def test_speculation_with_adapters(case, seed):
 
 @pytest.fixture(scope="module")
 def serving(case):
+    """An engine with room for two of the three adapters, and few blocks."""
     with engine(
         case.model,
         max_num_seqs=5,
@@ -158,7 +159,7 @@ def test_captures_leave_no_made_up_adapter(serving):
     assert serving.llm_engine.list_loras() == set()
 
 
-def test_adapters_come_and_go_while_requests_run(serving, case, seed):
+def test_adapters_come_and_go_while_requests_run(serving, case, seed, monkeypatch):
     """More adapters than slots, more than the host keeps; preemption, chunks, async scheduling."""
     rng, core = np.random.default_rng(seed), serving.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
@@ -168,7 +169,12 @@ def test_adapters_come_and_go_while_requests_run(serving, case, seed):
     ]
     preempted, evicted, seen = [], set(), set()
     preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda *args: (preempted.append(1), preempt(*args))
+
+    def counted(*args, **kwargs):
+        preempted.append(args)
+        return preempt(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
     waiting, tokens = [int(each) for each in rng.integers(0, len(known), 40)], {}
     order = list(waiting)
     while waiting or core.has_unfinished_requests():
@@ -186,11 +192,10 @@ def test_adapters_come_and_go_while_requests_run(serving, case, seed):
         loaded = core.list_loras()
         evicted |= seen - loaded
         seen |= loaded
-    scheduler._preempt_request = preempt
     for index, which in enumerate(order):
         assert tokens[index] == case.tokens(*known[which]), (index, known[which][0])
     assert len(preempted) > 0
-    assert evicted == {1, 2, 3}
+    assert seen == {1, 2, 3} and evicted, "three adapters, and room for two"
     counts = runner_of(serving).step_counts.by_kind
     assert set(counts) >= REPLAYED["FULL_AND_PIECEWISE"]
 
