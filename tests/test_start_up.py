@@ -54,7 +54,6 @@ REFUSED = {
     "weights on the host": ({"cpu_offload_gb": 1}, ["weight offloading", "device memory"]),
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
-    "LoRA": ({"enable_lora": True}, ["LoRA"]),
     "chunks of prompts that are pooled whole": (
         {**MEAN_POOLING, "enable_chunked_prefill": True},
         ["--enable-chunked-prefill", "whole prompts"],
@@ -112,6 +111,13 @@ def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config,
         configure(folder)
 
 
+def test_lora_on_experts_is_refused(tmp_path, configure):
+    experts = {"num_experts": 4, "moe_intermediate_size": 32}
+    folder = make_model(tmp_path, "Qwen3Moe", num_hidden_layers=1, **experts)
+    with pytest.raises(PrepError, match="LoRA on a mixture-of-experts model"):
+        configure(folder, enable_lora=True)
+
+
 def test_another_vllm_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1+empty")
     with pytest.raises(PrepError, match=r"vLLM 0\.99\.1 is installed.*supports 0\.32\.0"):
@@ -132,17 +138,25 @@ def test_speculation_switches_async_scheduling_off(configure):
     assert not configure(speculative_config=ngram).scheduler_config.async_scheduling
 
 
+def test_one_graph_serves_any_number_of_adapters(configure):
+    config = configure(enable_lora=True, specialize_active_lora=True)
+    assert not config.lora_config.specialize_active_lora
+
+
 def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm"):
         configure(
             max_num_seqs=7,
+            enable_lora=True,
+            max_loras=3,
+            specialize_active_lora=True,
             additional_config={"npu_prep": {"mask": "compressed"}},
             compilation_config={"backend": "inductor"},
         )
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:" in r.getMessage())
     parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
-    for part in (*parts, "7 requests", "off           Inductor"):
+    for part in (*parts, "7 requests", "off           Inductor", "LoRA          3", "active-lora"):
         assert part in block
 
 

@@ -13,9 +13,9 @@ from vllm import envs
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.lora import LoRARunner
 from vllm_npu_prep.prep.kernels import book_tokens
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PLACEHOLDER = -1
 """Token id of a sample that is not on the host yet."""
 
 
-class BookkeepingRunner(GPUModelRunner):
+class BookkeepingRunner(LoRARunner):
     """Upstream's runner with short ways for plain requests."""
 
     block_tables: DeviceBlockTables

@@ -120,6 +120,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
         ),
         (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
         (
+            vllm_config.lora_config is not None and model.is_moe,
+            "LoRA on a mixture-of-experts model",
+            "no expert kernels take adapters",
+        ),
+        (
             model.is_moe,
             "a mixture-of-experts model",
             "no expert kernels on this device",
@@ -131,7 +136,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
         ),
         (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
         (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
-        (vllm_config.lora_config is not None, "LoRA", "not prepared yet"),
         (
             parallel.world_size_across_dp > 1,
             f"more than one rank ({parallel.world_size_across_dp})",

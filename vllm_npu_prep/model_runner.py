@@ -51,7 +51,8 @@ class NPUModelRunner(GraphRunner):
     token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
     is_padding                 ours, handed out by `_prepare_padding_mask`
     inputs_embeds              ours, made for steps with prompt embeddings only
-    M-RoPE, LoRA, encoder      upstream's, refused or unused so far
+    LoRA slots                 `PunicaWrapperNPU`, sent when they change
+    M-RoPE, encoder            upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`; in a
     a dummy run                graph, ours again
     =========================  =======================================================
@@ -124,6 +125,8 @@ class NPUModelRunner(GraphRunner):
         # 6 metadata: one for each KV-cache group, from host values at hand
         self._attn_metadata = self._build_step_metadata(step, staged)
         self._bind(staged)
+        if self.lora_config and step.num_reqs:  # dummy runs choose their own adapters
+            self.set_active_loras(self.input_batch, num_scheduled_tokens, step.num_sampled_tokens)
         self.last_step, self._staged = step, staged
         return self._sampling_inputs(step, staged.device)
 

@@ -132,6 +132,11 @@ class NPUPlatform(Platform):
         graph_config.set_defaults(vllm_config)
 
     @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """What vLLM's LoRA layers call: the same on NPUs and on the CPU fallback."""
+        return "vllm_npu_prep.ops.lora.PunicaWrapperNPU"
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         """Block tables, slots and metadata are made for each KV-cache group."""
         return True
@@ -177,6 +182,10 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     if vllm_config.speculative_config is not None and scheduler.async_scheduling:
         scheduler.async_scheduling = False
         off.append("async scheduling: speculation needs exact lengths on the host")
+    lora = vllm_config.lora_config
+    if lora is not None and lora.specialize_active_lora:
+        lora.specialize_active_lora = False
+        off.append("--specialize-active-lora: one graph serves any number of adapters")
     return off
 
 
@@ -197,6 +206,12 @@ def _log_start_up(
         f"tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
     ]
+    lora = vllm_config.lora_config
+    if lora is not None:
+        lines.append(
+            f"LoRA          {lora.max_loras} adapters in a step, rank {lora.max_lora_rank}, "
+            f"{lora.max_cpu_loras} in memory"
+        )
     lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))

@@ -208,6 +208,20 @@ def test_sizes_beyond_the_stream_budget_are_thinned(configure, mode, streams):
     assert settle_sizes(config, kind) == [], "vLLM asks again in the engine's process"
 
 
+def test_graphs_with_and_without_adapters_hold_streams_each(configure):
+    import dataclasses
+
+    kind = dataclasses.replace(NPU_KIND, graph_streams=2 * 5 * 6)
+    mode = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    config = configure(max_num_seqs=200, enable_lora=True, compilation_config=mode)
+    (note,) = settle_sizes(config, kind)
+    assert "thinned to 6 (10 streams" in note
+    one_kind = {**mode, "cudagraph_specialize_lora": False}
+    config = configure(max_num_seqs=200, enable_lora=True, compilation_config=one_kind)
+    (note,) = settle_sizes(config, kind)
+    assert "thinned to 12 (5 streams" in note
+
+
 def test_only_npus_have_a_budget():
     assert NPU_KIND.graph_streams == 1800
     assert CPU_KIND.graph_streams is None

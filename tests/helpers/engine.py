@@ -130,7 +130,10 @@ def greedy(max_tokens: int, **params: Any) -> Any:
     )
 
 
-def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[list[int]]:
+def generate(
+    llm: Any, prompts: list[list[int]], params: Any, lora_requests: list[Any] | None = None
+) -> list[list[int]]:
     """Token ids that the engine generates for prompts given as token ids."""
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, params, lora_request=lora_requests, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -13,6 +13,7 @@ FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
+LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 
 
@@ -606,6 +607,48 @@ MUTANTS = [
         "real = slots >= 0\n",
         "real = slots >= -1\n",
         GRAPHS,
+    ),
+    Mutant(
+        "plain rows take the last adapter",
+        "ops/lora.py",
+        "torch.ne(self._indices[:2, :, None, None], self._slots",
+        "torch.ne(self._indices[:2, :, None, None] % len(self._slots), self._slots",
+        LORA,
+    ),
+    Mutant(
+        "rows get the sum of all adapters",
+        "ops/lora.py",
+        ".masked_fill_(foreign[: len(x)], 0)\n",
+        "\n",
+        LORA,
+    ),
+    Mutant(
+        "a mapping of other samples is taken for the old one",
+        "lora.py",
+        "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n",
+        "",
+        LORA,
+    ),
+    Mutant(
+        "drafts are verified by another request's adapter",
+        "model_runner.py",
+        "num_scheduled_tokens, step.num_sampled_tokens)",
+        "num_scheduled_tokens)",
+        LORA,
+    ),
+    Mutant(
+        "adapters that captures made up serve the first requests",
+        "graph/capture.py",
+        "        runner.maybe_remove_all_loras(runner.lora_config)",
+        "        pass",
+        LORA,
+    ),
+    Mutant(
+        "prompts are scored by the adapters of the samples",
+        "lora.py",
+        "                with self._logits_of(req_id):\n",
+        "                if True:\n",
+        LORA,
     ),
     Mutant(
         "npu: graphs captured over upstream's buffers",

@@ -11,8 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from vllm.lora.request import LoRARequest
 
 from tests.helpers.engine import engine, generate, greedy, runner_of
+from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
 
 LENGTHS = [5, 150, 33, 1, 70, 128, 129]
 SEED = 20240607
@@ -24,9 +26,13 @@ def prompts() -> list[list[int]]:
     return [*drawn, drawn[1][:128] + drawn[0]]  # shares a full block of a prompt before it
 
 
+LORA_IDS = [1, 0, 2, 3, 0, 1, 2, 0]
+"""Adapter of each prompt; 0: none."""
+
 SCHEDULING = {
     "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
+    "lora": {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8},
     "ngram": {
         "speculative_config": {
             "method": "ngram",
@@ -36,6 +42,17 @@ SCHEDULING = {
         }
     },
 }
+
+
+def adapters_of(model: Path) -> list[LoRARequest | None]:
+    """Adapter of each prompt, or none: three kinds of adapter, kept beside the model."""
+    requests: list[LoRARequest | None] = [None]
+    for index, modules in enumerate((ATTENTION + MLP + HEAD, MLP, ATTENTION[:1]), 1):
+        folder = model.parent / f"adapter-{index}"
+        if not folder.exists():
+            make_adapter(folder, model, seed=index, modules=modules, rank=2 * index)
+        requests.append(LoRARequest(folder.name, index, str(folder)))
+    return [requests[index] for index in LORA_IDS]
 
 
 def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> dict:
@@ -64,8 +81,9 @@ def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> 
             return result
 
         runner._prepare_inputs = counted
+        loras = adapters_of(model) if scheduling == "lora" else None
         tokens = generate(llm, prompts()[:1], greedy(4))
-        tokens += generate(llm, prompts(), greedy(12))
+        tokens += generate(llm, prompts(), greedy(12), loras)
         device = str(runner.device)
         steps = dict(runner.step_counts.by_kind)
     return {"tokens": tokens, "states": dict(states), "steps": steps, "device": device}

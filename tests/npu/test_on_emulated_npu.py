@@ -59,7 +59,7 @@ def reference(model, folder):
     """Tokens of the reference family on the CPU fallback, eagerly, by dtype and scheduling."""
     out = folder / "tokens.json"
     if not out.exists():
-        cases = [f"float16/{scheduling}/eager" for scheduling in ("sync", "async", "ngram")]
+        cases = [f"float16/{scheduling}/eager" for scheduling in ("sync", "async", "ngram", "lora")]
         command = ["-m", "tests.npu.generate", str(model), str(out), *cases, "bfloat16/async/eager"]
         result = run([sys.executable, *command], NPU_PREP_DEVICE="cpu")
         assert result.returncode == 0, result.stderr[-3000:]
@@ -81,10 +81,11 @@ REPLAYED = {
         ("fia", "none", ["float16/sync/eager", "float16/ngram/eager"]),
         ("fia", "skewed", ["float16/sync/PIECEWISE", "float16/async/FULL_AND_PIECEWISE"]),
         ("fia", "skewed", ["float16/ngram/FULL", "bfloat16/async/FULL_DECODE_ONLY"]),
+        ("fia", "skewed", ["float16/lora/eager", "float16/lora/FULL_AND_PIECEWISE"]),
         ("atb", "none", ["float16/sync/eager", "float16/ngram/FULL_AND_PIECEWISE"]),
-        ("atb", "skewed", ["bfloat16/async/FULL_DECODE_ONLY"]),
+        ("atb", "skewed", ["bfloat16/async/FULL_DECODE_ONLY", "float16/lora/PIECEWISE"]),
     ],
-    ids=["fia-eager", "fia-piecewise", "fia-full", "atb-eager", "atb-full"],
+    ids=["fia-eager", "fia-piecewise", "fia-full", "fia-lora", "atb-eager", "atb-full"],
 )
 def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention, delay, cases):
     out, report = tmp_path / "tokens.json", tmp_path / "report.json"
@@ -121,7 +122,10 @@ def test_recorded_schemas_are_those_of_torch_npu():
 
 ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
-    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
+    "steps": (
+        ["test_worked_examples.py", "test_counts.py", "test_graphs.py", "test_lora.py"],
+        "8G",
+    ),
     "pooling": (["test_pooling.py"], "8G"),
     "memory": (["test_memory.py"], "170M"),
     "sampling": (["test_sampling.py"], "8G"),

@@ -17,6 +17,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
 
+from tests.engine.test_against_transformers import prompts_of, reference
+from tests.helpers.lora import make_adapter, merge
+
 ROOT = Path(__file__).parents[2]
 QUESTIONS = tiny_model.exchanges()
 
@@ -35,7 +38,7 @@ def free_port() -> int:
 class Server:
     """One `vllm serve` process and its log."""
 
-    def __init__(self, model: Path, log: Path, *more_flags: str):
+    def __init__(self, model: Path, log: Path, *more_flags: str, **environment: str):
         self.port, self.log_path = free_port(), log
         vllm = Path(sys.executable).with_name("vllm")
         flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
@@ -43,7 +46,11 @@ class Server:
         command = [str(vllm), "serve", str(model), "--port", str(self.port), *flags]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, process_group=0
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                env={**os.environ, **environment},
             )
         deadline = time.monotonic() + 180
         while True:
@@ -91,7 +98,12 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
-    server = Server(demo_model, tmp_path_factory.mktemp("server") / "log")
+    server = Server(
+        demo_model,
+        tmp_path_factory.mktemp("server") / "log",
+        *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+    )
     yield server
     server.kill()
 
@@ -174,6 +186,50 @@ def test_clients_that_hang_up_leave_the_server_well(server):
         time.sleep(0.2)
     assert running, "no metric of running requests"
     assert all(line.endswith(" 0.0") for line in running), running
+
+
+def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path, seed):
+    prompts = prompts_of(seed, [9, 30, 70])
+    folders = {
+        name: make_adapter(tmp_path / name, demo_model, seed=seed + index, spread=0.1)
+        for index, name in enumerate(("first", "second", "third"))
+    }
+    merged = {
+        name: merge(demo_model, each, tmp_path / f"m-{name}") for name, each in folders.items()
+    }
+    expected = {name: reference(folder, prompts, 8) for name, folder in merged.items()}
+    expected["base"] = reference(demo_model, prompts, 8)
+    assert len({tuple(tokens[0]) for tokens in expected.values()}) == 4
+
+    def load(name: str, folder: Path) -> int:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        return server.request("POST", "/v1/load_lora_adapter", body)[0]
+
+    def complete(name: str, prompt: list[int]) -> tuple[int, list[int]]:
+        body = {"model": str(demo_model) if name == "base" else name, "prompt": prompt}
+        body |= {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+        status, answer = server.request("POST", "/v1/completions", body)
+        return status, json.loads(answer)["choices"][0]["token_ids"] if status == 200 else []
+
+    def check(weights: dict[str, str]) -> None:
+        """`weights`: whose weights a name ought to have."""
+        asked = [(name, index) for index in range(len(prompts)) for name in weights] * 2
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda pair: complete(pair[0], prompts[pair[1]]), asked))
+        assert answers == [(200, expected[weights[name]][index]) for name, index in asked]
+
+    assert load("first", folders["first"]) == 200
+    assert load("second", folders["second"]) == 200
+    assert load("nowhere", tmp_path / "nowhere") == 404
+    check({"base": "base", "first": "first", "second": "second"})
+    assert load("third", folders["third"]) == 200
+    check({"base": "base", "first": "first", "second": "second", "third": "third"})
+    for name in ("first", "second"):
+        body = {"lora_name": name}
+        assert server.request("POST", "/v1/unload_lora_adapter", body)[0] == 200
+    assert complete("first", prompts[0])[0] == 404
+    assert load("first", folders["second"]) == 200, "the name is free for other weights"
+    check({"base": "base", "first": "second", "third": "third"})
 
 
 def check_clean_stop(server: Server, signum: int) -> None:

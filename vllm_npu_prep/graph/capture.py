@@ -59,9 +59,10 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
                     try:
                         captured.append(_capture(runner, mode, descriptor))
                     except torch.OutOfMemoryError as error:
-                        left = [each.num_tokens for each in descriptors[index + 1 :]]
-                        left = [size for size in left if size not in given_up | {spared}][::2]
-                        given_up |= {descriptor.num_tokens, *left}
+                        given_up.add(descriptor.num_tokens)
+                        smaller = dict.fromkeys(d.num_tokens for d in descriptors[index + 1 :])
+                        left = [size for size in smaller if size not in given_up | {spared}][::2]
+                        given_up |= {*left}
                         _say_out_of_memory(descriptor.num_tokens, left, error)
                     if time.perf_counter() - last_line > PROGRESS_SECONDS:
                         last_line = time.perf_counter()
@@ -70,6 +71,7 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
                         )
     finally:
         set_cudagraph_capturing_enabled(False)
+        runner.maybe_remove_all_loras(runner.lora_config)  # made up, under ids that requests use
         for wrapper in GraphWrapper._all_instances:
             if isinstance(wrapper, GraphWrapper):
                 wrapper.close_pools()
@@ -163,5 +165,5 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
 
 def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
     """What a line of the table is sorted and called by."""
-    adapters = f", {descriptor.num_active_loras} adapters" if descriptor.has_lora else ""
+    adapters = ", LoRA" if descriptor.has_lora else ""
     return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

@@ -149,10 +149,15 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
 
 
 def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:
-    """Each graph holds a stream: that of a whole model, and that of each piece around attention."""
+    """Each graph holds a stream: that of a whole model, and that of each piece around attention.
+
+    With LoRA there are two of each, for steps with and without adapters.
+    """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
-    return pieces + mode.has_full_cudagraphs()
+    specialized = vllm_config.compilation_config.cudagraph_specialize_lora
+    kinds = 2 if vllm_config.lora_config is not None and specialized else 1
+    return kinds * (pieces + mode.has_full_cudagraphs())
 
 
 def _fusions(compilation: "CompilationConfig") -> list[str]:

@@ -41,6 +41,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
         inputs |= {f"{name} {i}".removesuffix(" 0"): t for i, t in enumerate(tensors_of(value))}
     if isinstance(call.run, torch.nn.Module):
         inputs |= dict(call.run.named_parameters()) | dict(call.run.named_buffers())
+        inputs |= _adapters_of(call.run)
     inputs |= {f"KV cache of {name}": call.layers[name].kv_cache for name in call.attn_metadata}
     groups: dict[int, tuple[str, Any]] = {}
     for layer_name, metadata in call.attn_metadata.items():
@@ -50,6 +51,18 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
             value = getattr(metadata, item.name)
             if isinstance(value, torch.Tensor):
                 inputs[f"{item.name} of {layer_name}"] = value
+    return inputs
+
+
+def _adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a graph reads of adapters: nothing, if it is for steps without any."""
+    inputs: dict[str, torch.Tensor] = {}
+    for name, layer in model.named_modules():
+        wrapper = getattr(layer, "punica_wrapper", None)
+        if wrapper is not None and wrapper.is_active:
+            weights = tensors_of([layer.lora_a_stacked, layer.lora_b_stacked])
+            inputs |= wrapper.graph_inputs()
+            inputs |= {f"LoRA weights {i} of {name}": each for i, each in enumerate(weights)}
     return inputs
 
 

@@ -161,6 +161,11 @@ class PreparedStep:
         return self.padding.num_input_tokens
 
     @property
+    def num_sampled_tokens(self) -> np.ndarray:
+        """Rows of logits of each request, ``[num_reqs]``: its drafts and the token behind them."""
+        return self.batch.num_draft_tokens[: self.num_reqs] + 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes that travel to the device."""
         return self.layout.nbytes(self.batch.num_sampled_rows, self.num_block_changes)

@@ -1,0 +1,242 @@
+"""LoRA through vLLM's engine: tokens are those of transformers with merged weights."""
+
+import numpy as np
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from tests.conftest import SEED
+from tests.engine.test_against_transformers import (
+    check_varied,
+    count_states,
+    prompts_of,
+    reference,
+)
+from tests.engine.test_graphs import REPLAYED, graphs
+from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
+
+ADAPTERS = {
+    "all": {"modules": ATTENTION + MLP + HEAD, "rank": 8},
+    "queries": {"modules": ("self_attn.q_proj", "self_attn.v_proj"), "rank": 2, "spread": 0.3},
+    "mlp": {"modules": (*MLP, "self_attn.o_proj"), "rank": 5, "alpha": 3},
+}
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+class Case:
+    """A model, adapters for it, and requests whose tokens are known."""
+
+    def __init__(self, root, seed: int, family: str = "Qwen3"):
+        self.model = make_model(root / "model", family)
+        self.folders, self.merged = {}, {"": self.model}
+        for index, (name, settings) in enumerate(ADAPTERS.items()):
+            folder = make_adapter(root / name, self.model, seed=seed + index, **settings)
+            self.folders[name] = folder
+            self.merged[name] = merge(self.model, folder, root / f"merged-{name}")
+        self.too_wide = make_adapter(root / "too-wide", self.model, seed=seed, rank=16)
+        self.expected: dict = {}
+
+    def request(self, name: str) -> LoRARequest | None:
+        ids = {each: index for index, each in enumerate(self.folders, 1)}
+        return LoRARequest(name, ids[name], str(self.folders[name])) if name else None
+
+    def tokens(self, name: str, prompt: list[int], count: int) -> list[int]:
+        """What transformers makes of the merged model."""
+        key = name, tuple(prompt), count
+        if key not in self.expected:
+            (self.expected[key],) = reference(self.merged[name], [prompt], count)
+        return self.expected[key]
+
+    def prompt_logprobs(self, name: str, prompt: list[int]) -> np.ndarray:
+        """Of each token but the first."""
+        from transformers import AutoModelForCausalLM
+
+        hf = AutoModelForCausalLM.from_pretrained(self.merged[name], dtype=torch.float32)
+        with torch.no_grad():
+            logprobs = hf(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return Case(tmp_path_factory.mktemp("lora"), SEED)
+
+
+def generate(llm, case, requests, params):
+    """Outputs for pairs of adapter and prompt."""
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for _, prompt in requests],
+        params,
+        lora_request=[case.request(name) for name, _ in requests],
+        use_tqdm=False,
+    )
+
+
+def check(llm, case, requests, count: int) -> None:
+    got = [
+        list(output.outputs[0].token_ids) for output in generate(llm, case, requests, greedy(count))
+    ]
+    expected = [case.tokens(name, prompt, count) for name, prompt in requests]
+    assert got == expected, [a == b for a, b in zip(got, expected)]
+
+
+def requests_of(seed: int, names: list[str]) -> list[tuple[str, list[int]]]:
+    lengths = [3, 90, 40, 1, 17, 2, 64, 33, 5, 9]
+    return list(zip(names, prompts_of(seed, lengths)))
+
+
+MIXED = ["all", "", "queries", "mlp", "all", "", "queries", "", "mlp", "all"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sharded"),
+    [
+        ("eager", False),
+        ("PIECEWISE", False),
+        ("FULL_DECODE_ONLY", False),
+        ("FULL_AND_PIECEWISE", True),
+    ],
+)
+def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mode, sharded):
+    settings = {} if mode == "eager" else graphs(mode, 1, 2, 4, 8, 16)
+    with engine(
+        case.model,
+        max_num_seqs=7,
+        max_num_batched_tokens=48,
+        block_size=16,
+        max_loras=3,
+        async_scheduling=mode != "PIECEWISE",
+        fully_sharded_loras=sharded,
+        **LORA,
+        **settings,
+    ) as llm:
+        requests = requests_of(seed, MIXED)
+        check(llm, case, requests, 12)
+        check(llm, case, [("", prompt) for _, prompt in requests[:3]], 12)
+        check(llm, case, [("queries", prompt) for _, prompt in requests[:3]], 12)
+        counts = runner_of(llm).step_counts.by_kind
+    expected = [case.tokens(name, prompt, 12) for name, prompt in requests]
+    check_varied(expected)
+    plain = [case.tokens("", prompt, 12) for _, prompt in requests]
+    same = [name for (name, _), a, b in zip(requests, expected, plain) if a == b]
+    assert set(same) == {""}, "an adapter that changes nothing shows nothing"
+    if mode != "eager":
+        assert set(counts) >= REPLAYED[mode]
+
+
+def test_speculation_with_adapters(case, seed):
+    """Several samples of a request, whose drafts its own adapter has to verify."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    loops = [prompt * 8 for prompt in prompts_of(seed, [4, 3, 5])]
+    requests = list(zip(["all", "", "queries"], loops))
+    with engine(case.model, speculative_config=ngram, max_loras=2, **LORA) as llm:
+        states = count_states(llm)
+        check(llm, case, requests, 24)
+    assert states["SpecDecoding"] or states["ChunkedPrefill"] > 10, dict(states)
+
+
+@pytest.fixture(scope="module")
+def serving(case):
+    """An engine with room for two of the three adapters, and few blocks."""
+    with engine(
+        case.model,
+        max_num_seqs=5,
+        max_num_batched_tokens=40,
+        block_size=4,
+        num_gpu_blocks_override=42,
+        max_model_len=160,
+        max_loras=2,
+        max_cpu_loras=2,
+        **LORA,
+        **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8),
+    ) as llm:
+        yield llm
+
+
+def test_captures_leave_no_made_up_adapter(serving):
+    """Their ids are those of the first requests, which would get zeros."""
+    assert serving.llm_engine.list_loras() == set()
+
+
+def test_adapters_come_and_go_while_requests_run(serving, case, seed, monkeypatch):
+    """More adapters than slots, more than the host keeps; preemption, chunks, async scheduling."""
+    rng, core = np.random.default_rng(seed), serving.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    known = [
+        (name, prompt, count)
+        for (name, prompt), count in zip(requests_of(seed + 1, MIXED), [20, 9, 14, 30, 5] * 2)
+    ]
+    preempted, evicted, seen = [], set(), set()
+    preempt = scheduler._preempt_request
+
+    def counted(*args, **kwargs):
+        preempted.append(args)
+        return preempt(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    waiting, tokens = [int(each) for each in rng.integers(0, len(known), 40)], {}
+    order = list(waiting)
+    while waiting or core.has_unfinished_requests():
+        if waiting and len(scheduler.requests) < 8 and rng.random() < 0.4:
+            name, prompt, count = known[waiting.pop(0)]
+            core.add_request(
+                str(len(order) - len(waiting) - 1),
+                {"prompt_token_ids": prompt},
+                greedy(count),
+                lora_request=case.request(name),
+            )
+        for output in core.step():
+            if output.finished:
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        loaded = core.list_loras()
+        evicted |= seen - loaded
+        seen |= loaded
+    for index, which in enumerate(order):
+        assert tokens[index] == case.tokens(*known[which]), (index, known[which][0])
+    assert len(preempted) > 0
+    assert seen == {1, 2, 3} and evicted, "three adapters, and room for two"
+    counts = runner_of(serving).step_counts.by_kind
+    assert set(counts) >= REPLAYED["FULL_AND_PIECEWISE"]
+
+
+def test_adapters_are_added_removed_and_replaced(serving, case, seed):
+    core = serving.llm_engine
+    for lora_id in list(core.list_loras()):
+        assert core.remove_lora(lora_id)
+    assert core.add_lora(case.request("all"))
+    assert core.list_loras() == {1}
+    (prompt,) = prompts_of(seed + 2, [21])
+    check(serving, case, [("all", prompt), ("", prompt)], 8)
+    assert core.remove_lora(1)
+    assert not core.remove_lora(1)
+    assert core.list_loras() == set()
+    # The id is free for another adapter.
+    again = LoRARequest("mlp-again", 1, str(case.folders["mlp"]))
+    output = serving.generate(
+        [{"prompt_token_ids": prompt}], greedy(8), lora_request=again, use_tqdm=False
+    )
+    assert list(output[0].outputs[0].token_ids) == case.tokens("mlp", prompt, 8)
+    assert core.remove_lora(1)
+    with pytest.raises(ValueError, match="rank 16 is greater than max_lora_rank"):
+        core.add_lora(LoRARequest("too wide", 9, str(case.too_wide)))
+    assert core.list_loras() == set()
+
+
+def test_a_prompt_is_cached_for_one_adapter_only(serving, case, seed):
+    (prompt,) = prompts_of(seed + 3, [33])
+    cached = []
+    for name in ("all", "", "queries", "all", "", "queries"):
+        (output,) = generate(serving, case, [(name, prompt)], greedy(6))
+        assert list(output.outputs[0].token_ids) == case.tokens(name, prompt, 6), name
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 0, 0, 32, 32, 32]
+
+
+def test_prompts_are_scored_by_their_own_adapter(serving, case, seed):
+    """Log-probabilities of prompt tokens, in chunks, with an adapter on the head."""
+    requests = list(zip(["all", "", "queries", ""], prompts_of(seed + 4, [30, 50, 9, 7])))
+    outputs = generate(serving, case, requests, greedy(2, prompt_logprobs=0))
+    for (name, prompt), output in zip(requests, outputs):
+        got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])]
+        np.testing.assert_allclose(got, case.prompt_logprobs(name, prompt), rtol=2e-3, atol=2e-3)

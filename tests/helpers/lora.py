@@ -1,0 +1,67 @@
+"""Random LoRA adapters as PEFT saves them, and the same merged into a copy of the model."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+HEAD = ("embed_tokens", "lm_head")
+
+
+def make_adapter(
+    folder: Path,
+    model: Path,
+    *,
+    seed: int,
+    modules: tuple[str, ...] = ATTENTION + MLP,
+    rank: int = 4,
+    alpha: int = 8,
+    spread: float = 0.12,
+) -> Path:
+    """Save an adapter whose update is `spread` wide, a fraction of a tiny model's weights."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = (spread * rank / alpha) ** 0.5 / rank**0.25  # of each of the two matrices
+    tensors = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(modules):
+            continue
+        rows, columns = weight.shape
+        a, b = ".lora_A.weight", ".lora_B.weight"
+        if module.endswith("embed_tokens"):  # looked up by column
+            a, b, rows, columns = ".lora_embedding_A", ".lora_embedding_B", columns, rows
+        for suffix, shape in ((a, (rank, columns)), (b, (rows, rank))):
+            drawn = torch.randn(shape, generator=generator) * factor
+            tensors[f"base_model.model.{module}{suffix}"] = drawn
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merge(model: Path, adapter: Path, folder: Path) -> Path:
+    """Save the model with ``W + alpha / r * B @ A`` for each weight that the adapter has."""
+    weights = load_file(model / "model.safetensors")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for name, a in tensors.items():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            continue
+        b = tensors[name.replace("_A", "_B")]
+        delta = config["lora_alpha"] / config["r"] * (b @ a)
+        module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        weights[f"{module}.weight"] += delta.T if "embedding" in name else delta
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((model / "config.json").read_text())
+    return folder

@@ -1,0 +1,44 @@
+"""What adapters ask of the device while a step is prepared: a copy and a launch if they change."""
+
+import numpy as np
+from vllm.lora.request import LoRARequest
+
+from tests.helpers.counting import PreparationCounts
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.lora import HEAD, MLP, make_adapter
+
+
+def test_a_mapping_that_stays_is_not_sent_again(tmp_path, seed):
+    model = make_model(tmp_path / "model", num_hidden_layers=1)
+    folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=MLP + HEAD)
+    lora = LoRARequest("adapter", 1, str(folder))
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 512, n).tolist() for n in (5, 30, 9)]
+    states = []
+    with engine(
+        model,
+        dtype="float16",
+        enable_lora=True,
+        enforce_eager=False,
+        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4]},
+    ) as llm:
+        runner = runner_of(llm)
+        llm.llm_engine.add_lora(lora)  # weights travel once
+        counts = PreparationCounts(runner)
+        model_forward = runner._model_forward
+
+        def recorded(*args, **kwargs):
+            states.append(runner.last_step.attn_state.name)
+            return model_forward(*args, **kwargs)
+
+        runner._model_forward = recorded
+        got = generate(llm, prompts, greedy(8), [lora, None, lora])
+        plain = generate(llm, prompts, greedy(8))
+    assert got[1] == plain[1]
+    assert got[0] != plain[0] and got[2] != plain[2]
+    assert states[:3] == ["PrefillNoCache", "DecodeOnly", "DecodeOnly"]
+    copies = [step["h2d_copies"] for step in counts.steps[:8]]
+    # The prompts, the first decode of these three rows, and then the step's own copy alone.
+    assert copies == [2, 2, *[1] * 6], copies
+    assert all(step.get("launches", 0) <= 2 for step in counts.steps[2:8])
+    assert not any(step.get("syncs") or step.get("d2h_copies") for step in counts.steps)
