@@ -11,8 +11,10 @@ import pytest
 
 from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import compat, device
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.limits import refuse_unsupported
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,7 @@ REFUSED = {
     "fast prefill": ({"kv_sharing_fast_prefill": True}, ["--kv-sharing-fast-prefill"]),
     "weights on the host": ({"cpu_offload_gb": 1}, ["weight offloading", "device memory"]),
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
+    "experts of another backend": ({"moe_backend": "triton"}, ["--moe-backend triton"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
     "LoRA": ({"enable_lora": True}, ["LoRA"]),
     "prompt embeddings": ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds"]),
@@ -82,8 +85,6 @@ def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32}, "mixture-of-experts"),
-        ("Mixtral", {"num_local_experts": 4}, "mixture-of-experts"),
         ("Qwen3", {"head_dim": 1024}, "head size 1024"),
     ],
 )
@@ -91,6 +92,31 @@ def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config,
     folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
     with pytest.raises(PrepError, match=message):
         configure(folder)
+
+
+@pytest.mark.parametrize("name", ["fia", "atb"])
+@pytest.mark.parametrize(
+    ("family", "config", "parts"),
+    [
+        (
+            "Qwen3Moe",
+            {"num_experts": 4, "moe_intermediate_size": 32},
+            ("mixture of experts", "npu_grouped_matmul"),
+        ),
+        ("Mistral", {"sliding_window": 13}, ("sliding window", "band masks")),
+        ("Gemma2", {"sliding_window": None}, ("logits soft cap", "no cap")),
+    ],
+)
+def test_models_that_kernels_of_an_npu_cannot_run_are_refused_with_what_is_missing(
+    tmp_path, configure, name, family, config, parts
+):
+    folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
+    vllm_config = configure(folder, dtype="bfloat16")  # runs on the CPU fallback
+    with pytest.raises(PrepError) as error:
+        refuse_unsupported(vllm_config, KERNEL_FAMILIES[name], device.CPU_KIND)
+    assert "\n" not in str(error.value)
+    for part in (*parts, f"kernel family {name}", "use the CPU fallback"):
+        assert part in str(error.value)
 
 
 def test_pooling_is_refused(configure):

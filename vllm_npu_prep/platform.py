@@ -54,7 +54,10 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Replace the Triton kernels that this version reaches; no Triton runs here."""
+        """Replace the kernels that this version reaches, before a worker can launch them.
+
+        Neither Triton's nor vLLM's compiled ones are here.
+        """
         from vllm_npu_prep.ops import register_overrides
 
         register_overrides()

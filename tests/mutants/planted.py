@@ -640,4 +640,25 @@ MUTANTS = [
         "",
         FIA_FULL,
     ),
+    Mutant(
+        "a bias weighs the experts that it chooses",
+        "ops/routing.py",
+        "weights = scores.gather(1, chosen)",
+        "weights = choice.gather(1, chosen)",
+        ("tests/ops/test_experts.py",),
+    ),
+    Mutant(
+        "padding works on the first experts",
+        "ops/experts.py",
+        "end = elsewhere",
+        "end = 0",
+        ("tests/ops/test_experts.py",),
+    ),
+    Mutant(
+        "experts of other ranks are taken for the last one here",
+        "ops/experts.py",
+        "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])",
+        "expert_map.long()[experts] % len(w13)",
+        ("tests/ops/test_experts.py",),
+    ),
 ]

@@ -27,6 +27,8 @@ class KernelFamily:
         Head sizes it takes.
     logits_soft_cap, sliding_window, kv_sharing
         Whether it has them.
+    experts
+        Whether the experts of a mixture are computed on its device.
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
         which True masks. Not masked is always 0.
@@ -42,6 +44,7 @@ class KernelFamily:
     logits_soft_cap: bool
     sliding_window: bool
     kv_sharing: bool
+    experts: bool
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
 
     @property
@@ -61,6 +64,7 @@ REFERENCE = KernelFamily(
     logits_soft_cap=True,
     sliding_window=True,
     kv_sharing=True,
+    experts=True,
 )
 
 FIA = KernelFamily(
@@ -74,6 +78,7 @@ FIA = KernelFamily(
     logits_soft_cap=False,
     sliding_window=False,
     kv_sharing=True,
+    experts=False,
 )
 
 ATB = KernelFamily(
@@ -87,6 +92,7 @@ ATB = KernelFamily(
     logits_soft_cap=False,
     sliding_window=False,
     kv_sharing=False,
+    experts=False,
     # bfloat16 masks of flash attention are flags; splitfuse adds its mask to the scores.
     mask_values={
         torch.float16: {MaskKind.MATRIX: float("-inf"), MaskKind.ROWS: float("-inf")},
