@@ -86,6 +86,11 @@ def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
     ("family", "config", "message"),
     [
         ("Qwen3", {"head_dim": 1024}, "head size 1024"),
+        (
+            "DeepseekV2",
+            {"q_lora_rank": 20, "index_topk": 8, "n_routed_experts": 0, "first_k_dense_replace": 1},
+            "sparse",
+        ),
     ],
 )
 def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config, message):
@@ -102,6 +107,16 @@ def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config,
             "Qwen3Moe",
             {"num_experts": 4, "moe_intermediate_size": 32},
             ("mixture of experts", "npu_grouped_matmul"),
+        ),
+        (
+            "DeepseekV2",
+            {
+                "kv_lora_rank": 24,
+                "qk_rope_head_dim": 8,
+                "n_routed_experts": 0,
+                "first_k_dense_replace": 1,
+            },
+            ("MLA attention", "query_rope"),
         ),
         ("Mistral", {"sliding_window": 13}, ("sliding window", "band masks")),
         ("Gemma2", {"sliding_window": None}, ("logits soft cap", "no cap")),

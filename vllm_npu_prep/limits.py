@@ -90,6 +90,13 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str
             "a mixture of experts",
             "it needs npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_grouped_matmul",
         ),
+        (
+            model.use_mla,
+            family.mla,
+            "MLA attention",
+            "it needs npu_fused_infer_attention_score with query_rope and key_rope, and a cache "
+            "of latent rows",
+        ),
     ]
     return [(feature, needed) for asked, has, feature, needed in checks if asked and not has]
 
@@ -106,7 +113,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "only token ids are prepared; use a text-only model",
         ),
         (model.is_encoder_decoder, "an encoder-decoder model", "only decoder attention runs"),
-        (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
+        (
+            hasattr(model.hf_text_config, "index_topk"),
+            f"sparse attention ({model.model})",
+            "attention reads the whole context, and has no indexer",
+        ),
         (
             vllm_config.kernel_config.moe_backend != "auto",
             f"--moe-backend {vllm_config.kernel_config.moe_backend}",

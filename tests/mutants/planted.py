@@ -661,4 +661,27 @@ MUTANTS = [
         "expert_map.long()[experts] % len(w13)",
         ("tests/ops/test_experts.py",),
     ),
+    Mutant(
+        "MLA layers cut off what graphs pad",
+        "attention/mla.py",
+        """        \"\"\"Tokens that the layer hands over: all.\"\"\"
+        return self.step.num_input_tokens
+""",
+        "        return self.step.num_actual_tokens\n",
+        ("tests/engine/test_mla.py",),
+    ),
+    Mutant(
+        "MLA rows with the rotated key in front",
+        "attention/mla.py",
+        "torch.cat([kv_c_normed.unsqueeze(1), k_pe], dim=-1)",
+        "torch.cat([k_pe, kv_c_normed.unsqueeze(1)], dim=-1)",
+        ("tests/attention/test_mla.py",),
+    ),
+    Mutant(
+        "MLA layers' inputs of a graph go unchecked",
+        "graph/stand_in.py",
+        'getattr(metadata, "step", metadata)',
+        "metadata",
+        ("tests/graph/test_stand_in.py",),
+    ),
 ]
