@@ -668,7 +668,7 @@ MUTANTS = [
         return self.step.num_input_tokens
 """,
         "        return self.step.num_actual_tokens\n",
-        ("tests/engine/test_mla.py",),
+        ("tests/attention/test_mla.py",),
     ),
     Mutant(
         "MLA rows with the rotated key in front",
