@@ -1,13 +1,15 @@
 """Routing and experts against a scalar reading, a token and an expert at a time, in float64."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 
-from vllm_npu_prep.ops.experts import apply_experts
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.ops.experts import TorchMoEMethod, apply_experts
 from vllm_npu_prep.ops.routing import register_operators
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 23, 12, 10, 8
@@ -176,6 +178,31 @@ def test_ranks_that_share_the_experts_sum_to_the_whole(seed):
         parts.append(apply_experts(x, *local, weights, ids, activation, expert_map))
     torch.testing.assert_close(parts[0] + parts[1], whole)
     assert not torch.allclose(parts[0], whole)
+
+
+REFUSED = {
+    "activation swiglustep": {"activation": MoEActivation.SWIGLUSTEP},
+    "biases": {"has_bias": True},
+    "a limit of SwiGLU": {"swiglu_limit": 7.0},
+    "an alpha of SwiGLU": {"swiglu_alpha": 1.7},
+    "a beta of SwiGLU": {"swiglu_beta": 1.0},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_experts_that_are_not_computed_are_refused_by_name(what):
+    plain = {
+        "activation": MoEActivation.SILU,
+        "has_bias": False,
+        "swiglu_limit": None,
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+    }
+    layer = SimpleNamespace(layer_name="layers.3.mlp", **{**plain, **REFUSED[what]})
+    method = TorchMoEMethod.__new__(TorchMoEMethod)
+    method.__dict__["moe"] = layer
+    with pytest.raises(PrepError, match=rf"experts with {what} \(layers\.3\.mlp\)"):
+        method.create_weights(layer)
 
 
 def test_sums_of_half_precision_are_rounded_once(seed):

@@ -36,7 +36,8 @@ def apply_experts(
     """Sum of what each token's experts make of it, weighted as they were routed.
 
     Pairs of token and expert are sorted by expert, and experts without a token are left out. How
-    many rows each one gets is read on the host: once, which costs a device a synchronisation.
+    many rows each one gets is read on the host, once. A graph of a device could not hold that; the
+    CPU fallback's runs everything again.
 
     Parameters
     ----------

@@ -5,18 +5,7 @@ Grouped top-k and custom routing functions are torch in vLLM already; these two 
 
 import torch
 
-SCHEMAS = {
-    "topk_softmax": (
-        "(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
-        "Tensor gating_output, bool renormalize, Tensor? bias, Tensor? is_padding) -> ()"
-    ),
-    "topk_sigmoid": (
-        "(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
-        "Tensor gating_output, bool renormalize, Tensor? bias, float routed_scaling_factor, "
-        "Tensor? is_padding) -> ()"
-    ),
-}
-"""Schemas by operator, arguments in the order in which ``vllm._custom_ops`` passes them."""
+_LIBRARY = torch.library.Library("_moe_C", "FRAGMENT")  # operators live as long as this object
 
 
 def topk_softmax(
@@ -75,12 +64,24 @@ def _select(
     topk_indices.copy_(chosen)
 
 
+SCHEMAS = {
+    topk_softmax: (
+        "(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
+        "Tensor gating_output, bool renormalize, Tensor? bias, Tensor? is_padding) -> ()"
+    ),
+    topk_sigmoid: (
+        "(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
+        "Tensor gating_output, bool renormalize, Tensor? bias, float routed_scaling_factor, "
+        "Tensor? is_padding) -> ()"
+    ),
+}
+"""Schemas by operator, arguments in the order in which ``vllm._custom_ops`` passes them."""
+
+
 def register_operators() -> None:
     """Define what ``vllm._moe_C`` would; a build that has it keeps its own."""
-    for name, schema in SCHEMAS.items():
+    for operator, schema in SCHEMAS.items():
+        name = operator.__name__
         if not hasattr(torch.ops._moe_C, name):
             _LIBRARY.define(name + schema)
-            _LIBRARY.impl(name, globals()[name], "CompositeExplicitAutograd")
-
-
-_LIBRARY = torch.library.Library("_moe_C", "FRAGMENT")  # operators live as long as this object
+            _LIBRARY.impl(name, operator, "CompositeExplicitAutograd")
