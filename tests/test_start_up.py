@@ -11,8 +11,10 @@ import pytest
 
 from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import compat, device
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.limits import refuse_unsupported
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,13 @@ MEAN_POOLING = {
     "max_num_batched_tokens": 128,
 }
 
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
+MLA = {
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "n_routed_experts": 0,
+    "first_k_dense_replace": 1,
+}
 REFUSED = {
     "unknown key": ({"additional_config": {"npu_prep": {"maks": 1}}}, ['"maks"', '"mask"']),
     "family of another device": (
@@ -53,6 +62,7 @@ REFUSED = {
     "fast prefill": ({"kv_sharing_fast_prefill": True}, ["--kv-sharing-fast-prefill"]),
     "weights on the host": ({"cpu_offload_gb": 1}, ["weight offloading", "device memory"]),
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
+    "experts of another backend": ({"moe_backend": "triton"}, ["--moe-backend triton"]),
     "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
     "chunks of prompts that are pooled whole": (
         {**MEAN_POOLING, "enable_chunked_prefill": True},
@@ -100,9 +110,12 @@ def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
     [
         ("Bloom", {}, "ALiBi"),
         ("Bert", {"head": "Model", "position_embedding_type": "alibi"}, "ALiBi"),
-        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32}, "mixture-of-experts"),
-        ("Mixtral", {"num_local_experts": 4}, "mixture-of-experts"),
         ("Qwen3", {"head_dim": 1024}, "head size 1024"),
+        (
+            "DeepseekV2",
+            {"q_lora_rank": 20, "index_topk": 8, "n_routed_experts": 0, "first_k_dense_replace": 1},
+            "sparse",
+        ),
     ],
 )
 def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config, message):
@@ -111,11 +124,38 @@ def test_models_that_cannot_run_are_refused(tmp_path, configure, family, config,
         configure(folder)
 
 
-def test_lora_on_experts_is_refused(tmp_path, configure):
-    experts = {"num_experts": 4, "moe_intermediate_size": 32}
-    folder = make_model(tmp_path, "Qwen3Moe", num_hidden_layers=1, **experts)
-    with pytest.raises(PrepError, match="LoRA on a mixture-of-experts model"):
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [("Qwen3Moe", EXPERTS, "mixture-of-experts"), ("DeepseekV2", MLA, "MLA")],
+)
+def test_lora_is_refused_where_adapters_would_be_ignored(
+    tmp_path, configure, family, config, message
+):
+    folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
+    with pytest.raises(PrepError, match=f"LoRA on .*{message}"):
         configure(folder, enable_lora=True)
+
+
+@pytest.mark.parametrize("name", ["fia", "atb"])
+@pytest.mark.parametrize(
+    ("family", "config", "parts"),
+    [
+        ("Qwen3Moe", EXPERTS, ("mixture of experts", "npu_grouped_matmul")),
+        ("DeepseekV2", MLA, ("MLA attention", "query_rope")),
+        ("Mistral", {"sliding_window": 13}, ("sliding window", "band masks")),
+        ("Gemma2", {"sliding_window": None}, ("logits soft cap", "no cap")),
+    ],
+)
+def test_models_that_kernels_of_an_npu_cannot_run_are_refused_with_what_is_missing(
+    tmp_path, configure, name, family, config, parts
+):
+    folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
+    vllm_config = configure(folder, dtype="bfloat16")  # runs on the CPU fallback
+    with pytest.raises(PrepError) as error:
+        refuse_unsupported(vllm_config, KERNEL_FAMILIES[name], device.CPU_KIND)
+    assert "\n" not in str(error.value)
+    for part in (*parts, f"kernel family {name}", "use the CPU fallback"):
+        assert part in str(error.value)
 
 
 def test_another_vllm_is_refused(monkeypatch):

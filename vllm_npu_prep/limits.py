@@ -59,9 +59,11 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             f"--block-size {cache.block_size}: kernel family {family.name} takes multiples of "
             f"{family.block_size_multiple}"
         )
-    for feature, applies in _family_limits(model, family).items():
-        if applies:
-            raise PrepError(f"{feature} of {model.model}: kernel family {family.name} has none")
+    for feature, needed in _family_limits(model, family):
+        raise PrepError(
+            f"{feature} of {model.model}: kernel family {family.name} has none ({needed}); use the "
+            "CPU fallback"
+        )
     for feature, reason in _unsupported_features(vllm_config, model):
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
     head_size = model.get_head_size()
@@ -72,17 +74,31 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
         )
 
 
-def _family_limits(model: "ModelConfig", family: KernelFamily) -> dict[str, bool]:
-    """What the model needs of its attention and the family lacks."""
+def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str, str]]:
+    """What the model needs and the family lacks, and what would have to be there."""
     text = model.hf_text_config
     soft_cap = getattr(text, "attn_logit_softcapping", None)
     window = model.get_sliding_window() or "sliding_attention" in (
         getattr(text, "layer_types", None) or ()
     )
-    return {
-        "logits soft cap": bool(soft_cap) and not family.logits_soft_cap,
-        "sliding window": bool(window) and not family.sliding_window,
-    }
+    checks = [
+        (soft_cap, family.logits_soft_cap, "logits soft cap", "its operators take no cap"),
+        (window, family.sliding_window, "sliding window", "it needs band masks"),
+        (
+            model.is_moe,
+            family.experts,
+            "a mixture of experts",
+            "it needs npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_grouped_matmul",
+        ),
+        (
+            model.use_mla,
+            family.mla,
+            "MLA attention",
+            "it needs npu_fused_infer_attention_score with query_rope and key_rope, and a cache "
+            "of latent rows",
+        ),
+    ]
+    return [(feature, needed) for asked, has, feature, needed in checks if asked and not has]
 
 
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
@@ -118,16 +134,25 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "--enable-prompt-embeds with a pooling model",
             "poolers and token types read token ids",
         ),
-        (model.use_mla, "MLA attention", "the KV cache holds K and V planes only"),
         (
             vllm_config.lora_config is not None and model.is_moe,
             "LoRA on a mixture-of-experts model",
             "no expert kernels take adapters",
         ),
         (
-            model.is_moe,
-            "a mixture-of-experts model",
-            "no expert kernels on this device",
+            vllm_config.lora_config is not None and model.use_mla,
+            "LoRA on a model with MLA",
+            "its attention reads projections that were merged when the model was loaded",
+        ),
+        (
+            hasattr(model.hf_text_config, "index_topk"),
+            f"sparse attention ({model.model})",
+            "attention reads the whole context, and has no indexer",
+        ),
+        (
+            vllm_config.kernel_config.moe_backend != "auto",
+            f"--moe-backend {vllm_config.kernel_config.moe_backend}",
+            "experts are computed in one way; leave the flag out",
         ),
         (
             model.is_hybrid or model.is_attention_free,

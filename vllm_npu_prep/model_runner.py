@@ -276,6 +276,10 @@ class NPUModelRunner(GraphRunner):
         if self.speculative_config is not None:
             group = self.kv_cache_config.kv_cache_groups[0]
             common = common_metadata(metadata[group.layer_names[0]], self.positions)
+        if self.model_config.use_mla:
+            for _, builder, layer_names in self._builders:
+                seen = builder.for_layers(metadata[layer_names[0]])
+                metadata |= dict.fromkeys(layer_names, seen)
         return metadata, common
 
     def _forget_step(self) -> None:

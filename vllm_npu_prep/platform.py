@@ -54,7 +54,10 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Replace the Triton kernels that this version reaches; no Triton runs here."""
+        """Replace the kernels that this version reaches, before a worker can launch them.
+
+        Neither Triton's nor vLLM's compiled ones are here.
+        """
         from vllm_npu_prep.ops import register_overrides
 
         register_overrides()
@@ -102,9 +105,20 @@ class NPUPlatform(Platform):
         return psutil.Process().memory_info().rss
 
     @classmethod
-    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        """The one backend; kernel families are chosen behind it."""
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """One backend for K and V, one for latent rows; kernel families are chosen behind them."""
+        if attn_selector_config.use_mla:
+            return "vllm_npu_prep.attention.mla.AscendMLABackend"
         return "vllm_npu_prep.attention.backend.AscendAttentionBackend"
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
+        """Every MLA layer makes one; with `AscendMLABackend` none is called."""
+        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+        return MLAPrefillBackendEnum.CPU.get_class()
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:

@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -46,6 +47,19 @@ def test_layers_are_contiguous_planes_apart_from_each_other():
         assert (cache == value).all()
 
 
+def test_latent_rows_are_one_plane_for_each_layer():
+    spec = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
+    caches = list(allocate_planes(config(spec), CPUDevice()).values())
+    for value, cache in enumerate(caches, 1):
+        assert cache.shape == (1, BLOCKS, 4, 1, 8)
+        assert cache[0].is_contiguous()
+        cache.fill_(value)
+    zero_blocks([plane for cache in caches for plane in cache], [2])
+    for value, cache in enumerate(caches, 1):
+        assert not cache[:, 2].any()
+        assert (cache[:, [0, 1, 3, 4]] == value).all()
+
+
 def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block():
     window = SlidingWindowSpec(**SHAPE, sliding_window=8)
     caches = allocate_planes(config(FullAttentionSpec(**SHAPE), window), CPUDevice())
@@ -78,6 +92,9 @@ def test_blocks_interleaved_with_other_layers_are_refused():
 def test_padded_pages_are_refused():
     spec = FullAttentionSpec(**SHAPE, page_size_padded=1024)
     with pytest.raises(PrepError, match="not K and V"):
+        allocate_planes(config(spec), CPUDevice())
+    spec = MLAAttentionSpec(**SHAPE, state_content_bytes=656)  # packed with scales
+    with pytest.raises(PrepError, match="not latent rows"):
         allocate_planes(config(spec), CPUDevice())
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.batches import step_batch
 from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.attention.mla import MLALayerMetadata
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.graph import GraphCall, tensors_of
@@ -107,14 +108,15 @@ def metadata(block_tables, slots) -> AscendMetadata:
     )
 
 
+@pytest.mark.parametrize("seen", [lambda step: step, MLALayerMetadata], ids=["plain", "MLA"])
 @pytest.mark.parametrize("name", ["block_tables", "slot_mapping"])
-def test_metadata_that_moved_is_named(name):
+def test_metadata_that_moved_is_named(name, seen):
     x, graph = torch.ones(2), CheckedGraphPool().new_graph()
     before = metadata(torch.zeros(2, 3), torch.zeros(2))
-    graph.capture(call(x, metadata={"layer 0": before, "layer 1": before}))
+    graph.capture(call(x, metadata=dict.fromkeys(["layer 0", "layer 1"], seen(before))))
     after = dataclasses.replace(before, **{name: getattr(before, name).clone()})
     with pytest.raises(GraphSafetyError, match=f"{name} of layer 0 is not where"):
-        graph.replay(call(x, metadata={"layer 0": after, "layer 1": after}))
+        graph.replay(call(x, metadata=dict.fromkeys(["layer 0", "layer 1"], seen(after))))
 
 
 def test_a_kv_cache_that_moved_is_named():

@@ -55,6 +55,9 @@ def make_model(
     model = model_class(config_class(**{**settings, **config}))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(embedding_scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zeros, which would correct nothing
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     return folder
 

@@ -732,4 +732,48 @@ MUTANTS = [
         "        if False:",
         POOLING,
     ),
+    Mutant(
+        "a bias weighs the experts that it chooses",
+        "ops/routing.py",
+        "weights = scores.gather(1, chosen)",
+        "weights = choice.gather(1, chosen)",
+        ("tests/ops/test_experts.py",),
+    ),
+    Mutant(
+        "padding works on the first experts",
+        "ops/experts.py",
+        "end = elsewhere",
+        "end = 0",
+        ("tests/ops/test_experts.py",),
+    ),
+    Mutant(
+        "experts of other ranks are taken for the last one here",
+        "ops/experts.py",
+        "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])",
+        "expert_map.long()[experts] % len(w13)",
+        ("tests/ops/test_experts.py",),
+    ),
+    Mutant(
+        "MLA layers cut off what graphs pad",
+        "attention/mla.py",
+        """        \"\"\"Tokens that the layer hands over: all.\"\"\"
+        return self.step.num_input_tokens
+""",
+        "        return self.step.num_actual_tokens\n",
+        ("tests/attention/test_mla.py",),
+    ),
+    Mutant(
+        "MLA rows with the rotated key in front",
+        "attention/mla.py",
+        "torch.cat([kv_c_normed.unsqueeze(1), k_pe], dim=-1)",
+        "torch.cat([k_pe, kv_c_normed.unsqueeze(1)], dim=-1)",
+        ("tests/attention/test_mla.py",),
+    ),
+    Mutant(
+        "MLA layers' inputs of a graph go unchecked",
+        "graph/stand_in.py",
+        'getattr(metadata, "step", metadata)',
+        "metadata",
+        ("tests/graph/test_stand_in.py",),
+    ),
 ]

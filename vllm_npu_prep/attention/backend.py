@@ -155,6 +155,10 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             causal=causal,
         )
 
+    def for_layers(self, metadata: AscendMetadata) -> Any:
+        """What layers get of a prepared step."""
+        return metadata
+
     def build_step(
         self,
         step: PreparedStep,

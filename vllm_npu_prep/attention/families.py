@@ -27,6 +27,8 @@ class KernelFamily:
         Head sizes it takes.
     logits_soft_cap, sliding_window, kv_sharing
         Whether it has them.
+    experts, mla
+        Whether the experts of a mixture are computed on its device, and latent rows attended over.
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
         which True masks. Not masked is always 0.
@@ -42,6 +44,8 @@ class KernelFamily:
     logits_soft_cap: bool
     sliding_window: bool
     kv_sharing: bool
+    experts: bool
+    mla: bool
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
 
     @property
@@ -57,10 +61,12 @@ REFERENCE = KernelFamily(
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     block_size_multiple=1,
     head_size_multiple=1,
-    max_head_size=512,
+    max_head_size=576,  # latent rows of DeepSeek: 512 and a rotated key of 64
     logits_soft_cap=True,
     sliding_window=True,
     kv_sharing=True,
+    experts=True,
+    mla=True,
 )
 
 FIA = KernelFamily(
@@ -74,6 +80,8 @@ FIA = KernelFamily(
     logits_soft_cap=False,
     sliding_window=False,
     kv_sharing=True,
+    experts=False,
+    mla=False,
 )
 
 ATB = KernelFamily(
@@ -87,6 +95,8 @@ ATB = KernelFamily(
     logits_soft_cap=False,
     sliding_window=False,
     kv_sharing=False,
+    experts=False,
+    mla=False,
     # bfloat16 masks of flash attention are flags; splitfuse adds its mask to the scores.
     mask_values={
         torch.float16: {MaskKind.MATRIX: float("-inf"), MaskKind.ROWS: float("-inf")},

@@ -1,7 +1,8 @@
-"""The KV cache: K and V as two contiguous planes for each layer.
+"""The KV cache: K and V as two contiguous planes for each layer; MLA's latent rows as one.
 
 A layer's cache is ``(2, num_blocks, block_size, num_kv_heads, head_size)``, because Ascend kernels
-take K and V each as a contiguous ``(num_blocks, block_size, ...)``. vLLM plans the bytes (which
+take K and V each as a contiguous ``(num_blocks, block_size, ...)``. A latent row serves as key and
+as value: its cache has the same shape with one plane. vLLM plans the bytes (which
 layers, how many blocks, where in the one allocation) and interleaves K and V inside a block; here
 the same bytes are viewed as planes.
 """
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -27,8 +29,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 
-PLANE_SPECS = (FullAttentionSpec, SlidingWindowSpec)
-"""Caches that are K and V of whole blocks, and whose attention this backend's builder knows."""
+PLANE_SPECS = {FullAttentionSpec: 2, SlidingWindowSpec: 2, MLAAttentionSpec: 1}
+"""Caches that are planes of whole blocks, and whose attention this plugin's builders know, with the
+number of planes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +84,12 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
     Returns
     -------
     dict
-        Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``.
+        Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``; 1 for MLA.
 
     Raises
     ------
     PrepError
-        If a layer's cache can't be two equal planes, or layers that share bytes would split them
+        If a layer's cache can't be equal planes, or layers that share bytes would split them
         differently.
     """
     if not config.kv_cache_tensors:
@@ -116,7 +119,8 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                     "(pages of different sizes)"
                 )
             regions[start] = start + size
-            shape = (2, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+            planes = PLANE_SPECS[type(spec)]
+            shape = (planes, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
             caches[layer_name] = buffer[start : start + size].view(spec.dtype).view(shape)
     return caches
 
@@ -133,14 +137,16 @@ def _layer_spec(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
 
 def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
     if type(spec) not in PLANE_SPECS:
-        allowed = " and ".join(each.__name__ for each in PLANE_SPECS)
+        allowed = ", ".join(each.__name__ for each in PLANE_SPECS)
         raise PrepError(f"{layer_name} has a {type(spec).__name__}: {allowed} are supported")
     assert isinstance(spec, AttentionSpec)
     plane = spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-    if spec.page_size_bytes != 2 * plane:
+    planes = PLANE_SPECS[type(spec)]
+    if spec.page_size_bytes != planes * plane:
+        what = "K and V" if planes == 2 else "latent rows"
         raise PrepError(
-            f"{layer_name}: a page of {spec.page_size_bytes} bytes is not K and V of {plane} bytes "
-            "each (padded, quantised and MLA caches are not supported)"
+            f"{layer_name}: a page of {spec.page_size_bytes} bytes is not {what} of {plane} bytes "
+            "each (padded and quantised caches are not supported)"
         )
     return spec
 

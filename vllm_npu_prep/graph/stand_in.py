@@ -47,6 +47,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
     for layer_name, metadata in call.attn_metadata.items():
         groups.setdefault(id(metadata), (layer_name, metadata))
     for layer_name, metadata in groups.values():
+        metadata = getattr(metadata, "step", metadata)  # as MLA layers get it
         for item in fields(metadata):
             value = getattr(metadata, item.name)
             if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Replacements for vLLM's Triton kernels, registered through vLLM's own dispatcher."""
+"""Replacements for vLLM's kernels, registered through its own hooks: Triton's, experts, routing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ from vllm_npu_prep import compat
 
 
 def register_overrides() -> None:
-    """Replace the kernels that a runner reaches with ngram drafts or vLLM's own block tables."""
-    from vllm_npu_prep.ops import rejection, slot_mapping
+    """Replace what a runner reaches with ngram drafts, vLLM's own block tables, and experts."""
+    from vllm_npu_prep.ops import experts, rejection, routing, slot_mapping
 
     sampler = "vllm.v1.sample.rejection_sampler"
     overrides: dict[str, Callable[..., Any]] = {
@@ -21,3 +21,5 @@ def register_overrides() -> None:
         f"{sampler}.sample_recovered_tokens_kernel": rejection.sample_recovered_tokens,
     }
     compat.override_triton_kernels(overrides)
+    routing.register_operators()
+    experts.register_method()

@@ -23,7 +23,10 @@ class LayerShape:
 
 
 class AttentionKernels(Protocol):
-    """The verbs of a kernel family."""
+    """The verbs of a kernel family.
+
+    A family that has MLA also takes caches of one plane, whose rows are keys and values both.
+    """
 
     family: KernelFamily
     workspace_serves_all_lengths: bool  # else it is asked for again when lengths change

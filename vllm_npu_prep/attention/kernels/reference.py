@@ -117,7 +117,8 @@ class ReferenceKernels:
         else:
             _check_cache(kv_cache, query)
             block_size = kv_cache.shape[2]
-            keys, values = (plane.view(-1, *plane.shape[2:]) for plane in kv_cache)
+            planes = [plane.view(-1, *plane.shape[2:]) for plane in kv_cache]
+            keys, values = planes[0], planes[-1]
         for index, chunks in enumerate(plan.chunks):
             tile = plan.tiles.get(index) or _make_tile(metadata, block_size, chunks)
             if plan.keep:
@@ -130,10 +131,11 @@ class ReferenceKernels:
 
 
 def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
-    assert kv_cache.dim() == 5 and kv_cache.shape[0] == 2, (
-        f"the cache is (2, num_blocks, block_size, num_kv_heads, head_size), not {kv_cache.shape}"
+    assert kv_cache.dim() == 5 and kv_cache.shape[0] in (1, 2), (
+        f"the cache is (2, num_blocks, block_size, num_kv_heads, head_size), not {kv_cache.shape}; "
+        "(1, ...) for latent rows"
     )
-    assert kv_cache[0].is_contiguous() and kv_cache[1].is_contiguous(), "K and V are planes"
+    assert all(plane.is_contiguous() for plane in kv_cache), "K and V are planes"
     assert kv_cache.dtype == rows.dtype, f"cache is {kv_cache.dtype}, tokens are {rows.dtype}"
 
 
@@ -298,7 +300,9 @@ def _attend_tile(
     q = q.view(num_reqs, query_len, layer.num_heads, layer.head_size).transpose(1, 2)
     shape = (num_reqs, -1, layer.num_kv_heads, layer.head_size)
     k = keys.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)  # [B, Hkv, S, D]
-    v = values.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)
+    v = k  # latent rows are both
+    if values is not keys:
+        v = values.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)
     # Half precision is for storage: as on a device, sums are kept in float32 and rounded once.
     q, k, v = q.float(), k.float(), v.float()
     # Grouped queries: the heads of one K/V head stand behind each other as more query rows.

@@ -1,0 +1,143 @@
+"""Mixture of experts in torch: each expert computes its tokens' rows in one product."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+
+from vllm_npu_prep.errors import PrepError
+
+ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    MoEActivation.SILU_NO_MUL: functional.silu,
+    MoEActivation.GELU_NO_MUL: functional.gelu,
+    MoEActivation.GELU_TANH_NO_MUL: partial(functional.gelu, approximate="tanh"),
+    MoEActivation.RELU2_NO_MUL: lambda x: functional.relu(x).square(),
+}
+"""Activations by their plain form; gated ones multiply the other half of their input by it."""
+
+
+def apply_experts(
+    x: torch.Tensor,  # [T, hidden_size]
+    w13: torch.Tensor,  # [num_local_experts, 2 * intermediate_size, hidden_size]; not gated: 1 *
+    w2: torch.Tensor,  # [num_local_experts, hidden_size, intermediate_size]
+    topk_weights: torch.Tensor,  # [T, k] float32
+    topk_ids: torch.Tensor,  # [T, k] integer, -1 for none
+    activation: MoEActivation,
+    expert_map: torch.Tensor | None = None,  # [num_experts] integer
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    """Sum of what each token's experts make of it, weighted as they were routed.
+
+    Pairs of token and expert are sorted by expert, and experts without a token are left out. How
+    many rows each one gets is read on the host, once. A graph of a device could not hold that; the
+    CPU fallback's runs everything again.
+
+    Parameters
+    ----------
+    x, w13, w2
+        Hidden states, and the weights of the experts of this rank.
+    topk_weights, topk_ids
+        Each token's experts, numbered over all ranks, and their weights.
+    activation
+        A gated one takes the first half of ``w13``'s rows as gate.
+    expert_map
+        Number on this rank of each expert, -1 for those of other ranks; None if all are here.
+    apply_router_weight_on_input
+        Weigh what goes into an expert instead of what comes out.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
+    """
+    experts = topk_ids.flatten().long()  # [T * k]
+    if expert_map is not None:
+        experts = torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])
+    order = experts.argsort(stable=True)  # [T * k], those without an expert here first
+    tokens = order // topk_ids.shape[1]
+    weights = topk_weights.flatten()[order, None]  # [T * k, 1]
+    elsewhere, *counts = torch.bincount(experts + 1, minlength=len(w13) + 1).tolist()
+    activate = ACTIVATIONS[activation.without_mul()]
+    output = torch.zeros_like(x, dtype=torch.float32)
+    end = elsewhere
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        start, end = end, end + count
+        mine, weight = tokens[start:end], weights[start:end]
+        rows = x.index_select(0, mine)
+        if apply_router_weight_on_input:
+            rows = rows * weight.to(rows.dtype)
+        hidden = functional.linear(rows, w13[expert])
+        if activation.is_gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = activate(gate) * up
+        else:
+            hidden = activate(hidden)
+        result = functional.linear(hidden, w2[expert]).float()
+        if not apply_router_weight_on_input:
+            result *= weight
+        output.index_add_(0, mine, result)
+    return output.to(x.dtype)
+
+
+class TorchMoEMethod(UnquantizedFusedMoEMethod):
+    """vLLM's unquantised experts, computed by `apply_experts`.
+
+    Raises
+    ------
+    PrepError
+        For activations and biases of experts that it doesn't compute.
+    """
+
+    is_monolithic = False  # vLLM's routers choose experts, and call shared ones
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, once it is clear that `layer` can be computed."""
+        extras = {
+            f"activation {layer.activation.value}": layer.activation.without_mul()
+            not in ACTIVATIONS,
+            "biases": self.moe.has_bias,
+            "a limit of SwiGLU": layer.swiglu_limit is not None,
+            "an alpha of SwiGLU": layer.swiglu_alpha is not None,
+            "a beta of SwiGLU": layer.swiglu_beta is not None,
+        }
+        for extra, applies in extras.items():
+            if applies:
+                raise PrepError(f"experts with {extra} ({layer.layer_name}) are not supported")
+        super().create_weights(layer, *args, **kwargs)
+
+    def forward_native(
+        self,
+        layer: Any,
+        x: torch.Tensor,  # [num_input_tokens, hidden_size]
+        topk_weights: torch.Tensor,  # [num_input_tokens, k] float32
+        topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
+        del shared_experts, shared_experts_input
+        return apply_experts(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            layer.activation,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+        )
+
+
+def register_method() -> None:
+    """Let vLLM make `TorchMoEMethod` where it would make its own."""
+    if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
+        CustomOp.register_oot(TorchMoEMethod, name=UnquantizedFusedMoEMethod.__name__)
