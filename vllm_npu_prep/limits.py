@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 NZ_CACHE_CHIPS = "Ascend310P"
 """Chips whose kernels take KV caches in the NZ layout only."""
 
+CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
+"""Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
 
@@ -62,7 +65,9 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
     for feature, applies in _family_limits(model, family).items():
         if applies:
             raise PrepError(f"{feature} of {model.model}: kernel family {family.name} has none")
-    for feature, reason in _unsupported_features(vllm_config, model):
+    for feature, reason in _unsupported_features(vllm_config, model) + _unsupported_transfer(
+        vllm_config, family
+    ):
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
     head_size = model.get_head_size()
     if head_size > family.max_head_size or head_size % family.head_size_multiple:
@@ -83,6 +88,35 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> dict[str, bool
         "logits soft cap": bool(soft_cap) and not family.logits_soft_cap,
         "sliding window": bool(window) and not family.sliding_window,
     }
+
+
+def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> list[tuple[str, str]]:
+    """What the engine was asked to do with its KV cache beside keeping it, with reasons."""
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    checks = [
+        (
+            cache.kv_offloading_size is not None,
+            "--kv-offloading-size",
+            "vLLM's offloading copies whole pages by CUDA streams, and K and V are planes here",
+        )
+    ]
+    if transfer is not None and transfer.kv_connector is not None:
+        known = ", ".join(family.kv_connectors) or "none"
+        checks += [
+            (
+                transfer.kv_connector not in family.kv_connectors
+                or transfer.kv_connector_module_path not in (None, CONNECTOR_MODULE),
+                f"KV connector {transfer.kv_connector}",
+                f"kernel family {family.name} keeps K and V as planes, and takes {known}",
+            ),
+            (
+                vllm_config.scheduler_config.enable_chunked_prefill,
+                f"KV connector {transfer.kv_connector} with chunked prefill",
+                "of a prompt in chunks it would store the first one; use "
+                "--no-enable-chunked-prefill",
+            ),
+        ]
+    return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
@@ -111,6 +145,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
         (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
         (model.enable_prompt_embeds, "--enable-prompt-embeds", "only token ids are prepared"),
         (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
+        (
+            vllm_config.weight_transfer_config is not None,
+            "--weight-transfer-config",
+            "its engines speak to CUDA devices; collective_rpc reload_weights reads a folder",
+        ),
         (vllm_config.lora_config is not None, "LoRA", "not prepared yet"),
         (
             parallel.world_size_across_dp > 1,
@@ -133,7 +172,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             f"speculative method {speculative.method if speculative else ''}",
             "only ngram drafts are prepared",
         ),
-        (vllm_config.kv_transfer_config is not None, "a KV connector", "K and V are planes"),
         (
             vllm_config.attention_config.backend is not None
             and vllm_config.attention_config.backend.name != "CUSTOM",

@@ -27,6 +27,8 @@ class KernelFamily:
         Head sizes it takes.
     logits_soft_cap, sliding_window, kv_sharing
         Whether it has them.
+    kv_connectors
+        KV connectors of vLLM that know its cache (`vllm_npu_prep.kv_transfer`).
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
         which True masks. Not masked is always 0.
@@ -42,6 +44,7 @@ class KernelFamily:
     logits_soft_cap: bool
     sliding_window: bool
     kv_sharing: bool
+    kv_connectors: tuple[str, ...] = ()
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
 
     @property
@@ -61,6 +64,7 @@ REFERENCE = KernelFamily(
     logits_soft_cap=True,
     sliding_window=True,
     kv_sharing=True,
+    kv_connectors=("ExampleConnector",),
 )
 
 FIA = KernelFamily(
