@@ -119,10 +119,10 @@ def test_recorded_schemas_are_those_of_torch_npu():
     assert "skipped" not in result.stdout
 
 
-GRAMMARS = "test_structured_output.py"
+FEATURES = ["test_structured_output.py", "test_long_context.py"]
 ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
-    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py", GRAMMARS], "8G"),
+    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py", *FEATURES], "8G"),
     "memory": (["test_memory.py"], "170M"),
 }
 
