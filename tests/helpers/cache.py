@@ -42,7 +42,7 @@ class CacheWatch:
 
 
 class SharedBlocksWatch:
-    """Checks before every forward pass, and at its end, that cached blocks were not written.
+    """Checks after every forward pass that blocks of the prefix cache were not written.
 
     A block that the prefix cache knows is full, and any later request may read it.
 
@@ -57,6 +57,7 @@ class SharedBlocksWatch:
         self.pool = core.scheduler.kv_cache_manager.block_pool
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.compared = 0
+        self._seen: tuple[dict[int, Any], list[torch.Tensor]] | None = None
         self._forward = self.runner._model_forward
         self.runner._model_forward = self._watched
 
@@ -65,12 +66,11 @@ class SharedBlocksWatch:
         return {block.block_id: block.block_hash for block in blocks if block.block_hash}
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        before = getattr(self, "_seen", None)
         result = self._forward(*args, **kwargs)
         hashes = self._hashes()
         planes = [plane.cpu().clone() for plane in self.runner.kv_caches]
-        if before is not None:
-            old_hashes, old_planes = before
+        if self._seen is not None:
+            old_hashes, old_planes = self._seen
             kept = [block for block, key in old_hashes.items() if hashes.get(block) == key]
             self.compared += len(kept)
             for old, new in zip(old_planes, planes):
