@@ -30,6 +30,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "free_blocks",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"group": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -253,8 +254,8 @@ def test_tools_are_called(server, tokenizer):
     assert call["function"]["name"] == "free_blocks"
     assert json.loads(call["function"]["arguments"]) == {"group": 3}
     named = {"type": "function", "function": {"name": "free_blocks"}}
-    message = server.choice(QUESTIONS[0][0], tools=[TOOL], tool_choice=named)["message"]
-    (call,) = message["tool_calls"]
+    asked = {"tools": [TOOL], "tool_choice": named, "max_tokens": 200}
+    (call,) = server.choice(QUESTIONS[0][0], **asked)["message"]["tool_calls"]
     assert call["function"]["name"] == "free_blocks"
     (group,) = json.loads(call["function"]["arguments"]).values()
     assert 0 <= group <= 9
