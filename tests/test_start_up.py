@@ -80,15 +80,35 @@ REFUSED = {
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
         ["speculative method suffix", "ngram"],
     ),
-    "KV connector": (
+    "KV connector of another cache": (
+        {
+            "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            "enable_chunked_prefill": False,
+        },
+        ["KV connector NixlConnector", "planes", "ExampleConnector"],
+    ),
+    "KV connector of unknown code": (
         {
             "kv_transfer_config": {
                 "kv_connector": "ExampleConnector",
+                "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1."
+                "example_connector",
                 "kv_role": "kv_both",
-            }
+            },
+            "enable_chunked_prefill": False,
         },
-        ["KV connector"],
+        ["KV connector ExampleConnector", "planes"],
     ),
+    "KV connector with chunks": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        ["KV connector ExampleConnector", "--no-enable-chunked-prefill"],
+    ),
+    "offloaded KV cache": ({"kv_offloading_size": 1}, ["--kv-offloading-size", "planes"]),
+    "weights from a trainer": (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        ["--weight-transfer-config", "reload_weights"],
+    ),
+    "sleep mode": ({"enable_sleep_mode": True}, ["--enable-sleep-mode"]),
 }
 
 

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 NZ_CACHE_CHIPS = "Ascend310P"
 """Chips whose kernels take KV caches in the NZ layout only."""
 
+CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
+"""Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
 
@@ -64,7 +67,8 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             f"{feature} of {model.model}: kernel family {family.name} has none ({needed}); use the "
             "CPU fallback"
         )
-    for feature, reason in _unsupported_features(vllm_config, model):
+    unsupported = _unsupported_features(vllm_config, model)
+    for feature, reason in unsupported + _unsupported_transfer(vllm_config, family):
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
     head_size = model.get_head_size()
     if head_size > family.max_head_size or head_size % family.head_size_multiple:
@@ -99,6 +103,40 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str
         ),
     ]
     return [(feature, needed) for asked, has, feature, needed in checks if asked and not has]
+
+
+def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> list[tuple[str, str]]:
+    """What the engine was asked to do with its KV cache beside keeping it, with reasons."""
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    checks = [
+        (
+            cache.kv_offloading_size is not None,
+            "--kv-offloading-size",
+            "vLLM's offloading copies whole pages by CUDA streams, and K and V are planes here",
+        )
+    ]
+    if transfer is not None and transfer.kv_connector is not None:
+        known = ", ".join(family.kv_connectors) or "none"
+        checks += [
+            (
+                transfer.kv_connector not in family.kv_connectors
+                or transfer.kv_connector_module_path not in (None, CONNECTOR_MODULE),
+                f"KV connector {transfer.kv_connector}",
+                f"kernel family {family.name} keeps K and V as planes, and takes {known}",
+            ),
+            (
+                vllm_config.model_config.use_mla,
+                f"KV connector {transfer.kv_connector} with MLA",
+                "it stores K and V",
+            ),
+            (
+                vllm_config.scheduler_config.enable_chunked_prefill,
+                f"KV connector {transfer.kv_connector} with chunked prefill",
+                "of a prompt in chunks it would store the first one; use "
+                "--no-enable-chunked-prefill",
+            ),
+        ]
+    return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
@@ -162,6 +200,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
         (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
         (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
         (
+            vllm_config.weight_transfer_config is not None,
+            "--weight-transfer-config",
+            "its engines speak to CUDA devices; collective_rpc reload_weights reads a folder",
+        ),
+        (
             parallel.world_size_across_dp > 1,
             f"more than one rank ({parallel.world_size_across_dp})",
             "set tensor, pipeline and data parallel sizes to 1",
@@ -182,7 +225,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             f"speculative method {speculative.method if speculative else ''}",
             "only ngram drafts are prepared",
         ),
-        (vllm_config.kv_transfer_config is not None, "a KV connector", "K and V are planes"),
         (
             vllm_config.attention_config.backend is not None
             and vllm_config.attention_config.backend.name != "CUSTOM",

@@ -18,7 +18,7 @@ from vllm_npu_prep.device import (
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
-from vllm_npu_prep.limits import refuse_unsupported
+from vllm_npu_prep.limits import CONNECTOR_MODULE, refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,6 +84,10 @@ class NPUPlatform(Platform):
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         """`torch.manual_seed`, which vLLM calls too, seeds every device."""
+
+    def is_sleep_mode_available(self) -> bool:
+        """Asked by vLLM's config only, whose own refusal doesn't name the flag: `limits` does."""
+        return True
 
     @classmethod
     def inference_mode(cls) -> Any:
@@ -178,6 +182,8 @@ class NPUPlatform(Platform):
         if vllm_config.shutdown_timeout == 0:
             # Zero kills the engine process at once, which vLLM then reports as a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
+        if vllm_config.kv_transfer_config is not None:
+            vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process

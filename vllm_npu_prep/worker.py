@@ -129,9 +129,23 @@ class NPUWorker(Worker):
         super().update_weights(*args, **kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """Refused: planes of the KV cache are not in a pool that can be released."""
-        raise PrepError("sleep mode is not supported by vllm_npu_prep: don't call /sleep")
+        """Refused: planes of the KV cache are not in a pool that can be released.
+
+        The engine has paused its scheduler by now, which `wake_up` resumes.
+        """
+        del level
+        self._refuse_sleep()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Refused as `sleep` is."""
+        del tags
+        self._refuse_sleep()
+
+    def _refuse_sleep(self) -> None:
+        raise PrepError(
+            "sleep mode is not supported by vllm_npu_prep, memory stays where it is: wake_up lets "
+            "paused requests go on, sleep level 0 pauses them without releasing memory"
+        )
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Refused as `sleep` is."""
-        raise PrepError("sleep mode is not supported by vllm_npu_prep: don't call /wake_up")
+        """Nothing sleeps; the engine resumes its scheduler after this."""

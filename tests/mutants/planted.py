@@ -15,6 +15,8 @@ EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
+TRANSFER = ("tests/engine/test_kv_transfer.py",)
+RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
 @dataclass(frozen=True)
@@ -775,5 +777,33 @@ MUTANTS = [
         'getattr(metadata, "step", metadata)',
         "metadata",
         ("tests/graph/test_stand_in.py",),
+    ),
+    Mutant(
+        "K and V of stored blocks change places",
+        "kv_transfer.py",
+        "in zip(planes, stored",
+        "in zip(planes.flip(0), stored",
+        TRANSFER,
+    ),
+    Mutant(
+        "preempted requests look for stored blocks",
+        "kv_transfer.py",
+        "if request.num_preemptions or ",
+        "if ",
+        TRANSFER,
+    ),
+    Mutant(
+        "full graphs around layers that a connector saves",
+        "graph/config.py",
+        "if transfer is not None and transfer.kv_connector and",
+        "if False and",
+        TRANSFER,
+    ),
+    Mutant(
+        "requests that were taken back advance in their rows",
+        "bookkeeping.py",
+        "[-1 if r in cached.resumed_req_ids else rows_by_id.get(r, -1) for r in req_ids]",
+        "[rows_by_id.get(r, -1) for r in req_ids]",
+        RESETS,
     ),
 ]

@@ -122,13 +122,18 @@ def test_recorded_schemas_are_those_of_torch_npu():
 
 ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
-    "steps": (
-        ["test_worked_examples.py", "test_counts.py", "test_graphs.py", "test_lora.py"],
+    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
+    "features": (
+        [
+            "test_lora.py",
+            "test_long_context.py",
+            "test_pooling.py",
+            "test_sampling.py",
+            "test_structured_output.py",
+        ],
         "8G",
     ),
-    "pooling": (["test_pooling.py"], "8G"),
     "memory": (["test_memory.py"], "170M"),
-    "sampling": (["test_sampling.py"], "8G"),
 }
 
 
@@ -164,6 +169,10 @@ REFUSED = {
     "FULL_AND_PIECEWISE": {
         "additional_config": {"npu_prep": {"attention": "atb"}},
         "compilation_config": {"cudagraph_mode": "FULL"},
+    },
+    "takes none": {
+        "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+        "enable_chunked_prefill": False,
     },
 }
 

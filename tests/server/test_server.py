@@ -22,6 +22,26 @@ from tests.helpers.lora import make_adapter, merge
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = tiny_model.exchanges()
+XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true, "enable_in_reasoning": true}'
+PARSERS = [
+    *("--logits-processors", "tests.helpers.spelling:Spell"),
+    *("--reasoning-parser", "granite"),  # plain text is an answer to it
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--structured-outputs-config", XGRAMMAR),
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "free_blocks",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"group": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["group"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +70,7 @@ class Server:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                env={**os.environ, **environment},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             )
         deadline = time.monotonic() + 180
         while True:
@@ -79,12 +99,15 @@ class Server:
         finally:
             connection.close()
 
-    def chat(self, question: str, **params) -> str:
+    def choice(self, question: str, **params) -> dict:
         messages = [{"role": "user", "content": question}]
         body = {"messages": messages, "temperature": 0, "max_tokens": 64, **params}
         status, answer = self.request("POST", "/v1/chat/completions", body)
         assert status == 200, answer
-        return json.loads(answer)["choices"][0]["message"]["content"]
+        return json.loads(answer)["choices"][0]
+
+    def chat(self, question: str, **params) -> str:
+        return self.choice(question, **params)["message"]["content"]
 
     def stop(self, signum: int) -> int:
         self.process.send_signal(signum)
@@ -102,10 +125,19 @@ def server(demo_model, tmp_path_factory):
         demo_model,
         tmp_path_factory.mktemp("server") / "log",
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
+        *PARSERS,
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+        VLLM_SERVER_DEV_MODE="1",
     )
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo_model)
 
 
 def test_the_plugin_is_what_serves(server):
@@ -163,6 +195,112 @@ def test_a_seeded_prompt_longer_than_the_budget_does_not_end_the_server(server):
     answers = [server.request("POST", "/v1/completions", body) for _ in range(2)]
     texts = [json.loads(answer)["choices"][0]["text"] for status, answer in answers]
     assert texts[0] == texts[1]
+
+
+def test_what_logits_processors_of_vllm_do_to_an_answer(server, tokenizer):
+    question, answer = QUESTIONS[0]
+    plain = server.choice(question, return_token_ids=True)["token_ids"]
+    first, last = plain[0], tokenizer.eos_token_id
+    assert plain[-1] == last
+    # Nothing but the likeliest token is left at any temperature.
+    assert server.chat(question, temperature=2.0, min_p=1.0, seed=3) == answer
+    assert server.chat(question, temperature=2.0, seed=3) != answer
+
+    def token_ids(**params):
+        return server.choice(question, return_token_ids=True, **params)["token_ids"]
+
+    other = plain[1] if plain[1] != first else plain[2]
+    assert token_ids(logit_bias={str(other): 100}, max_tokens=5) == [other] * 5
+    assert token_ids(logit_bias={str(first): -100})[0] != first
+    longer = token_ids(min_tokens=len(plain) + 5)
+    assert longer[: len(plain) - 1] == plain[:-1]
+    assert len(longer) >= len(plain) + 5
+    allowed = [first, other, *tokenizer.encode(" of")]
+    only = token_ids(allowed_token_ids=allowed, max_tokens=12)
+    assert only[0] == first
+    assert set(only) <= set(allowed)
+    word = answer.split()[2]
+    without = server.chat(question, bad_words=[word, " " + word])
+    assert f" {word} " in answer
+    assert without != answer
+    assert f" {word} " not in without
+    assert server.chat(question) == answer  # nothing of it stays behind
+
+
+def test_a_logits_processor_of_one_s_own_among_plain_requests(server, tokenizer):
+    wanted = "slots of the null block"
+    spelled = [*tokenizer.encode(wanted), tokenizer.eos_token_id]
+
+    def ask(index):
+        if index % 2:
+            return server.chat(QUESTIONS[index][0])
+        return server.chat(QUESTIONS[index][0], vllm_xargs={"spell": spelled})
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert answers == [QUESTIONS[i][1] if i % 2 else wanted for i in range(8)]
+
+
+def spelled_choice(server, tokenizer, text: str, **params) -> dict:
+    """An answer that the model was made to give."""
+    spelled = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    params = {"max_tokens": 120, **params}
+    return server.choice(QUESTIONS[0][0], vllm_xargs={"spell": spelled}, **params)
+
+
+def test_reasoning_is_told_from_the_answer(server, tokenizer):
+    text = "Here is my thought process: blocks are pages. Here is my response: a slot."
+    message = spelled_choice(server, tokenizer, text)["message"]
+    assert message["reasoning"].strip() == "blocks are pages."
+    assert message["content"].strip() == "a slot."
+
+
+def test_tools_are_called(server, tokenizer):
+    """By the model's own words, and by a grammar that leaves it no others."""
+    text = '<tool_call>{"name": "free_blocks", "arguments": {"group": 3}}</tool_call>'
+    choice = spelled_choice(server, tokenizer, text, tools=[TOOL])
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "free_blocks"
+    assert json.loads(call["function"]["arguments"]) == {"group": 3}
+    named = {"type": "function", "function": {"name": "free_blocks"}}
+    asked = {"tools": [TOOL], "tool_choice": named, "max_tokens": 200}
+    (call,) = server.choice(QUESTIONS[0][0], **asked)["message"]["tool_calls"]
+    assert call["function"]["name"] == "free_blocks"
+    (group,) = json.loads(call["function"]["arguments"]).values()
+    assert 0 <= group <= 9
+
+
+def test_an_answer_is_forced_into_a_schema(server):
+    schema = TOOL["function"]["parameters"]
+    body = {"prompt": "one, two,", "max_tokens": 60, "temperature": 0}
+    body["structured_outputs"] = {"json": schema}
+    status, answer = server.request("POST", "/v1/completions", body)
+    assert status == 200, answer
+    value = json.loads(json.loads(answer)["choices"][0]["text"])
+    assert list(value) == ["group"]
+    assert 0 <= value["group"] <= 9
+
+
+def test_a_reset_of_the_prefix_cache_and_a_sleep_that_is_refused(server):
+    question, answer = QUESTIONS[2]
+    body = {"prompt": "one, two,", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    connection = server.connect()
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    response.read(20)
+    path = "/reset_prefix_cache?reset_running_requests=true"
+    assert server.request("POST", path) == (200, b'{"success":true}')
+    assert server.chat(question) == answer
+    assert b"[DONE]" in response.read()
+    connection.close()
+    assert server.request("POST", "/reset_prefix_cache") == (200, b'{"success":true}')
+    status, refusal = server.request("POST", "/sleep")
+    assert status >= 400
+    assert b"sleep mode is not supported by vllm_npu_prep" in refusal
+    assert server.request("POST", "/wake_up")[0] == 200
+    assert server.chat(question) == answer
 
 
 def test_clients_that_hang_up_leave_the_server_well(server):

@@ -29,6 +29,8 @@ class KernelFamily:
         Whether it has them.
     experts, mla
         Whether the experts of a mixture are computed on its device, and latent rows attended over.
+    kv_connectors
+        KV connectors of vLLM that know its cache (`vllm_npu_prep.kv_transfer`).
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
         which True masks. Not masked is always 0.
@@ -46,6 +48,7 @@ class KernelFamily:
     kv_sharing: bool
     experts: bool
     mla: bool
+    kv_connectors: tuple[str, ...] = ()
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
 
     @property
@@ -67,6 +70,7 @@ REFERENCE = KernelFamily(
     kv_sharing=True,
     experts=True,
     mla=True,
+    kv_connectors=("ExampleConnector",),
 )
 
 FIA = KernelFamily(

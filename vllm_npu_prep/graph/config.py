@@ -76,11 +76,18 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
-    """Full graphs have attention inside, whose mask must keep its shape from step to step."""
+    """Full graphs have attention inside: its mask must keep its shape from step to step, and
+    nothing on the host can run between its layers."""
     from vllm.config import CUDAGraphMode
 
-    compilation = vllm_config.compilation_config
+    compilation, transfer = vllm_config.compilation_config, vllm_config.kv_transfer_config
     mode = compilation.cudagraph_mode
+    if transfer is not None and transfer.kv_connector and mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        return [
+            f"{mode} graphs: KV connector {transfer.kv_connector} saves each layer on the host, "
+            "between pieces; PIECEWISE instead"
+        ]
     if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
         return []
     if mode == CUDAGraphMode.FULL:

@@ -249,7 +249,7 @@ class GraphRunner(BookkeepingRunner):
         return nbytes
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, without graphs."""
+        """As upstream's, without graphs; the prefix cache is the caller's to reset."""
         self.refuse_new_weights()
         super().reload_weights(*args, **kwargs)
 

@@ -1,0 +1,126 @@
+"""KV caches that leave an engine: stored by one, loaded by the next."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.test_against_transformers import count_states, prompts_of, reference
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from vllm_npu_prep.kv_transfer import read_slots, write_slots
+
+BLOCK_SIZE = 4
+LENGTHS = [30, 28, 25, 41, 22, 3, 29]  # 25 less one token is whole blocks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+def connected(folder, **settings) -> dict:
+    """Settings of an engine that stores and loads in a folder."""
+    return {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 96,
+        "enable_chunked_prefill": False,
+        "kv_transfer_config": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+        **settings,
+    }
+
+
+def count_tokens(llm) -> Counter:
+    """Count scheduled tokens of all later steps."""
+    runner, count = runner_of(llm), Counter()
+    prepare_inputs = runner._prepare_inputs
+
+    def counted(output, num_scheduled_tokens):
+        result = prepare_inputs(output, num_scheduled_tokens)
+        count["scheduled"] += int(num_scheduled_tokens.sum())
+        return result
+
+    runner._prepare_inputs = counted
+    return count
+
+
+def whole_blocks(length: int) -> int:
+    """Tokens of a prompt that can be loaded: at least one is left to compute."""
+    return (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def preemptions(llm) -> Counter:
+    """Count later preemptions."""
+    scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()
+    preempt = scheduler._preempt_request
+
+    def counted(*args, **kwargs):
+        count["preempted"] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return count
+
+
+def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, monkeypatch):
+    """Tokens are those of transformers before and after; changed files change them."""
+    prompts = prompts_of(seed, LENGTHS)
+    expected = reference(model, prompts, 40)
+    with engine(model, **connected(tmp_path), async_scheduling=False) as llm:
+        computed = count_tokens(llm)
+        assert generate(llm, prompts, greedy(40)) == expected
+    assert computed["scheduled"] == sum(LENGTHS) + 39 * len(LENGTHS)
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 2 * len(LENGTHS)  # a file for each layer of each prompt
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    sizes = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8]}
+    with (
+        caplog.at_level(logging.INFO, logger="vllm"),
+        engine(
+            model,
+            **connected(tmp_path, num_gpu_blocks_override=40),
+            async_scheduling=True,
+            enforce_eager=False,
+            compilation_config=sizes,
+        ) as llm,
+    ):
+        computed, states, count = count_tokens(llm), count_states(llm), preemptions(llm)
+        assert generate(llm, prompts, greedy(1)) == [row[:1] for row in expected]
+        assert computed["scheduled"] == sum(length - whole_blocks(length) for length in LENGTHS)
+        assert "PrefillCacheHit" in states
+        assert not count
+        # Now the prefix cache knows them too, and the cache is too small for all.
+        assert generate(llm, prompts, greedy(40)) == expected
+        assert count["preempted"] > 0
+        assert runner_of(llm).step_counts.by_kind["piecewise graphs"] > 0
+        for file in files:
+            save_file({"kv_cache": -load_file(file)["kv_cache"]}, file)
+        assert llm.reset_prefix_cache()
+        changed = generate(llm, prompts, greedy(10))
+    for length, row, tokens in zip(LENGTHS, changed, expected):
+        assert (row == tokens[:10]) == (whole_blocks(length) == 0), length
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:" in r.getMessage())
+    assert "off           FULL_AND_PIECEWISE graphs: KV connector ExampleConnector" in block
+    assert "graph mode    PIECEWISE" in block
+    assert torch.isfinite(load_file(files[0])["kv_cache"]).all()
+
+
+def test_what_is_stored_has_the_form_of_upstream_s_cache(seed):
+    """Upstream's cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
+    generator = torch.Generator().manual_seed(seed)
+    upstream = torch.randn(6, 3, BLOCK_SIZE, 2 * 8, generator=generator)
+    slots = torch.randperm(6 * BLOCK_SIZE, generator=generator)[:9]
+    expected = upstream[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE]
+    planes = torch.stack(upstream.transpose(1, 2).chunk(2, dim=-1))
+    assert torch.equal(read_slots(planes, slots), expected)
+    other = torch.full_like(planes, torch.nan)
+    write_slots(other, slots, expected)
+    assert torch.equal(read_slots(other, slots), expected)
+    assert torch.isfinite(other).sum() == expected.numel()

@@ -1,0 +1,75 @@
+"""Prompts of 32k tokens in chunks: memory does not follow their square, no dense mask is made."""
+
+import resource
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engine.test_against_transformers import count_states, prompts_of
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from vllm_npu_prep.attention.mask_cache import MaskCache
+
+LONGEST, BUDGET, TOKENS = 32768, 2048, 6
+
+
+class LargestTensors(TorchDispatchMode):
+    """Notes the bytes of the largest tensors that operators make: of any kind, and of masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = self.mask_nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.nbytes = max(self.nbytes, result.nbytes)
+            if result.dtype in (torch.bool, torch.int8):
+                self.mask_nbytes = max(self.mask_nbytes, result.nbytes)
+        return result
+
+
+def test_32k_positions_take_no_dense_mask_and_little_memory(tmp_path, seed, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(
+        tmp_path / "model",
+        num_hidden_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LONGEST,
+    )
+    (prompt,) = prompts_of(seed, [LONGEST - TOKENS])
+    monkeypatch.setattr(MaskCache, "_matrix", None)  # whoever makes a dense mask fails
+    with engine(model, max_model_len=LONGEST, max_num_batched_tokens=BUDGET, max_num_seqs=2) as llm:
+        states, largest = count_states(llm), LargestTensors()
+        execute_model = runner_of(llm).execute_model
+
+        def watched(*args, **kwargs):
+            with largest:
+                return execute_model(*args, **kwargs)
+
+        monkeypatch.setattr(runner_of(llm), "execute_model", watched)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        (got,) = generate(llm, [prompt], greedy(TOKENS))
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    print("largest", largest.nbytes, "mask", largest.mask_nbytes, "process", grown)
+    assert states["ChunkedPrefill"] == LONGEST // BUDGET - 1
+    assert states["DecodeOnly"] >= TOKENS - 1
+    # The rows of one step would take 64 MiB, the matrix they come from 1 GiB.
+    assert 0 < largest.mask_nbytes <= 4 << 20
+    assert largest.nbytes <= 16 << 20
+    assert grown < 256 << 20
+
+    hf = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    expected = hf.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert got == expected[0, len(prompt) :].tolist()
+    assert len(set(got)) > 3

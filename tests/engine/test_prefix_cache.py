@@ -1,0 +1,75 @@
+"""Prefix caching: the same tokens, blocks that nobody writes again, and the states of hits."""
+
+import pytest
+
+from tests.conftest import SEED
+from tests.engine.test_against_transformers import prompts_of, reference
+from tests.helpers.cache import SharedBlocksWatch
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+def shared_prompts() -> list[list[int]]:
+    """Prompts that begin alike: whole blocks, one token more, and some that part inside a block."""
+    start = prompts_of(SEED, [40])[0]
+    tails = prompts_of(SEED + 1, [1, 5, 9, 12])
+    return [start, *(start + tail for tail in tails), start[:24] + tails[3], start[:19] + tails[2]]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return reference(model, shared_prompts(), 12)
+
+
+def states_of(llm) -> list[str]:
+    """The attention states of all later steps, in order."""
+    runner, states = runner_of(llm), []
+    prepare_inputs = runner._prepare_inputs
+
+    def noted(*args):
+        result = prepare_inputs(*args)
+        states.append(runner.last_step.attn_state.name)
+        return result
+
+    runner._prepare_inputs = noted
+    return states
+
+
+@pytest.mark.parametrize(
+    ("caching", "chunked", "budget"),
+    [(True, True, 8), (False, True, 8), (True, False, 256)],
+    ids=["on-chunks", "off-chunks", "on-whole"],
+)
+def test_tokens_and_states_of_hits(model, expected, caching, chunked, budget):
+    prompts = shared_prompts()
+    whole, one_more, two_blocks = prompts[0], prompts[1], prompts[5][:16]
+    with engine(
+        model,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=64,
+        max_num_seqs=4,
+        enable_prefix_caching=caching,
+        enable_chunked_prefill=chunked,
+        max_num_batched_tokens=budget,
+    ) as llm:
+        states, watch = states_of(llm), SharedBlocksWatch(llm)
+        # Alone: a miss, then all but the last token, then the last block, then another tail
+        for prompt in (one_more, one_more, whole, two_blocks + whole[:7]):
+            generate(llm, [prompt], greedy(1))
+        alone = states.copy()
+        assert generate(llm, prompts, greedy(12)) == expected
+        assert generate(llm, prompts[::-1], greedy(12)) == expected[::-1]
+    hit = "ChunkedPrefill" if chunked else "PrefillCacheHit"
+    if caching:
+        assert watch.compared > 100
+        miss = ["PrefillNoCache", *["ChunkedPrefill"] * 4, "DecodeOnly"]  # 41 tokens by eights
+        assert alone == [*(miss if chunked else miss[:1]), "DecodeOnly", hit, hit]
+    else:
+        assert watch.compared == 0
+        assert alone.count("PrefillNoCache") == 4

@@ -1,0 +1,92 @@
+"""Outputs forced by a JSON schema, a regex or a grammar, beside plain ones in a batch."""
+
+import pytest
+import torch
+
+from tests.conftest import SEED
+from tests.engine.test_against_transformers import count_states, prompts_of, reference
+from tests.helpers.engine import engine
+from tests.helpers.grammars import (
+    GRAMMAR,
+    KINDS,
+    REGEX,
+    SCHEMA,
+    check_form,
+    forced,
+    make_text_model,
+)
+
+LENGTHS = [20, 90, 7, 130, 40, 64, 3, 75]  # most of them longer than a step
+ASKED = ["json", None, "regex", "grammar", None, "json", "regex", None]
+LONGEST, PLAIN = 60, 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_text_model(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    """Greedy tokens of transformers; of forced requests among those that xgrammar allows, with the
+    end."""
+    import xgrammar
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    compiler = xgrammar.GrammarCompiler(info)
+    compiled = {
+        "json": compiler.compile_json_schema(SCHEMA, any_whitespace=False, separators=(",", ":")),
+        "regex": compiler.compile_regex(REGEX),
+        "grammar": compiler.compile_grammar(GRAMMAR),
+    }
+    prompts = prompts_of(SEED, LENGTHS)
+    plain = [prompt for prompt, kind in zip(prompts, ASKED) if kind is None]
+    plain_tokens = iter(reference(model, plain, PLAIN))
+    rows = []
+    for prompt, kind in zip(prompts, ASKED):
+        if kind is None:
+            rows.append(next(plain_tokens))
+            continue
+        ids = torch.tensor([prompt])
+        generated = hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=LONGEST,
+            do_sample=False,
+            logits_processor=[LogitsProcessor(compiled[kind])],
+            pad_token_id=0,
+        )
+        rows.append(generated[0, len(prompt) :].tolist())
+    return rows
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_forced_and_plain_requests_share_batches(model, expected, asynchronous):
+    """Tokens of both are those of transformers, whatever steps the prompts were cut into."""
+    with engine(
+        model,
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=48,
+        block_size=16,
+        async_scheduling=asynchronous,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+    ) as llm:
+        states, tokenizer = count_states(llm), llm.get_tokenizer()
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts_of(SEED, LENGTHS)],
+            [forced(kind, LONGEST if kind else PLAIN) for kind in ASKED],
+            use_tqdm=False,
+        )
+    assert {"ChunkedPrefill", "DecodeOnly"} <= set(states)
+    for kind, output, tokens in zip(ASKED, outputs, expected):
+        (completion,) = output.outputs
+        assert list(completion.token_ids) == tokens
+        if kind is not None:
+            assert completion.finish_reason == "stop"
+            # The text itself would start with what random prompts leave of a character.
+            check_form(kind, tokenizer.decode(tokens, skip_special_tokens=True))
+    assert set(KINDS) < set(ASKED)

@@ -1,0 +1,63 @@
+"""What changes under a running engine: its weights, its prefix cache, requests taken back."""
+
+import pytest
+
+from tests.conftest import SEED
+from tests.engine.test_against_transformers import prompts_of, reference
+from tests.engine.test_kv_transfer import preemptions
+from tests.helpers.engine import engine, generate, greedy, make_model
+from vllm_npu_prep.errors import PrepError
+
+LENGTHS = [30, 5, 41, 17, 33]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return reference(model, prompts_of(SEED, LENGTHS), 20)
+
+
+def test_new_weights_and_a_sleep_that_is_refused(model, expected, tmp_path):
+    """Whoever loads new weights has to reset the prefix cache, which knows the old ones."""
+    prompts = prompts_of(SEED, LENGTHS)
+    other = make_model(tmp_path / "other", seed=1)
+    with engine(model, block_size=8) as llm:
+        for action in (llm.sleep, llm.release_kv_cache_memory):
+            if action == llm.release_kv_cache_memory:
+                llm.sleep(level=0)
+            with pytest.raises(PrepError, match=r"sleep mode is not supported.*wake_up") as error:
+                action()
+            assert "\n" not in str(error.value)
+            assert llm.wake_up()
+        assert generate(llm, prompts, greedy(20)) == expected
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        new = reference(other, prompts, 20)
+        assert generate(llm, prompts, greedy(20)) != new
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts, greedy(20)) == new
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_reset_takes_running_requests_back_and_they_come_again(model, expected, asynchronous):
+    """During chunks, at the first tokens, and among decodes; what is running refuses otherwise."""
+    with engine(
+        model, block_size=8, max_num_batched_tokens=32, async_scheduling=asynchronous
+    ) as llm:
+        core, count, tokens = llm.llm_engine, preemptions(llm), {}
+        for index, prompt in enumerate(prompts_of(SEED, LENGTHS)):
+            core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(20))
+        for step in range(1000):
+            if not core.has_unfinished_requests():
+                break
+            if step in (1, 3, 6, 7, 12):
+                assert not llm.reset_prefix_cache()
+                assert llm.reset_prefix_cache(reset_running_requests=True)
+            for output in core.step():
+                if output.finished:
+                    tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    assert count["preempted"] > len(LENGTHS)
+    assert [tokens[index] for index in range(len(LENGTHS))] == expected

@@ -1,0 +1,62 @@
+"""Outputs that are forced into a form, and a tiny random model that can spell them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.engine import make_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import tiny_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "form": {"enum": ["dense", "compressed"]},
+        "rows": {"type": "integer", "minimum": 0, "maximum": 4096},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["form", "rows", "exact"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-F]{4}-[0-9]{3}(yes|no)"
+GRAMMAR = 'root ::= ("rows" | "columns") " of " name\nname ::= [a-z] [a-z] [a-z] "."'
+KINDS = ("json", "regex", "grammar")
+
+
+def make_text_model(folder: Path, **config: Any) -> Path:
+    """A tiny random Qwen3 beside a tokenizer of its size, which ends with the tokenizer's end."""
+    tokenizer = tiny_model.make_tokenizer()
+    end = {"eos_token_id": tokenizer.eos_token_id}
+    make_model(folder, vocab_size=len(tokenizer), **end, **config)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def forced(kind: str | None, max_tokens: int) -> Any:
+    """Greedy sampling parameters: of a kind that is forced into a form, or plain for None."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    form = {"json": SCHEMA, "regex": REGEX, "grammar": GRAMMAR}.get(kind or "")
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=kind is None,
+        structured_outputs=kind and StructuredOutputsParams(**{kind: form}),
+    )
+
+
+def check_form(kind: str, text: str) -> None:
+    """The text is what its kind asks for, to the end."""
+    if kind == "json":
+        value = json.loads(text)
+        assert set(value) == {"form", "rows", "exact"}
+        assert value["form"] in ("dense", "compressed")
+        assert isinstance(value["exact"], bool)
+        assert 0 <= value["rows"] <= 4096
+    else:
+        form = {"regex": REGEX, "grammar": r"(rows|columns) of [a-z]{3}\."}[kind]
+        assert re.fullmatch(form, text), text

@@ -1,0 +1,118 @@
+"""KV connectors of vLLM over planes.
+
+vLLM 0.32 hands connectors each layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 *
+head_size]``, K and V of a head side by side; here K and V are planes. What is stored outside keeps
+upstream's form. `vllm_npu_prep.limits` says which connectors a kernel family takes, and the
+platform names this module as the place to find them (``kv_connector_module_path``).
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
+from vllm.v1.attention.backend import AttentionMetadata
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.request import Request
+
+STORED = "kv_cache"
+"""Name of the one tensor of a file."""
+
+
+def read_slots(planes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """K and V of some slots, as they are stored.
+
+    Parameters
+    ----------
+    planes
+        ``[2, num_blocks, block_size, num_kv_heads, head_size]``.
+    slots
+        int64 ``[num_tokens]``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_tokens, num_kv_heads, 2 * head_size]`` on the host, contiguous.
+    """
+    rows = planes.flatten(1, 2)[:, slots]  # [2, num_tokens, num_kv_heads, head_size]
+    return torch.cat(tuple(rows), dim=-1).cpu()
+
+
+def write_slots(planes: torch.Tensor, slots: torch.Tensor, stored: torch.Tensor) -> None:
+    """Put what `read_slots` returned into slots of a cache.
+
+    Parameters
+    ----------
+    planes, slots
+        As `read_slots` takes them.
+    stored
+        ``[num_tokens, num_kv_heads, 2 * head_size]`` on the host.
+    """
+    for plane, rows in zip(planes, stored.to(planes.device).chunk(2, dim=-1)):
+        plane.flatten(0, 1)[slots] = rows
+
+
+class ExampleConnector(example_connector.ExampleConnector):
+    """vLLM's connector over a shared folder, a file for each prompt and layer.
+
+    Upstream's has limits that would end an engine or change tokens:
+
+    - of a prompt in chunks it stores the first one only: `limits` wants chunked prefill off;
+    - for a request that comes back after preemption it looks for files of its output too, which
+      nobody stored: such a request is computed again;
+    - it looks for one token less than it stores, so that a prompt of whole blocks and one token is
+      never found, or found by another prompt's name: here both count the same.
+    """
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Load what this step's requests found, before its forward pass."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, example_connector.ExampleConnectorMetadata)
+        for request in metadata.requests:
+            if request.is_store:
+                continue
+            for layer_name, layer in forward_context.no_compile_layers.items():
+                planes = getattr(layer, "kv_cache", None)
+                if planes is not None:
+                    stored = load_file(self._file(layer_name, request))[STORED]
+                    write_slots(planes, request.slot_mapping, stored)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Store what this step computed of new prompts, after a layer's attention."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, example_connector.ExampleConnectorMetadata)
+        for request in metadata.requests:
+            if request.is_store:
+                stored = read_slots(kv_layer, request.slot_mapping)
+                save_file({STORED: stored}, self._file(layer_name, request))
+
+    def _file(self, layer_name: str, request: example_connector.ReqMeta) -> str:
+        return self._generate_filename_debug(layer_name, request.token_ids, request.mm_hashes)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens of a prompt that are in the folder and not in the prefix cache."""
+        num_stored = self._num_stored(request.num_prompt_tokens)
+        if request.num_preemptions or num_stored <= num_computed_tokens:
+            return 0, False
+        if not self._found_match_for_request(request):
+            return 0, False
+        return num_stored - num_computed_tokens, False
+
+    def _found_match_for_prompt(self, prompt_token_ids: list[int], mm_hashes: list[str]) -> bool:
+        stored = torch.tensor(prompt_token_ids[: self._num_stored(len(prompt_token_ids))])
+        return os.path.exists(self._generate_foldername_debug(stored, mm_hashes))
+
+    def _num_stored(self, num_prompt_tokens: int) -> int:
+        """Whole blocks, with a token left to compute."""
+        return example_connector.align_to_block_size(num_prompt_tokens, self._block_size)
