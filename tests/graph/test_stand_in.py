@@ -72,6 +72,48 @@ def test_an_input_that_moved_is_named(change, place):
         graph.replay(call(arguments[0], positions=arguments[1]))
 
 
+class Adapted(torch.nn.Module):
+    """A layer with adapters, as vLLM makes them, that doubles."""
+
+    def __init__(self):
+        super().__init__()
+        self.slots, self.active = torch.zeros(4), True
+        self.lora_a_stacked, self.lora_b_stacked = (torch.zeros(2, 3),), torch.zeros(2, 3)
+        self.punica_wrapper = self
+
+    @property
+    def is_active(self) -> bool:
+        return self.active
+
+    def graph_inputs(self) -> dict[str, torch.Tensor]:
+        return {"LoRA slots": self.slots}
+
+    def forward(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize("name", ["lora_a_stacked", "lora_b_stacked", "slots"])
+def test_adapters_that_moved_are_named(name):
+    layer, x = Adapted(), torch.ones(2)
+    graph = CheckedGraphPool().new_graph()
+    graph.capture(call(x, run=layer))
+    moved = torch.zeros_like(*tensors_of([getattr(layer, name)]))
+    setattr(layer, name, (moved,) if name == "lora_a_stacked" else moved)
+    with pytest.raises(GraphSafetyError, match=r"LoRA .* is not where .*address"):
+        graph.replay(call(x, run=layer))
+
+
+def test_a_graph_without_adapters_does_not_serve_a_step_with_some():
+    layer, x = Adapted(), torch.ones(2)
+    graph = CheckedGraphPool().new_graph()
+    layer.active = False
+    graph.capture(call(x, run=layer))
+    graph.replay(call(x, run=layer))
+    layer.active = True
+    with pytest.raises(GraphSafetyError, match=r"LoRA .* was not among the inputs"):
+        graph.replay(call(x, run=layer))
+
+
 def test_an_input_that_comes_or_goes_is_named():
     graph, x = CheckedGraphPool().new_graph(), torch.ones(2)
     graph.capture(call(x))
