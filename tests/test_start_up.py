@@ -76,6 +76,13 @@ REFUSED = {
         {"runner": "pooling", "enable_prompt_embeds": True},
         ["--enable-prompt-embeds", "token ids"],
     ),
+    "embeddings of prompts that drafts are looked up in": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "enable_prompt_embeds": True,
+        },
+        ["--enable-prompt-embeds with speculation", "token ids"],
+    ),
     "drafter": (
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
         ["speculative method suffix", "ngram"],

@@ -17,6 +17,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.lora import LoRARunner
 from vllm_npu_prep.prep.kernels import book_tokens
+from vllm_npu_prep.prompt_embeds import without_unknown_ids
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,7 +49,17 @@ class BookkeepingRunner(LoRARunner):
             scheduler_output.scheduled_cached_reqs = self._advance_requests(
                 scheduler_output.scheduled_cached_reqs
             )
-        return super()._update_states(scheduler_output)
+        if not self.model_config.enable_prompt_embeds:
+            return super()._update_states(scheduler_output)
+        no_token = self.input_batch.vocab_size
+        new_reqs = scheduler_output.scheduled_new_reqs
+        scheduler_output = copy.copy(scheduler_output)
+        scheduler_output.scheduled_new_reqs = [without_unknown_ids(r, no_token) for r in new_reqs]
+        deferred = super()._update_states(scheduler_output)
+        for new in new_reqs:
+            if new.prompt_embeds is not None:  # no ids to give log-probabilities of
+                self.num_prompt_logprobs.pop(new.req_id, None)
+        return deferred
 
     def _rows_tell_all(self) -> bool:
         """Whether nobody reads ``num_computed_tokens`` of a request beside the batch's tables.

@@ -173,6 +173,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "poolers and token types read token ids",
         ),
         (
+            speculative is not None and model.enable_prompt_embeds,
+            "--enable-prompt-embeds with speculation",
+            "drafts follow from token ids",
+        ),
+        (
             vllm_config.lora_config is not None and model.is_moe,
             "LoRA on a mixture-of-experts model",
             "no expert kernels take adapters",

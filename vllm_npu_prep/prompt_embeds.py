@@ -6,15 +6,36 @@ with ``inputs_embeds`` runs eagerly, outside of what was compiled.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
 from vllm_npu_prep.prep.embeds import embedded_tokens, reads_prompt
+
+
+def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
+    """The request with a token id that is none wherever its prompt has an embedding.
+
+    Upstream leaves what the row's last request had there, and penalties take it for the prompt.
+
+    Parameters
+    ----------
+    new
+        A request that enters the batch.
+    no_token
+        Size of the vocabulary, which pads prompts where penalties count tokens.
+    """
+    if new.prompt_embeds is None:
+        return new
+    is_token_ids = new.prompt_is_token_ids or [False] * len(new.prompt_embeds)
+    known = new.prompt_token_ids or is_token_ids
+    ids = [token if is_id else no_token for token, is_id in zip(known, is_token_ids)]
+    return replace(new, prompt_token_ids=ids, prompt_is_token_ids=is_token_ids)
 
 
 def has_prompt_embeds(batch: StepBatch, prompt_embeds: Mapping[int, torch.Tensor]) -> bool:

@@ -34,6 +34,7 @@ def main() -> int:
     count: Counter = Counter()
     states: Counter = Counter()
     by_feature: Counter = Counter()
+    by_part: Counter = Counter()
     while time.monotonic() - start < 60 * args.minutes and played != args.episodes:
         episode = Episode.draw(args.seed + played)
         played += 1
@@ -49,28 +50,31 @@ def main() -> int:
         count += traffic.count
         states += traffic.states
         by_feature += traffic.by_feature
+        for part in sorted(episode.parts()):
+            for state, steps in traffic.states.items():
+                by_part[part, state] += steps
         print(
             f"seed {episode.seed}: {traffic.count['steps']} steps agree ({episode.family}, "
             f"{dict(traffic.states)}); {count['steps']} steps of {played} episodes in "
             f"{(time.monotonic() - start) / 60:.1f} min, {len(faults)} faults",
             flush=True,
         )
-    report(count, states, by_feature)
+    report(states, by_part, "part of the engine")
+    report(states, by_feature, "feature of a request")
+    print(", ".join(f"{count[name]:,} {name}" for name in sorted(count)))
     print(f"first seed {args.seed}, {played} episodes, {len(faults)} faults: {faults}")
     return 1 if faults else 0
 
 
-def report(count: Counter, states: Counter, by_feature: Counter) -> None:
-    """Print what was covered: steps by feature and attention state."""
+def report(states: Counter, steps: Counter, what: str) -> None:
+    """Print what was covered: steps by attention state and by something else."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=120)
-    table = Table("steps with", *states, title="Steps by feature and attention state")
-    for name in sorted({name for name, _ in by_feature}):
-        table.add_row(name, *(str(by_feature[name, state]) for state in states))
-    console.print(table)
-    console.print(", ".join(f"{count[name]:,} {name}" for name in sorted(count)))
+    table = Table(what, *states, title="Steps by attention state")
+    for name in sorted({name for name, _ in steps}):
+        table.add_row(name, *(f"{steps[name, state]:,}" for state in states))
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from examples.tiny_model import make_tokenizer
 from tests.differential.invariants import Invariants
 from tests.differential.upstream import Pair
 from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.lora import make_adapter
 
 VOCAB = 512
 MAX_MODEL_LEN = 160
-FAMILIES = {
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_hidden_layers": 1},
     "Gemma2": {  # windows beside full attention: two KV-cache groups
         "num_hidden_layers": 2,
@@ -29,9 +32,26 @@ FAMILIES = {
         "query_pre_attn_scalar": 16,
         "tie_word_embeddings": True,
     },
+    "Qwen3Moe": {"num_hidden_layers": 1, "num_experts": 4, **EXPERTS},
+    "DeepseekV3": {  # MLA: latent rows instead of K and V
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        **EXPERTS,
+    },
 }
-GROUPS = {"Qwen3": 1, "Gemma2": 2}
-"""KV-cache groups of a family: one request of `MAX_MODEL_LEN` has to fit."""
+KINDS = ("Qwen3", "Qwen3", "Qwen3", "Gemma2", "Gemma2", "Qwen3Moe", "DeepseekV3", "pooling")
+"""What is drawn from: a family that generates, or Qwen3 as an embedding model."""
+ADAPTERS = 4
 GRAMMARS = (
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
     {"regex": "(ab|cd)+[0-9]{2,30}"},
@@ -49,7 +69,7 @@ class Episode:
     seed
         What everything is drawn from.
     family
-        Model family of transformers.
+        Model family of transformers, or ``"pooling"``.
     settings
         Keyword arguments of the engine.
     reordered
@@ -69,7 +89,8 @@ class Episode:
         def pick(*values: Any) -> Any:
             return values[rng.integers(len(values))]
 
-        family = pick(*FAMILIES)
+        family = pick(*KINDS)
+        groups = 2 if family == "Gemma2" else 1  # one request of `MAX_MODEL_LEN` has to fit
         chunked = rng.random() < 0.8
         block_size = pick(8, 16, 32)
         max_num_seqs = pick(2, 4, 8, 12)
@@ -81,8 +102,7 @@ class Episode:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": pick(12, 24, 48, 96) if chunked else MAX_MODEL_LEN,
             "scheduling_policy": pick("fcfs", "fcfs", "priority"),
-            "num_gpu_blocks_override": GROUPS[family] * MAX_MODEL_LEN // block_size
-            + pick(3, 8, 24),
+            "num_gpu_blocks_override": groups * MAX_MODEL_LEN // block_size + pick(3, 8, 24),
             "additional_config": {"npu_prep": {"mask": pick("dense", "compressed")}},
         }
         if chunked and rng.random() < 0.2:
@@ -96,7 +116,9 @@ class Episode:
                 "cudagraph_capture_sizes": sizes,
             }
             settings["additional_config"] = {}
-        if rng.random() < 0.15:
+        if family == "pooling":
+            settings |= {"runner": "pooling", "convert": "embed"}
+        elif rng.random() < 0.15:
             settings["async_scheduling"] = False
             settings["speculative_config"] = {
                 "method": "ngram",
@@ -106,7 +128,32 @@ class Episode:
             }
         elif rng.random() < 0.25:
             settings["enable_prompt_embeds"] = True
+        if family == "Qwen3" and rng.random() < 0.4:
+            settings |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
         return cls(seed, family, settings, bool(rng.random() < 0.2))
+
+    def parts(self) -> set[str]:
+        """What of an engine it has, in a few words each."""
+        settings = self.settings
+        graphs = settings.get("compilation_config", {}).get("cudagraph_mode", "NONE")
+        mask = settings["additional_config"].get("npu_prep", {}).get("mask", "auto")
+        parts = {
+            self.family,
+            f"graphs {graphs}",
+            f"mask {mask}",
+            settings["scheduling_policy"],
+            "asynchronous" if settings["async_scheduling"] else "synchronous",
+            "chunked prefill" if settings["enable_chunked_prefill"] else "whole prompts",
+            "prefix cache" if settings["enable_prefix_caching"] else "no prefix cache",
+        }
+        names = {
+            "speculative_config": "ngram drafts",
+            "enable_prompt_embeds": "prompt embeddings",
+            "enable_lora": "LoRA",
+            "long_prefill_token_threshold": "long prefills cut",
+        }
+        parts |= {name for key, name in names.items() if key in settings}
+        return parts | ({"decodes first"} if self.reordered else set())
 
     def dumps(self) -> str:
         """As JSON, so that a failing one can be kept."""
@@ -123,6 +170,14 @@ def model_of(family: str) -> Path:
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
     return folder
+
+
+@cache
+def adapter_of(number: int) -> LoRARequest:
+    """One of a few adapters for Qwen3: more than an engine holds."""
+    folder = Path(tempfile.mkdtemp(prefix="npu-prep-lora-")) / str(number)
+    make_adapter(folder, model_of("Qwen3"), seed=number, rank=2 * number)
+    return LoRARequest(f"adapter-{number}", number, str(folder))
 
 
 class Traffic:
@@ -187,6 +242,12 @@ class Traffic:
             prompt["cache_salt"] = str(self.rng.integers(2))
         return prompt
 
+    def params(self, features: set[str]) -> SamplingParams | PoolingParams:
+        if self.episode.family == "pooling":
+            features.add("pooling")
+            return PoolingParams(task="embed")
+        return self.sampling_params(features)
+
     def sampling_params(self, features: set[str]) -> SamplingParams:
         """Mostly plain, otherwise with a few features at once."""
         params: dict[str, Any] = {"temperature": 0, "max_tokens": int(self.rng.integers(1, 30))}
@@ -207,7 +268,8 @@ class Traffic:
                 params |= {"top_p": 0.8, "top_k": 20}
             if not speculates and feature("min-p", 0.3):
                 params["min_p"] = 0.05
-        if feature("penalties"):
+        # Upstream counts what rows had before their prompt of embeddings (`prompt_embeds`).
+        if "enable_prompt_embeds" not in self.episode.settings and feature("penalties"):
             params |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
         if not speculates and feature("logit bias"):
             params["logit_bias"] = {int(token): 2.5 for token in self.tokens(3)}
@@ -238,8 +300,12 @@ class Traffic:
         features: set[str] = set()
         name = f"r{self.count['arrived']}"
         prompt = self.prompt(features)
-        params = self.sampling_params(features)
-        self.core.add_request(name, prompt, params, priority=int(self.rng.integers(3)))
+        params, adapter = self.params(features), None
+        if "enable_lora" in self.episode.settings and self.chance(0.7):
+            features.add("LoRA")
+            adapter = adapter_of(1 + int(self.rng.integers(ADAPTERS)))
+        priority = int(self.rng.integers(3))
+        self.core.add_request(name, prompt, params, lora_request=adapter, priority=priority)
         self.features[name] = features
         self.count["arrived"] += 1
 
@@ -316,7 +382,7 @@ def play(episode: Episode, steps: int) -> Traffic:
     """Run an episode; raises at the first disagreement or broken invariant."""
     with (
         engine(
-            model_of(episode.family),
+            model_of("Qwen3" if episode.family == "pooling" else episode.family),
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=False,
             structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},

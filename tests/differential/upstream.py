@@ -57,6 +57,11 @@ class UpstreamRunner(GPUModelRunner):
         kwargs["force_eager"] = True
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Embeddings in every step, as upstream has it; the model was compiled for token ids."""
+        get_forward_context().skip_compiled = kwargs["inputs_embeds"] is not None
+        return super()._model_forward(*args, **kwargs)
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Generators of the CPU can't be set back, as upstream does where it drops the sample."""
         generators, held = self.input_batch.generators, {}
@@ -143,6 +148,10 @@ class Watched:
             },
             "other arguments": sorted(name for name, value in others.items() if value is not None),
         }
+        if runner.lora_config is not None:
+            (wrapper,) = self.lora_wrappers(runner)
+            arrays["token_lora_indices"] = wrapper.token_lora_indices[:total].tolist()
+            arrays["sampler_indices"] = wrapper.sampler_indices.tolist()
         if inputs_embeds is None and runner.model_config.enable_prompt_embeds:
             inputs_embeds = runner.model.embed_input_ids(input_ids)
         if inputs_embeds is not None:  # ids under embeddings are nobody's
@@ -150,6 +159,11 @@ class Watched:
         else:
             arrays["input_ids"] = input_ids[:total].tolist()
         return arrays
+
+    @staticmethod
+    def lora_wrappers(runner: Any) -> list[Any]:
+        """Where a step's adapters are kept; both runners have the same."""
+        return list(runner.lora_manager._adapter_manager.punica_wrapper_mapping.values())
 
 
 class Pair:
@@ -169,6 +183,7 @@ class Pair:
         self.watched = {runner: Watched(runner) for runner in (ours, self.upstream)}
         self.on_step: Any = lambda scheduler_output: None
         self.steps = 0
+        self.fault: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ours, name)
@@ -183,6 +198,8 @@ class Pair:
         yield
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fault is not None:  # of sampling, which vLLM only looks at later
+            raise self.fault
         self.steps += 1
         theirs_output = copy.deepcopy(scheduler_output)  # runners keep and extend its lists
         with self.running(self.upstream):
@@ -198,6 +215,13 @@ class Pair:
         return self._compare_results(ours, theirs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        try:
+            return self._sample_both(grammar_output)
+        except Exception as error:
+            self.fault = error
+            raise
+
+    def _sample_both(self, grammar_output: Any) -> Any:
         with self.running(self.upstream):
             theirs = self.upstream.sample_tokens(copy.deepcopy(grammar_output))
         with self.running(self.ours):

@@ -79,3 +79,30 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed):
     with engine(model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
         expected = run(llm, [{"prompt_token_ids": ids}])
         assert run(llm, [mixed]) == expected
+
+
+def test_penalties_count_no_prompt_that_is_unknown(model, embedding, seed):
+    """Rows keep what other requests had in them, placeholders of samples too."""
+    from vllm import SamplingParams
+
+    ids = prompts_of(seed, [30, 41, 9, 30])
+    embeds = [{"prompt_embeds": embedding[prompt]} for prompt in ids]
+    penalised = SamplingParams(
+        temperature=0, max_tokens=20, repetition_penalty=1.5, ignore_eos=True, detokenize=False
+    )
+    with engine(model, enable_prompt_embeds=True, max_num_seqs=4) as llm:
+
+        def penalise():
+            outputs = llm.generate(embeds, penalised, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        first = penalise()
+        plain = run(llm, embeds)
+        run(llm, [{"prompt_token_ids": prompt} for prompt in prompts_of(seed + 1, [60] * 6)])
+        assert penalise() == first
+        with_ids = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in ids], penalised, use_tqdm=False
+        )
+    assert all(len(set(tokens)) >= 15 for tokens in first), "outputs are penalised"
+    assert [tokens[:12] for tokens in first] != plain
+    assert [list(output.outputs[0].token_ids) for output in with_ids] != first, "prompts are known"

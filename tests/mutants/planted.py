@@ -806,4 +806,11 @@ MUTANTS = [
         "[rows_by_id.get(r, -1) for r in req_ids]",
         RESETS,
     ),
+    Mutant(
+        "prompts of embeddings keep the ids of their row's last request",
+        "prompt_embeds.py",
+        "    if new.prompt_embeds is None:",
+        "    if True:",
+        EMBEDS,
+    ),
 ]
