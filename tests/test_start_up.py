@@ -110,6 +110,14 @@ REFUSED = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         ["KV connector ExampleConnector", "--no-enable-chunked-prefill"],
     ),
+    "KV connector that knows no adapters": (
+        {
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            "enable_chunked_prefill": False,
+            "enable_lora": True,
+        },
+        ["KV connector ExampleConnector with LoRA or prompt embeddings", "token ids"],
+    ),
     "offloaded KV cache": ({"kv_offloading_size": 1}, ["--kv-offloading-size", "planes"]),
     "weights from a trainer": (
         {"weight_transfer_config": {"backend": "nccl"}},

@@ -108,6 +108,7 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str
 def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> list[tuple[str, str]]:
     """What the engine was asked to do with its KV cache beside keeping it, with reasons."""
     transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    model = vllm_config.model_config
     checks = [
         (
             cache.kv_offloading_size is not None,
@@ -125,9 +126,14 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
                 f"kernel family {family.name} keeps K and V as planes, and takes {known}",
             ),
             (
-                vllm_config.model_config.use_mla,
+                model.use_mla,
                 f"KV connector {transfer.kv_connector} with MLA",
                 "it stores K and V",
+            ),
+            (
+                vllm_config.lora_config is not None or model.enable_prompt_embeds,
+                f"KV connector {transfer.kv_connector} with LoRA or prompt embeddings",
+                "it finds prompts by their token ids alone",
             ),
             (
                 vllm_config.scheduler_config.enable_chunked_prefill,

@@ -6,7 +6,6 @@ A failing episode is written to tests/differential/seeds; the suite then plays i
 """
 
 import argparse
-import logging
 import os
 import sys
 import time
@@ -27,9 +26,9 @@ def main() -> int:
 
     # Small products gain nothing from threads, and spinning ones disturb each other.
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from tests.differential.episodes import Episode, play
 
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     start, faults, played = time.monotonic(), [], 0
     count: Counter = Counter()
     states: Counter = Counter()
