@@ -110,6 +110,29 @@ REFUSED = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         ["KV connector ExampleConnector", "--no-enable-chunked-prefill"],
     ),
+    "KV connector with prompts that are cut all the same": (
+        {
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            "enable_chunked_prefill": False,
+            "long_prefill_token_threshold": 9,
+        },
+        ["KV connector ExampleConnector", "--long-prefill-token-threshold"],
+    ),
+    "KV connector of prompts that are pooled": (
+        {
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            "enable_chunked_prefill": False,
+            "runner": "pooling",
+        },
+        ["KV connector ExampleConnector with MLA or pooling"],
+    ),
+    "KV connector over everybody's folder": (
+        {
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            "enable_chunked_prefill": False,
+        },
+        ["KV connector ExampleConnector without a folder", "shared_storage_path"],
+    ),
     "KV connector that knows no adapters": (
         {
             "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},

@@ -49,10 +49,10 @@ class BookkeepingRunner(LoRARunner):
             scheduler_output.scheduled_cached_reqs = self._advance_requests(
                 scheduler_output.scheduled_cached_reqs
             )
-        if not self.model_config.enable_prompt_embeds:
+        new_reqs = scheduler_output.scheduled_new_reqs
+        if all(new.prompt_embeds is None for new in new_reqs):
             return super()._update_states(scheduler_output)
         no_token = self.input_batch.vocab_size
-        new_reqs = scheduler_output.scheduled_new_reqs
         scheduler_output = copy.copy(scheduler_output)
         scheduler_output.scheduled_new_reqs = [without_unknown_ids(r, no_token) for r in new_reqs]
         deferred = super()._update_states(scheduler_output)

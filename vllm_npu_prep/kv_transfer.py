@@ -6,6 +6,7 @@ upstream's form. `vllm_npu_prep.limits` says which connectors a kernel family ta
 platform names this module as the place to find them (``kv_connector_module_path``).
 """
 
+import copy
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 from vllm.v1.attention.backend import AttentionMetadata
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 STORED = "kv_cache"
@@ -64,8 +68,16 @@ class ExampleConnector(example_connector.ExampleConnector):
     - for a request that comes back after preemption it looks for files of its output too, which
       nobody stored: such a request is computed again;
     - it looks for one token less than it stores, so that a prompt of whole blocks and one token is
-      never found, or found by another prompt's name: here both count the same.
+      never found, or found by another prompt's name: here both count the same;
+    - a prompt counts as stored once its folder exists: here once each layer's file does, whole;
+    - it shares prompts whose ``cache_salt`` says that they are not to be shared.
     """
+
+    def __init__(self, vllm_config: "VllmConfig", role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._layer_names = [name for group in groups for name in group.layer_names]
+        self._salted: set[str] = set()  # ids of requests
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Load what this step's requests found, before its forward pass."""
@@ -93,7 +105,9 @@ class ExampleConnector(example_connector.ExampleConnector):
         for request in metadata.requests:
             if request.is_store:
                 stored = read_slots(kv_layer, request.slot_mapping)
-                save_file({STORED: stored}, self._file(layer_name, request))
+                path = self._file(layer_name, request)
+                save_file({STORED: stored}, f"{path}.{os.getpid()}")
+                os.replace(f"{path}.{os.getpid()}", path)
 
     def _file(self, layer_name: str, request: example_connector.ReqMeta) -> str:
         return self._generate_filename_debug(layer_name, request.token_ids, request.mm_hashes)
@@ -102,6 +116,9 @@ class ExampleConnector(example_connector.ExampleConnector):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens of a prompt that are in the folder and not in the prefix cache."""
+        if request.cache_salt:
+            self._salted.add(request.request_id)
+            return 0, False
         num_stored = self._num_stored(request.num_prompt_tokens)
         if request.num_preemptions or num_stored <= num_computed_tokens:
             return 0, False
@@ -109,9 +126,19 @@ class ExampleConnector(example_connector.ExampleConnector):
             return 0, False
         return num_stored - num_computed_tokens, False
 
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
+        """What this step loads and stores."""
+        new_reqs = scheduler_output.scheduled_new_reqs
+        shared = copy.copy(scheduler_output)
+        shared.scheduled_new_reqs = [new for new in new_reqs if new.req_id not in self._salted]
+        self._salted -= scheduler_output.finished_req_ids
+        return super().build_connector_meta(shared)
+
     def _found_match_for_prompt(self, prompt_token_ids: list[int], mm_hashes: list[str]) -> bool:
         stored = torch.tensor(prompt_token_ids[: self._num_stored(len(prompt_token_ids))])
-        return os.path.exists(self._generate_foldername_debug(stored, mm_hashes))
+        folder = self._generate_foldername_debug(stored, mm_hashes)
+        files = (os.path.join(folder, f"{name}.safetensors") for name in self._layer_names)
+        return all(map(os.path.exists, files))
 
     def _num_stored(self, num_prompt_tokens: int) -> int:
         """Whole blocks, with a token left to compute."""

@@ -108,7 +108,7 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str
 def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> list[tuple[str, str]]:
     """What the engine was asked to do with its KV cache beside keeping it, with reasons."""
     transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
-    model = vllm_config.model_config
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     checks = [
         (
             cache.kv_offloading_size is not None,
@@ -126,9 +126,9 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
                 f"kernel family {family.name} keeps K and V as planes, and takes {known}",
             ),
             (
-                model.use_mla,
-                f"KV connector {transfer.kv_connector} with MLA",
-                "it stores K and V",
+                model.use_mla or model.runner_type == "pooling",
+                f"KV connector {transfer.kv_connector} with MLA or pooling",
+                "it stores K and V of prompts that are followed by tokens",
             ),
             (
                 vllm_config.lora_config is not None or model.enable_prompt_embeds,
@@ -136,10 +136,16 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
                 "it finds prompts by their token ids alone",
             ),
             (
-                vllm_config.scheduler_config.enable_chunked_prefill,
+                scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold > 0,
                 f"KV connector {transfer.kv_connector} with chunked prefill",
                 "of a prompt in chunks it would store the first one; use "
-                "--no-enable-chunked-prefill",
+                "--no-enable-chunked-prefill, without --long-prefill-token-threshold",
+            ),
+            (
+                "shared_storage_path" not in transfer.kv_connector_extra_config,
+                f"KV connector {transfer.kv_connector} without a folder",
+                'give it "kv_connector_extra_config": {"shared_storage_path": ...}; vLLM would '
+                "share /tmp with everybody",
             ),
         ]
     return [(feature, reason) for applies, feature, reason in checks if applies]
@@ -202,6 +208,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             vllm_config.kernel_config.moe_backend != "auto",
             f"--moe-backend {vllm_config.kernel_config.moe_backend}",
             "experts are computed in one way; leave the flag out",
+        ),
+        (
+            vllm_config.aux_output_config.enabled,
+            "--enable-return-routed-experts",
+            "no step hands its routing to the host",
         ),
         (
             model.is_hybrid or model.is_attention_free,

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm.lora.layers import LoRAMapping, LoRAMappingType
@@ -66,8 +67,11 @@ class LoRARunner(GPUModelRunner):
             is_prefill=True,
             type=mapping_type,
         )
-        requests = set(input_batch.lora_id_to_lora_request.values())
-        self.lora_manager.set_active_adapters(requests, mapping)
+        adapters = input_batch.lora_id_to_lora_request
+        self.lora_manager.set_active_adapters(set(adapters.values()), mapping)
+        for lora_id, adapter in adapters.items():
+            if adapter.load_inplace:  # once for a request; upstream reads the file in every step
+                adapters[lora_id] = msgspec.structs.replace(adapter, load_inplace=False)
 
     def _get_prompt_logprobs_dict(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]

@@ -19,6 +19,7 @@ from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
+    split_by_window,
     zero_blocks,
 )
 from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
@@ -28,7 +29,7 @@ from vllm_npu_prep.graph.runner import GraphRunner
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
-from vllm_npu_prep.prompt_embeds import PromptEmbeds, has_prompt_embeds
+from vllm_npu_prep.prompt_embeds import PromptEmbeds, reads_prompt_embeds
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -134,12 +135,12 @@ class NPUModelRunner(GraphRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> StepBatch:
         """The step as the pure core reads it: views, nothing copied."""
-        num_draft_tokens = self._no_drafts
+        num_draft_tokens, batch = self._no_drafts, self.input_batch
         if scheduler_output.scheduled_spec_decode_tokens:
             num_draft_tokens = np.zeros_like(num_scheduled_tokens)
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
-                num_draft_tokens[self.input_batch.req_id_to_index[req_id]] = len(drafts)
-        sampled = self.input_batch.prev_sampled_token_ids
+                num_draft_tokens[batch.req_id_to_index[req_id]] = len(drafts)
+        sampled, has_tokens = batch.prev_sampled_token_ids, len(num_scheduled_tokens) > 0
         return StepBatch(
             self._tables,
             num_scheduled_tokens,
@@ -147,12 +148,13 @@ class NPUModelRunner(GraphRunner):
             scheduler_output.total_num_scheduled_tokens,
             self.block_tables.previous_rows,
             0 if sampled is None else sampled.shape[0],
+            has_tokens and reads_prompt_embeds(self._tables, batch.req_prompt_embeds),
         )
 
     def _collect_prompt_embeds(self, step: PreparedStep) -> PromptEmbeds | None:
         """Tokens that come as embeddings; None if the step reads from no such prompt."""
         batch = self.input_batch
-        if not has_prompt_embeds(step.batch, batch.req_prompt_embeds):
+        if not step.batch.reads_prompt_embeds:
             return None
         return PromptEmbeds.of_step(step, batch.is_token_ids, batch.req_prompt_embeds, self.dtype)
 
@@ -354,6 +356,12 @@ class NPUModelRunner(GraphRunner):
         groups = encoder_only_groups(self.vllm_config, self.kv_cache_dtype)
         self.kv_cache_config.kv_cache_groups.extend(groups)
         self.runner_only_attn_layers.update(*(group.layer_names for group in groups))
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
+        """Metadata is for layers of one window, also where their caches share a group."""
+        super().initialize_attn_backend(*args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any

@@ -14,7 +14,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import embedded_tokens, reads_prompt
 
 
@@ -38,17 +38,17 @@ def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
     return replace(new, prompt_token_ids=ids, prompt_is_token_ids=is_token_ids)
 
 
-def has_prompt_embeds(batch: StepBatch, prompt_embeds: Mapping[int, torch.Tensor]) -> bool:
+def reads_prompt_embeds(tables: BatchTables, prompt_embeds: Mapping[int, torch.Tensor]) -> bool:
     """Whether a step reads from a prompt that has embeddings.
 
     Parameters
     ----------
-    batch
-        The scheduled batch.
+    tables
+        The runner's tables.
     prompt_embeds
         ``[num_prompt_tokens, hidden_size]`` on the host, by row of the batch.
     """
-    return bool(prompt_embeds) and reads_prompt(batch, list(prompt_embeds))
+    return bool(prompt_embeds) and reads_prompt(tables, list(prompt_embeds))
 
 
 @dataclass(frozen=True)

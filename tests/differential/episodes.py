@@ -107,6 +107,8 @@ class Episode:
         }
         if chunked and rng.random() < 0.2:
             settings["long_prefill_token_threshold"] = pick(5, 10)
+        if family == "Gemma2" and rng.random() < 0.3:
+            settings["disable_hybrid_kv_cache_manager"] = True
         mode = pick("NONE", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
         if mode != "NONE":
             sizes = sorted({1, 2, max_num_seqs, pick(5, 7), pick(12, 16)})
@@ -151,6 +153,7 @@ class Episode:
             "enable_prompt_embeds": "prompt embeddings",
             "enable_lora": "LoRA",
             "long_prefill_token_threshold": "long prefills cut",
+            "disable_hybrid_kv_cache_manager": "windows in one group with full attention",
         }
         parts |= {name for key, name in names.items() if key in settings}
         return parts | ({"decodes first"} if self.reordered else set())

@@ -11,7 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
+from vllm_npu_prep.attention.kv_cache import allocate_planes, split_by_window, zero_blocks
 
 GREATEST_LOGITS_DIFFERENCE = 1e-4
 """Padding of a graph changes how a product of matrices is cut, hence the last bits."""
@@ -35,6 +35,11 @@ class UpstreamRunner(GPUModelRunner):
         with ours.prep_device.host_streams():
             self.initialize_kv_cache(ours.kv_cache_config)
         self.reorder_batch_threshold = ours.reorder_batch_threshold
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_attn_backend(*args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
 
     def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         caches = allocate_planes(kv_cache_config, self.prep_device)

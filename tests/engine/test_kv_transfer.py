@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.test_against_transformers import count_states, prompts_of, reference
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.kv_transfer import read_slots, write_slots
 
 BLOCK_SIZE = 4
@@ -110,6 +111,36 @@ def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, 
     assert "off           FULL_AND_PIECEWISE graphs: KV connector ExampleConnector" in block
     assert "graph mode    PIECEWISE" in block
     assert torch.isfinite(load_file(files[0])["kv_cache"]).all()
+
+
+def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, seed):
+    """A salt says that a prompt is not to be shared; a file may be missing for good."""
+    plain, salted = prompts_of(seed, [30, 25])
+    expected = reference(model, [plain, salted], 6)
+
+    def run(llm):
+        computed = count_tokens(llm)
+        requests = [
+            {"prompt_token_ids": plain},
+            {"prompt_token_ids": salted, "cache_salt": "mine"},
+        ]
+        outputs = llm.generate(requests, greedy(6), use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        return computed["scheduled"]
+
+    everything = 30 + 25 + 2 * 5
+    with engine(model, **connected(tmp_path)) as llm:
+        assert run(llm) == everything
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 2, "a file for each layer of the prompt that is shared"
+    with engine(model, **connected(tmp_path)) as llm:
+        assert run(llm) == everything - whole_blocks(30)
+    files[1].unlink()
+    with engine(model, **connected(tmp_path)) as llm:
+        assert run(llm) == everything
+        with pytest.raises(PrepError, match="beside a KV connector"):
+            llm.collective_rpc("reload_weights")
+    assert files[1].exists()
 
 
 def test_what_is_stored_has_the_form_of_upstream_s_cache(seed):

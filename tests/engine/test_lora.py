@@ -1,5 +1,6 @@
 """LoRA through vLLM's engine: tokens are those of transformers with merged weights."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -240,3 +241,19 @@ def test_prompts_are_scored_by_their_own_adapter(serving, case, seed):
     for (name, prompt), output in zip(requests, outputs):
         got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])]
         np.testing.assert_allclose(got, case.prompt_logprobs(name, prompt), rtol=2e-3, atol=2e-3)
+
+
+def test_an_adapter_that_replaces_itself_is_read_once_for_a_request(serving, case, monkeypatch):
+    manager = runner_of(serving).lora_manager
+    load, loads = manager._load_adapter, []
+
+    def counted(request):
+        loads.append(request.lora_name)
+        return load(request)
+
+    monkeypatch.setattr(manager, "_load_adapter", counted)
+    replaced = msgspec.structs.replace(case.request("mlp"), load_inplace=True)
+    for times in (1, 2):
+        prompts = [{"prompt_token_ids": [5, 6, 7]}]
+        serving.generate(prompts, greedy(6), use_tqdm=False, lora_request=replaced)
+        assert loads == ["mlp"] * times

@@ -813,4 +813,18 @@ MUTANTS = [
         "    if True:",
         EMBEDS,
     ),
+    Mutant(
+        "one window for all layers of a group",
+        "model_runner.py",
+        "split_by_window(groups, layers) for groups",
+        "groups for groups",
+        ("tests/engine/test_against_transformers.py",),
+    ),
+    Mutant(
+        "prompts count as stored once a layer is",
+        "kv_transfer.py",
+        "return all(map(os.path.exists, files))",
+        "return any(map(os.path.exists, files))",
+        TRANSFER,
+    ),
 ]

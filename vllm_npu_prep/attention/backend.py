@@ -317,6 +317,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         del output_scale, output_block_scale
         if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
             return output.zero_()
+        assert attn_metadata.sliding_window == self.sliding_window, "metadata of another window"
         num_tokens = attn_metadata.num_attended_tokens
         query = query[:num_tokens].contiguous()
         if self.shares_kv:

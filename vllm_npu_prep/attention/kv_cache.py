@@ -7,8 +7,9 @@ layers, how many blocks, where in the one allocation) and interleaves K and V in
 the same bytes are viewed as planes.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
@@ -69,6 +71,35 @@ def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVC
             )
             groups.setdefault(spec, []).append(layer_name)
     return [KVCacheGroupSpec(layer_names, spec) for spec, layer_names in groups.items()]
+
+
+def split_by_window(
+    groups: list[AttentionGroup], layers: Mapping[str, Any]
+) -> list[AttentionGroup]:
+    """Attention groups whose layers have one window each.
+
+    Without the hybrid KV-cache manager, vLLM keeps sliding windows as full caches, in one group
+    with full attention, and the group's spec has the window of some of its layers.
+
+    Parameters
+    ----------
+    groups
+        Those of one KV-cache group.
+    layers
+        Attention layers by name.
+    """
+    split: list[AttentionGroup] = []
+    for group in groups:
+        by_window: dict[int | None, list[str]] = {}
+        for name in group.layer_names:
+            window = getattr(layers[name], "sliding_window", None)
+            by_window.setdefault(window, []).append(name)
+        for window, layer_names in by_window.items():
+            spec = group.kv_cache_spec
+            if hasattr(spec, "sliding_window"):
+                spec = replace(spec, sliding_window=window)
+            split.append(replace(group, layer_names=layer_names, kv_cache_spec=spec))
+    return split
 
 
 def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:

@@ -25,7 +25,6 @@ from vllm_npu_prep.prep.padding import (
     full_padding,
     no_padding,
 )
-from vllm_npu_prep.prompt_embeds import has_prompt_embeds
 
 KEPT_DECISIONS = 4096
 """Padding decisions that are kept. Decodes need as many as there are batch sizes."""
@@ -82,7 +81,7 @@ class GraphRunner(BookkeepingRunner):
         max_num_scheduled_tokens = 1
         if num_tokens != num_reqs:
             max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
-        takes_embeds = has_prompt_embeds(batch, self.input_batch.req_prompt_embeds)
+        takes_embeds = batch.reads_prompt_embeds
         key = (
             takes_embeds,
             num_tokens,
@@ -259,8 +258,14 @@ class GraphRunner(BookkeepingRunner):
         Raises
         ------
         PrepError
-            Unless the engine runs eagerly.
+            Unless the engine runs eagerly, and has no KV connector: what that has stored was
+            computed with the old weights.
         """
+        if self.vllm_config.kv_transfer_config is not None:
+            raise PrepError(
+                "new weights are not supported beside a KV connector, which would go on to load "
+                "what the old ones computed: start another engine with an empty folder"
+            )
         if self.cudagraph_dispatcher.cudagraph_mode != CUDAGraphMode.NONE:
             raise PrepError(
                 "new weights are not supported under captured graphs, which read them where they "

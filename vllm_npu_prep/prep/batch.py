@@ -118,6 +118,7 @@ class StepBatch:
     # on the device (async scheduling), -1 for the others; not read without `num_sampled_rows`
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 when they are not on the device
+    reads_prompt_embeds: bool = False  # some request has tokens of a prompt that has embeddings
 
     @property
     def num_reqs(self) -> int:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 
 
-def reads_prompt(batch: StepBatch, rows: Sequence[int]) -> bool:
-    """Whether some of these requests, by row, have prompt tokens in a step."""
-    tables = batch.tables
+def reads_prompt(tables: BatchTables, rows: Sequence[int]) -> bool:
+    """Whether some of these requests, by row, still have prompt tokens to compute."""
     return bool((tables.num_computed_tokens[rows] < tables.num_prompt_tokens[rows]).any())
 
 
