@@ -16,12 +16,12 @@ from vllm_npu_prep.prep.state import AttentionState
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "120"))
 EPISODES = {
-    4: {"resumed", "cached prefix", "dummy run", "full graph", "piecewise graphs"},
-    13: {"cached prefix", "dummy run", "piecewise graphs"},
-    27: {"dummy run"},
-    40: {"cached prefix", "piecewise graphs"},
-    73: {"dummy run", "full graph"},
-    172: {"resumed", "cached prefix", "prefix cache reset"},
+    3: {"cached prefix", "dummy run", "full graph", "piecewise graphs"},
+    5: {"resumed", "cached prefix", "dummy run", "full graph"},
+    9: {"dummy run", "full graph"},
+    17: {"resumed", "cached prefix", "prefix cache reset", "piecewise graphs"},
+    20: {"resumed", "cached prefix", "prefix cache reset"},
+    27: {"cached prefix", "dummy run"},
 }
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
@@ -40,7 +40,7 @@ def test_every_array_decision_and_sample_agrees(number):
     assert len(fill_step_at.signatures) == 1
     assert len(book_tokens.signatures) <= 1  # none where nothing is sampled
     happened = {what for what, times in traffic.count.items() if times}
-    assert happened >= EPISODES[number] | {"aborted", "finished", "eager"}
+    assert happened >= EPISODES[number] | {"aborted", "finished"}
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
@@ -85,7 +85,7 @@ def test_a_fault_is_noticed(monkeypatch, fault, error):
 
     monkeypatch.setattr(model_runner, "prepare_step", planted)
     with pytest.raises(error):
-        play(Episode.draw(172), STEPS)
+        play(Episode.draw(5), STEPS)
 
 
 def test_episodes_are_functions_of_their_seed():
