@@ -357,7 +357,7 @@ class Traffic:
         self.count["cached prefix"] += sum(
             new.num_computed_tokens > 0 for new in output.scheduled_new_reqs
         )
-        features = {"plain"}
+        features = {"any"}
         for req_id in output.num_scheduled_tokens:
             features |= self.features.get(self.name_of(req_id), set())
         for name in features:
