@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 test test-fast test-all bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
 # One process for each core, a thread in each: small models gain nothing from more.
 test test-fast test-all: export OMP_NUM_THREADS := 1
-PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve test test-fast test-all bench throughput soak mutants lint format clean
 

@@ -1,6 +1,7 @@
 """Seeds, profiles and what all tests share."""
 
 import os
+from pathlib import Path
 
 # Where torch_npu is installed without Ascend libraries, `import torch` fails unless told not to
 # load it. Under the emulator (vllm-npu-prep emulate) this is set already.
@@ -30,3 +31,15 @@ def pytest_report_header():
 @pytest.fixture
 def seed() -> int:
     return SEED
+
+
+SLOW_FIRST = ("npu", "engine", "server", "differential", "emulator", "graph")
+"""Folders whose files take long: with several processes these have to begin first."""
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
+
+    items.sort(key=rank)

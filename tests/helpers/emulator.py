@@ -1,6 +1,8 @@
-"""Whether emulated NPUs can run here."""
+"""Commands on emulated NPUs, and whether these can run here."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,3 +19,27 @@ def why_no_emulator() -> str:
     if is_cuda_build(Path(torch.__file__).parent):
         return "torch is a CUDA build, beside which torch_npu does not load"
     return ""
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    """Run a command at the root of the project."""
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def emulate(
+    *command: str, options: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess:
+    """Run Python with arguments on emulated devices, where hazards are errors."""
+    cli = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate", "--hazards", "error", *options]
+    environment = {"NPU_PREP_DEVICE": "npu", **environment}
+    return run([*cli, "--", sys.executable, *command], **environment)

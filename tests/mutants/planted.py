@@ -5,7 +5,7 @@ from dataclasses import dataclass
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
 BOOKS = ("tests/runner/test_bookkeeping.py",)
-COUNTS = ("tests/npu/test_on_emulated_npu.py::test_on_the_device[steps]",)
+COUNTS = ("tests/npu/test_suites_on_device.py::test_on_the_device[steps]",)
 ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
 FIA = (f"{ON_NPU}[fia-eager]",)
 ATB = (f"{ON_NPU}[atb-eager]",)
@@ -350,7 +350,7 @@ MUTANTS = [
         "device/staging.py",
         "        if slot.event is not None:\n",
         "        if False:\n",
-        ("tests/npu/test_on_emulated_npu.py::test_on_the_device[staging]",),
+        ("tests/npu/test_suites_on_device.py::test_on_the_device[staging]",),
     ),
     Mutant(
         "npu: copy on a stream of its own",

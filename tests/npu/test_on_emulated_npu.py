@@ -6,36 +6,16 @@ hardware can show (numerics, speed, layout limits of real kernels, HCCL) is not 
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.emulator import why_no_emulator
+from tests.helpers.emulator import emulate, run, why_no_emulator
 from tests.helpers.engine import make_model
 
-ROOT = Path(__file__).parents[2]
 SCHEMA_TESTS = "tests/emulator/operators/test_table.py"
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
-
-
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-def emulate(*command: str, options: tuple[str, ...] = (), **environment: str):
-    """Run Python with arguments on emulated devices."""
-    cli = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate", "--hazards", "error", *options]
-    environment = {"NPU_PREP_DEVICE": "npu", **environment}
-    return run([*cli, "--", sys.executable, *command], **environment)
 
 
 KEPT = os.environ.get("NPU_PREP_TEST_REFERENCE")
@@ -118,38 +98,6 @@ def test_recorded_schemas_are_those_of_torch_npu():
     result = emulate("-m", "pytest", "-q", "-p", "no:cacheprovider", SCHEMA_TESTS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert "skipped" not in result.stdout
-
-
-ON_DEVICE = {
-    "staging": (["test_staging.py"], "8G"),
-    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
-    "features": (
-        [
-            "test_lora.py",
-            "test_long_context.py",
-            "test_pooling.py",
-            "test_sampling.py",
-            "test_structured_output.py",
-        ],
-        "8G",
-    ),
-    "memory": (["test_memory.py"], "170M"),
-}
-
-
-@pytest.mark.parametrize("what", ON_DEVICE)
-def test_on_the_device(what):
-    """Worked examples through the runner, copies that take time, counts, graphs, pooling models,
-    little memory."""
-    names, memory = ON_DEVICE[what]
-    files = [f"tests/npu/on_device/{name}" for name in names]
-    result = emulate(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", *files),
-        options=("--delay", "equal", "--memory", memory),
-        NPU_PREP_ON_DEVICE="1",
-    )
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert " passed" in result.stdout
 
 
 def test_a_chip_that_is_not_supported_is_refused_in_one_line(model):
