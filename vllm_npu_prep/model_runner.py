@@ -80,6 +80,7 @@ class NPUModelRunner(GraphRunner):
             or self.model_config.is_encoder_decoder
             or vllm_config.parallel_config.pipeline_parallel_size > 1
         )
+        self._uses_mla = self.model_config.use_mla  # a property that looks far, 30 us a step
         self._attn_metadata: dict[str, AscendMetadata] | None = None
         self._is_padding: torch.Tensor | None = None
         self._slots: tuple[Any, ...] | None = None
@@ -278,7 +279,7 @@ class NPUModelRunner(GraphRunner):
         if self.speculative_config is not None:
             group = self.kv_cache_config.kv_cache_groups[0]
             common = common_metadata(metadata[group.layer_names[0]], self.positions)
-        if self.model_config.use_mla:
+        if self._uses_mla:
             for _, builder, layer_names in self._builders:
                 seen = builder.for_layers(metadata[layer_names[0]])
                 metadata |= dict.fromkeys(layer_names, seen)
