@@ -19,6 +19,7 @@ from tests.differential.invariants import Invariants
 from tests.differential.upstream import Pair
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.lora import make_adapter
+from tests.helpers.watch import count_preemptions
 
 VOCAB = 512
 MAX_MODEL_LEN = 160
@@ -213,16 +214,9 @@ class Traffic:
         self.prefixes = [self.tokens(70) for _ in range(3)]
         self.features: dict[str, set[str]] = {}  # of each request that is under way
         self.draining = False
-        self.count: Counter = Counter()
+        self.count: Counter = count_preemptions(llm)
         self.states: Counter = Counter()
         self.by_feature: Counter = Counter()
-        preempt = self.scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count["preempted"] += 1
-            return preempt(*args, **kwargs)
-
-        self.scheduler._preempt_request = counted
 
     # ----------------------------------------------------------------- requests
 

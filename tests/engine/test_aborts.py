@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import prompts_of, reference
 from tests.engine.test_kv_transfer import preemptions
 from tests.helpers.cache import CacheWatch, SharedBlocksWatch
 from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.huggingface import reference
+from tests.helpers.prompts import prompts_of
 
 LENGTHS = [30, 28, 5, 41, 22, 29, 17, 33, 9, 38]
 TOKENS = 24

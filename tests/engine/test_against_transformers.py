@@ -7,56 +7,15 @@ import torch
 from vllm import SamplingParams
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states
 from vllm_npu_prep.attention.mask_cache import MaskCache
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), "Qwen3")
-
-
-def reference(folder, prompts, max_tokens, dtype=torch.float32):
-    """Greedy tokens of transformers, a prompt at a time."""
-    from transformers import AutoModelForCausalLM
-
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    hf.eval()
-    out = []
-    with torch.no_grad():
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            generated = hf.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                do_sample=False,
-                suppress_tokens=None,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            out.append(generated[0, len(prompt) :].tolist())
-    return out
-
-
-def count_states(llm) -> Counter:
-    """Count the attention states of all later steps."""
-    runner, states = runner_of(llm), Counter()
-    prepare_inputs = runner._prepare_inputs
-
-    def counted(*args):
-        result = prepare_inputs(*args)
-        states[runner.last_step.attn_state.name] += 1
-        return result
-
-    runner._prepare_inputs = counted
-    return states
-
-
-def check_varied(tokens: list[list[int]]) -> None:
-    """A model that repeats itself would be a weak oracle."""
-    assert len({token for row in tokens for token in row}) > 3 * len(tokens)
 
 
 @pytest.mark.parametrize("mask", ["dense", "compressed"])
@@ -149,15 +108,7 @@ def test_ngram_drafts_are_accepted_and_rejected_without_changing_tokens(tmp_path
 def test_preempted_requests_come_back_with_the_same_tokens(model, seed):
     prompts = prompts_of(seed, [30, 28, 25, 31, 22, 29])
     with engine(model, block_size=4, num_gpu_blocks_override=40, max_model_len=96) as llm:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        count = Counter()
-        preempt = scheduler._preempt_request
-
-        def counted(*args, **kwargs):
-            count["preempted"] += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
+        count = count_preemptions(llm)
         got = generate(llm, prompts, greedy(40))
     assert count["preempted"] > 0
     assert got == reference(model, prompts, 40)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.engine.test_against_transformers import check_varied, prompts_of, reference
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.prompts import prompts_of
 from vllm_npu_prep.ops import experts
 
 MODELS = {  # those of tests/engine/test_mla.py route by groups
@@ -32,13 +33,7 @@ MODELS = {  # those of tests/engine/test_mla.py route by groups
         "rotary_dim": 8,
     },
 }
-GRAPHS = {
-    "enforce_eager": False,
-    "compilation_config": {
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "cudagraph_capture_sizes": [1, 4, 8, 16],
-    },
-}
+GRAPHS = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
 SETTINGS = {
     "Qwen2Moe": {**GRAPHS, "enable_expert_parallel": True},
     "Mixtral": {"async_scheduling": False},

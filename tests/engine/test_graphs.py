@@ -8,9 +8,9 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import reference
 from tests.helpers.cache import CacheWatch
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.huggingface import reference
 from tests.helpers.logs import record_logs
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
@@ -22,12 +22,6 @@ from vllm_npu_prep.graph import capture
 from vllm_npu_prep.graph.stand_in import GraphSafetyError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 
-REPLAYED = {
-    "PIECEWISE": {"piecewise graphs"},
-    "FULL_DECODE_ONLY": {"full graph"},
-    "FULL_AND_PIECEWISE": {"full graph", "piecewise graphs"},
-    "FULL": {"full graph"},
-}
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "250"))
 LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECEWISE"]
 
@@ -35,12 +29,6 @@ LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"))
-
-
-def graphs(mode: str, *sizes: int, **settings) -> dict:
-    """Settings of an engine with graphs."""
-    config = {"cudagraph_mode": mode} | ({"cudagraph_capture_sizes": list(sizes)} if sizes else {})
-    return {"enforce_eager": False, "compilation_config": config, **settings}
 
 
 @pytest.fixture(scope="module")

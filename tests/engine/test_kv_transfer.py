@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.test_against_transformers import count_states, prompts_of, reference
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.huggingface import reference
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.kv_transfer import read_slots, write_slots
 
@@ -56,19 +58,6 @@ def whole_blocks(length: int) -> int:
     return (length - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def preemptions(llm) -> Counter:
-    """Count later preemptions."""
-    scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()
-    preempt = scheduler._preempt_request
-
-    def counted(*args, **kwargs):
-        count["preempted"] += 1
-        return preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted
-    return count
-
-
 def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, monkeypatch):
     """Tokens are those of transformers before and after; changed files change them."""
     prompts = prompts_of(seed, LENGTHS)
@@ -92,7 +81,7 @@ def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, 
             compilation_config=sizes,
         ) as llm,
     ):
-        computed, states, count = count_tokens(llm), count_states(llm), preemptions(llm)
+        computed, states, count = count_tokens(llm), count_states(llm), count_preemptions(llm)
         assert generate(llm, prompts, greedy(1)) == [row[:1] for row in expected]
         assert computed["scheduled"] == sum(length - whole_blocks(length) for length in LENGTHS)
         assert "PrefillCacheHit" in states

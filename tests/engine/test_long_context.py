@@ -5,8 +5,9 @@ import resource
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine.test_against_transformers import count_states, prompts_of
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_states
 from vllm_npu_prep.attention.mask_cache import MaskCache
 
 LONGEST, BUDGET, TOKENS = 32768, 2048, 6

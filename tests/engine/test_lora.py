@@ -7,15 +7,11 @@ import torch
 from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import (
-    check_varied,
-    count_states,
-    prompts_of,
-    reference,
-)
-from tests.engine.test_graphs import REPLAYED, graphs
-from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.engine import REPLAYED, engine, graphs, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states
 
 ADAPTERS = {
     "all": {"modules": ATTENTION + MLP + HEAD, "rank": 8},
@@ -160,7 +156,7 @@ def test_captures_leave_no_made_up_adapter(serving):
     assert serving.llm_engine.list_loras() == set()
 
 
-def test_adapters_come_and_go_while_requests_run(serving, case, seed, monkeypatch):
+def test_adapters_come_and_go_while_requests_run(serving, case, seed):
     """More adapters than slots, more than the host keeps; preemption, chunks, async scheduling."""
     rng, core = np.random.default_rng(seed), serving.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
@@ -168,14 +164,7 @@ def test_adapters_come_and_go_while_requests_run(serving, case, seed, monkeypatc
         (name, prompt, count)
         for (name, prompt), count in zip(requests_of(seed + 1, MIXED), [20, 9, 14, 30, 5] * 2)
     ]
-    preempted, evicted, seen = [], set(), set()
-    preempt = scheduler._preempt_request
-
-    def counted(*args, **kwargs):
-        preempted.append(args)
-        return preempt(*args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    evicted, seen, count_of = set(), set(), count_preemptions(serving)
     waiting, tokens = [int(each) for each in rng.integers(0, len(known), 40)], {}
     order = list(waiting)
     while waiting or core.has_unfinished_requests():
@@ -195,7 +184,7 @@ def test_adapters_come_and_go_while_requests_run(serving, case, seed, monkeypatc
         seen |= loaded
     for index, which in enumerate(order):
         assert tokens[index] == case.tokens(*known[which]), (index, known[which][0])
-    assert len(preempted) > 0
+    assert count_of["preempted"] > 0
     assert seen == {1, 2, 3} and evicted, "three adapters, and room for two"
     counts = runner_of(serving).step_counts.by_kind
     assert set(counts) >= REPLAYED["FULL_AND_PIECEWISE"]

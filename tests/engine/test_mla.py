@@ -1,17 +1,12 @@
 """MLA through vLLM's engine: greedy tokens are those of transformers, in every state and mask."""
 
-from collections import Counter
-
 import pytest
 
-from tests.engine.test_against_transformers import (
-    check_varied,
-    count_states,
-    prompts_of,
-    reference,
-)
 from tests.helpers.cache import CacheWatch
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states
 
 MLA = {
     "kv_lora_rank": 24,
@@ -30,11 +25,6 @@ MOE = {
     "n_shared_experts": 1,
 }
 V2 = {**MLA, **MOE, "q_lora_rank": None, "topk_method": "group_limited_greedy"}
-
-
-def graphs(mode: str) -> dict:
-    sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8, 16]}
-    return {"enforce_eager": False, "compilation_config": sizes}
 
 
 def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
@@ -58,7 +48,7 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
         max_num_seqs=7,
         enable_prefix_caching=True,
         additional_config={"npu_prep": {"mask": "dense"}},
-        **graphs("FULL_AND_PIECEWISE"),
+        **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
     ) as llm:
         runner = runner_of(llm)
         states, watch = count_states(llm), CacheWatch(runner)
@@ -94,7 +84,7 @@ def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, ma
         async_scheduling=False,
         max_num_batched_tokens=256,
         additional_config={"npu_prep": {"mask": mask}},
-        **(graphs("FULL") if mask == "compressed" else {}),
+        **(graphs("FULL", 1, 4, 8, 16) if mask == "compressed" else {}),
     ) as llm:
         states = count_states(llm)
         got = generate(llm, prompts[:1], greedy(16))
@@ -125,14 +115,7 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed):
             "prompt_lookup_max": 2,
         },
     ) as llm:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        states, count, preempt = count_states(llm), Counter(), scheduler._preempt_request
-
-        def counted(*args, **kwargs):
-            count["preempted"] += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
+        states, count = count_states(llm), count_preemptions(llm)
         got = generate(llm, prompts, greedy(40))
     print(dict(states), dict(count))
     assert got == reference(folder, prompts, 40)

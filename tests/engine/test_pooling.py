@@ -6,9 +6,10 @@ import pytest
 import torch
 from vllm import PoolingParams
 
-from tests.engine.test_against_transformers import count_states, prompts_of
 from tests.helpers.engine import engine, make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_states
 
 LENGTHS = [3, 1, 150, 40, 90, 17, 2, 64, 65, 33]
 POOLING = {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 160}

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import prompts_of, reference
 from tests.helpers.cache import SharedBlocksWatch
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.huggingface import reference
+from tests.helpers.prompts import prompts_of
 
 BLOCK_SIZE = 8
 

@@ -3,19 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.engine import engine, graphs, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
 
-GRAPHS = {
-    "eager": {},
-    "graphs": {
-        "enforce_eager": False,
-        "compilation_config": {
-            "cudagraph_mode": "FULL_AND_PIECEWISE",
-            "cudagraph_capture_sizes": [4, 16],
-        },
-    },
-}
+GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
 
 
 @pytest.fixture(scope="module")

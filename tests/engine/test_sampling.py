@@ -6,6 +6,7 @@ import torch
 from vllm import SamplingParams
 
 from examples.tiny_model import make_tokenizer
+from tests.helpers import huggingface
 from tests.helpers.engine import engine, make_model
 from tests.helpers.prompts import VOCAB, prompts_of
 
@@ -22,16 +23,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logits_of(model):
-    """Logits behind every token of a sequence, float64 ``[len, VOCAB]``, by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def run(token_ids: list[int]) -> np.ndarray:
-        return hf(torch.tensor([token_ids])).logits[0].double().numpy()
-
-    return run
+    return huggingface.logits_of(model)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import count_states, prompts_of, reference
 from tests.helpers.engine import engine
 from tests.helpers.grammars import (
     GRAMMAR,
@@ -15,6 +14,9 @@ from tests.helpers.grammars import (
     forced,
     make_text_model,
 )
+from tests.helpers.huggingface import reference
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_states
 
 LENGTHS = [20, 90, 7, 130, 40, 64, 3, 75]  # most of them longer than a step
 ASKED = ["json", None, "regex", "grammar", None, "json", "regex", None]

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.conftest import SEED
-from tests.engine.test_against_transformers import prompts_of, reference
 from tests.engine.test_kv_transfer import preemptions
 from tests.helpers.engine import engine, generate, greedy, make_model
+from tests.helpers.huggingface import reference
+from tests.helpers.prompts import prompts_of
 from vllm_npu_prep.errors import PrepError
 
 LENGTHS = [30, 5, 41, 17, 33]

@@ -110,6 +110,21 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         gc.collect()
 
 
+REPLAYED = {
+    "PIECEWISE": {"piecewise graphs"},
+    "FULL_DECODE_ONLY": {"full graph"},
+    "FULL_AND_PIECEWISE": {"full graph", "piecewise graphs"},
+    "FULL": {"full graph"},
+}
+"""Kinds of steps that mixed traffic has in each graph mode, by `StepCounts`."""
+
+
+def graphs(mode: str, *sizes: int, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine with graphs."""
+    config = {"cudagraph_mode": mode} | ({"cudagraph_capture_sizes": list(sizes)} if sizes else {})
+    return {"enforce_eager": False, "compilation_config": config, **settings}
+
+
 def engine_config(model: Path, **settings: Any) -> Any:
     """An engine's config, resolved as `vllm serve` does before any process starts."""
     from vllm.engine.arg_utils import EngineArgs

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.engine import greedy
+from tests.helpers.watch import count_preemptions
 
 
 def traffic(
@@ -14,14 +15,7 @@ def traffic(
     """Tokens of random requests that come while others run; and what happened to them."""
     core = llm.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
-    rng, tokens, count = np.random.default_rng(seed), {}, Counter()
-    preempt = scheduler._preempt_request
-
-    def counted(*args, **kwargs):
-        count["preempted"] += 1
-        return preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted
+    rng, tokens, count = np.random.default_rng(seed), {}, count_preemptions(llm)
     while count["steps"] < steps or core.has_unfinished_requests():
         if count["steps"] < steps and rng.random() < 0.25 and len(scheduler.requests) < 12:
             prompt = rng.integers(2, 512, rng.integers(1, longest_prompt)).tolist()

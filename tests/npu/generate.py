@@ -7,14 +7,14 @@ A case is a dtype, a scheduling and a graph mode.
 
 import argparse
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from vllm.lora.request import LoRARequest
 
-from tests.helpers.engine import engine, generate, greedy, runner_of
+from tests.helpers.engine import engine, generate, graphs, greedy, runner_of
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
+from tests.helpers.watch import count_states
 
 LENGTHS = [5, 150, 33, 1, 70, 128, 129]
 SEED = 20240607
@@ -56,11 +56,6 @@ def adapters_of(model: Path) -> list[LoRARequest | None]:
 
 
 def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> dict:
-    states: Counter = Counter()
-    graphs: dict = {}
-    if mode != "eager":
-        sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [4, 16]}
-        graphs = {"enforce_eager": False, "compilation_config": sizes}
     with engine(
         model,
         dtype=dtype,
@@ -70,17 +65,10 @@ def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> 
         kv_cache_memory_bytes=32 << 20,
         additional_config={"npu_prep": {"attention": attention}},
         **SCHEDULING[scheduling],
-        **graphs,
+        **({} if mode == "eager" else graphs(mode, 4, 16)),
     ) as llm:
         runner = runner_of(llm)
-        prepare_inputs = runner._prepare_inputs
-
-        def counted(*args):
-            result = prepare_inputs(*args)
-            states[runner.last_step.attn_state.name] += runner.last_step.num_reqs > 0
-            return result
-
-        runner._prepare_inputs = counted
+        states = count_states(llm)
         loras = adapters_of(model) if scheduling == "lora" else None
         tokens = generate(llm, prompts()[:1], greedy(4))
         tokens += generate(llm, prompts(), greedy(12), loras)

@@ -17,8 +17,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
 
-from tests.engine.test_against_transformers import prompts_of, reference
+from tests.helpers.huggingface import reference
 from tests.helpers.lora import make_adapter, merge
+from tests.helpers.prompts import prompts_of
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = tiny_model.exchanges()

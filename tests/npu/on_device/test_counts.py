@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.watch import record_states
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,6 @@ def model(tmp_path_factory):
 def test_a_step_is_one_copy_and_at_most_two_launches(model, async_scheduling, seed):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, n).tolist() for n in (5, 120, 127, 128, 60, 1, 126)]
-    states = []
     with engine(
         model,
         dtype="float16",
@@ -29,13 +29,7 @@ def test_a_step_is_one_copy_and_at_most_two_launches(model, async_scheduling, se
     ) as llm:
         runner = runner_of(llm)
         counts = PreparationCounts(runner)
-        model_forward = runner._model_forward
-
-        def recorded(*args, **kwargs):
-            states.append(runner.last_step.attn_state.name)
-            return model_forward(*args, **kwargs)
-
-        runner._model_forward = recorded
+        states = record_states(llm)
         generate(llm, prompts, greedy(12))
         waits = runner.staging.waits
     assert len(counts.steps) == len(states)

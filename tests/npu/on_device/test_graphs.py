@@ -8,7 +8,7 @@ import pytest
 import torch_npu
 
 from tests.helpers.cache import CacheWatch
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.traffic import traffic
 from vllm_npu_prep.attention.kernels.fia import FiaKernels
 from vllm_npu_prep.graph.wrapper import GraphWrapper
@@ -21,11 +21,6 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
 
 
-def graphs(mode: str, *sizes: int) -> dict:
-    config = {"cudagraph_mode": mode, "cudagraph_capture_sizes": list(sizes)}
-    return {"enforce_eager": False, "compilation_config": config, "dtype": "float16"}
-
-
 def test_long_mixed_traffic_equals_eager(model, seed):
     settings = {
         "max_num_seqs": 7,
@@ -36,7 +31,9 @@ def test_long_mixed_traffic_equals_eager(model, seed):
     }
     with engine(model, dtype="float16", **settings) as llm:
         expected, happened = traffic(llm, seed, STEPS, longest_prompt=140)
-    with engine(model, **settings, **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16, 32)) as llm:
+    with engine(
+        model, **settings, dtype="float16", **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16, 32)
+    ) as llm:
         got, same = traffic(llm, seed, STEPS, longest_prompt=140)
         counts = runner_of(llm).step_counts.by_kind
         pools = [
@@ -58,7 +55,7 @@ def test_long_mixed_traffic_equals_eager(model, seed):
 def test_a_decode_graph_writes_no_live_block_however_many_requests_are_padding(model, seed):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, 4 + index).tolist() for index in range(8)]
-    with engine(model, max_num_seqs=8, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+    with engine(model, dtype="float16", max_num_seqs=8, **graphs("FULL_DECODE_ONLY", 8)) as llm:
         watch = CacheWatch(runner_of(llm))
         for count in range(1, 9):
             generate(llm, prompts[:count], greedy(3))
@@ -90,7 +87,7 @@ def calls_per_replay(model, seed: int, monkeypatch) -> Counter:
         (npu.Stream, "synchronize"),
     ):
         count(owner, name)
-    with engine(model, **graphs("FULL_DECODE_ONLY", 1)) as llm:
+    with engine(model, dtype="float16", **graphs("FULL_DECODE_ONLY", 1)) as llm:
         runner = runner_of(llm)
         forward = runner._model_forward
 
@@ -138,7 +135,7 @@ def test_a_step_that_fails_while_its_replay_waits_does_not_hang_the_device(
             raise ValueError("planted")
         return attend(self, *args)
 
-    with engine(model, **graphs("FULL_DECODE_ONLY", 1)) as llm:
+    with engine(model, dtype="float16", **graphs("FULL_DECODE_ONLY", 1)) as llm:
         monkeypatch.setattr(FiaKernels, "attend", planted)
         with pytest.raises(ValueError, match="planted"):
             generate(llm, [[5, 6, 7]], greedy(3))

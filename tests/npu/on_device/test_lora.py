@@ -6,6 +6,7 @@ from vllm.lora.request import LoRARequest
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.lora import HEAD, MLP, make_adapter
+from tests.helpers.watch import record_states
 
 
 def test_a_mapping_that_stays_is_not_sent_again(tmp_path, seed):
@@ -14,7 +15,6 @@ def test_a_mapping_that_stays_is_not_sent_again(tmp_path, seed):
     lora = LoRARequest("adapter", 1, str(folder))
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, n).tolist() for n in (5, 30, 9)]
-    states = []
     with engine(
         model,
         dtype="float16",
@@ -25,13 +25,7 @@ def test_a_mapping_that_stays_is_not_sent_again(tmp_path, seed):
         runner = runner_of(llm)
         llm.llm_engine.add_lora(lora)  # weights travel once
         counts = PreparationCounts(runner)
-        model_forward = runner._model_forward
-
-        def recorded(*args, **kwargs):
-            states.append(runner.last_step.attn_state.name)
-            return model_forward(*args, **kwargs)
-
-        runner._model_forward = recorded
+        states = record_states(llm)
         got = generate(llm, prompts, greedy(8), [lora, None, lora])
         plain = generate(llm, prompts, greedy(8))
     assert got[1] == plain[1]

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.engine.test_against_transformers import count_states, prompts_of
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import engine, make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_states
 
 LENGTHS = [3, 1, 150, 40, 90, 17, 64, 129]
 TOLERANCE = 5e-3  # of float16 against float32; other prompts are 0.1 and more away

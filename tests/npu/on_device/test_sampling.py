@@ -6,6 +6,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.test_sampling import GREEDY
+from tests.helpers import huggingface
 from tests.helpers.engine import engine, greedy, make_model
 from tests.helpers.prompts import prompts_of
 
@@ -26,12 +27,8 @@ def hf(model):
 
 
 @pytest.fixture(scope="module")
-def logits_of(hf):
-    @torch.no_grad()
-    def run(token_ids: list[int]) -> np.ndarray:
-        return hf(torch.tensor([token_ids])).logits[0].double().numpy()
-
-    return run
+def logits_of(model):
+    return huggingface.logits_of(model)
 
 
 @pytest.fixture(scope="module")

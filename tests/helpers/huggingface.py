@@ -1,0 +1,51 @@
+"""What Hugging Face transformers makes of the models and prompts of a test."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+def reference(
+    folder: Path, prompts: list[list[int]], max_tokens: int, dtype: torch.dtype = torch.float32
+) -> list[list[int]]:
+    """Greedy tokens of transformers, a prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    hf.eval()
+    out = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            generated = hf.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+                suppress_tokens=None,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            out.append(generated[0, len(prompt) :].tolist())
+    return out
+
+
+def logits_of(folder: Path) -> Callable[[list[int]], np.ndarray]:
+    """Function of a sequence: logits behind each of its tokens, float64 ``[len, vocab_size]``."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def run(token_ids: list[int]) -> np.ndarray:
+        return hf(torch.tensor([token_ids])).logits[0].double().numpy()
+
+    return run
+
+
+def check_varied(tokens: list[list[int]]) -> None:
+    """A model that repeats itself would be a weak oracle."""
+    assert len({token for row in tokens for token in row}) > 3 * len(tokens)
