@@ -18,8 +18,8 @@ def test_nothing_given_means_defaults():
 
 
 def test_keys_are_read():
-    config = parse_config({"npu_prep": {"mask": "compressed", "mask_budget_bytes": 1 << 20}})
-    assert (config.mask, config.mask_budget_bytes) == ("compressed", 1 << 20)
+    given = {"mask": "compressed", "mask_budget_bytes": 1 << 20, "triton_kernels": "keep"}
+    assert parse_config({"npu_prep": given}).model_dump() == {"attention": "auto", **given}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ def test_keys_are_read():
         ({"npu_prep": {"mask": 3}}, ["npu_prep.mask"]),
         ({"npu_prep": {"mask_budget_bytes": "1GB"}}, ["npu_prep.mask_budget_bytes", "1GB"]),
         ({"npu_prep": {"mask_budget_bytes": -1}}, ["npu_prep.mask_budget_bytes"]),
+        ({"npu_prep": {"triton_kernels": True}}, ["npu_prep.triton_kernels", "'keep'"]),
         ({"npu_prep": []}, ["object"]),
         ({"npu-prep": {}}, ['unknown section "npu-prep"', 'write "npu_prep"']),
     ],

@@ -50,6 +50,10 @@ REFUSED = {
         {"additional_config": {"npu_prep": {"mask": "dense", "mask_budget_bytes": 1 << 14}}},
         ["mask_budget_bytes", "compressed"],
     ),
+    "kernels of Triton": (
+        {"additional_config": {"npu_prep": {"triton_kernels": "keep"}}},
+        ["npu_prep.triton_kernels", '"keep"', "no working Triton", "triton-ascend", '"replace"'],
+    ),
     "cache dtype": ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype fp8", "auto"]),
     "cache of another dtype than the model's": (
         {"kv_cache_dtype": "bfloat16"},
@@ -214,6 +218,16 @@ def test_models_that_kernels_of_an_npu_cannot_run_are_refused_with_what_is_missi
     assert "\n" not in str(error.value)
     for part in (*parts, f"kernel family {name}", "use the CPU fallback"):
         assert part in str(error.value)
+
+
+def test_kernels_of_triton_are_kept_where_it_drives_an_npu(configure, monkeypatch):
+    vllm_config = configure(dtype="bfloat16")
+    vllm_config.additional_config = {"npu_prep": {"triton_kernels": "keep"}}
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    monkeypatch.setattr("vllm_npu_prep.limits.device_name", lambda device_type: "Ascend910B1")
+    refuse_unsupported(vllm_config, KERNEL_FAMILIES["fia"], device.NPU_KIND)
+    with pytest.raises(PrepError, match="the CPU fallback has no Triton"):
+        refuse_unsupported(vllm_config, KERNEL_FAMILIES["reference"], device.CPU_KIND)
 
 
 def test_another_vllm_is_refused(monkeypatch):

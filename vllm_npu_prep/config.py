@@ -31,6 +31,9 @@ class PrepConfig(BaseModel):
         dense masks could outgrow the budget.
     mask_budget_bytes
         Most memory that dense masks may take, in bytes.
+    triton_kernels
+        Whether torch replaces vLLM's Triton kernels, of drafters and the rejection sampler say, or
+        vLLM's own are kept, which needs Triton on the device.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -38,6 +41,7 @@ class PrepConfig(BaseModel):
     attention: Literal["auto", "reference", "fia", "atb"] = "auto"
     mask: Literal["auto", "dense", "compressed"] = "auto"
     mask_budget_bytes: int = Field(default=256 << 20, ge=1 << 14, le=1 << 40)
+    triton_kernels: Literal["replace", "keep"] = "replace"
 
 
 def parse_config(additional_config: object) -> PrepConfig:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.config import SECTION, parse_config
 from vllm_npu_prep.device import CPU_KIND, DeviceKind, device_name, free_memory
 from vllm_npu_prep.errors import PrepError
 
@@ -62,6 +63,8 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             f"--block-size {cache.block_size}: kernel family {family.name} takes multiples of "
             f"{family.block_size_multiple}"
         )
+    if parse_config(vllm_config.additional_config).triton_kernels == "keep":
+        _refuse_kernels_without_triton(kind)
     for feature, needed in _family_limits(model, family):
         raise PrepError(
             f"{feature} of {model.model}: kernel family {family.name} has none ({needed}); use the "
@@ -76,6 +79,19 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             f"head size {head_size} of {model.model}: kernel family {family.name} takes multiples "
             f"of {family.head_size_multiple} up to {family.max_head_size}"
         )
+
+
+def _refuse_kernels_without_triton(kind: DeviceKind) -> None:
+    """Triton's kernels run on a device that one of its drivers found, never on the CPU fallback."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON and kind != CPU_KIND:
+        return
+    why = "the CPU fallback has no Triton" if HAS_TRITON else "vLLM finds no working Triton here"
+    raise PrepError(
+        f'"{SECTION}.triton_kernels" = "keep": {why}; install triton-ascend on a host with NPUs, '
+        'or use "replace"'
+    )
 
 
 def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str, str]]:

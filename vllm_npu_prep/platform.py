@@ -53,16 +53,6 @@ class NPUPlatform(Platform):
         """Nothing compiled to import; upstream would warn about a missing ``vllm._C``."""
 
     @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        """Replace the kernels that this version reaches, before a worker can launch them.
-
-        Neither Triton's nor vLLM's compiled ones are here.
-        """
-        from vllm_npu_prep.ops import register_overrides
-
-        register_overrides()
-
-    @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         """Name for logs and metrics."""
         return device_name(KIND.device_type, device_id)

@@ -13,9 +13,11 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.model_runner import NPUModelRunner
+from vllm_npu_prep.ops import register_overrides
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -29,10 +31,12 @@ class NPUWorker(Worker):
     prep_device: Device  # from `init_device` on
 
     def init_device(self) -> None:
-        """Set up the device and the process group, then build the runner.
+        """Set up kernels, the device and the process group, then build the runner.
 
-        Upstream's version knows CUDA only.
+        Upstream's version knows CUDA only. Its hook for kernels, a platform's
+        `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
+        register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         self.prep_device = make_device(self.device_config.device_type, self.local_rank)
         self.device = self.prep_device.device
         init_worker_distributed_environment(

@@ -1,25 +1,40 @@
 """Replacements for vLLM's kernels, registered through its own hooks: Triton's, experts, routing."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 from vllm_npu_prep import compat
 
 
-def register_overrides() -> None:
-    """Replace what a runner reaches with ngram drafts, vLLM's own block tables, and experts."""
-    from vllm_npu_prep.ops import experts, rejection, routing, slot_mapping
+def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
+    """Replace what a worker reaches, before it can launch any of it.
 
-    sampler = "vllm.v1.sample.rejection_sampler"
-    overrides: dict[str, Callable[..., Any]] = {
-        "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": (
-            slot_mapping.compute_slot_mapping
-        ),
-        f"{sampler}.rejection_greedy_sample_kernel": rejection.rejection_greedy_sample,
-        f"{sampler}.rejection_random_sample_kernel": rejection.rejection_random_sample,
-        f"{sampler}.expand_kernel": rejection.expand,
-        f"{sampler}.sample_recovered_tokens_kernel": rejection.sample_recovered_tokens,
-    }
-    compat.override_triton_kernels(overrides)
+    Parameters
+    ----------
+    triton_kernels
+        Whether to replace Triton kernels or to keep vLLM's own. Experts and routing are compiled
+        kernels of vLLM, which are never here.
+    """
+    from vllm_npu_prep.ops import experts, routing
+
+    if triton_kernels == "replace":
+        _replace_triton_kernels()
     routing.register_operators()
     experts.register_method()
+
+
+def _replace_triton_kernels() -> None:
+    """Those of vLLM's own block tables and of the rejection sampler."""
+    from vllm_npu_prep.ops import rejection, slot_mapping
+
+    sampler = "vllm.v1.sample.rejection_sampler"
+    compat.override_triton_kernels(
+        {
+            "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": (
+                slot_mapping.compute_slot_mapping
+            ),
+            f"{sampler}.rejection_greedy_sample_kernel": rejection.rejection_greedy_sample,
+            f"{sampler}.rejection_random_sample_kernel": rejection.rejection_random_sample,
+            f"{sampler}.expand_kernel": rejection.expand,
+            f"{sampler}.sample_recovered_tokens_kernel": rejection.sample_recovered_tokens,
+        }
+    )
