@@ -221,8 +221,8 @@ MUTANTS = [
     Mutant(
         "a rejected draft is kept",
         "ops/rejection.py",
-        "columns <= num_accepted[:, None]",
-        "columns <= num_accepted[:, None] + 1",
+        "device=output.device) <= num_accepted",
+        "device=output.device) <= num_accepted + 1",
     ),
     Mutant(
         "shared block that is written is accepted",

@@ -1,52 +1,68 @@
 """The rejection sampler's Triton kernels in torch, vectorised over requests and drafts.
 
 Arguments stand in the order of the Triton kernels (``vllm.v1.sample.rejection_sampler``), whose
-launches are routed here by vLLM's dispatcher.
+launches are routed here by vLLM's dispatcher. Shapes follow from sizes that the host knows: nothing
+is read back.
 """
 
 import torch
 
 
+def _lengths(
+    ends: torch.Tensor,  # [num_reqs], cumulative
+) -> torch.Tensor:
+    """Each request's number of tokens, int64 ``[num_reqs]``."""
+    lengths = ends.to(torch.int64, copy=True)
+    lengths[1:].sub_(ends[:-1])
+    return lengths
+
+
 def _draft_grid(
     cu_num_draft_tokens: torch.Tensor,  # [num_reqs]
+    num_drafts: int,
     max_spec_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each request's drafts as a row of a rectangle.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each request's drafts as a row of a rectangle, with room for the bonus token.
 
     Returns
     -------
     index
-        int64 ``[num_reqs, max_spec_len]`` into the flat draft arrays, clamped where there is none.
+        int64 ``[num_reqs, max_spec_len + 1]`` into the flat draft arrays, clamped where there is no
+        draft.
     is_draft
         bool of the same shape.
-    num_draft_tokens
-        int64 ``[num_reqs]``.
     """
-    ends = cu_num_draft_tokens.long()
-    num_draft_tokens = torch.diff(ends, prepend=ends.new_zeros(1))
-    columns = torch.arange(max_spec_len, device=ends.device)[None, :]
-    is_draft = columns < num_draft_tokens[:, None]
-    index = (ends - num_draft_tokens)[:, None] + columns
-    return index.clamp_(max=max(int(ends[-1]) - 1, 0)), is_draft, num_draft_tokens
+    num_draft_tokens = _lengths(cu_num_draft_tokens)[:, None]
+    columns = torch.arange(max_spec_len + 1, device=num_draft_tokens.device)
+    index = cu_num_draft_tokens[:, None] - num_draft_tokens + columns
+    return index.clamp_(max=num_drafts - 1), columns < num_draft_tokens
+
+
+def _write_bonus(
+    output: torch.Tensor,  # [num_reqs, max_spec_len + 1], written
+    bonus_token_ids: torch.Tensor,  # [num_reqs, 1] or [num_reqs]
+    requests: torch.Tensor | None,  # [num_reqs] bool, the requests to write; None: all
+) -> None:
+    """Write the bonus of a batch in which nothing was drafted."""
+    nowhere = torch.zeros_like(output, dtype=torch.bool)
+    _write_accepted(output, output, nowhere, nowhere, bonus_token_ids, requests)
 
 
 def _write_accepted(
-    output: torch.Tensor,  # [num_reqs, max_spec_len + 1]
-    tokens: torch.Tensor,  # [num_reqs, max_spec_len]
-    accepted: torch.Tensor,  # [num_reqs, max_spec_len] bool, False beyond a request's drafts
-    is_draft: torch.Tensor,  # [num_reqs, max_spec_len] bool
-    num_draft_tokens: torch.Tensor,  # [num_reqs]
+    output: torch.Tensor,  # [num_reqs, max_spec_len + 1], written
+    tokens: torch.Tensor,  # [num_reqs, max_spec_len + 1]
+    accepted: torch.Tensor,  # [num_reqs, max_spec_len + 1] bool, False where there is no draft
+    is_draft: torch.Tensor,  # [num_reqs, max_spec_len + 1] bool
     bonus_token_ids: torch.Tensor,  # [num_reqs, 1] or [num_reqs]
-    requests: torch.Tensor,  # [num_reqs] bool, the requests to write
+    requests: torch.Tensor | None,  # [num_reqs] bool, the requests to write; None: all
 ) -> None:
-    """Write drafts up to and including the first rejected one, and the bonus if none was."""
-    num_accepted = accepted.long().cumprod(1).sum(1)
-    columns = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
-    write = is_draft & (columns <= num_accepted[:, None]) & requests[:, None]
-    output[:, :-1][write] = tokens[write].to(output.dtype)
-    whole = (num_accepted == num_draft_tokens) & requests
-    rows = whole.nonzero().squeeze(1)
-    output[rows, num_draft_tokens[rows]] = bonus_token_ids.flatten()[rows].to(output.dtype)
+    """Write drafts up to and including the first rejected one, or the bonus if none was."""
+    num_accepted = accepted.long().cumprod(1).sum(1, keepdim=True)  # [num_reqs, 1]
+    write = torch.arange(output.shape[1], device=output.device) <= num_accepted
+    if requests is not None:
+        write &= requests[:, None]
+    values = torch.where(is_draft, tokens, bonus_token_ids.view(-1, 1))
+    output.copy_(torch.where(write, values, output))
 
 
 def rejection_greedy_sample(
@@ -64,21 +80,13 @@ def rejection_greedy_sample(
     """``rejection_greedy_sample_kernel``: accept drafts while they equal the target's argmax."""
     del uniform_probs, synthetic_conditional_rates
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
-    index, is_draft, num_draft_tokens = _draft_grid(cu_num_draft_tokens, max_spec_len)
-    greedy = torch.ones_like(num_draft_tokens, dtype=torch.bool) if is_greedy is None else is_greedy
-    if not len(draft_token_ids):  # nothing to verify: every request gets its bonus
-        output_token_ids[greedy, 0] = bonus_token_ids.flatten()[greedy].to(output_token_ids.dtype)
+    if not len(draft_token_ids):
+        _write_bonus(output_token_ids, bonus_token_ids, is_greedy)
         return
+    index, is_draft = _draft_grid(cu_num_draft_tokens, len(draft_token_ids), max_spec_len)
     target = target_argmax[index]
-    _write_accepted(
-        output_token_ids,
-        target,
-        (draft_token_ids[index] == target) & is_draft,
-        is_draft,
-        num_draft_tokens,
-        bonus_token_ids,
-        greedy,
-    )
+    accepted = (draft_token_ids[index] == target) & is_draft
+    _write_accepted(output_token_ids, target, accepted, is_draft, bonus_token_ids, is_greedy)
 
 
 def rejection_random_sample(
@@ -100,25 +108,22 @@ def rejection_random_sample(
     """``rejection_random_sample_kernel``: accept a draft with probability target / draft."""
     del synthetic_conditional_rates
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
-    index, is_draft, num_draft_tokens = _draft_grid(cu_num_draft_tokens, max_spec_len)
+    if not len(draft_token_ids):
+        _write_bonus(output_token_ids, bonus_token_ids, ~is_greedy)
+        return
+    index, is_draft = _draft_grid(cu_num_draft_tokens, len(draft_token_ids), max_spec_len)
     drafts = draft_token_ids[index].long()
     wanted = drafts.clamp(min=0)  # -1 pads drafts and is always rejected
-    target = target_probs[index, wanted]
-    draft = torch.ones_like(target)
+    accepted = is_draft & (drafts >= 0)
+    ratio = target_probs[index, wanted]
     if not NO_DRAFT_PROBS:
         assert draft_probs is not None
         draft = draft_probs[index, wanted]
-    accepted = (drafts >= 0) & (draft > 0) & (target / draft >= uniform_probs[index]) & is_draft
+        accepted &= draft > 0
+        ratio = ratio / draft
+    accepted &= ratio >= uniform_probs[index]
     tokens = torch.where(accepted, drafts, recovered_token_ids[index].long())
-    _write_accepted(
-        output_token_ids,
-        tokens,
-        accepted,
-        is_draft,
-        num_draft_tokens,
-        bonus_token_ids,
-        ~is_greedy,
-    )
+    _write_accepted(output_token_ids, tokens, accepted, is_draft, bonus_token_ids, ~is_greedy)
 
 
 def expand(
@@ -131,10 +136,8 @@ def expand(
 ) -> None:
     """``expand_kernel``: repeat each request's value for each of its tokens."""
     del MAX_NUM_TOKENS
-    ends = cu_num_tokens.long()
-    values = torch.where(input == replace_from, replace_to, input)
-    repeats = torch.diff(ends, prepend=ends.new_zeros(1))
-    output[: int(ends[-1])] = values.repeat_interleave(repeats).to(output.dtype)
+    values = input.masked_fill(input == replace_from, replace_to)
+    output.copy_(values.repeat_interleave(_lengths(cu_num_tokens), output_size=len(output)))
 
 
 def sample_recovered_tokens(
@@ -151,17 +154,14 @@ def sample_recovered_tokens(
 ) -> None:
     """``sample_recovered_tokens_kernel``: a token of the target's excess over the draft."""
     del BLOCK_SIZE, USE_FP64_GUMBEL, vocab_size
-    ends = cu_num_draft_tokens.long()
-    num_drafts = int(ends[-1])
-    repeats = torch.diff(ends, prepend=ends.new_zeros(1))
-    req_indices = torch.arange(len(ends), device=ends.device).repeat_interleave(repeats)
     if NO_DRAFT_PROBS:
-        excess = target_probs[:num_drafts].clone()
-        rows = (draft_token_ids[:num_drafts] >= 0).nonzero().squeeze(1)  # -1 pads drafts
-        excess[rows, draft_token_ids[rows].long()] = 0.0
+        drafts = draft_token_ids[:, None].long()
+        wanted = drafts.clamp(min=0)  # -1 pads drafts and takes nothing away
+        left = target_probs.gather(1, wanted).masked_fill_(drafts >= 0, 0.0)
+        excess = target_probs.scatter(1, wanted, left)
     else:
         assert draft_probs is not None
-        excess = (target_probs[:num_drafts] - draft_probs[:num_drafts]).clamp_(min=0.0)
-    output_token_ids[:num_drafts] = (
-        (excess * inv_q[req_indices]).argmax(-1).to(output_token_ids.dtype)
-    )
+        excess = (target_probs - draft_probs).clamp_(min=0.0)
+    lengths = _lengths(cu_num_draft_tokens)
+    inv_q = inv_q.repeat_interleave(lengths, dim=0, output_size=len(draft_token_ids))
+    output_token_ids.copy_((excess * inv_q).argmax(-1))
