@@ -11,6 +11,7 @@ FIA = (f"{ON_NPU}[fia-eager]",)
 ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
+DRAFTING = ("tests/ops/test_drafting.py",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
@@ -223,6 +224,34 @@ MUTANTS = [
         "ops/rejection.py",
         "device=output.device) <= num_accepted",
         "device=output.device) <= num_accepted + 1",
+    ),
+    Mutant(
+        "drafts go on behind the context's end",
+        "ops/drafting.py",
+        "exceeds_max = clamped_positions >= max_model_len",
+        "exceeds_max = clamped_positions > max_model_len",
+        DRAFTING,
+    ),
+    Mutant(
+        "requests without drafts have a rejected one",
+        "ops/drafting.py",
+        "    num_rejected_tokens.masked_fill_(num_draft_tokens <= 0, 0)\n",
+        "",
+        DRAFTING,
+    ),
+    Mutant(
+        "samples of discarded requests count",
+        "ops/drafting.py",
+        " & ~discard_request_mask[:num_reqs, None]",
+        "",
+        DRAFTING,
+    ),
+    Mutant(
+        "the sample counts as drafted in parallel",
+        "ops/drafting.py",
+        "torch.logical_and(offsets > 0,",
+        "torch.logical_and(offsets >= 0,",
+        DRAFTING,
     ),
     Mutant(
         "shared block that is written is accepted",

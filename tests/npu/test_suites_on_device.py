@@ -8,7 +8,10 @@ pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator(
 
 ON_DEVICE = {
     "staging": (["test_staging.py"], "8G"),
-    "steps": (["test_worked_examples.py", "test_counts.py", "test_graphs.py"], "8G"),
+    "steps": (
+        ["test_worked_examples.py", "test_counts.py", "test_graphs.py", "test_kernels.py"],
+        "8G",
+    ),
     "features": (
         [
             "test_lora.py",

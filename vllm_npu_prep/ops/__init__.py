@@ -23,15 +23,24 @@ def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
 
 
 def _replace_triton_kernels() -> None:
-    """Those of vLLM's own block tables and of the rejection sampler."""
-    from vllm_npu_prep.ops import rejection, slot_mapping
+    """Those of vLLM's own block tables, of drafters and of the rejection sampler."""
+    from vllm_npu_prep.ops import drafting, rejection, slot_mapping
 
+    drafter = "vllm.v1.spec_decode.utils"
     sampler = "vllm.v1.sample.rejection_sampler"
     compat.override_triton_kernels(
         {
             "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": (
                 slot_mapping.compute_slot_mapping
             ),
+            f"{drafter}.eagle_step_slot_mapping_metadata_kernel": (
+                drafting.eagle_step_slot_mapping_metadata
+            ),
+            f"{drafter}.eagle_prepare_inputs_padded_kernel": drafting.eagle_prepare_inputs_padded,
+            f"{drafter}.eagle_prepare_next_token_padded_kernel": (
+                drafting.eagle_prepare_next_token_padded
+            ),
+            f"{drafter}.copy_and_expand_eagle_inputs_kernel": drafting.copy_and_expand_eagle_inputs,
             f"{sampler}.rejection_greedy_sample_kernel": rejection.rejection_greedy_sample,
             f"{sampler}.rejection_random_sample_kernel": rejection.rejection_random_sample,
             f"{sampler}.expand_kernel": rejection.expand,

@@ -1,0 +1,49 @@
+"""Drafting and verification on the device: the CPU's results, nothing waited for or read back."""
+
+import pytest
+import torch
+
+from tests.helpers.kernels import (
+    Drafts,
+    expanded_inputs,
+    next_draft_step,
+    padded_inputs,
+    padded_next_tokens,
+)
+from vllm_npu_prep import emulator
+from vllm_npu_prep.ops import register_overrides
+
+register_overrides("replace")
+
+DRAFTS = [3, 0, 1, 4, 2]
+LAUNCHES = {
+    "a draft step": (14, lambda seed: next_draft_step(9, 3, 16, 90, False, seed)),
+    "a draft step in place": (14, lambda seed: next_draft_step(9, 0, 16, 90, True, seed)),
+    "padded inputs": (10, lambda seed: padded_inputs(DRAFTS, seed)),
+    "padded next tokens": (14, lambda seed: padded_next_tokens(9, 4, seed)),
+    "expanded inputs": (33, lambda seed: expanded_inputs([4, 1, 9], 1, False, seed)),
+    "shifted inputs": (36, lambda seed: expanded_inputs([4, 1, 9], 3, True, seed)),
+    "greedy": (19, lambda seed: Drafts(DRAFTS, seed).greedy(False)),
+    "greedy among others": (20, lambda seed: Drafts(DRAFTS, seed).greedy(True)),
+    "random": (33, lambda seed: Drafts(DRAFTS, seed).random(True)),
+    "random without probabilities": (29, lambda seed: Drafts(DRAFTS, seed).random(False)),
+    "recovered": (8, lambda seed: Drafts(DRAFTS, seed).recover(True)),
+    "recovered without probabilities": (12, lambda seed: Drafts(DRAFTS, seed).recover(False)),
+    "expanded values": (7, lambda seed: Drafts(DRAFTS, seed).expand()),
+}
+"""How many launches a kernel may take, and its arguments."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_kernel_writes_what_it_does_on_the_cpu_and_reads_nothing_back(name, seed):
+    most_launches, make = LAUNCHES[name]
+    for each in range(seed, seed + 3):
+        launch = make(each)
+        moved = launch.to("npu")
+        torch.npu.synchronize()
+        with emulator.count() as counts:
+            moved.launch()
+        for written, values in launch.run().items():
+            assert torch.equal(moved.arguments[written].cpu(), values), written
+        assert 0 < counts.launches <= most_launches, counts.nonzero()
+        assert set(counts.nonzero()) == {"launches", "peak_memory_bytes"}, counts.nonzero()

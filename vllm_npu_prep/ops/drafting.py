@@ -1,0 +1,145 @@
+"""The drafters' Triton kernels in torch, vectorised over requests and tokens.
+
+Arguments stand in the order of the Triton kernels (``vllm.v1.spec_decode.utils``), whose launches
+are routed here by vLLM's dispatcher. Shapes follow from sizes that the host knows: nothing is read
+back. Scalars are filled in by ``masked_fill``; ``torch.where`` would first make tensors of them.
+"""
+
+import torch
+
+
+def eagle_step_slot_mapping_metadata(
+    positions: torch.Tensor,  # [batch_size] int64
+    block_table: torch.Tensor,  # [at least batch_size, n_blocks_per_req] int32
+    block_table_stride: int,
+    seq_lens: torch.Tensor,  # [at least batch_size] int32, updated
+    out_clamped_positions: torch.Tensor,  # [batch_size] int64, written; may be positions itself
+    out_slot_mapping: torch.Tensor,  # [input_batch_size] int64, written
+    block_size: int,
+    max_model_len: int,
+    n_blocks_per_req: int,
+    PAD_ID: int,  # noqa: N803 (the Triton kernel's name)
+    batch_size: int,
+) -> None:
+    """``eagle_step_slot_mapping_metadata_kernel``: each request moves on by one draft token.
+
+    A request at the end of `max_model_len` goes on at position 0 with a length of 1 and without a
+    slot. Rows of graph padding behind `batch_size` get none either.
+    """
+    del block_table_stride
+    slots = out_slot_mapping[:batch_size]
+    clamped_positions = torch.add(positions[:batch_size], 1, out=out_clamped_positions[:batch_size])
+    exceeds_max = clamped_positions >= max_model_len  # [batch_size]
+    clamped_positions.masked_fill_(exceeds_max, 0)
+    block_numbers = (clamped_positions // block_size).clamp_(max=n_blocks_per_req - 1)
+    block_ids = block_table[:batch_size].gather(1, block_numbers[:, None]).squeeze(1)
+    torch.add(clamped_positions % block_size, block_ids, alpha=block_size, out=slots)
+    slots.masked_fill_(exceeds_max, PAD_ID)
+    out_slot_mapping[batch_size:] = PAD_ID
+    seq_lens[:batch_size].add_(1).clamp_(max=max_model_len).masked_fill_(exceeds_max, 1)
+
+
+def eagle_prepare_inputs_padded(
+    cu_num_draft_tokens: torch.Tensor,  # [num_reqs] int32
+    valid_sampled_tokens_count: torch.Tensor,  # [num_reqs] int32
+    query_start_loc_gpu: torch.Tensor,  # [num_reqs + 1] int32
+    token_indices_to_sample: torch.Tensor,  # [num_reqs] int32, written
+    num_rejected_tokens_gpu: torch.Tensor,  # [num_reqs] int32, written
+    num_reqs: int,
+) -> None:
+    """``eagle_prepare_inputs_padded_kernel``: each request's last token that wasn't rejected."""
+    num_draft_tokens = cu_num_draft_tokens[:num_reqs].clone()
+    num_draft_tokens[1:].sub_(cu_num_draft_tokens[: num_reqs - 1])
+    num_rejected_tokens = num_draft_tokens + 1 - valid_sampled_tokens_count[:num_reqs]
+    num_rejected_tokens.masked_fill_(num_draft_tokens <= 0, 0)
+    num_rejected_tokens_gpu[:num_reqs] = num_rejected_tokens
+    last_tokens = query_start_loc_gpu[1 : num_reqs + 1] - 1  # [num_reqs]
+    token_indices_to_sample[:num_reqs] = last_tokens - num_rejected_tokens
+
+
+def eagle_prepare_next_token_padded(
+    sampled_token_ids: torch.Tensor,  # [num_reqs, num_sampled_tokens_per_req], -1 where rejected
+    discard_request_mask: torch.Tensor,  # [at least num_reqs] bool
+    backup_next_token_ids: torch.Tensor,  # [at least num_reqs] int32
+    next_token_ids: torch.Tensor,  # [num_reqs] int32, written
+    valid_sampled_tokens_count: torch.Tensor,  # [num_reqs] int32, written
+    vocab_size: int,
+    num_sampled_tokens_per_req: int,
+    num_reqs: int,
+    stride_sampled_token_ids: int,
+    BLOCK_SIZE_TOKENS: int,  # noqa: N803
+) -> None:
+    """``eagle_prepare_next_token_padded_kernel``: each request's last valid sample, or its backup.
+
+    Samples of a discarded request don't count.
+    """
+    del stride_sampled_token_ids, BLOCK_SIZE_TOKENS
+    tokens = sampled_token_ids[:num_reqs, :num_sampled_tokens_per_req]
+    is_valid = (tokens != -1) & (tokens < vocab_size) & ~discard_request_mask[:num_reqs, None]
+    valid_counts = is_valid.sum(1)  # [num_reqs]
+    columns = torch.arange(num_sampled_tokens_per_req, device=tokens.device)
+    last_valid = (is_valid * columns).amax(1)  # [num_reqs], 0 where none is valid
+    last_tokens = tokens.gather(1, last_valid[:, None]).squeeze(1)
+    next_token_ids[:num_reqs] = torch.where(
+        valid_counts > 0, last_tokens, backup_next_token_ids[:num_reqs]
+    )
+    valid_sampled_tokens_count[:num_reqs] = valid_counts
+
+
+def copy_and_expand_eagle_inputs(
+    target_token_ids: torch.Tensor,  # [total_input_tokens]
+    target_positions: torch.Tensor,  # [total_input_tokens] int64
+    next_token_ids: torch.Tensor,  # [num_reqs]
+    out_input_ids: torch.Tensor,  # [at least num_output_tokens] int32, written
+    out_positions: torch.Tensor,  # [at least num_output_tokens] int64, written
+    out_is_rejected_token_mask: torch.Tensor,  # [at least num_output_tokens] bool, written
+    out_is_masked_token_mask: torch.Tensor,  # [at least num_output_tokens] bool, written
+    out_new_token_indices: torch.Tensor,  # [num_reqs * num_padding_slots_per_request], written
+    out_hidden_state_mapping: torch.Tensor,  # [total_input_tokens], written if shift_input_ids
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32, the last is total_input_tokens
+    query_end_loc: torch.Tensor,  # [num_reqs] int32, each request's last token not rejected
+    padding_token_id: int,
+    parallel_drafting_token_id: int,
+    total_input_tokens: int,
+    num_padding_slots_per_request: int,
+    shift_input_ids: bool,
+    BLOCK_SIZE_TOKENS: int,  # noqa: N803
+) -> None:
+    """``copy_and_expand_eagle_inputs_kernel``: make room for new tokens behind each request's own.
+
+    A request's output is its valid tokens (without the first, if shifted), the token that was
+    sampled, slots for drafting in parallel, and padding for what was rejected. Positions count on
+    from the first token's. Each request has `added` tokens more than before.
+    """
+    del BLOCK_SIZE_TOKENS
+    num_reqs, device = len(query_end_loc), query_end_loc.device
+    num_slots, input_offset = num_padding_slots_per_request, int(shift_input_ids)
+    added = num_slots - input_offset
+    num_output_tokens = total_input_tokens + num_reqs * added
+    query_start = query_start_loc[:num_reqs]
+    query_lens = query_start_loc[1 : num_reqs + 1].long() - query_start  # [num_reqs]
+    requests = torch.arange(num_reqs, device=device)  # each one's rows move by `added` more
+    new_tokens = torch.add(query_end_loc + (1 - input_offset), requests, alpha=added)  # [num_reqs]
+
+    rows = torch.arange(num_output_tokens, device=device)  # [num_output_tokens], as all below
+    req_indices = torch.repeat_interleave(query_lens + added, output_size=num_output_tokens)
+    offsets = rows - new_tokens[req_indices]  # 0: the sample; then num_slots - 1 parallel drafts
+    is_rejected = torch.ge(offsets, num_slots, out=out_is_rejected_token_mask[:num_output_tokens])
+    is_masked = out_is_masked_token_mask[:num_output_tokens]
+    torch.logical_and(offsets > 0, ~is_rejected, out=is_masked)
+    sources = torch.sub(rows + input_offset, req_indices, alpha=added)
+    sources.clamp_(max=total_input_tokens - 1)
+    token_ids = torch.where(offsets == 0, next_token_ids[req_indices], target_token_ids[sources])
+    token_ids.masked_fill_(is_masked, parallel_drafting_token_id)
+    token_ids.masked_fill_(is_rejected, padding_token_id)
+    out_input_ids[:num_output_tokens] = token_ids
+    row_0 = torch.sub(target_positions[query_start] - query_start, requests, alpha=added)
+    positions = torch.add(row_0[req_indices], rows, out=out_positions[:num_output_tokens])
+    positions.masked_fill_(is_rejected, 0)
+    new_token_indices = new_tokens[:, None] + torch.arange(num_slots, device=device)
+    out_new_token_indices[: num_reqs * num_slots] = new_token_indices.flatten()
+    if shift_input_ids:  # the drafter takes hidden states
+        req_indices = torch.repeat_interleave(query_lens, output_size=total_input_tokens)
+        out_hidden_state_mapping[:total_input_tokens] = torch.add(
+            rows[:total_input_tokens], req_indices, alpha=added
+        )
