@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.conftest import SEED
-from tests.engine.test_kv_transfer import preemptions
 from tests.helpers.cache import CacheWatch, SharedBlocksWatch
 from tests.helpers.engine import engine, greedy, make_model, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions
 
 LENGTHS = [30, 28, 5, 41, 22, 29, 17, 33, 9, 38]
 TOKENS = 24
@@ -39,7 +39,7 @@ def test_aborts_and_preemptions_leave_other_requests_alone(model, expected, asyn
         max_num_batched_tokens=24,
         async_scheduling=asynchronous,
     ) as llm:
-        core, preempted = llm.llm_engine, preemptions(llm)
+        core, preempted = llm.llm_engine, count_preemptions(llm)
         CacheWatch(runner_of(llm))
         SharedBlocksWatch(llm)
         alive: dict[str, int] = {}

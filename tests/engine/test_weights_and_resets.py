@@ -3,10 +3,10 @@
 import pytest
 
 from tests.conftest import SEED
-from tests.engine.test_kv_transfer import preemptions
 from tests.helpers.engine import engine, generate, greedy, make_model
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions
 from vllm_npu_prep.errors import PrepError
 
 LENGTHS = [30, 5, 41, 17, 33]
@@ -48,7 +48,7 @@ def test_a_reset_takes_running_requests_back_and_they_come_again(model, expected
     with engine(
         model, block_size=8, max_num_batched_tokens=32, async_scheduling=asynchronous
     ) as llm:
-        core, count, tokens = llm.llm_engine, preemptions(llm), {}
+        core, count, tokens = llm.llm_engine, count_preemptions(llm), {}
         for index, prompt in enumerate(prompts_of(SEED, LENGTHS)):
             core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(20))
         for step in range(1000):
