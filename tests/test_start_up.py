@@ -87,10 +87,6 @@ REFUSED = {
         },
         ["--enable-prompt-embeds with speculation", "token ids"],
     ),
-    "drafter": (
-        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
-        ["speculative method suffix", "ngram"],
-    ),
     "KV connector of another cache": (
         {
             "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
@@ -155,11 +151,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case, configure, monkeypatch):
+def test_what_is_not_supported_is_refused_by_name(case, configure):
     settings, parts = REFUSED[case]
-    if case == "drafter":  # the package that vLLM wants for it is beside the point
-        monkeypatch.setitem(sys.modules, "arctic_inference", sys)
-        monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
     with pytest.raises(PrepError) as error:
         configure(**settings)
     assert "\n" not in str(error.value)
@@ -243,11 +236,6 @@ def test_defaults_that_start_up_decides(configure):
     assert not config.use_v2_model_runner
     assert config.shutdown_timeout > 0
     assert config.scheduler_config.async_scheduling
-
-
-def test_speculation_switches_async_scheduling_off(configure):
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    assert not configure(speculative_config=ngram).scheduler_config.async_scheduling
 
 
 def test_one_graph_serves_any_number_of_adapters(configure):

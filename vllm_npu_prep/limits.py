@@ -16,6 +16,9 @@ NZ_CACHE_CHIPS = "Ascend310P"
 CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
+DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
+"""Speculative methods whose drafters are models of their own."""
+
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
 
@@ -71,14 +74,25 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             "CPU fallback"
         )
     unsupported = _unsupported_features(vllm_config, model)
-    for feature, reason in unsupported + _unsupported_transfer(vllm_config, family):
+    unsupported += _unsupported_transfer(vllm_config, family)
+    unsupported += _unsupported_speculation(vllm_config, family)
+    for feature, reason in unsupported:
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
-    head_size = model.get_head_size()
-    if head_size > family.max_head_size or head_size % family.head_size_multiple:
-        raise PrepError(
-            f"head size {head_size} of {model.model}: kernel family {family.name} takes multiples "
-            f"of {family.head_size_multiple} up to {family.max_head_size}"
-        )
+    for each in [model, *_draft_models(vllm_config)]:
+        head_size = each.get_head_size()
+        if head_size > family.max_head_size or head_size % family.head_size_multiple:
+            raise PrepError(
+                f"head size {head_size} of {each.model}: kernel family {family.name} takes "
+                f"multiples of {family.head_size_multiple} up to {family.max_head_size}"
+            )
+
+
+def _draft_models(vllm_config: "VllmConfig") -> list["ModelConfig"]:
+    """The drafter's model, if it has one of its own."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in DRAFT_MODEL_METHODS:
+        return []
+    return [speculative.draft_model_config]
 
 
 def _refuse_kernels_without_triton(kind: DeviceKind) -> None:
@@ -167,9 +181,98 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
     return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
+def _unsupported_speculation(
+    vllm_config: "VllmConfig", family: KernelFamily
+) -> list[tuple[str, str]]:
+    """What the engine was asked of speculation that is refused, with reasons."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None:
+        return []
+    method = speculative.method
+    if method not in ("ngram", *DRAFT_MODEL_METHODS):
+        known = ", ".join(("ngram", *DRAFT_MODEL_METHODS))
+        return [(f"speculative method {method}", f"drafts are prepared for {known}")]
+    checks = [
+        (
+            model.enable_prompt_embeds,
+            "--enable-prompt-embeds with speculation",
+            "drafts follow from token ids",
+        ),
+        (
+            speculative.parallel_drafting,
+            f"parallel drafting ({method})",
+            "a draft pass drafts one token of each request",
+        ),
+        (
+            speculative.rejection_sample_method != "standard",
+            f"rejection_sample_method {speculative.rejection_sample_method}",
+            "drafts are verified by the standard rule",
+        ),
+        (
+            speculative.uses_dynamic_speculative_decoding(),
+            "num_speculative_tokens_per_batch_size",
+            "graphs and buffers are made for one number of drafts",
+        ),
+        (
+            speculative.use_heterogeneous_vocab,
+            "use_heterogeneous_vocab",
+            "drafts are token ids of the model that verifies them",
+        ),
+        (
+            speculative.use_local_argmax_reduction,
+            "use_local_argmax_reduction",
+            "it is for more than one rank",
+        ),
+        (
+            speculative.attention_backend is not None,
+            "attention_backend in --speculative-config",
+            "this platform has one backend; leave the key out",
+        ),
+        (
+            speculative.kv_cache_dtype not in (None, "auto"),
+            f"kv_cache_dtype {speculative.kv_cache_dtype} in --speculative-config",
+            "only auto is supported (the model's dtype)",
+        ),
+        (
+            speculative.moe_backend is not None,
+            f"moe_backend {speculative.moe_backend} in --speculative-config",
+            "experts are computed in one way; leave the key out",
+        ),
+    ]
+    for drafter in _draft_models(vllm_config):
+        name = f"{drafter.model} as a drafter ({method})"
+        kinds = set(getattr(drafter.hf_text_config, "layer_types", None) or ())
+        lacks = ", ".join(feature for feature, _ in _family_limits(drafter, family))
+        checks += [
+            (lacks, name, f"kernel family {family.name} has no {lacks}; use the CPU fallback"),
+            (
+                model.use_mla or drafter.use_mla,
+                f"speculative method {method} with MLA",
+                "drafters' metadata is that of K and V; ngram drafts work",
+            ),
+            (
+                len(kinds) > 1,
+                name,
+                f"its layers ({', '.join(sorted(kinds))}) would need metadata of several kinds",
+            ),
+            (
+                drafter.is_hybrid or drafter.is_attention_free,
+                name,
+                "the KV cache holds K and V planes only",
+            ),
+            (drafter.quantization is not None, name, f"no kernels for {drafter.quantization}"),
+            (
+                vllm_config.kv_transfer_config is not None,
+                f"speculative method {method} with a KV connector",
+                "what drafters cache is not stored; ngram drafts work",
+            ),
+        ]
+    return [(feature, reason) for applies, feature, reason in checks if applies]
+
+
 def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
     """Features that the engine was asked for and that this version refuses, with reasons."""
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
     offload, scheduler = vllm_config.offload_config, vllm_config.scheduler_config
     cache, pools = vllm_config.cache_config, model.runner_type == "pooling"
     position_embeddings = getattr(model.hf_text_config, "position_embedding_type", None)
@@ -199,11 +302,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             pools and model.enable_prompt_embeds,
             "--enable-prompt-embeds with a pooling model",
             "poolers and token types read token ids",
-        ),
-        (
-            speculative is not None and model.enable_prompt_embeds,
-            "--enable-prompt-embeds with speculation",
-            "drafts follow from token ids",
         ),
         (
             vllm_config.lora_config is not None and model.is_moe,
@@ -258,11 +356,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "graphs and kernels read weights from device memory",
         ),
         (parallel.use_ubatching, "dual-batch overlap", "one batch is prepared for each step"),
-        (
-            speculative is not None and speculative.method != "ngram",
-            f"speculative method {speculative.method if speculative else ''}",
-            "only ngram drafts are prepared",
-        ),
         (
             vllm_config.attention_config.backend is not None
             and vllm_config.attention_config.backend.name != "CUSTOM",

@@ -76,7 +76,6 @@ class NPUModelRunner(GraphRunner):
         self.enable_prompt_embeds = False
         self._text_only = not (
             self.supports_mm_inputs
-            or self.speculative_config is not None
             or self.model_config.is_encoder_decoder
             or vllm_config.parallel_config.pipeline_parallel_size > 1
         )
@@ -122,7 +121,7 @@ class NPUModelRunner(GraphRunner):
         self._prompt_embeds = self._collect_prompt_embeds(step)
         # 5 copy: all of them at once; device tensors are views of the twin
         self.staging.submit(step.nbytes)
-        self._place_sampled_tokens(step, staged.device)
+        self._place_sampled_tokens(step)
         self._place_block_changes(step)
         # 6 metadata: one for each KV-cache group, from host values at hand
         self._attn_metadata = self._build_step_metadata(step, staged)
@@ -149,6 +148,7 @@ class NPUModelRunner(GraphRunner):
             scheduler_output.total_num_scheduled_tokens,
             self.block_tables.previous_rows,
             0 if sampled is None else sampled.shape[0],
+            self._num_sampled_drafts,
             has_tokens and reads_prompt_embeds(self._tables, batch.req_prompt_embeds),
         )
 
@@ -173,12 +173,12 @@ class NPUModelRunner(GraphRunner):
         self.num_computed_tokens = device.num_computed_tokens
         self.optimistic_seq_lens_cpu = cpu.seq_lens
         self._is_padding = device.is_padding
+        self.backup_next_token_ids = device.backup_next_token_ids
 
-    def _place_sampled_tokens(self, step: PreparedStep, arrays: DeviceArrays) -> None:
+    def _place_sampled_tokens(self, step: PreparedStep) -> None:
         """Async scheduling: the last step's samples are still on the device; place them there."""
         if step.batch.num_sampled_rows:
-            sampled = self.input_batch.prev_sampled_token_ids[:, 0].to(torch.int32)
-            self.staging.place_sampled_tokens(arrays, step.layout, sampled)
+            self.staging.place_sampled_tokens(step.layout, self._last_samples())
 
     def _place_block_changes(self, step: PreparedStep) -> None:
         """New entries of the block tables of all groups."""
@@ -186,7 +186,7 @@ class NPUModelRunner(GraphRunner):
             self.staging.place_block_changes(
                 self._block_entries,
                 step.layout,
-                step.batch.num_sampled_rows,
+                step.batch.num_targets,
                 step.num_block_changes,
             )
 
@@ -211,12 +211,19 @@ class NPUModelRunner(GraphRunner):
             if step.num_logits == step.layout.max_logits:
                 return arrays.logits_indices, None, 1
             return arrays.logits_indices[: step.num_logits], None, 1
-        num_draft_tokens = step.batch.num_draft_tokens[: step.num_reqs]
         if not step.num_reqs:  # a dummy run, which samples nothing
             return arrays.logits_indices[:0], None, 0
-        spec_decode_metadata = self._calc_spec_decode_metadata(num_draft_tokens, step.cu_num_tokens)
-        max_num_sampled_tokens = int(num_draft_tokens.max()) + 1
-        return spec_decode_metadata.logits_indices, spec_decode_metadata, max_num_sampled_tokens
+        num_reqs, num_drafts = step.num_reqs, step.num_drafts
+        metadata = SpecDecodeMetadata(
+            draft_token_ids=arrays.draft_token_ids[:num_drafts],
+            num_draft_tokens=step.batch.num_draft_tokens[:num_reqs].tolist(),
+            cu_num_draft_tokens=arrays.cu_num_draft_tokens[:num_reqs],
+            cu_num_sampled_tokens=arrays.cu_num_sampled_tokens[:num_reqs],
+            target_logits_indices=arrays.target_logits_indices[:num_drafts],
+            bonus_logits_indices=arrays.bonus_logits_indices[:num_reqs],
+            logits_indices=arrays.logits_indices[: step.num_logits],
+        )
+        return metadata.logits_indices, metadata, metadata.max_spec_len + 1
 
     def _get_slot_mappings(
         self, num_tokens_padded: int, *args: Any, **kwargs: Any
@@ -277,7 +284,7 @@ class NPUModelRunner(GraphRunner):
             return super()._build_attention_metadata(*args, **kwargs)
         common = None
         if self.speculative_config is not None:
-            group = self.kv_cache_config.kv_cache_groups[0]
+            group = self.kv_cache_config.kv_cache_groups[self._drafting_group]
             common = common_metadata(metadata[group.layer_names[0]], self.positions)
         if self._uses_mla:
             for _, builder, layer_names in self._builders:
@@ -321,6 +328,7 @@ class NPUModelRunner(GraphRunner):
         ]
         for _, builder, _ in self._builders:  # one causal matrix for each window
             builder.masks = self._builders[0][1].masks
+        self._share_builders()
         self._padding_decisions.clear()  # capture sizes may have been settled in between
         batch, tables = self.input_batch, self.block_tables
         self._tables = BatchTables(

@@ -188,10 +188,6 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     share = vllm_config.cache_config.gpu_memory_utilization
     if KIND == CPU_KIND and share != CacheConfig.gpu_memory_utilization:
         off.append("--gpu-memory-utilization: on the CPU fallback use --kv-cache-memory-bytes")
-    scheduler = vllm_config.scheduler_config
-    if vllm_config.speculative_config is not None and scheduler.async_scheduling:
-        scheduler.async_scheduling = False
-        off.append("async scheduling: speculation needs exact lengths on the host")
     lora = vllm_config.lora_config
     if lora is not None and lora.specialize_active_lora:
         lora.specialize_active_lora = False

@@ -114,6 +114,8 @@ def random_batches(draw) -> RandomBatch:
         else:
             prompt = int(rng.integers(1, known + 1))
         num_tokens = max(known, prompt if not drafts else 0)
+        draft_token_ids = rng.integers(0, 150_000, drafts)
+        draft_token_ids[rng.random(drafts) < 0.1] = -1  # a place for a draft that nobody made
         prompt = min(prompt, num_tokens)
         requests.append(
             {
@@ -122,7 +124,7 @@ def random_batches(draw) -> RandomBatch:
                 "num_prompt_tokens": prompt,
                 "token_ids": rng.integers(0, 150_000, num_tokens).tolist(),
                 "num_draft_tokens": drafts,
-                "draft_token_ids": rng.integers(0, 150_000, drafts).tolist(),
+                "draft_token_ids": draft_token_ids.tolist(),
             }
         )
     # Blocks of all requests come from one shuffled pool: no order to rely on.

@@ -8,6 +8,14 @@ from vllm_npu_prep.inspect.explain import REQUEST_LEVEL, token_level
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, compressed_mask, plan_mask
 from vllm_npu_prep.prep.oracle import oracle_step
 
+SPECULATIVE = (
+    "target_logits_indices",
+    "bonus_logits_indices",
+    "cu_num_draft_tokens",
+    "cu_num_sampled_tokens",
+    "draft_token_ids",
+    "backup_next_token_ids",
+)
 THE_CONSTANT = compressed_mask()
 
 
@@ -26,11 +34,14 @@ def mask_of(batch: RandomBatch, form: MaskForm) -> np.ndarray | None:
 @given(random_batches())
 def test_every_variable_equals_the_oracle(batch):
     step = batch.step()
-    expected = oracle_step(batch.requests, **batch.settings())
+    expected = oracle_step(batch.requests, **batch.settings(), speculation=True)
     for name, value in token_level(step).items():
         assert value.tolist() == expected[name], name
     for name in (*REQUEST_LEVEL, "query_start_loc", "logits_indices"):
         assert getattr(step, name).tolist() == expected[name], name
+    if step.layout.max_drafts:
+        for name in SPECULATIVE:
+            assert getattr(step, name).tolist() == expected[name], name
     for name in (
         "total_num_scheduled_tokens",
         "num_input_tokens",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.batches import step_batch
 from vllm_npu_prep.prep.batch import StepBatch, device_has_all, prepare_step
-from vllm_npu_prep.prep.layout import ALIGNMENT, largest_step, step_layout
+from vllm_npu_prep.prep.layout import ALIGNMENT, largest_step, step_layout, targets_per_row
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import Padding, full_graph_padding, no_padding, uniform_query_len
 
@@ -106,6 +106,7 @@ def test_logits_are_bounded_by_tokens_and_by_requests():
     assert step_layout(4096, 2, 1).max_logits == 2
     assert step_layout(4096, 2, 1, max_logits_per_req=4).max_logits == 8
     assert step_layout(5, 2, 1, max_logits_per_req=4).max_logits == 5
+    assert step_layout(4096, 2, 1, max_logits_per_req=4).max_drafts == 6
 
 
 def test_a_buffer_too_small_is_refused():
@@ -117,7 +118,7 @@ def test_largest_step_holds_every_step():
     largest = largest_step(64, 8, 2, 3, 100)
     for tokens in (1, 17, 64):
         for reqs in range(1, 11):
-            assert step_layout(tokens, reqs, 2, 3).nbytes(8, 100) <= largest
+            assert step_layout(tokens, reqs, 2, 3).nbytes(8 * targets_per_row(2), 100) <= largest
 
 
 def test_groups_get_slots_of_their_own_tables():
@@ -194,5 +195,38 @@ def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
     batch.num_sampled_rows = 6
     step = prepare_step(batch, no_padding(9, 3))
     # Rows 1, 2, 3 and 5 belong to nobody any more: the place behind the tokens.
-    assert step.arrays.tail_int64[:6].tolist() == [6, 9, 9, 9, 0, 9]
+    first = step.layout.place("input_ids_and_spare")
+    assert (step.arrays.tail_int64[:6] - first).tolist() == [6, 9, 9, 9, 0, 9]
     assert step.nbytes == step.layout.tail_offset + 6 * 8
+
+
+def test_drafts_that_the_last_step_made_are_placed_among_tokens_and_drafts():
+    """Rows of the last step: next token and three drafts each; a request may verify fewer."""
+    batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
+    batch.previous_rows = np.array([2, -1, 0], np.int64)
+    batch.num_sampled_rows, batch.num_sampled_drafts = 3, 3
+    step = prepare_step(batch, no_padding(9, 3))
+    tokens, drafts = (step.layout.place(n) for n in ("input_ids_and_spare", "draft_token_ids"))
+    spare = tokens + 9
+    rows = step.arrays.tail_int64[: batch.num_targets].reshape(3, 7).tolist()
+    assert rows[0] == [tokens + 6, tokens + 7, tokens + 8, spare, drafts + 4, drafts + 5, spare]
+    assert rows[1] == [spare] * 7
+    assert rows[2] == [tokens, tokens + 1, tokens + 2, spare, drafts, drafts + 1, spare]
+    assert step.nbytes == step.layout.tail_offset + 21 * 8
+
+
+def test_a_place_kept_for_a_draft_is_no_token_and_never_accepted():
+    batch = step_batch(decodes(2, drafts=2), block_size=4, max_model_len=16)
+    computed = batch.tables.num_computed_tokens
+    batch.tables.token_ids[0, computed[0] + 1] = -1
+    step = prepare_step(batch, no_padding(6, 2))
+    assert step.input_ids[1] == 0
+    assert step.draft_token_ids[0] == -1
+    assert step.draft_token_ids[1:].tolist() == step.input_ids[[2, 4, 5]].tolist()
+
+
+def test_without_speculation_nothing_of_it_is_laid_out():
+    assert step_layout(8, 4, 1).max_drafts == 0
+    arrays = step_layout(8, 4, 1).arrays
+    drafts = ("target_logits_indices", "draft_token_ids", "bonus_logits_indices")
+    assert [arrays[name].nbytes for name in drafts] == [0, 0, 0]

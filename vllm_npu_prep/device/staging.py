@@ -28,6 +28,13 @@ class DeviceArrays:
     seq_lens: torch.Tensor  # [num_reqs_padded]
     num_computed_tokens: torch.Tensor  # [num_reqs_padded]
     logits_indices: torch.Tensor  # [max_logits]
+    target_logits_indices: torch.Tensor  # [max_drafts]
+    draft_token_ids: torch.Tensor  # [max_drafts]
+    # [num_reqs_padded], or empty without speculation
+    bonus_logits_indices: torch.Tensor
+    cu_num_draft_tokens: torch.Tensor
+    cu_num_sampled_tokens: torch.Tensor
+    backup_next_token_ids: torch.Tensor
     discard_request_mask: torch.Tensor  # [num_reqs_padded]
     is_padding: torch.Tensor  # [num_input_tokens]
 
@@ -136,26 +143,20 @@ class StagingRing:
         self._copies[self._turn](nbytes)
         self.slots[self._turn].event = self.device.record_event()
 
-    def place_sampled_tokens(
-        self, arrays: DeviceArrays, layout: StepLayout, sampled_token_ids: torch.Tensor
-    ) -> None:
-        """Put the last step's samples among the input ids; `submit` has sent their targets.
+    def place_sampled_tokens(self, layout: StepLayout, sampled_token_ids: torch.Tensor) -> None:
+        """Put the last step's samples where they belong; `submit` has sent their targets.
 
         Parameters
         ----------
         sampled_token_ids
-            int32 ``[num_sampled_rows]`` on the device.
+            int32 ``[num_targets]`` on the device, in the order of the layout's tail.
         """
         targets, _, _ = layout.tail(len(sampled_token_ids), 0)
-        native = self.device.native
-        self.device.scatter(
-            native(arrays.input_ids_and_spare),
-            self._twin_int64[targets],
-            native(sampled_token_ids),
-        )
+        values = self.device.native(sampled_token_ids)
+        self.device.scatter(self._twin_int32, self._twin_int64[targets], values)
 
     def place_block_changes(
-        self, entries: Any, layout: StepLayout, num_sampled_rows: int, num_block_changes: int
+        self, entries: Any, layout: StepLayout, num_targets: int, num_block_changes: int
     ) -> None:
         """Write the block-table entries that `submit` has sent.
 
@@ -164,7 +165,7 @@ class StagingRing:
         entries
             int32, the device's block tables of all groups behind one another, native.
         """
-        _, indices, ids = layout.tail(num_sampled_rows, num_block_changes)
+        _, indices, ids = layout.tail(num_targets, num_block_changes)
         self.device.scatter(entries, self._twin_int64[indices], self._twin_int32[ids])
 
 

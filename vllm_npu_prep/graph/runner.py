@@ -9,7 +9,6 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.bookkeeping import BookkeepingRunner
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
@@ -25,6 +24,7 @@ from vllm_npu_prep.prep.padding import (
     full_padding,
     no_padding,
 )
+from vllm_npu_prep.speculation import SpeculativeRunner
 
 KEPT_DECISIONS = 4096
 """Padding decisions that are kept. Decodes need as many as there are batch sizes."""
@@ -38,7 +38,7 @@ GRAPH_INPUTS = ("input_ids", "positions")
 """Those that a graph reads."""
 
 
-class GraphRunner(BookkeepingRunner):
+class GraphRunner(SpeculativeRunner):
     """Upstream's runner with graphs that read the arrays of this plugin's steps.
 
     Padding is decided once for each step, by upstream's dispatcher, before anything is prepared.

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.prep.kernels import PADDING_ROWS, book_tokens, fill_step_at
-from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, step_layout
+from vllm_npu_prep.prep.layout import (
+    ALIGNMENT,
+    StepArrays,
+    StepLayout,
+    step_layout,
+    targets_per_row,
+)
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
 
@@ -118,12 +124,18 @@ class StepBatch:
     # on the device (async scheduling), -1 for the others; not read without `num_sampled_rows`
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 when they are not on the device
+    num_sampled_drafts: int = 0  # drafts behind each of these
     reads_prompt_embeds: bool = False  # some request has tokens of a prompt that has embeddings
 
     @property
     def num_reqs(self) -> int:
         """Requests of the step."""
         return self.num_scheduled_tokens.shape[0]
+
+    @property
+    def num_targets(self) -> int:
+        """Places that the last step's samples go to, wanted or not."""
+        return self.num_sampled_rows * targets_per_row(self.num_sampled_drafts)
 
 
 @dataclass(slots=True)
@@ -169,7 +181,7 @@ class PreparedStep:
     @property
     def nbytes(self) -> int:
         """Bytes that travel to the device."""
-        return self.layout.nbytes(self.batch.num_sampled_rows, self.num_block_changes)
+        return self.layout.nbytes(self.batch.num_targets, self.num_block_changes)
 
     # --- request level
     @property
@@ -202,6 +214,42 @@ class PreparedStep:
         """Tokens whose logits are wanted, ``[num_logits]``: the last of each request; with drafts,
         the last ``num_draft_tokens + 1``."""
         return self.arrays.logits_indices[: self.num_logits]
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of the step: the logits that are not some request's last."""
+        return self.num_logits - self.num_reqs
+
+    @property
+    def target_logits_indices(self) -> np.ndarray:
+        """Rows of logits that verify a draft, ``[num_drafts]``."""
+        return self.arrays.target_logits_indices[: self.num_drafts]
+
+    @property
+    def bonus_logits_indices(self) -> np.ndarray:
+        """Row of logits behind the last draft of each request, ``[num_reqs]``."""
+        return self.arrays.bonus_logits_indices[: self.num_reqs]
+
+    @property
+    def cu_num_draft_tokens(self) -> np.ndarray:
+        """Running sum of the requests' drafts, ``[num_reqs]``."""
+        return self.arrays.cu_num_draft_tokens[: self.num_reqs]
+
+    @property
+    def cu_num_sampled_tokens(self) -> np.ndarray:
+        """Running sum of `num_sampled_tokens`, ``[num_reqs]``."""
+        return self.arrays.cu_num_sampled_tokens[: self.num_reqs]
+
+    @property
+    def backup_next_token_ids(self) -> np.ndarray:
+        """What drafters go on from where nothing is sampled, ``[num_reqs]``: the token behind a
+        chunk of a prompt, else the last known one."""
+        return self.arrays.backup_next_token_ids[: self.num_reqs]
+
+    @property
+    def draft_token_ids(self) -> np.ndarray:
+        """Drafts that the step verifies, ``[num_drafts]``."""
+        return self.arrays.draft_token_ids[: self.num_drafts]
 
     # --- token level
     @property
@@ -299,7 +347,7 @@ def prepare_step(
             1 + int(batch.num_draft_tokens.max(initial=0)),
         )
     if arrays is None:
-        nbytes = layout.nbytes(batch.num_sampled_rows, len(tables.block_entries))
+        nbytes = layout.nbytes(batch.num_targets, len(tables.block_entries))
         arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
     max_query_len, max_seq_len, num_logits, facts, num_block_changes = fill_step_at(
         tables.addresses,
@@ -308,6 +356,7 @@ def prepare_step(
         batch.num_draft_tokens,
         batch.previous_rows,
         batch.num_sampled_rows,
+        batch.num_sampled_drafts,
         padding.decode_query_len,
     )
     if padding.mode is GraphMode.FULL:

@@ -57,8 +57,9 @@ def fill_step(
     num_draft_tokens,  # [num_reqs or more] int32
     previous_rows,  # [num_reqs or more] int64
     num_sampled_rows,
+    num_sampled_drafts,  # of each row
     decode_query_len,
-    # Outputs; T = num_input_tokens, R = num_reqs_padded
+    # Outputs; T = num_input_tokens, R = num_reqs_padded, S = R where there can be drafts, else 0
     input_ids,  # [T + 1]
     positions,  # [T]
     slot_mapping,  # [num_groups, T]
@@ -66,10 +67,18 @@ def fill_step(
     seq_lens,  # [R]
     computed,  # [R]
     logits_indices,  # [max_logits]
+    target_logits_indices,  # [max_drafts]
+    draft_token_ids,  # [max_drafts]
+    bonus_logits_indices,  # [S]
+    cu_num_draft_tokens,  # [S]
+    cu_num_sampled_tokens,  # [S]
+    backup_next_token_ids,  # [S]
     discard_request_mask,  # [R]
     is_padding,  # [T]
     tail_int64,
     tail_int32,  # the same memory
+    input_ids_place,  # first elements of two arrays in the whole buffer, as int32
+    draft_ids_place,
 ):
     """Write the arrays of one step, padding included.
 
@@ -93,16 +102,20 @@ def fill_step(
     num_input_tokens = positions.shape[0]
     if num_reqs > seq_lens.shape[0] or num_reqs > num_tokens.shape[0]:
         raise ValueError("more requests than rows of the layout or of the tables")
-    if num_sampled_rows > tail_int64.shape[0]:
+    targets_per_row = 1 + 2 * num_sampled_drafts
+    num_targets = num_sampled_rows * targets_per_row
+    if num_targets > tail_int64.shape[0]:
         raise ValueError("the staging buffer has no room for the last step's samples")
     max_query_len = 0
     max_seq_len = 0
     num_logits = 0
+    num_drafts = 0
     facts = 0
     start = 0
     query_start_loc[0] = 0
-    for row in range(num_sampled_rows):
-        tail_int64[row] = num_input_tokens  # nobody waits for it: the spare place
+    speculates = draft_token_ids.shape[0] > 0
+    for index in range(num_targets):
+        tail_int64[index] = input_ids_place + num_input_tokens  # nobody waits for it: spare
     for req in range(num_reqs):
         query_len = num_scheduled_tokens[req]
         drafts = num_draft_tokens[req]
@@ -117,13 +130,27 @@ def fill_step(
             raise ValueError("scheduled tokens past the layout or past max_model_len")
         if drafts < 0 or drafts >= query_len or num_logits + drafts >= logits_indices.shape[0]:
             raise ValueError("more drafts than scheduled tokens or than the layout has logits")
-        for index in range(end - 1 - drafts, end):
-            logits_indices[num_logits] = index
-            num_logits += 1
+        if num_drafts + drafts > draft_token_ids.shape[0]:
+            raise ValueError("more drafts than the layout has places for")
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
             if previous_rows[req] >= num_sampled_rows:
                 raise ValueError("a previous row behind the last step's samples")
-            tail_int64[previous_rows[req]] = end - 1 - drafts
+            target = previous_rows[req] * targets_per_row
+            tail_int64[target] = input_ids_place + end - 1 - drafts
+            for draft in range(min(drafts, num_sampled_drafts)):
+                target += 1
+                tail_int64[target] = input_ids_place + end - drafts + draft
+                tail_int64[target + num_sampled_drafts] = draft_ids_place + num_drafts + draft
+        for index in range(end - 1 - drafts, end):
+            logits_indices[num_logits] = index
+            num_logits += 1
+        if speculates:
+            for draft in range(drafts):
+                target_logits_indices[num_drafts + draft] = num_logits - 1 - drafts + draft
+            num_drafts += drafts
+            bonus_logits_indices[req] = num_logits - 1
+            cu_num_draft_tokens[req] = num_drafts
+            cu_num_sampled_tokens[req] = num_logits
         if first > 0:
             facts |= SOME_COMPUTED
         if drafts > 0:
@@ -152,6 +179,14 @@ def fill_step(
                 input_ids[start + offset] = token_ids[req, first + offset]
             for offset in range(query_len):
                 positions[start + offset] = first + offset
+    for draft in range(num_drafts):
+        token = logits_indices[target_logits_indices[draft]] + 1
+        draft_token_ids[draft] = input_ids[token]
+        input_ids[token] = max(input_ids[token], 0)  # a place kept for a draft is no token
+    if speculates:
+        for req in range(num_reqs):
+            known = min(seq_lens[req], num_tokens[req] - 1)  # behind a chunk, or the last known
+            backup_next_token_ids[req] = max(token_ids[req, known], 0)
     fill_slots(
         num_reqs,
         block_entries,
@@ -183,7 +218,7 @@ def fill_step(
         num_device_blocks,
         num_reqs,
         seq_lens.shape[0],
-        num_sampled_rows,
+        num_targets,
         tail_int64,
         tail_int32,
     )
@@ -345,6 +380,7 @@ def fill_step_at(
     num_draft_tokens,
     previous_rows,
     num_sampled_rows,
+    num_sampled_drafts,
     decode_query_len,
 ):
     """`fill_step` on arrays that stay: numba looks at every array that it is handed.
@@ -353,7 +389,14 @@ def fill_step_at(
     decodes. Positions count in the order in which `addresses` lists them.
     """
     reqs, model_len, groups, entries = tables[0], tables[1], tables[2], tables[3]
-    tokens, reqs_padded, logits, tail = arrays[0], arrays[1], arrays[2], arrays[3]
+    tokens, reqs_padded, logits, drafts, tail = (
+        arrays[0],
+        arrays[1],
+        arrays[2],
+        arrays[3],
+        arrays[4],
+    )
+    drafters = reqs_padded if drafts > 0 else 0
     return fill_step(
         carray(_pointer(tables[4]), reqs, np.int32),
         carray(_pointer(tables[5]), reqs, np.int32),
@@ -369,18 +412,27 @@ def fill_step_at(
         num_draft_tokens,
         previous_rows,
         num_sampled_rows,
+        num_sampled_drafts,
         decode_query_len,
-        carray(_pointer(arrays[4]), tokens + 1, np.int32),
-        carray(_pointer(arrays[5]), tokens, np.int64),
-        carray(_pointer(arrays[6]), (groups, tokens), np.int32),
-        carray(_pointer(arrays[7]), reqs_padded + 1, np.int32),
-        carray(_pointer(arrays[8]), reqs_padded, np.int32),
-        carray(_pointer(arrays[9]), reqs_padded, np.int32),
-        carray(_pointer(arrays[10]), logits, np.int32),
-        carray(_pointer(arrays[11]), reqs_padded, np.bool_),
-        carray(_pointer(arrays[12]), tokens, np.bool_),
-        carray(_pointer(arrays[13]), tail, np.int64),
-        carray(_pointer(arrays[13]), 2 * tail, np.int32),
+        carray(_pointer(arrays[7]), tokens + 1, np.int32),
+        carray(_pointer(arrays[8]), tokens, np.int64),
+        carray(_pointer(arrays[9]), (groups, tokens), np.int32),
+        carray(_pointer(arrays[10]), reqs_padded + 1, np.int32),
+        carray(_pointer(arrays[11]), reqs_padded, np.int32),
+        carray(_pointer(arrays[12]), reqs_padded, np.int32),
+        carray(_pointer(arrays[13]), logits, np.int32),
+        carray(_pointer(arrays[14]), drafts, np.int32),
+        carray(_pointer(arrays[15]), drafts, np.int32),
+        carray(_pointer(arrays[16]), drafters, np.int32),
+        carray(_pointer(arrays[17]), drafters, np.int32),
+        carray(_pointer(arrays[18]), drafters, np.int32),
+        carray(_pointer(arrays[19]), drafters, np.int32),
+        carray(_pointer(arrays[20]), reqs_padded, np.bool_),
+        carray(_pointer(arrays[21]), tokens, np.bool_),
+        carray(_pointer(arrays[22]), tail, np.int64),
+        carray(_pointer(arrays[22]), 2 * tail, np.int32),
+        arrays[5],
+        arrays[6],
     )
 
 

@@ -49,6 +49,8 @@ class StepLayout:
         KV-cache groups; each has its own slots.
     max_logits
         Most tokens whose logits are wanted.
+    max_drafts
+        Most draft tokens; 0 in an engine without speculation.
 
     Notes
     -----
@@ -58,8 +60,10 @@ class StepLayout:
     ======================  ======  ========================================================
     part                    dtype   length
     ======================  ======  ========================================================
-    sampled_token_targets   int64   rows of the last step's samples; none unless these are
-                                    still on the device (async scheduling)
+    sampled_token_targets   int64   places of the last step's samples, none unless these are
+                                    still on the device (async scheduling); for each row of
+                                    them its next token's among the input ids, then its
+                                    drafts', then its drafts' among `draft_token_ids`
     block_change_indices    int64   entries that the device's block tables don't have yet
     block_change_ids        int32   the same
     ======================  ======  ========================================================
@@ -69,6 +73,7 @@ class StepLayout:
     num_reqs_padded: int
     num_groups: int
     max_logits: int
+    max_drafts: int = 0
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
@@ -78,6 +83,7 @@ class StepLayout:
         because a piecewise graph serves any number of requests.
         """
         num_tokens, num_reqs = self.num_input_tokens, self.num_reqs_padded
+        num_drafters = num_reqs if self.max_drafts else 0  # requests that may have drafts
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((num_tokens,), np.int64),
             # One more place behind the tokens: samples of the last step that no request of this
@@ -89,6 +95,12 @@ class StepLayout:
             "seq_lens": ((num_reqs,), np.int32),
             "num_computed_tokens": ((num_reqs,), np.int32),
             "logits_indices": ((self.max_logits,), np.int32),
+            "target_logits_indices": ((self.max_drafts,), np.int32),
+            "draft_token_ids": ((self.max_drafts,), np.int32),
+            "bonus_logits_indices": ((num_drafters,), np.int32),
+            "cu_num_draft_tokens": ((num_drafters,), np.int32),
+            "cu_num_sampled_tokens": ((num_drafters,), np.int32),
+            "backup_next_token_ids": ((num_drafters,), np.int32),
             "discard_request_mask": ((num_reqs,), np.bool_),
         }
         arrays, offset = {}, 0
@@ -102,11 +114,15 @@ class StepLayout:
         """First byte of the tail."""
         return -(-self.arrays["discard_request_mask"].end // ALIGNMENT) * ALIGNMENT
 
-    def nbytes(self, num_sampled_rows: int = 0, num_block_changes: int = 0) -> int:
-        """Bytes of a step: the arrays and what it has in its tail."""
-        return self.tail_offset + 8 * num_sampled_rows + 12 * num_block_changes
+    def place(self, name: str) -> int:
+        """First element of an int32 array in the buffer seen as int32."""
+        return self.arrays[name].offset // 4
 
-    def tail(self, num_sampled_rows: int, num_block_changes: int) -> tuple[slice, slice, slice]:
+    def nbytes(self, num_targets: int = 0, num_block_changes: int = 0) -> int:
+        """Bytes of a step: the arrays and what it has in its tail."""
+        return self.tail_offset + 8 * num_targets + 12 * num_block_changes
+
+    def tail(self, num_targets: int, num_block_changes: int) -> tuple[slice, slice, slice]:
         """Place of the tail's parts.
 
         Returns
@@ -115,7 +131,7 @@ class StepLayout:
             As slices of the buffer seen as int64, int64 and int32.
         """
         targets = self.tail_offset // 8
-        indices = targets + num_sampled_rows
+        indices = targets + num_targets
         end = indices + num_block_changes
         return (
             slice(targets, indices),
@@ -150,6 +166,7 @@ class StepLayout:
             input_ids=views["input_ids_and_spare"][:-1],
             tail_int64=tail.view(np.int64),
             tail_int32=tail.view(np.int32),
+            places=(self.place("input_ids_and_spare"), self.place("draft_token_ids")),
             **views,
         )
 
@@ -158,7 +175,8 @@ class StepLayout:
 class StepArrays:
     """The arrays of one layout, all views of one buffer; padding included.
 
-    ``T`` is ``num_input_tokens``, ``R`` is ``num_reqs_padded``, ``G`` the number of groups.
+    ``T`` is ``num_input_tokens``, ``R`` is ``num_reqs_padded``, ``G`` the number of groups, ``D``
+    is ``max_drafts`` and ``S`` is ``R`` where there can be drafts, else 0.
     """
 
     input_ids: np.ndarray  # [T] int32
@@ -169,15 +187,29 @@ class StepArrays:
     seq_lens: np.ndarray  # [R] int32
     num_computed_tokens: np.ndarray  # [R] int32
     logits_indices: np.ndarray  # [max_logits] int32
+    target_logits_indices: np.ndarray  # [D] int32, logits that verify each draft
+    draft_token_ids: np.ndarray  # [D] int32, -1 where the scheduler kept a place only
+    bonus_logits_indices: np.ndarray  # [S] int32, logits behind each request's last draft
+    cu_num_draft_tokens: np.ndarray  # [S] int32
+    cu_num_sampled_tokens: np.ndarray  # [S] int32
+    backup_next_token_ids: np.ndarray  # [S] int32, what drafters go on from without a sample
     discard_request_mask: np.ndarray  # [R] bool
     is_padding: np.ndarray  # [T] bool
     tail_int64: np.ndarray  # [bytes of the tail / 8] int64
     tail_int32: np.ndarray  # [bytes of the tail / 4] int32, the same memory
+    places: tuple[int, int]  # of `input_ids` and `draft_token_ids` (`StepLayout.place`)
 
     @cached_property
     def addresses(self) -> np.ndarray:
         """Sizes and addresses for `vllm_npu_prep.prep.kernels.fill_step_at`, int64."""
-        sizes = (len(self.positions), len(self.seq_lens), len(self.logits_indices))
+        sizes = (
+            len(self.positions),
+            len(self.seq_lens),
+            len(self.logits_indices),
+            len(self.draft_token_ids),
+            len(self.tail_int64),
+            *self.places,
+        )
         arrays = (
             self.input_ids_and_spare,
             self.positions,
@@ -186,12 +218,17 @@ class StepArrays:
             self.seq_lens,
             self.num_computed_tokens,
             self.logits_indices,
+            self.target_logits_indices,
+            self.draft_token_ids,
+            self.bonus_logits_indices,
+            self.cu_num_draft_tokens,
+            self.cu_num_sampled_tokens,
+            self.backup_next_token_ids,
             self.discard_request_mask,
             self.is_padding,
             self.tail_int64,
         )
-        places = [array.ctypes.data for array in arrays]
-        return np.array([*sizes, len(self.tail_int64), *places], np.int64)
+        return np.array([*sizes, *(array.ctypes.data for array in arrays)], np.int64)
 
 
 @lru_cache(maxsize=1024)
@@ -209,7 +246,13 @@ def step_layout(
     """
     # Each request has at least one token and each draft is a token: never more logits than tokens.
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
-    return StepLayout(num_input_tokens, num_reqs_padded, num_groups, max_logits)
+    max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
+    return StepLayout(num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts)
+
+
+def targets_per_row(num_drafts: int) -> int:
+    """Places of one row of the last step's samples: its next token and, twice, its drafts."""
+    return 1 + 2 * num_drafts
 
 
 def largest_step(
@@ -226,5 +269,6 @@ def largest_step(
     """
     num_rows = max_num_reqs + PADDING_ROWS
     layout = step_layout(max_num_tokens, num_rows, num_groups, max_logits_per_req)
-    nbytes = layout.nbytes(max_num_reqs, num_block_table_entries)
+    num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
+    nbytes = layout.nbytes(num_targets, num_block_table_entries)
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -42,6 +42,7 @@ def oracle_step(
     mask: str = "dense",
     sliding_window: int | None = None,
     chunked_prefill: bool = True,
+    speculation: bool = False,
 ) -> dict[str, Any]:
     """Prepare a step of one KV-cache group.
 
@@ -62,6 +63,8 @@ def oracle_step(
         In tokens, None without one.
     chunked_prefill
         Whether the scheduler may split prompts.
+    speculation
+        Adds what rejection sampling reads: drafts, and which logits verify them.
 
     Returns
     -------
@@ -112,7 +115,7 @@ def oracle_step(
             out["query_pos"].append(offset)
             out["positions"].append(position)
             out["token_indices"].append(index * max_model_len + position)
-            out["input_ids"].append(token)
+            out["input_ids"].append(max(token, 0))  # a draft of -1 is a place and no token yet
             out["block_table_indices"].append(index * blocks_per_req + position // block_size)
             out["block_numbers"].append(block)
             out["block_offsets"].append(position % block_size)
@@ -136,8 +139,36 @@ def oracle_step(
         _pad(out, requests, capture_sizes)
     if graphs is not None:
         _replay(out, requests, graphs)
+    if speculation:
+        _verify(out, requests)
     out["attn_mask"] = _mask(out, mask, sliding_window)
     return out
+
+
+def _verify(out: dict[str, Any], requests: Sequence[OracleRequest]) -> None:
+    """Each request has a row of logits for every draft, which verifies it, and one behind them."""
+    targets, drafts, bonus, cu_drafts, cu_samples, backups = [], [], [], [], [], []
+    row = 0
+    for request in requests:
+        for draft in request.draft_token_ids:
+            targets.append(row)
+            drafts.append(draft)
+            row += 1
+        bonus.append(row)
+        row += 1
+        cu_drafts.append(len(drafts))
+        cu_samples.append(row)
+        sequence_end = request.num_computed_tokens + request.num_scheduled_tokens
+        if sequence_end < len(request.token_ids):
+            backups.append(request.token_ids[sequence_end])
+        else:
+            backups.append(request.token_ids[-1])
+    out["target_logits_indices"] = targets
+    out["draft_token_ids"] = drafts
+    out["bonus_logits_indices"] = bonus
+    out["cu_num_draft_tokens"] = cu_drafts
+    out["cu_num_sampled_tokens"] = cu_samples
+    out["backup_next_token_ids"] = backups
 
 
 def _state(requests: Sequence[OracleRequest], chunked_prefill: bool) -> str:

@@ -1,0 +1,49 @@
+"""A few numbers of the device on their way to the host."""
+
+import numpy as np
+import torch
+
+from vllm_npu_prep.device import Device
+
+
+class ReadBack:
+    """Copies an int32 array to the host behind what was issued, and waits for it when it is read.
+
+    Between `start` and `read` the host is free to issue more work, which the copy doesn't wait for.
+
+    Parameters
+    ----------
+    device
+        Where the array is computed.
+    length
+        Its most entries.
+    pin_memory
+        Whether host memory is page-locked.
+
+    Attributes
+    ----------
+    started
+        Copies that were made.
+    """
+
+    def __init__(self, device: Device, length: int, pin_memory: bool = False) -> None:
+        self.device = device
+        with torch.inference_mode(False):
+            self._host = torch.zeros(length, dtype=torch.int32, pin_memory=pin_memory)
+        self._event: object = None
+        self._size = 0
+        self.started = 0
+
+    def start(self, values: torch.Tensor) -> None:
+        """Issue the copy of int32 ``[size]`` on the device."""
+        self._size = len(values)
+        self._host[: self._size].copy_(values, non_blocking=True)
+        self._event = self.device.record_event()
+        self.started += 1
+
+    def read(self) -> np.ndarray:
+        """The values of the last `start`, int32 ``[size]`` of the caller's own."""
+        if self._event is not None:
+            self.device.wait_event(self._event)
+            self._event = None
+        return self._host[: self._size].numpy().copy()

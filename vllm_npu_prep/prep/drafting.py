@@ -1,0 +1,47 @@
+"""Lengths that drafters see: what is left of a step once its drafts are verified."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def num_rejected_tokens(
+    num_draft_tokens: Sequence[int], num_valid_tokens: np.ndarray
+) -> np.ndarray:
+    """Scheduled tokens of each request that verification threw away.
+
+    Parameters
+    ----------
+    num_draft_tokens
+        Drafts of each request in the step, ``[num_reqs]``.
+    num_valid_tokens
+        Sampled tokens that count, ``[num_reqs]``: accepted drafts and the token behind them; 0 for
+        a request whose sample is discarded.
+
+    Returns
+    -------
+    numpy.ndarray
+        int32 ``[num_reqs]``, 0 for requests without drafts (vLLM's
+        ``eagle_prepare_inputs_padded_kernel``).
+    """
+    drafts = np.asarray(num_draft_tokens, np.int32)
+    return np.where(drafts > 0, drafts + 1 - num_valid_tokens, 0).astype(np.int32)
+
+
+def next_draft_seq_lens(seq_lens: np.ndarray, max_model_len: int) -> np.ndarray:
+    """Sequence lengths of the next draft pass, one token later.
+
+    Parameters
+    ----------
+    seq_lens
+        int32 ``[num_reqs]`` of the pass before, rejected tokens excluded.
+    max_model_len
+        No sequence is longer. A request that is at its end starts over with one token, whose slot
+        is none (vLLM's ``eagle_step_slot_mapping_metadata_kernel``).
+
+    Returns
+    -------
+    numpy.ndarray
+        int32 ``[num_reqs]``, fresh memory.
+    """
+    return np.where(seq_lens >= max_model_len, 1, seq_lens + 1).astype(np.int32)
