@@ -9,6 +9,7 @@ from examples.tiny_model import make_tokenizer
 from tests.helpers import huggingface
 from tests.helpers.engine import engine, make_model
 from tests.helpers.prompts import VOCAB, prompts_of
+from tests.helpers.statistics import check_distribution
 
 SAMPLES = 2000
 EOS = 7
@@ -104,7 +105,6 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("case", DISTRIBUTIONS)
 def test_samples_follow_the_distribution(llm, logits_of, seed, case):
-    """Chi-squared over tokens, rare ones together; a fair sampler fails once in a million runs."""
     params, formula = DISTRIBUTIONS[case]
     (prompt,) = prompts_of(seed, [20])
     expected = formula(logits_of(prompt)[-1])
@@ -113,20 +113,7 @@ def test_samples_follow_the_distribution(llm, logits_of, seed, case):
     (output,) = run(llm, [prompt], sampling)
     counts = np.bincount([each.token_ids[0] for each in output.outputs], minlength=VOCAB)
     assert counts.sum() == SAMPLES
-    assert not counts[expected == 0].any(), "tokens that were cut"
-    often = expected * SAMPLES >= 8
-    wanted = np.append(expected[often], expected[~often].sum()) * SAMPLES
-    got = np.append(counts[often], counts[~often].sum())
-    wanted, got = wanted[wanted > 0], got[wanted > 0]
-    statistic, freedom = float(((got - wanted) ** 2 / wanted).sum()), len(wanted) - 1
-    assert freedom >= 2
-    assert statistic < chi_squared_bound(freedom), (statistic, freedom)
-
-
-def chi_squared_bound(freedom: int) -> float:
-    """Exceeded once in a million times (Wilson and Hilferty's approximation)."""
-    ninth = 2 / (9 * freedom)
-    return freedom * (1 - ninth + 4.753 * ninth**0.5) ** 3
+    check_distribution(counts, expected)
 
 
 # ------------------------------------------------------------------- token by token

@@ -35,6 +35,26 @@ def count_states(llm: Any) -> Counter:
     return states
 
 
+def count_verified(llm: Any) -> Counter:
+    """Count what became of each request's drafts in all later steps.
+
+    ``"accepted"``: all of them, ``"partly"``, ``"rejected"``: none.
+    """
+    scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()
+    update_from_output = scheduler.update_from_output
+
+    def counted(scheduler_output: Any, output: Any) -> Any:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+            if tokens and (made := len(drafts.get(req_id, ()))):
+                kept = len(tokens) - 1
+                count["accepted" if kept == made else "partly" if kept else "rejected"] += 1
+        return update_from_output(scheduler_output, output)
+
+    scheduler.update_from_output = counted
+    return count
+
+
 def count_preemptions(llm: Any) -> Counter:
     """Count all later preemptions, under ``"preempted"``."""
     scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()

@@ -2,7 +2,7 @@
 
 python -m tests.npu.generate MODEL OUT float16/async/FULL bfloat16/sync/eager --attention fia
 
-A case is a dtype, a scheduling and a graph mode.
+A case is a dtype, a scheduling, a graph mode and, if drafts are to be verified, how these are made.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from vllm.lora.request import LoRARequest
 
+from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, runner_of
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
-from tests.helpers.watch import count_states
+from tests.helpers.watch import count_states, count_verified
 
 LENGTHS = [5, 150, 33, 1, 70, 128, 129]
 SEED = 20240607
@@ -33,15 +34,21 @@ SCHEDULING = {
     "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
     "lora": {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8},
-    "ngram": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-            "prompt_lookup_min": 1,
-        }
-    },
 }
+
+
+def drafts_of(model: Path, method: str) -> dict:
+    """Settings of speculation; drafters are kept beside the model."""
+    config: dict = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        return {"speculative_config": {**config, "prompt_lookup_max": 2, "prompt_lookup_min": 1}}
+    folder = model.parent / method
+    if not folder.exists():
+        if method == "draft_model":
+            disturb_model(folder, model, share=0.05)
+        else:
+            make_eagle_head(folder, model, method)
+    return {"speculative_config": {**config, "model": str(folder)}}
 
 
 def adapters_of(model: Path) -> list[LoRARequest | None]:
@@ -55,7 +62,9 @@ def adapters_of(model: Path) -> list[LoRARequest | None]:
     return [requests[index] for index in LORA_IDS]
 
 
-def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> dict:
+def run(
+    model: Path, attention: str, dtype: str, scheduling: str, mode: str, method: str = ""
+) -> dict:
     with engine(
         model,
         dtype=dtype,
@@ -65,16 +74,23 @@ def run(model: Path, attention: str, dtype: str, scheduling: str, mode: str) -> 
         kv_cache_memory_bytes=32 << 20,
         additional_config={"npu_prep": {"attention": attention}},
         **SCHEDULING[scheduling],
+        **(drafts_of(model, method) if method else {}),
         **({} if mode == "eager" else graphs(mode, 4, 16)),
     ) as llm:
         runner = runner_of(llm)
-        states = count_states(llm)
+        states, verified = count_states(llm), count_verified(llm)
         loras = adapters_of(model) if scheduling == "lora" else None
         tokens = generate(llm, prompts()[:1], greedy(4))
         tokens += generate(llm, prompts(), greedy(12), loras)
         device = str(runner.device)
         steps = dict(runner.step_counts.by_kind)
-    return {"tokens": tokens, "states": dict(states), "steps": steps, "device": device}
+    return {
+        "tokens": tokens,
+        "states": dict(states),
+        "steps": steps,
+        "verified": dict(verified),
+        "device": device,
+    }
 
 
 def main() -> None:

@@ -1,0 +1,269 @@
+"""Speculative decoding through vLLM's engine: the same tokens, whoever drafts them.
+
+Drafters are made of the models that verify them (`tests.helpers.drafters`), so that drafts are
+accepted, rejected and accepted in part.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.conftest import SEED
+from tests.helpers.drafters import disturb_model, make_eagle_head
+from tests.helpers.engine import (
+    REPLAYED,
+    engine,
+    generate,
+    graphs,
+    greedy,
+    make_model,
+    runner_of,
+)
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
+from tests.helpers.prompts import prompts_of
+from tests.helpers.statistics import check_distribution
+from tests.helpers.watch import count_preemptions, count_states, count_verified, on_prepared
+
+LENGTHS = [3, 1, 90, 40, 17, 30, 70]
+NUM_DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), spread=0.1, embedding_scale=20)
+
+
+@pytest.fixture(scope="module")
+def drafters(model, tmp_path_factory):
+    """Folder of a drafter by method."""
+    folder = tmp_path_factory.mktemp("drafters")
+    return {
+        "draft_model": disturb_model(folder / "draft_model", model, share=0.05),
+        "eagle": make_eagle_head(folder / "eagle", model, "eagle"),
+        "eagle3": make_eagle_head(folder / "eagle3", model, "eagle3"),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Prompts, the first one twice, and what transformers makes of them."""
+    prompts = prompts_of(SEED, LENGTHS)
+    prompts.append(prompts[2][:64] + prompts[3])
+    tokens = reference(model, prompts, 24)
+    check_varied(tokens)
+    return prompts, tokens
+
+
+def drafted_by(drafters, method, **config):
+    spec = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **config}
+    return {"speculative_config": {**spec, "model": str(drafters[method])}}
+
+
+def count_ragged(llm):
+    """Count later steps whose requests have different numbers of drafts."""
+    count = Counter()
+
+    def see(step):
+        drafts = step.batch.num_draft_tokens[: step.num_reqs]
+        count["ragged"] += len(set(drafts.tolist())) > 1
+
+    on_prepared(llm, see)
+    return count
+
+
+CASES = [
+    # method, asynchronous, graph mode, other settings
+    ("draft_model", False, None, {"block_size": 7, "num_gpu_blocks_override": 40}),
+    ("draft_model", True, "FULL_AND_PIECEWISE", {"block_size": 16}),
+    ("eagle", True, None, {"block_size": 4, "num_gpu_blocks_override": 64}),
+    ("eagle", False, "FULL", {"block_size": 16}),
+    ("eagle3", True, "PIECEWISE", {"block_size": 16}),
+    ("eagle3", False, "FULL_DECODE_ONLY", {"block_size": 128}),
+    ("eagle", False, None, {"disable_padded_drafter_batch": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "asynchronous", "mode", "settings"),
+    CASES,
+    ids=[f"{method}-{'async' if a else 'sync'}-{mode}" for method, a, mode, _ in CASES],
+)
+def test_tokens_are_those_without_speculation(
+    model, drafters, expected, method, asynchronous, mode, settings
+):
+    """In chunks, from the prefix cache, preempted, in graphs; some requests without drafts."""
+    settings, config = dict(settings), {}
+    if "disable_padded_drafter_batch" in settings:
+        config["disable_padded_drafter_batch"] = settings.pop("disable_padded_drafter_batch")
+    prompts, tokens = expected
+    with engine(
+        model,
+        max_model_len=128,
+        max_num_seqs=5,
+        max_num_batched_tokens=48,
+        async_scheduling=asynchronous,
+        enable_prefix_caching=True,
+        **settings,
+        **drafted_by(drafters, method, **config),
+        **(graphs(mode, 1, 4, 8, 20) if mode else {}),
+    ) as llm:
+        runner = runner_of(llm)
+        states, preempted = count_states(llm), count_preemptions(llm)
+        verified, ragged = count_verified(llm), count_ragged(llm)
+        got = generate(llm, prompts, greedy(24))
+        again = generate(llm, prompts, greedy(24))
+        counts = runner.step_counts.by_kind
+        sizes = runner.compilation_config.cudagraph_capture_sizes
+        assert runner.use_async_scheduling == asynchronous
+    print(dict(states), dict(verified), dict(counts), dict(preempted), dict(ragged))
+    assert got == tokens
+    assert again == tokens
+    assert verified.keys() >= {"rejected", "partly"}
+    assert method == "eagle3" or verified["accepted"] > 0  # that head knows one token ahead
+    assert ragged["ragged"] > 0, "requests with drafts beside others without"
+    assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
+    if mode is None:
+        assert states["SpecDecoding"] > 10 and states["ChunkedPrefill"] > 0
+    else:
+        assert set(counts) >= REPLAYED[mode]
+        assert mode == "PIECEWISE" or all(size % (NUM_DRAFTS + 1) == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_drafts_stop_at_the_end_of_the_context(model, drafters, asynchronous):
+    """Every length up to `max_model_len`; a budget that cuts drafts, too."""
+    prompts = prompts_of(SEED, [5, 50, 61, 62, 63])
+    with engine(
+        model,
+        max_model_len=64,
+        max_num_seqs=5,
+        max_num_batched_tokens=13,  # five requests of four tokens don't fit
+        block_size=8,
+        async_scheduling=asynchronous,
+        **drafted_by(drafters, "draft_model"),
+    ) as llm:
+        ragged, last = count_ragged(llm), []
+        on_prepared(llm, lambda step: last.append(int(step.positions.max())))
+        got = generate(llm, prompts, greedy(100))
+    expected = [reference(model, [prompt], 64 - len(prompt))[0] for prompt in prompts]
+    assert got == expected
+    assert max(last) == 62, "position 63 is never computed: its token would have no successor"
+    assert ragged["ragged"] > 5
+
+
+def test_adapters_verify_drafts_of_the_plain_model(model, drafters, tmp_path, seed):
+    """One drafter for all; what it drafts is only ever a guess."""
+    adapters = {
+        name: make_adapter(tmp_path / name, model, seed=seed + index, modules=modules)
+        for index, (name, modules) in enumerate({"a": ATTENTION + MLP, "b": MLP + HEAD}.items(), 1)
+    }
+    merged = {name: merge(model, each, tmp_path / f"{name}+") for name, each in adapters.items()}
+    prompts = prompts_of(seed, [20, 9, 40, 3, 33, 17])
+    asked = ["a", None, "b", "a", None, "b"]
+    loras = [
+        None if name is None else LoRARequest(name, "ab".index(name) + 1, str(adapters[name]))
+        for name in asked
+    ]
+    expected = [
+        reference(merged.get(name, model), [prompt], 20)[0] for name, prompt in zip(asked, prompts)
+    ]
+    for method, asynchronous, mode in (("eagle", False, None), ("draft_model", True, "FULL")):
+        with engine(
+            model,
+            max_num_batched_tokens=48,
+            async_scheduling=asynchronous,
+            enable_lora=True,
+            max_lora_rank=8,
+            max_loras=2,
+            **drafted_by(drafters, method),
+            **(graphs(mode, 8, 32) if mode else {}),
+        ) as llm:
+            verified = count_verified(llm)
+            assert generate(llm, prompts, greedy(20), loras) == expected, method
+            assert verified["accepted"] > 0 and verified["rejected"] > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_drafter_beside_windows_has_its_own_group(tmp_path, seed, asynchronous):
+    """Windows, full attention, and the drafter's layers: two groups, blocks freed in one."""
+    settings = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
+    target = make_model(tmp_path / "gemma2", "Gemma2", **settings)
+    drafter = make_model(tmp_path / "drafter", num_hidden_layers=1, seed=1)
+    prompts = prompts_of(seed, [5, 40, 30, 12, 14])
+    with engine(
+        target,
+        block_size=16,
+        max_num_batched_tokens=32,
+        async_scheduling=asynchronous,
+        **drafted_by({"draft_model": drafter}, "draft_model"),
+    ) as llm:
+        runner = runner_of(llm)
+        group = runner.drafter.kv_cache_gid
+        layers = runner.kv_cache_config.kv_cache_groups[group].layer_names
+        assert len(runner.kv_cache_config.kv_cache_groups) > 1
+        assert set(runner.drafter._draft_attn_layer_names) <= set(layers)
+        verified = count_verified(llm)
+        got = generate(llm, prompts, greedy(24))
+    assert got == reference(target, prompts, 24)
+    assert verified["rejected"] > 0
+
+
+# ------------------------------------------------------------------- random sampling
+
+VOCAB, SAMPLED, SAMPLES = 8, 3, 4096
+
+
+def distribution_of(model, prompt: list[int], temperature: float) -> np.ndarray:
+    """Probability of every continuation of so many tokens, float64 ``[VOCAB] * SAMPLED``."""
+    grid = np.array(list(np.ndindex(*[VOCAB] * SAMPLED)))
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt + row for row in grid.tolist()])
+    with torch.no_grad():
+        logits = hf(ids).logits[:, len(prompt) - 1 : -1].double() / temperature
+    chosen = logits.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])
+    return chosen.sum((1, 2)).exp().numpy().reshape([VOCAB] * SAMPLED)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method, asynchronous):
+    """Whole continuations, by what transformers makes of each.
+
+    Half of the requests have a seed each. The drafter is far enough off for its drafts to be
+    accepted and rejected; the last token is followed by a draft, too.
+    """
+    model = make_model(tmp_path / "model", vocab_size=VOCAB, spread=0.1, num_hidden_layers=1)
+    drafter = disturb_model(tmp_path / "drafter", model, share=0.5)
+    (prompt,) = [[token % VOCAB for token in row] for row in prompts_of(seed, [9])]
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            max_tokens=SAMPLED,
+            ignore_eos=True,
+            detokenize=False,
+            seed=index if index % 2 else None,
+        )
+        for index in range(SAMPLES)
+    ]
+    config = {"draft_sample_method": draft_sample_method, "num_speculative_tokens": 2}
+    with engine(
+        model,
+        max_num_seqs=256,
+        max_num_batched_tokens=2560,
+        async_scheduling=asynchronous,
+        **drafted_by({"draft_model": drafter}, "draft_model", **config),
+    ) as llm:
+        verified = count_verified(llm)
+        torch.manual_seed(seed)
+        tokens = generate(llm, [prompt] * SAMPLES, params)
+    print(dict(verified))
+    assert min(verified[what] for what in ("accepted", "rejected", "partly")) > SAMPLES / 100
+    counts = np.zeros([VOCAB] * SAMPLED)
+    np.add.at(counts, tuple(np.array(tokens).T), 1)
+    check_distribution(counts, distribution_of(model, prompt, 0.8))

@@ -1,0 +1,30 @@
+"""Whether samples follow a distribution."""
+
+import numpy as np
+
+
+def check_distribution(counts: np.ndarray, probabilities: np.ndarray) -> None:
+    """Chi-squared over outcomes, rare ones together; a fair sampler fails once in a million runs.
+
+    Parameters
+    ----------
+    counts
+        How often each outcome was sampled, integers of any shape.
+    probabilities
+        What it should have been, of the same shape; sums to 1.
+    """
+    counts, expected = counts.ravel(), probabilities.ravel() * counts.sum()
+    assert not counts[expected == 0].any(), "outcomes that can't be"
+    often = expected >= 8
+    wanted = np.append(expected[often], expected[~often].sum())
+    got = np.append(counts[often], counts[~often].sum())
+    wanted, got = wanted[wanted > 0], got[wanted > 0]
+    statistic, freedom = float(((got - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    assert freedom >= 2
+    assert statistic < chi_squared_bound(freedom), (statistic, freedom)
+
+
+def chi_squared_bound(freedom: int) -> float:
+    """Exceeded once in a million times (Wilson and Hilferty's approximation)."""
+    ninth = 2 / (9 * freedom)
+    return freedom * (1 - ninth + 4.753 * ninth**0.5) ** 3
