@@ -265,8 +265,7 @@ class Traffic:
                 params |= {"top_p": 0.8, "top_k": 20}
             if not speculates and feature("min-p", 0.3):
                 params["min_p"] = 0.05
-        # Upstream counts what rows had before their prompt of embeddings (`prompt_embeds`).
-        if "enable_prompt_embeds" not in self.episode.settings and feature("penalties"):
+        if feature("penalties"):
             params |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
         if not speculates and feature("logit bias"):
             params["logit_bias"] = {int(token): 2.5 for token in self.tokens(3)}

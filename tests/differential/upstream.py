@@ -12,6 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_npu_prep.attention.kv_cache import allocate_planes, split_by_window, zero_blocks
+from vllm_npu_prep.prompt_embeds import without_unknown_ids
 
 GREATEST_LOGITS_DIFFERENCE = 1e-4
 """Padding of a graph changes how a product of matrices is cut, hence the last bits."""
@@ -56,6 +57,13 @@ class UpstreamRunner(GPUModelRunner):
 
     def _sync_device(self) -> None:
         pass
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Penalties count what a row held before its prompt of embeddings: upstream's bug, mended
+        here as it is in ours."""
+        new_reqs, no_token = scheduler_output.scheduled_new_reqs, self.input_batch.vocab_size
+        new_reqs[:] = [without_unknown_ids(new, no_token) for new in new_reqs]
+        return super()._update_states(scheduler_output)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         self.decision = super()._determine_batch_execution_and_padding(*args, **kwargs)[:2]
