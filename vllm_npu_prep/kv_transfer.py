@@ -8,6 +8,7 @@ platform names this module as the place to find them (``kv_connector_module_path
 
 import copy
 import os
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,8 +107,10 @@ class ExampleConnector(example_connector.ExampleConnector):
             if request.is_store:
                 stored = read_slots(kv_layer, request.slot_mapping)
                 path = self._file(layer_name, request)
-                save_file({STORED: stored}, f"{path}.{os.getpid()}")
-                os.replace(f"{path}.{os.getpid()}", path)
+                # Engines in containers that share the folder may share their process ids, too.
+                unfinished = f"{path}.{uuid.uuid4().hex}"
+                save_file({STORED: stored}, unfinished)
+                os.replace(unfinished, path)
 
     def _file(self, layer_name: str, request: example_connector.ReqMeta) -> str:
         return self._generate_filename_debug(layer_name, request.token_ids, request.mm_hashes)
