@@ -5,11 +5,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_npu_prep.config import decisions_of
+from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
 from vllm_npu_prep.prep.padding import GraphMode
 
 CACHES_EVERY = 25
 """Steps between two comparisons of the whole KV caches."""
+
+MASKS_READ = 0.1
+"""Share of the steps whose masks are compared entry by entry."""
 
 
 class BrokenInvariantError(AssertionError):
@@ -49,42 +54,116 @@ class Invariants:
         if ids is not None:
             vocab = self.runner.model_config.get_vocab_size()
             hold(all(0 <= token < vocab for token in ids), "token ids of the vocabulary", ids)
-        for group in range(self.runner._num_groups):
-            self._check_slots(step, group, output)
+        self._check_slots(step, output)
         self._check_oracle(step)
+        self.check_layers(step)
         if self.pair.steps % CACHES_EVERY == 0:
             self.caches_agree()
 
-    def _check_slots(self, step: Any, group: int, output: Any) -> None:
+    def _check_slots(self, step: Any, output: Any) -> None:
         """Slots are distinct, in blocks of their request, and what others have read stays."""
-        slots, padding = step.slot_mapping(group), step.arrays.slot_mapping[group]
-        total = step.total_num_scheduled_tokens
-        hold((padding[total:] == -1).all(), "slots of padding", padding[total:])
-        hold(len(np.unique(slots)) == total, "slots are distinct", slots)
-        block_size = int(step.batch.tables.block_sizes[group])
-        hold((slots >= block_size).all(), "no slot of the null block", slots)
+        total, writers = step.total_num_scheduled_tokens, {}  # request by block
         req_ids, manager = self.runner.input_batch.req_ids, self.scheduler.kv_cache_manager
-        for row, req_id in enumerate(req_ids):
-            written = set((slots[step.req_indices == row] // block_size).tolist())
-            owned = set(manager.get_block_ids(req_id)[group])
-            hold(written <= owned, "slots in blocks of their request", req_id, written, owned)
-            shared = {b for b in written if manager.block_pool.blocks[b].ref_cnt > 1}
-            if shared:
-                self._check_shared(req_id, shared, group, output)
+        for group in range(self.runner._num_groups):
+            slots, padding = step.slot_mapping(group), step.arrays.slot_mapping[group]
+            hold((padding[total:] == -1).all(), "slots of padding", padding[total:])
+            hold(len(np.unique(slots)) == total, "slots are distinct", slots)
+            block_size = int(step.batch.tables.block_sizes[group])
+            hold((slots >= block_size).all(), "no slot of the null block", slots)
+            for row, req_id in enumerate(req_ids):
+                written = set((slots[step.req_indices == row] // block_size).tolist())
+                owned = set(manager.get_block_ids(req_id)[group])
+                hold(written <= owned, "slots in blocks of their request", req_id, written, owned)
+                twice = written & writers.keys()
+                hold(not twice, "a block has one writer in one group", req_id, twice)
+                writers |= dict.fromkeys(written, req_id)
+        self.check_owners(output, writers)
 
-    def _check_shared(self, req_id: str, blocks: set[int], group: int, output: Any) -> None:
-        """A block that is written may be shared only by requests that begin in this very step.
+    def check_owners(self, output: Any, writers: dict[int, str]) -> None:
+        """A block of two running requests is a cached one, which nobody writes.
 
-        The scheduler calls a block cached once its tokens are scheduled.
+        The scheduler calls a block cached once its tokens are scheduled: what a request writes,
+        those may share that begin in this very step.
         """
+        manager = self.scheduler.kv_cache_manager
         begin = {new.req_id for new in output.scheduled_new_reqs}
         begin |= output.scheduled_cached_reqs.resumed_req_ids
+        owners: dict[int, list[str]] = {}
         for request in self.scheduler.running:
-            if request.request_id not in begin | {req_id}:
-                theirs = set(
-                    self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[group]
-                )
-                hold(not theirs & blocks, "shared blocks are not written", req_id, theirs & blocks)
+            for block_ids in manager.get_block_ids(request.request_id):
+                for block in filter(None, block_ids):  # 0 is the null block
+                    owners.setdefault(block, []).append(request.request_id)
+        for block, req_ids in owners.items():
+            if len(req_ids) > 1:
+                hold(len(set(req_ids)) == len(req_ids), "blocks stand once", block, req_ids)
+                cached = manager.block_pool.blocks[block].block_hash is not None
+                hold(cached, "shared blocks are cached", block, req_ids)
+                if block in writers:
+                    others = set(req_ids) - begin - {writers[block]}
+                    hold(not others, "shared blocks are not written", block, writers[block], others)
+
+    def check_layers(self, step: Any) -> None:
+        """What the model's layers were given of the step: the state, the mask, the lists."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        seen = self.pair.watched[self.runner].attn_metadata
+        names = sorted(name for group in groups for name in group.layer_names)
+        hold(sorted(seen) == names, "every layer has its metadata", sorted(seen))
+        compare = self.rng.random() < MASKS_READ
+        for index, group in enumerate(groups):
+            of_group = {id(seen[name]): seen[name] for name in group.layer_names}
+            for metadata in of_group.values():
+                metadata = getattr(metadata, "step", metadata)  # MLA's wraps it
+                hold(metadata.attn_state is step.attn_state, "state", metadata.attn_state)
+                self._check_mask(step, metadata, compare)
+                self._check_lists(step, metadata, index)
+
+    def _check_mask(self, step: Any, metadata: Any, compare: bool) -> None:
+        """The mask's kind, shape and dtype; all of it if it is to be compared."""
+        plan = plan_mask(
+            step.attn_state,
+            decisions_of(self.runner.vllm_config).mask_form,
+            step.num_input_tokens,
+            int(step.seq_lens.max()),
+            sliding_window=metadata.sliding_window,
+        )
+        mask = metadata.attn_mask
+        hold((mask is None) == (plan.kind is MaskKind.NONE), "a mask where one is due", plan)
+        if mask is not None:
+            dtype = torch.int8 if plan.kind is MaskKind.COMPRESSED else torch.bool
+            hold(tuple(mask.shape) == plan.shape, "shape of the mask", mask.shape, plan)
+            hold(mask.dtype == dtype, "dtype of the mask", mask.dtype, plan)
+            if compare:
+                expected = build_mask(plan, step.positions)
+                hold(np.array_equal(mask.cpu().numpy(), expected), "entries of the mask", plan)
+
+    def _check_lists(self, step: Any, metadata: Any, group: int) -> None:
+        """Queries, lengths, tables and slots fit together, on the host and on the device."""
+        starts, lengths = metadata.query_start_loc_np, metadata.seq_lens_np
+        tables, full = metadata.block_tables, step.padding.mode is GraphMode.FULL
+        rows = {len(starts) - 1, len(lengths), len(tables), len(metadata.num_computed_tokens)}
+        hold(rows == {step.padding.num_reqs_padded}, "lists of one length", rows)
+        hold(metadata.in_full_graph == full, "in a full graph", step.padding)
+        hold(metadata.query_start_loc.tolist() == starts.tolist(), "queries on the device")
+        hold(metadata.seq_lens.tolist() == lengths.tolist(), "lengths on the device")
+        end = step.num_input_tokens if full else step.total_num_scheduled_tokens
+        hold(starts[0] == 0 and (np.diff(starts) >= 0).all(), "queries of layers rise", starts)
+        hold(starts[-1] == end, "queries of layers end at their tokens", starts, end)
+        hold((lengths[: step.num_reqs] == step.seq_lens).all(), "lengths of layers", lengths)
+        hold((lengths[step.num_reqs :] == 0).all(), "padding has no length", lengths)
+        queries = np.diff(starts[: step.num_reqs + 1])
+        hold(metadata.max_query_len >= queries.max(), "longest query", metadata.max_query_len)
+        hold(metadata.max_seq_len >= lengths.max(), "longest sequence", metadata.max_seq_len)
+        hold(metadata.num_reqs == step.num_reqs, "requests of layers", metadata.num_reqs)
+        slots = metadata.slot_mapping
+        hold(slots.tolist() == step.arrays.slot_mapping[group].tolist(), "slots of layers", slots)
+        block_size = int(step.batch.tables.block_sizes[group])
+        for row, req_id in enumerate(self.runner.input_batch.req_ids):
+            owned = self.scheduler.kv_cache_manager.get_block_ids(req_id)[group]
+            needed = -(-int(lengths[row]) // block_size)
+            table = tables[row, :needed].tolist()
+            # A block that a window has left behind is nobody's, and the table may still name it.
+            same = all(block in (mine, 0) for mine, block in zip(table, owned))
+            hold(same and needed <= len(owned), "table of a request", req_id, table, owned)
 
     def _check_oracle(self, step: Any) -> None:
         """State, sizes and slots once more, token by token."""

@@ -2,14 +2,18 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from tests.differential import invariants
 from tests.differential.episodes import Episode, play
-from tests.differential.invariants import BrokenInvariantError
+from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.upstream import DisagreementError
+from tests.helpers.engine import graphs
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
@@ -86,6 +90,113 @@ def test_a_fault_is_noticed(monkeypatch, fault, error):
     monkeypatch.setattr(model_runner, "prepare_step", planted)
     with pytest.raises(error):
         play(Episode.draw(5), STEPS)
+
+
+def with_mask(change):
+    """A fault of the mask, in steps that have one."""
+
+    def fault(metadata, step):
+        if metadata.attn_mask is None:
+            return None
+        return {"attn_mask": change(metadata.attn_mask.clone())}
+
+    return fault
+
+
+def flipped(mask):
+    mask[-1, 0] = 1 - mask[-1, 0].int()
+    return mask
+
+
+def with_list(name, change):
+    """A fault of a list on the host."""
+
+    return lambda metadata, step: {name: change(getattr(metadata, name))}
+
+
+def short_of_padding(metadata, step):
+    """What captured attention would refuse: queries end where the real ones do."""
+    if not metadata.in_full_graph or step.num_input_tokens == step.total_num_scheduled_tokens:
+        return None
+    starts = np.minimum(metadata.query_start_loc_np, step.total_num_scheduled_tokens)
+    return {"query_start_loc_np": starts, "query_start_loc": torch.from_numpy(starts)}
+
+
+def of_another_request(metadata, step):
+    if step.num_reqs < 2:
+        return None
+    return {"block_tables": metadata.block_tables.roll(1, dims=0)}
+
+
+OTHER_STATE = {state: AttentionState((state + 1) % len(AttentionState)) for state in AttentionState}
+FAULTS_OF_LAYERS = {
+    "state": lambda metadata, step: {"attn_state": OTHER_STATE[step.attn_state]},
+    "a mask where one is due": with_mask(lambda mask: None),
+    "shape of the mask": with_mask(lambda mask: mask[:, 1:]),
+    "dtype of the mask": with_mask(lambda mask: mask.float()),
+    "entries of the mask": with_mask(flipped),
+    "lists of one length": with_list("seq_lens_np", lambda lens: lens[1:]),
+    "queries on the device": with_list("query_start_loc_np", lambda starts: starts + 1),
+    "lengths on the device": with_list("seq_lens_np", lambda lens: lens - 1),
+    "queries of layers end at their tokens": short_of_padding,
+    "table of a request": of_another_request,
+    "slots of layers": lambda metadata, step: {"slot_mapping": metadata.slot_mapping + 1},
+    "longest sequence": lambda metadata, step: {"max_seq_len": metadata.max_seq_len - 1},
+}
+
+
+def shared(request, other, manager):
+    """Give a request a block of another one that no cache knows; None if there is none."""
+    blocks = manager.coordinator.single_type_managers[0].req_to_blocks
+    fresh = [block for block in blocks[other.request_id] if block.block_hash is None]
+    if not fresh:
+        return None
+    blocks[request.request_id].append(fresh[-1])
+    return blocks[request.request_id].pop
+
+
+def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
+    """Each kind of it, in a step that is right; and a block that two requests own."""
+    check, noticed = Invariants.check, set()
+
+    def expect(what, again, *args):
+        with pytest.raises(BrokenInvariantError, match=f"^{what}:"):
+            again(*args)
+        noticed.add(what)
+
+    def check_with_faults(self, output):
+        monkeypatch.setattr(invariants, "MASKS_READ", "entries of the mask" not in noticed)
+        check(self, output)
+        step, watched, running = (
+            self.runner.last_step,
+            self.pair.watched[self.runner],
+            self.scheduler.running,
+        )
+        true = watched.attn_metadata
+        for what in FAULTS_OF_LAYERS.keys() - noticed:
+            metadata = next(iter(true.values()))
+            if changes := FAULTS_OF_LAYERS[what](metadata, step):
+                watched.attn_metadata = dict.fromkeys(true, replace(metadata, **changes))
+                expect(what, self.check_layers, step)
+        watched.attn_metadata = true
+        if len(running) > 1 and (
+            give_back := shared(*running[:2], self.scheduler.kv_cache_manager)
+        ):
+            expect("shared blocks are cached", self.check_owners, output, {})
+            give_back()
+
+    monkeypatch.setattr(Invariants, "check", check_with_faults)
+    settings = {
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "async_scheduling": True,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 48,
+        "block_size": 16,
+        "num_gpu_blocks_override": 40,
+    }
+    play(Episode(0, "Qwen3", graphs("FULL", 4, 16, **settings)), steps=40)
+    assert noticed == {*FAULTS_OF_LAYERS, "shared blocks are cached"}
 
 
 def test_episodes_are_functions_of_their_seed():

@@ -97,6 +97,7 @@ class Watched:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.seen: dict[str, Any] = {}
+        self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.logits: torch.Tensor | None = None
         self.decision: Any = None
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
@@ -113,6 +114,7 @@ class Watched:
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
             self.seen = self._arrays(**kwargs)
+            self.attn_metadata = dict(get_forward_context().attn_metadata)
             return forward(*args, **kwargs)
 
         def sample_logits(logits: torch.Tensor | None, *args: Any) -> Any:
