@@ -141,6 +141,18 @@ REFUSED = {
         },
         ["KV connector ExampleConnector with LoRA or prompt embeddings", "token ids"],
     ),
+    "KV connector of latent rows": (
+        {
+            "folder": ("DeepseekV2", MLA),
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            "enable_chunked_prefill": False,
+        },
+        ["KV connector ExampleConnector with MLA or pooling"],
+    ),
+    "routing of experts": (
+        {"folder": ("Qwen3Moe", EXPERTS), "enable_return_routed_experts": True},
+        ["--enable-return-routed-experts", "routing"],
+    ),
     "offloaded KV cache": ({"kv_offloading_size": 1}, ["--kv-offloading-size", "planes"]),
     "weights from a trainer": (
         {"weight_transfer_config": {"backend": "nccl"}},
@@ -151,8 +163,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case, configure):
+def test_what_is_not_supported_is_refused_by_name(case, configure, tmp_path):
     settings, parts = REFUSED[case]
+    if "folder" in settings:  # of another model: its family and config
+        family, config = settings["folder"]
+        folder = make_model(tmp_path, family, num_hidden_layers=1, **config)
+        settings = {**settings, "folder": folder}
     with pytest.raises(PrepError) as error:
         configure(**settings)
     assert "\n" not in str(error.value)
