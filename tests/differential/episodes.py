@@ -92,7 +92,7 @@ class Episode:
 
         family = pick(*KINDS)
         groups = 2 if family == "Gemma2" else 1  # one request of `MAX_MODEL_LEN` has to fit
-        chunked = rng.random() < 0.8
+        chunked = rng.random() < 0.65
         block_size = pick(8, 16, 32)
         max_num_seqs = pick(2, 4, 8, 12)
         settings: dict[str, Any] = {

@@ -20,12 +20,12 @@ from vllm_npu_prep.prep.state import AttentionState
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "120"))
 EPISODES = {
-    3: {"cached prefix", "dummy run", "full graph", "piecewise graphs"},
-    5: {"resumed", "cached prefix", "dummy run", "full graph"},
-    9: {"dummy run", "full graph"},
-    17: {"resumed", "cached prefix", "prefix cache reset", "piecewise graphs"},
-    20: {"resumed", "cached prefix", "prefix cache reset"},
-    27: {"cached prefix", "dummy run"},
+    59: {"resumed", "cached prefix", "prefix cache reset", "full graph", "PrefillCacheHit"},
+    76: {"resumed", "cached prefix", "dummy run"},
+    111: {"resumed", "cached prefix", "dummy run", "full graph", "piecewise graphs"},
+    176: {"resumed", "dummy run", "full graph"},
+    249: {"resumed", "cached prefix", "dummy run", "PrefillCacheHit"},
+    287: {"cached prefix", "dummy run", "prefix cache reset", "PrefillCacheHit"},
 }
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
@@ -43,7 +43,7 @@ def test_every_array_decision_and_sample_agrees(number):
     # Compiled at worker start, for the types that steps have: nothing was compiled in between.
     assert len(fill_step_at.signatures) == 1
     assert len(book_tokens.signatures) <= 1  # none where nothing is sampled
-    happened = {what for what, times in traffic.count.items() if times}
+    happened = {what for what, times in (traffic.count + traffic.states).items() if times}
     assert happened >= EPISODES[number] | {"aborted", "finished"}
 
 
