@@ -48,6 +48,7 @@ def test_embeddings_give_the_tokens_that_their_ids_give(model, embedding, seed, 
         assert mode == "eager" or not any("embeddings" in kind for kind in counts)
         for prompts in (mixed, as_embeds, mixed):
             assert run(llm, prompts) == expected
+        assert run(llm, as_embeds[3:4]) == expected[3:4]  # one token: it looks like a decode
         kinds = dict(counts)
     assert len({token for row in expected for token in row}) > 20
     if mode == "graphs":
@@ -70,6 +71,24 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed):
     with engine(model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
         expected = run(llm, [{"prompt_token_ids": ids}])
         assert run(llm, [mixed]) == expected
+
+
+def test_a_prompt_that_is_unknown_has_no_log_probabilities(model, embedding, seed):
+    """Those who ask get none, as from upstream; beside them, prompts of ids have theirs."""
+    from vllm import SamplingParams
+
+    ids = prompts_of(seed, [40, 21])
+    asks = SamplingParams(
+        temperature=0, max_tokens=12, prompt_logprobs=1, ignore_eos=True, detokenize=False
+    )
+    prompts = [{"prompt_embeds": embedding[ids[0]]}, {"prompt_token_ids": ids[1]}]
+    with engine(model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
+        expected = run(llm, prompts)
+        embeds, tokens = llm.generate(prompts, asks, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in (embeds, tokens)] == expected
+    assert not any(embeds.prompt_logprobs or ())
+    assert len(tokens.prompt_logprobs) == 21
+    assert all(token in row for token, row in zip(ids[1][1:], tokens.prompt_logprobs[1:]))
 
 
 def test_penalties_count_no_prompt_that_is_unknown(model, embedding, seed):
