@@ -15,8 +15,9 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from examples.tiny_model import make_tokenizer
-from tests.differential.invariants import Invariants
+from tests.differential.invariants import Invariants, hold
 from tests.differential.upstream import Pair
+from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.lora import make_adapter
 from tests.helpers.watch import count_preemptions
@@ -52,6 +53,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 KINDS = ("Qwen3", "Qwen3", "Qwen3", "Gemma2", "Gemma2", "Qwen3Moe", "DeepseekV3", "pooling")
 """What is drawn from: a family that generates, or Qwen3 as an embedding model."""
+DRAFTERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "Qwen3": (
+        ("ngram", ""),
+        ("draft_model", "same"),
+        ("draft_model", "near"),
+        ("draft_model", "other"),
+        ("eagle", "head"),
+        ("eagle", "head"),
+        ("eagle3", "head"),
+    ),
+    "Qwen3Moe": (("ngram", ""), ("draft_model", "near"), ("eagle", "head"), ("eagle3", "head")),
+    "Gemma2": (("ngram", ""), ("draft_model", "other")),  # no lm_head that a head could share
+    "DeepseekV3": (("ngram", ""),),
+}
+"""Speculative methods by family, and which drafter: the model itself, all of whose drafts count if
+they are greedy; one near it; another one; or a head (`tests.helpers.drafters`)."""
+UNCHANGED = {"cache salt", "logprobs", "prompt logprobs", "stops at the end"}
+"""Features with which a request gets the likeliest tokens of the model as it is."""
 ADAPTERS = 4
 GRAMMARS = (
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
@@ -121,14 +140,20 @@ class Episode:
             settings["additional_config"] = {}
         if family == "pooling":
             settings |= {"runner": "pooling", "convert": "embed"}
-        elif rng.random() < 0.15:
-            settings["async_scheduling"] = False
-            settings["speculative_config"] = {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 3,
-                "prompt_lookup_min": 1,
-            }
+        elif rng.random() < 0.4:
+            method, drafter = pick(*DRAFTERS[family])
+            drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": pick(1, 2, 3, 4)}
+            settings["speculative_config"] = drafts
+            if method == "ngram":
+                settings["async_scheduling"] = False
+                drafts |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+            else:
+                drafts["model"] = drafter
+                settings["max_num_batched_tokens"] += max_num_seqs  # a place for each next token
+                if family == "Gemma2":  # a group more
+                    settings["num_gpu_blocks_override"] += MAX_MODEL_LEN // block_size
+                if rng.random() < 0.4:
+                    drafts["draft_sample_method"] = "probabilistic"
         elif rng.random() < 0.25:
             settings["enable_prompt_embeds"] = True
         if family == "Qwen3" and rng.random() < 0.4:
@@ -150,13 +175,17 @@ class Episode:
             "prefix cache" if settings["enable_prefix_caching"] else "no prefix cache",
         }
         names = {
-            "speculative_config": "ngram drafts",
             "enable_prompt_embeds": "prompt embeddings",
             "enable_lora": "LoRA",
             "long_prefill_token_threshold": "long prefills cut",
             "disable_hybrid_kv_cache_manager": "windows in one group with full attention",
         }
         parts |= {name for key, name in names.items() if key in settings}
+        if drafts := settings.get("speculative_config"):
+            parts.add(f"{drafts['method']} drafts")
+            if "model" in drafts:
+                parts.add(f"drafter: {drafts['model']}")
+                parts.add(f"{drafts.get('draft_sample_method', 'greedy')} drafts")
         return parts | ({"decodes first"} if self.reordered else set())
 
     def dumps(self) -> str:
@@ -174,6 +203,24 @@ def model_of(family: str) -> Path:
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
     return folder
+
+
+@cache
+def drafter_of(family: str, method: str, drafter: str) -> Path:
+    """A drafter for a family, as `DRAFTERS` names it."""
+    target = model_of(family)
+    if drafter == "same":
+        return target
+    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{method}-"))
+    if drafter == "near":
+        return disturb_model(folder, target, share=0.05)
+    if drafter == "head":
+        return make_eagle_head(folder, target, method)
+    small = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "vocab_size": VOCAB}
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if family == "Gemma2":  # one layer in one of the groups, which have pages of one size
+        shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    return make_model(folder, seed=1, **small, **shape)
 
 
 @cache
@@ -207,6 +254,7 @@ class Traffic:
             ours.reorder_batch_threshold = 1
         self.pair = Pair(ours)
         self.pair.on_step = self.after_forward
+        self.pair.on_output = self.after_sampling
         engine_core.model_executor.driver_worker.worker.model_runner = self.pair
         self.invariants = Invariants(self.pair, self.scheduler, seed=episode.seed)
         self.tokenizer = llm.get_tokenizer()
@@ -228,7 +276,9 @@ class Traffic:
 
     def prompt(self, features: set[str]) -> dict[str, Any]:
         ids = self.tokens(int(self.rng.integers(1, 50)))
-        if self.chance(0.4):
+        if self.chance(0.05):  # it may come to the last position
+            ids = self.tokens(int(self.rng.integers(115, MAX_MODEL_LEN - 1)))
+        elif self.chance(0.4):
             ids = self.prefixes[self.rng.integers(3)][: self.rng.integers(8, 70)] + ids
         if self.episode.settings.get("enable_prompt_embeds") and self.chance(0.5):
             features.add("prompt embeddings")
@@ -356,6 +406,20 @@ class Traffic:
         for name in features:
             self.by_feature[name, state] += 1
 
+    def after_sampling(self, output: Any, drafts: dict[str, int]) -> None:
+        """How many of each request's drafts were kept: all, where the model drafts for itself."""
+        settings = self.episode.settings.get("speculative_config", {})
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+            if tokens and (made := drafts.get(req_id)):
+                kept = len(tokens) - 1
+                name = "accepted" if kept == made else "rejected" if not kept else "partly accepted"
+                self.count[f"drafts {name}"] += 1
+                self.count["draft tokens"] += made
+                self.count["accepted draft tokens"] += kept
+                changed = self.features.get(self.name_of(req_id), {"gone"}) - UNCHANGED
+                if settings.get("model") == "same" and not changed:
+                    hold(kept == made, "a model accepts what it drafts", req_id, kept, made)
+
     def name_of(self, req_id: str) -> str:
         """Our name of a request: vLLM appends a random tail, and a head for several samples."""
         return req_id.rpartition("-")[0].rpartition("_")[2]
@@ -376,13 +440,19 @@ class Traffic:
 
 def play(episode: Episode, steps: int) -> Traffic:
     """Run an episode; raises at the first disagreement or broken invariant."""
+    family = "Qwen3" if episode.family == "pooling" else episode.family
+    settings = dict(episode.settings)
+    if drafts := settings.get("speculative_config"):
+        drafts = settings["speculative_config"] = dict(drafts)
+        if "model" in drafts:
+            drafts["model"] = str(drafter_of(family, drafts["method"], drafts["model"]))
     with (
         engine(
-            model_of("Qwen3" if episode.family == "pooling" else episode.family),
+            model_of(family),
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=False,
             structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-            **episode.settings,
+            **settings,
         ) as llm,
         torch.inference_mode(False),
     ):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -31,6 +32,11 @@ class UpstreamRunner(GPUModelRunner):
         self.prep_device = ours.prep_device
         self.decision: Any = None
         self.model = ours.get_model()
+        self.drafts_by_model = hasattr(getattr(ours, "drafter", None), "_draft_attn_layer_names")
+        if self.drafts_by_model:  # buffers of its own, and our drafter's weights
+            self.drafter.model = ours.drafter.model
+            self.drafter._draft_attn_layer_names = ours.drafter._draft_attn_layer_names
+            self.drafter._determine_batch_execution_and_padding = self._draft_eagerly
         if ours.lora_config is not None:
             self.lora_manager = ours.lora_manager
         with ours.prep_device.host_streams():
@@ -41,6 +47,37 @@ class UpstreamRunner(GPUModelRunner):
         super().initialize_attn_backend(*args, **kwargs)
         layers = self.compilation_config.static_forward_context
         self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
+
+    def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_metadata_builders(*args, **kwargs)
+        if self.drafts_by_model:
+            groups = [group for groups in self.attn_groups for group in groups]
+            for group in groups + self.drafter.draft_attn_groups:
+                with_lengths_of_the_device(group.get_metadata_builder())
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """A draft model gets the first group's table, whichever its layers are in: upstream's bug,
+        mended here as it is in ours."""
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if common is not None and self.drafts_by_model:
+            group, reqs, tokens = (
+                self.drafter.kv_cache_gid,
+                common.num_reqs,
+                common.num_actual_tokens,
+            )
+            table = self.input_batch.block_table[group]
+            common.block_table_tensor = table.get_device_tensor(reqs)
+            common.slot_mapping = kwargs["slot_mappings"][group][:tokens]
+        return metadata, common
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Upstream stops early where it counts drafts as accepted; ours knows how many were."""
+        if self.use_async_spec_decode and common_attn_metadata is not None:
+            common_attn_metadata.max_seq_len = int(common_attn_metadata.seq_lens.max())
+        return super()._input_fits_in_drafter(common_attn_metadata)
+
+    def _draft_eagerly(self, num_tokens: int, use_cudagraphs: bool = True) -> Any:
+        return CUDAGraphMode.NONE, num_tokens, None
 
     def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         caches = allocate_planes(kv_cache_config, self.prep_device)
@@ -87,15 +124,41 @@ class UpstreamRunner(GPUModelRunner):
         return result
 
 
+def with_lengths_of_the_device(builder: Any) -> None:
+    """Upstream's host lengths under speculation are upper bounds, which our attention can't take.
+
+    The device's are exact; on the CPU they cost nothing to read.
+    """
+    build = builder.build
+
+    def build_exactly(
+        common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        common, reqs = copy.copy(common_attn_metadata), common_attn_metadata.num_reqs
+        common.seq_lens_cpu_upper_bound = lengths = common.seq_lens[:reqs].clone()
+        common._num_computed_tokens_cache = None
+        if common.positions is None:  # of a drafter: what is behind a request's tokens is padding
+            starts = common.query_start_loc_cpu[: reqs + 1]
+            offsets = torch.repeat_interleave(lengths - starts[1:], starts.diff())
+            common.positions = torch.arange(len(offsets)) + offsets
+        return build(common_prefix_len, common, fast_build)
+
+    builder.build = build_exactly
+
+
 class DisagreementError(AssertionError):
     """The two runners prepared or sampled something else."""
 
 
 class Watched:
-    """What a runner hands to its model in a step, by upstream's names, on the host."""
+    """What a runner hands to its model in a step, by upstream's names, on the host.
+
+    `passes` is the same of its drafter's passes.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
+        self.passes: list[dict[str, Any]] = []
         self.seen: dict[str, Any] = {}
         self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.logits: torch.Tensor | None = None
@@ -125,6 +188,44 @@ class Watched:
         runner._determine_batch_execution_and_padding = determine
         runner._model_forward = model_forward
         runner._sample = sample_logits
+        if hasattr(getattr(runner, "drafter", None), "_draft_attn_layer_names"):
+            self._watch_drafter(runner.drafter)
+
+    def _watch_drafter(self, drafter: Any) -> None:
+        """A pass builds its metadata, fills its inputs, then asks for the slots of its layers."""
+        build, get_slots = (
+            drafter.build_per_group_and_layer_attn_metadata,
+            drafter._get_slot_mapping,
+        )
+        built: list[Any] = []
+
+        def build_metadata(*args: Any, **kwargs: Any) -> Any:
+            result = build(*args, **kwargs)
+            built[:] = result[0]
+            return result
+
+        def get_slot_mapping(*args: Any, **kwargs: Any) -> Any:
+            slots = get_slots(*args, **kwargs)
+            for metadata in built:  # none in a dummy run
+                total = metadata.num_actual_tokens
+                self.passes.append(
+                    {
+                        "input_ids": drafter.input_ids[:total].tolist(),
+                        "positions": drafter.positions[:total].tolist(),
+                        "hidden_states": drafter.hidden_states[:total].clone(),
+                        "slot_mapping": {name: s[:total].tolist() for name, s in slots.items()},
+                        "query_start_loc": metadata.query_start_loc.tolist(),
+                        "query_start_loc_np": metadata.query_start_loc_np.tolist(),
+                        "seq_lens": metadata.seq_lens.tolist(),
+                        "seq_lens_np": metadata.seq_lens_np.tolist(),
+                        "max_seq_len": metadata.max_seq_len,
+                    }
+                )
+            built.clear()
+            return slots
+
+        drafter.build_per_group_and_layer_attn_metadata = build_metadata
+        drafter._get_slot_mapping = get_slot_mapping
 
     def _arrays(
         self,
@@ -143,7 +244,7 @@ class Watched:
             "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
             "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
             "seq_lens": runner.seq_lens[:reqs].tolist(),
-            "optimistic_seq_lens_cpu": runner.optimistic_seq_lens_cpu[:reqs].tolist(),
+            "seq_lens_cpu": self._seq_lens_cpu(reqs),
             "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
             "discard_request_mask": runner.discard_request_mask.gpu[:reqs].tolist(),
             "discard_request_mask_cpu": runner.discard_request_mask.np[:reqs].tolist(),
@@ -175,6 +276,13 @@ class Watched:
             arrays["input_ids"] = input_ids[:total].tolist()
         return arrays
 
+    def _seq_lens_cpu(self, reqs: int) -> list[int]:
+        """Lengths on the host, but where upstream has none: it counts drafts as accepted there."""
+        runner = self.runner
+        if runner.use_async_spec_decode and isinstance(runner, UpstreamRunner):
+            return runner.seq_lens[:reqs].tolist()
+        return runner.optimistic_seq_lens_cpu[:reqs].tolist()
+
     @staticmethod
     def lora_wrappers(runner: Any) -> list[Any]:
         """Where a step's adapters are kept; both runners have the same."""
@@ -197,6 +305,8 @@ class Pair:
         self.caches[self.upstream] = self.upstream.caches
         self.watched = {runner: Watched(runner) for runner in (ours, self.upstream)}
         self.on_step: Any = lambda scheduler_output: None
+        self.on_output: Any = lambda output, drafts: None
+        self.drafts: dict[str, int] = {}  # of the last step, by request
         self.steps = 0
         self.fault: Exception | None = None
 
@@ -217,6 +327,10 @@ class Pair:
             raise self.fault
         self.steps += 1
         theirs_output = copy.deepcopy(scheduler_output)  # runners keep and extend its lists
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if self.upstream.drafts_by_model and not self.watched[self.ours].passes:
+            drafts = {}  # zeros, because the drafter had no room
+        self.drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()}
         with self.running(self.upstream):
             theirs = self.upstream.execute_model(theirs_output, *args, **kwargs)
         with self.running(self.ours):
@@ -237,13 +351,33 @@ class Pair:
             raise
 
     def _sample_both(self, grammar_output: Any) -> Any:
+        for watched in self.watched.values():
+            watched.passes.clear()
         with self.running(self.upstream):
             theirs = self.upstream.sample_tokens(copy.deepcopy(grammar_output))
         with self.running(self.ours):
             ours = self.ours.sample_tokens(grammar_output)
         mine, others = (self.watched[each].logits for each in (self.ours, self.upstream))
         close("logits", flat([mine]), flat([others]))
+        self._compare_drafts()
         return self._compare_results(ours, theirs)
+
+    def _compare_drafts(self) -> None:
+        """What both drafters were given in each of their passes, and what they made of it."""
+        ours, theirs = (self.watched[each].passes for each in (self.ours, self.upstream))
+        check("draft passes", len(ours), len(theirs))
+        for index, (mine, others) in enumerate(zip(ours, theirs)):
+            name = f"hidden_states of draft pass {index}"
+            close(name, flat([mine.pop("hidden_states")]), flat([others.pop("hidden_states")]))
+            for name in mine:
+                check(f"{name} of draft pass {index}", mine[name], others[name])
+        check(
+            "drafts", as_lists(self.ours._draft_token_ids), as_lists(self.upstream._draft_token_ids)
+        )
+        for name in ("_draft_prob_req_ids", "prev_num_spec_tokens"):
+            check(name, getattr(self.ours, name), getattr(self.upstream, name))
+        probs = self.ours._draft_probs, self.upstream._draft_probs
+        close("draft probabilities", *(flat([each]) for each in probs))
 
     def take_draft_token_ids(self) -> Any:
         ours, theirs = self.ours.take_draft_token_ids(), self.upstream.take_draft_token_ids()
@@ -262,10 +396,12 @@ class Pair:
     def _compare_results(self, ours: Any, theirs: Any) -> Any:
         if isinstance(ours, AsyncModelRunnerOutput):
             return PairOutput(self, ours, theirs)
-        self.compare_outputs(ours, theirs)
+        self.compare_outputs(ours, theirs, self.drafts)
         return ours
 
-    def compare_outputs(self, ours: ModelRunnerOutput, theirs: ModelRunnerOutput) -> None:
+    def compare_outputs(
+        self, ours: ModelRunnerOutput, theirs: ModelRunnerOutput, drafts: dict[str, int]
+    ) -> None:
         """Sampled tokens and log-probabilities; logits say how near a wrong token was."""
         for name in ("req_ids", "req_id_to_index", "sampled_token_ids"):
             check(name, getattr(ours, name), getattr(theirs, name))
@@ -276,6 +412,7 @@ class Pair:
         check("requests with prompt logprobs", sorted(mine), sorted(others))
         for req_id in mine:
             close("prompt logprobs", flat(mine[req_id]), flat(others[req_id]))
+        self.on_output(ours, drafts)
 
 
 class PairOutput(AsyncModelRunnerOutput):
@@ -283,10 +420,11 @@ class PairOutput(AsyncModelRunnerOutput):
 
     def __init__(self, pair: Pair, ours: Any, theirs: Any) -> None:
         self.pair, self.ours, self.theirs = pair, ours, theirs
+        self.drafts = pair.drafts
 
     def get_output(self) -> ModelRunnerOutput:
         ours, theirs = self.ours.get_output(), self.theirs.get_output()
-        self.pair.compare_outputs(ours, theirs)
+        self.pair.compare_outputs(ours, theirs, self.drafts)
         return ours
 
 
@@ -311,6 +449,10 @@ def flat(values: Any) -> list[np.ndarray]:
     if values is None:
         return []
     return [np.asarray(value, np.float64) for value in values if value is not None]
+
+
+def as_lists(values: Any) -> Any:
+    return values.tolist() if torch.is_tensor(values) else values
 
 
 def vars_of(record: Any) -> dict[str, Any]:
