@@ -7,6 +7,7 @@ MODEL ?=
 PORT ?= 8000
 ARGS ?=
 ONCE ?=
+SPECULATE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
@@ -23,8 +24,9 @@ help: ## this list
 install: ## make .venv with vLLM and the plugin; quick when nothing changed
 	@scripts/install.sh --venv $(VENV)
 
-serve: install ## vllm serve with the plugin, one chat request; MODEL=path, ONCE=1, PORT=, ARGS="..."
-	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) -- $(ARGS)
+serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, ONCE=1, PORT=, ARGS="..."
+	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
+	  $(if $(SPECULATE),--speculate $(SPECULATE)) -- $(ARGS)
 
 test: install lint ## everything that must hold at every change
 	$(PYTEST)

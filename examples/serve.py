@@ -1,8 +1,10 @@
 """Start a real ``vllm serve`` with the plugin, ask it one thing over HTTP, print the answer.
 
-    python examples/serve.py [--model PATH] [--port 8000] [--once] [-- flags of vllm serve]
+    python examples/serve.py [--model PATH] [--speculate METHOD] [--port 8000] [--once]
+        [-- flags of vllm serve]
 
-Without a model, the demo model is made first. The server stays until Ctrl-C or SIGTERM.
+Without a model, the demo model is made first, and its drafter if one is asked for. The server stays
+until Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".cache" / "tiny-qwen3"
+DEMO_DRAFTERS = ROOT / ".cache" / "tiny-qwen3-drafters"
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
 QUESTION = "What is a slot mapping?"
 START_SECONDS = 600
@@ -33,6 +36,8 @@ def main() -> int:
         import tiny_model
 
         model, defaults = tiny_model.make(DEMO_MODEL), DEMO_FLAGS
+    if args.speculate:
+        defaults = [*defaults, "--speculative-config", json.dumps(speculation(args.speculate))]
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--port", str(args.port), *defaults, *flags]
     print("$", " ".join(command), flush=True)
@@ -67,9 +72,30 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of a model; default: the demo model")
+    parser.add_argument(
+        "--speculate",
+        choices=("ngram", "draft_model", "eagle", "eagle3"),
+        help="draft three tokens a step by this method; all but ngram for the demo model only",
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--once", action="store_true", help="stop after the answer")
-    return parser.parse_args(argv[:cut]), argv[cut + 1 :]
+    args = parser.parse_args(argv[:cut])
+    if args.model and args.speculate not in (None, "ngram"):
+        parser.error(
+            f"--speculate {args.speculate} has a drafter for the demo model only; name your own "
+            "behind --: --speculative-config"
+        )
+    return args, argv[cut + 1 :]
+
+
+def speculation(method: str) -> dict[str, str | int]:
+    """What ``--speculative-config`` takes; makes the demo model's drafters for methods with one."""
+    config: dict[str, str | int] = {"method": method, "num_speculative_tokens": 3}
+    if method != "ngram":
+        import tiny_drafters
+
+        config["model"] = str(tiny_drafters.make(DEMO_DRAFTERS, DEMO_MODEL) / method)
+    return config
 
 
 class Stopper:

@@ -65,35 +65,34 @@ def make_tokenizer():
     )
 
 
-def make_model(vocab_size: int):
+def make_model(vocab_size: int, **changes):
     """An untrained Qwen3 of about three million parameters, grouped-query heads included."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        pad_token_id=0,
-        eos_token_id=2,
-        dtype="float32",
-    )
-    return Qwen3ForCausalLM(config)
+    config = {
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**{**config, **changes}))
 
 
-def train(model, tokenizer) -> float:
-    """Learn the exchanges by heart; only answers count. Returns the last loss."""
+def encode(tokenizer):
+    """Token ids and labels of the exchanges, both (exchanges, tokens); only answers have labels."""
     import torch
 
-    model.train()
     rows, starts = [], []
     for question, answer in exchanges():
         messages = [{"role": "user", "content": question}]
@@ -106,6 +105,15 @@ def train(model, tokenizer) -> float:
     for label, row, start in zip(labels, rows, starts):
         label[:start] = -100
         label[len(row) :] = -100
+    return ids, labels
+
+
+def train(model, tokenizer) -> float:
+    """Learn the exchanges by heart; only answers count. Returns the last loss."""
+    import torch
+
+    model.train()
+    ids, labels = encode(tokenizer)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     loss = float("inf")

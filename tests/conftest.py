@@ -10,6 +10,8 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.demo import make_demo
+
 SEED = int(os.environ.get("NPU_PREP_TEST_SEED", "20240607"))
 EXAMPLES = int(os.environ.get("NPU_PREP_TEST_EXAMPLES", "1000"))
 
@@ -33,7 +35,19 @@ def seed() -> int:
     return SEED
 
 
-SLOW_FIRST = ("npu", "engine", "server", "differential", "emulator", "graph")
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of the demo model."""
+    return make_demo("tiny_model.py", "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def demo_drafters(demo_model) -> Path:
+    """Folder with a drafter of the demo model for each method that has one."""
+    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters")
+
+
+SLOW_FIRST = ("npu", "engine", "server", "examples", "differential", "emulator", "graph")
 """Folders whose files take long: with several processes these have to begin first."""
 
 

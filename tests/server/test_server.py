@@ -45,11 +45,6 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="session")
-def demo_model():
-    return tiny_model.make(ROOT / ".cache" / "tiny-qwen3")
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -1,0 +1,208 @@
+"""The demo model's drafters: accepted mostly, not always, by a plain reading of drafting."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import serve
+import tiny_drafters
+import tiny_model
+from tiny_drafters import METHODS
+
+from tests.helpers.huggingface import reference
+
+K = 3
+MAX_TOKENS = 32
+END = tiny_model.SPECIAL_TOKENS.index("<|im_end|>")
+ARCHITECTURES = {
+    "draft_model": "Qwen3ForCausalLM",
+    "eagle": "EagleLlamaForCausalLM",
+    "eagle3": "Eagle3LlamaForCausalLM",
+}
+KNOWN = [question for question, _ in tiny_model.exchanges()]
+UNKNOWN = [
+    "What is a cache writer?",
+    "Who decides where a key is written?",
+    "Tell me about block tables and slots.",
+    "Why is padding needed in a step?",
+    "Count to seven.",
+    "Is a draft token a mask?",
+    "How many requests does a scheduler run?",
+    "Say something about tokens.",
+]
+
+
+@pytest.fixture(scope="module")
+def target(demo_model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+@pytest.fixture(scope="module")
+def answers(demo_model, tokenizer):
+    """Function of questions: for each the prompt and the greedy tokens behind it.
+
+    Answers go on behind their end, for drafts which reach beyond it.
+    """
+
+    @functools.cache
+    def run(*questions: str) -> list[tuple[list[int], list[int]]]:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_dict=True,
+            )["input_ids"]
+            for question in questions
+        ]
+        return list(zip(prompts, reference(demo_model, prompts, MAX_TOKENS + K)))
+
+    return run
+
+
+def load(folder: Path, target) -> torch.nn.Module:
+    """A drafter from its saved weights, of which none may be missing or unknown."""
+    if folder.name == "draft_model":
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder).eval()
+    weights = load_file(folder / "model.safetensors")
+    if folder.name == "eagle":
+        head = tiny_drafters.EagleHead(target)
+    else:
+        head = tiny_drafters.Eagle3Head(target, weights["t2d"].nonzero()[:, 0])
+    head.load_state_dict(weights)
+    return head
+
+
+@torch.no_grad()
+def draft(drafter, target, token_ids: torch.Tensor, states: list[torch.Tensor]) -> list[int]:
+    """K draft tokens behind a sequence, one by one, each step over the whole sequence.
+
+    ``token_ids`` (len,) ends with a token of which the target hasn't seen the next one yet;
+    ``states`` hold what the target computed of all tokens before it.
+    """
+    drafts: list[int] = []
+    if not isinstance(drafter, tiny_drafters.Head):
+        for _ in range(K):
+            ids = torch.cat([token_ids, torch.tensor(drafts, dtype=torch.long)])
+            drafts.append(int(drafter(ids[None]).logits[0, -1].argmax()))
+        return drafts
+    fed = drafter.combine([state[None, : len(token_ids) - 1] for state in states])
+    for _ in range(K):
+        ids = torch.cat([token_ids[1:], torch.tensor(drafts, dtype=torch.long)])
+        width = len(ids)
+        hidden_states = drafter(
+            target.model.embed_tokens(ids[None]),
+            fed,
+            attention_mask=torch.ones(width, width, dtype=torch.bool).tril()[None, None],
+            position_embeddings=drafter.rotary_emb(fed, torch.arange(width)[None]),
+        )[:, -1:]
+        drafts.append(int(drafter.logits(target, hidden_states).argmax()))
+        fed = torch.cat([fed, hidden_states], dim=1)
+    return drafts
+
+
+def accepted_counts(drafter, target, answers: list[tuple[list[int], list[int]]]) -> list[int]:
+    """For each step of speculative decoding, how many of its K drafts are the target's tokens."""
+    counts = []
+    for prompt, answer in answers:
+        ids = torch.tensor(prompt + answer)
+        end = answer.index(END) + 1 if END in answer[:MAX_TOKENS] else MAX_TOKENS
+        with torch.no_grad():
+            states = target(ids[None], output_hidden_states=True).hidden_states
+        known = 1  # the target's own first token
+        while known < end:
+            behind = len(prompt) + known
+            drafts = draft(drafter, target, ids[:behind], [state[0] for state in states])
+            wrong = (torch.tensor(drafts) != ids[behind : behind + K]).nonzero()
+            counts.append(int(wrong[0]) if len(wrong) else K)
+            known += counts[-1] + 1
+    return counts
+
+
+def rates(counts: list[int]) -> list[float]:
+    return [sum(count > position for count in counts) / len(counts) for position in range(K)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_most_drafts_are_accepted_some_in_part_some_not(method, target, demo_drafters, answers):
+    drafter = load(demo_drafters / method, target)
+    known = accepted_counts(drafter, target, answers(*KNOWN))
+    unknown = accepted_counts(drafter, target, answers(*UNKNOWN))
+    print(method, "known", len(known), rates(known), "unknown", len(unknown), rates(unknown))
+    assert sum(rates(known)) / K > 0.7
+    assert {0, K} < set(known + unknown)  # rejected, accepted, and something between
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vllm_finds_the_architecture(method, demo_model, demo_drafters):
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+
+    config = SpeculativeConfig(
+        target_model_config=ModelConfig(str(demo_model), dtype="float32", max_model_len=512),
+        target_parallel_config=ParallelConfig(),
+        method=method,
+        model=str(demo_drafters / method),
+        num_speculative_tokens=K,
+    )
+    drafter = config.draft_model_config
+    assert drafter.architecture == ARCHITECTURES[method]
+    assert drafter.get_vocab_size() == config.target_model_config.get_vocab_size()
+    if method == "eagle3":
+        weights = load_file(demo_drafters / method / "model.safetensors")
+        assert drafter.hf_config.draft_vocab_size == len(weights["d2t"]) < len(weights["t2d"])
+        assert drafter.hf_config.eagle_aux_hidden_state_layer_ids == [*tiny_drafters.AUX_LAYERS]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_is_deterministic(method, target, tokenizer, monkeypatch):
+    monkeypatch.setattr(tiny_drafters, "MAX_EPOCHS", 1)
+    ids, labels = tiny_model.encode(tokenizer)
+    weights = []
+    for _ in range(2):
+        drafter = dict(tiny_drafters.make_drafters(target, labels))[method]
+        tiny_drafters.train(drafter, target, ids[:8], labels[:8])
+        weights.append(drafter.state_dict())
+    assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
+
+
+def test_drafters_are_made_again_when_a_recipe_changes(
+    demo_model, demo_drafters, tmp_path, monkeypatch
+):
+    def no_training(*args):
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(tiny_drafters, "train", no_training)
+    assert tiny_drafters.make(demo_drafters, demo_model) == demo_drafters
+    text = tmp_path / "text"
+    text.write_text("Another question?\nAnother answer.\n")
+    monkeypatch.setattr(tiny_model, "TEXT", text)
+    assert tiny_drafters.recipe_hash() != (demo_drafters / tiny_model.STAMP).read_text()
+
+
+def test_serve_names_the_drafter_it_made(demo_drafters):
+    folder = str(demo_drafters / "eagle")
+    expected = {"method": "eagle", "model": folder, "num_speculative_tokens": 3}
+    assert serve.speculation("eagle") == expected
+    assert serve.speculation("ngram") == {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def test_serve_has_no_drafter_for_another_model(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--model", "other", "--speculate", "eagle"])
+    with pytest.raises(SystemExit):
+        serve.arguments()
+    assert "--speculate eagle has a drafter for the demo model only" in capsys.readouterr().err
