@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ class UpstreamRunner(GPUModelRunner):
             self.drafter.model = ours.drafter.model
             self.drafter._draft_attn_layer_names = ours.drafter._draft_attn_layer_names
             self.drafter._determine_batch_execution_and_padding = self._draft_eagerly
+            self._prepare_next_token_ids = self.drafter.prepare_next_token_ids_padded
+            self.drafter.prepare_next_token_ids_padded = self._go_on_behind_chunks
         if ours.lora_config is not None:
             self.lora_manager = ours.lora_manager
         with ours.prep_device.host_streams():
@@ -51,8 +54,11 @@ class UpstreamRunner(GPUModelRunner):
     def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_metadata_builders(*args, **kwargs)
         if self.drafts_by_model:
+            layers = self.compilation_config.static_forward_context
+            self.drafter.draft_attn_groups = split_by_window(self.drafter.draft_attn_groups, layers)
             groups = [group for groups in self.attn_groups for group in groups]
             for group in groups + self.drafter.draft_attn_groups:
+                group.create_metadata_builders(self.vllm_config, self.device)
                 with_lengths_of_the_device(group.get_metadata_builder())
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +81,24 @@ class UpstreamRunner(GPUModelRunner):
         if self.use_async_spec_decode and common_attn_metadata is not None:
             common_attn_metadata.max_seq_len = int(common_attn_metadata.seq_lens.max())
         return super()._input_fits_in_drafter(common_attn_metadata)
+
+    def _go_on_behind_chunks(
+        self, sampled_token_ids: Any, requests: Any, batch: Any, discard_request_mask: Any
+    ) -> Any:
+        """A drafter goes on from a prompt's last token behind each chunk of it: upstream's bug,
+        mended here as it is in ours, which takes the token behind the chunk."""
+        behind = self.seq_lens[: batch.num_reqs].numpy() + 1
+        discarded = discard_request_mask[: batch.num_reqs].numpy()
+        known = np.where(discarded, behind, batch.num_tokens_no_spec[: batch.num_reqs])
+        batch = SimpleNamespace(
+            num_reqs=batch.num_reqs,
+            req_ids=batch.req_ids,
+            vocab_size=batch.vocab_size,
+            num_tokens_no_spec=known,
+        )
+        return self._prepare_next_token_ids(
+            sampled_token_ids, requests, batch, discard_request_mask
+        )
 
     def _draft_eagerly(self, num_tokens: int, use_cudagraphs: bool = True) -> Any:
         return CUDAGraphMode.NONE, num_tokens, None
