@@ -14,6 +14,8 @@ decode-1024    the same, 1024 decodes
 prefill-8192   the same, 32 prompts of 256 tokens
 mixed-2200     the same, 200 decodes and 8 prompts of 250 tokens
 step-256       `execute_model` and `sample_tokens` of 256 decodes; model and sampler return at once
+drafts-256     as decode-256, three drafts to verify for each, of which some are accepted
+drafts-step    as step-256, with these drafts; the drafter returns at once, too
 =============  =====================================================================================
 
 Upstream's metadata builder is one that hands on the common metadata as it is: the cheapest there
@@ -81,14 +83,14 @@ class Schedule:
     Decodes begin at random lengths, so that a few of them get a new block in each step.
     """
 
-    def __init__(
-        self, num_decodes: int, num_prompts: int, prompt_len: int, first_len: tuple[int, int]
-    ) -> None:
+    def __init__(self, case: "Case") -> None:
         self.rng = np.random.default_rng(SEED)
-        self.num_prompts, self.prompt_len = num_prompts, prompt_len
+        self.num_prompts, self.prompt_len = case.num_prompts, case.prompt_len
+        self.num_drafts = case.num_drafts
         self.lengths = {
-            f"d{i}": int(self.rng.integers(*first_len)) for i in range(num_decodes)
+            f"d{i}": int(self.rng.integers(*case.first_len)) for i in range(case.num_decodes)
         }  # tokens computed before the next step
+        self.num_blocks = {name: -(-(n + 1) // BLOCK_SIZE) for name, n in self.lengths.items()}
         self.outputs = dict.fromkeys(self.lengths, 0)
         self.prompts: list[str] = []
         self.next_block = 1
@@ -103,29 +105,49 @@ class Schedule:
         blocks = self._blocks(-(-length // BLOCK_SIZE))
         return new_request(name, prompt, blocks, num_computed_tokens)
 
+    def _grow(self, name: str, length: int) -> list[int]:
+        """New blocks of a request that is to hold so many tokens."""
+        before, self.num_blocks[name] = self.num_blocks[name], -(-length // BLOCK_SIZE)
+        return self._blocks(self.num_blocks[name] - before)
+
+    def sampled(self) -> dict[str, list[int]]:
+        """Tokens that the last step samples for each request: accepted drafts and the next one."""
+        tokens = {}
+        for name in (*self.lengths, *self.prompts):
+            drafts = self.drafts.get(name, [])
+            kept = int(self.rng.integers(len(drafts) + 1))
+            tokens[name] = [*drafts[:kept], int(self.rng.integers(2, VOCAB))]
+            if name in self.lengths:
+                self.lengths[name] += 1 + kept
+                self.outputs[name] += 1 + kept
+        return tokens
+
     def step(self) -> SchedulerOutput:
         """The next step."""
-        new, cached = [], {}
+        new, cached, self.drafts = [], {}, {}
         if self.steps == 0:
             new = [self._prompt(name, n + 1, n) for name, n in self.lengths.items()]
         else:
             cached = {
                 name: (
-                    self._blocks(1) if length % BLOCK_SIZE == 0 else [],
+                    self._grow(name, length + 1 + self.num_drafts),
                     length,
                     self.outputs[name],
                 )
                 for name, length in self.lengths.items()
             }
+            if self.num_drafts:
+                rows = self.rng.integers(2, VOCAB, (len(self.lengths), self.num_drafts))
+                self.drafts = dict(zip(self.lengths, rows.tolist()))
         finished = set(self.prompts)
         self.prompts = [f"p{self.steps}-{i}" for i in range(self.num_prompts)]
         new += [self._prompt(name, self.prompt_len, 0) for name in self.prompts]
-        counts = dict.fromkeys(self.lengths, 1) | dict.fromkeys(self.prompts, self.prompt_len)
-        for name in self.lengths:
-            self.lengths[name] += 1
-            self.outputs[name] += 1
+        counts = {name: 1 + len(self.drafts.get(name, ())) for name in self.lengths}
+        counts |= dict.fromkeys(self.prompts, self.prompt_len)
         self.steps += 1
-        return scheduler_output(counts, new=new, cached=cached, finished=finished)
+        output = scheduler_output(counts, new=new, cached=cached, finished=finished)
+        output.scheduled_spec_decode_tokens = self.drafts
+        return output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +157,7 @@ class Case:
     num_decodes: int
     num_prompts: int = 0
     prompt_len: int = 0
+    num_drafts: int = 0
     whole_step: bool = False
     first_len: tuple[int, int] = (64, 1024)
     settings: tuple[tuple[str, Any], ...] = ()
@@ -147,8 +170,14 @@ class Case:
 
     def engine_settings(self) -> dict[str, Any]:
         """Engine of just this size, unless `settings` says otherwise."""
-        num_tokens = self.num_decodes + self.num_prompts * self.prompt_len
+        num_tokens = self.num_decodes * (1 + self.num_drafts) + self.num_prompts * self.prompt_len
+        drafts = {
+            "method": "ngram",
+            "num_speculative_tokens": self.num_drafts,
+            "prompt_lookup_max": 2,
+        }
         return {
+            **({"speculative_config": drafts} if self.num_drafts else {}),
             "max_num_seqs": max(self.num_reqs, 256),
             "max_num_batched_tokens": max(8192, num_tokens),
             "max_model_len": 2048,
@@ -167,6 +196,8 @@ CASES = {
     "prefill-8192": Case(0, 32, 256),
     "mixed-2200": Case(200, 8, 250),
     "step-256": Case(256, whole_step=True),
+    "drafts-256": Case(256, num_drafts=3),
+    "drafts-step": Case(256, num_drafts=3, whole_step=True),
 }
 
 
@@ -196,7 +227,7 @@ class StubSampler(torch.nn.Module):
         super().__init__()
         self.sampled_token_ids = torch.zeros(0)
 
-    def forward(self, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+    def forward(self, *_: Any, **__: Any) -> SamplerOutput:
         """No sampling."""
         return SamplerOutput(sampled_token_ids=self.sampled_token_ids, logprobs_tensors=None)
 
@@ -208,7 +239,7 @@ def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]
     counts = np.array([output.num_scheduled_tokens[r] for r in batch.req_ids], np.int32)
     total, reqs, longest = int(counts.sum()), batch.num_reqs, int(counts.max())
     start = time.perf_counter_ns()
-    logits_indices, _, max_num_sampled_tokens = runner._prepare_inputs(output, counts)
+    logits_indices, drafts, max_num_sampled_tokens = runner._prepare_inputs(output, counts)
     _, descriptor, *_ = runner._determine_batch_execution_and_padding(
         num_tokens=total,
         num_reqs=reqs,
@@ -247,6 +278,8 @@ def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]
         "discard_request_mask": runner.discard_request_mask.gpu[:reqs],
         "block_table": torch.from_numpy(seen.numpy()[owned]),
     }
+    if drafts is not None:
+        left |= vars(drafts)
     return elapsed, left
 
 
@@ -303,7 +336,9 @@ class Timing:
 def stub(runner: Any) -> None:
     """Let the model and the sampler return at once."""
     runner.model = StubModel(runner.max_num_tokens)
-    runner.sampler = StubSampler()
+    runner.sampler = runner.rejection_sampler = StubSampler()
+    if runner.speculative_config is not None:
+        runner.drafter.propose = lambda *_, **__: [[] for _ in runner.input_batch.req_ids]
     runner.execute_model_state = None
 
 
@@ -319,7 +354,7 @@ def twin_of(runner: Any) -> Any:
 
 def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
     """Run one schedule through both runners."""
-    schedule = Schedule(case.num_decodes, case.num_prompts, case.prompt_len, case.first_len)
+    schedule = Schedule(case)
     runners = {"ours": ours, "upstream": upstream}
     if case.whole_step:
         for runner in runners.values():
@@ -328,20 +363,29 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
     for step in range(WARM_UP + steps):
         output = schedule.step()
         left = {}
-        sampled = schedule.rng.integers(2, VOCAB, case.num_reqs).astype(np.int32)
+        sampled = schedule.sampled()
         for name in sorted(runners, reverse=bool(step % 2)):
             runner, own = runners[name], copy.deepcopy(output)
             if case.whole_step:
-                runner.sampler.sampled_token_ids = torch.from_numpy(sampled[:, None])
+                runner.sampler.sampled_token_ids = as_rows(sampled)
                 elapsed, left[name] = whole_step(runner, own)
             else:
                 elapsed, left[name] = prepare(runner, own)
-                names = runner.input_batch.req_ids
-                bookkeep(runner, own, dict(zip(names, sampled.tolist())))
+                bookkeep(runner, own, sampled)
             if step >= WARM_UP:
                 times[name].append(elapsed)
         compare(left["ours"], left["upstream"])
     return Timing(np.array(times["ours"]), np.array(times["upstream"]))
+
+
+def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
+    """As samplers return them: int32 ``[num_reqs, most]``, -1 behind what counts.
+
+    Requests keep their rows here, in the order in which they came.
+    """
+    width = max(map(len, tokens.values()))
+    rows = [row + [-1] * (width - len(row)) for row in tokens.values()]
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 @contextlib.contextmanager
