@@ -12,6 +12,9 @@ ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
 DRAFTING = ("tests/ops/test_drafting.py",)
+SPECULATION = ("tests/engine/test_speculation.py",)
+DRAFTERS = ("tests/examples/test_drafters.py",)
+DIFFERENTIAL = ("tests/differential",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
@@ -99,7 +102,7 @@ MUTANTS = [
     Mutant(
         "sampled token placed behind the drafts",
         "prep/kernels.py",
-        "tail_int64[previous_rows[req]] = end - 1 - drafts",
+        "tail_int64[target] = input_ids_place + end - 1 - drafts",
         "tail_int64[previous_rows[req]] = end - 1",
     ),
     Mutant(
@@ -252,6 +255,65 @@ MUTANTS = [
         "torch.logical_and(offsets > 0,",
         "torch.logical_and(offsets >= 0,",
         DRAFTING,
+    ),
+    Mutant(
+        "a draft's logits verify the one before it",
+        "prep/kernels.py",
+        "= num_logits - 1 - drafts + draft",
+        "= num_logits - drafts + draft",
+    ),
+    Mutant(
+        "a place kept for a draft is looked up",
+        "prep/kernels.py",
+        "        input_ids[token] = max(input_ids[token], 0)",
+        "        input_ids[token] = input_ids[token]",
+    ),
+    Mutant(
+        "drafters go on from the last token behind a chunk",
+        "prep/kernels.py",
+        "known = min(seq_lens[req], num_tokens[req] - 1)",
+        "known = num_tokens[req] - 1",
+    ),
+    Mutant(
+        "drafts of another row",
+        "prep/kernels.py",
+        "tail_int64[target] = input_ids_place + end - drafts + draft",
+        "tail_int64[target] = input_ids_place + end - 1 - draft",
+    ),
+    Mutant(
+        "draft passes keep rejected tokens",
+        "speculation.py",
+        "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)",
+        "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)",
+        DRAFTERS,
+    ),
+    Mutant(
+        "the first draft pass of a draft model is one short",
+        "speculation.py",
+        "extra = self.net_num_new_slots_per_request",
+        "extra = 0 * self.net_num_new_slots_per_request",
+        SPECULATION,
+    ),
+    Mutant(
+        "async: drafts count as accepted",
+        "speculation.py",
+        "        if correct_counts is not None:\n            correct_counts()\n",
+        "",
+        SPECULATION,
+    ),
+    Mutant(
+        "async: tokens known are the scheduler's guess",
+        "speculation.py",
+        "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n",
+        "",
+        DIFFERENTIAL,
+    ),
+    Mutant(
+        "drafters read the first group's table",
+        "speculation.py",
+        "return self.drafter.kv_cache_gid if self._runs_draft_model else 0",
+        "return 0",
+        DIFFERENTIAL,
     ),
     Mutant(
         "shared block that is written is accepted",
@@ -447,8 +509,8 @@ MUTANTS = [
     Mutant(
         "samples that nobody waits for overwrite a token",
         "prep/kernels.py",
-        "tail_int64[row] = num_input_tokens",
-        "tail_int64[row] = 0",
+        "tail_int64[index] = input_ids_place + num_input_tokens",
+        "tail_int64[index] = input_ids_place",
     ),
     Mutant(
         "padding not marked",
@@ -523,8 +585,8 @@ MUTANTS = [
     Mutant(
         "padding decided for other counts",
         "graph/runner.py",
-        "        key = (\n            num_tokens,\n            num_reqs,\n",
-        "        key = (\n            num_tokens,\n",
+        "            num_reqs,\n            max_num_scheduled_tokens,\n            num_encoder",
+        "            max_num_scheduled_tokens,\n            num_encoder",
         ENGINE,
     ),
     Mutant(
