@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.conftest import SEED
+from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine
 from tests.helpers.grammars import (
     GRAMMAR,
@@ -16,7 +17,7 @@ from tests.helpers.grammars import (
 )
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
-from tests.helpers.watch import count_states
+from tests.helpers.watch import count_states, count_verified
 
 LENGTHS = [20, 90, 7, 130, 40, 64, 3, 75]  # most of them longer than a step
 ASKED = ["json", None, "regex", "grammar", None, "json", "regex", None]
@@ -66,24 +67,36 @@ def expected(model) -> list[list[int]]:
     return rows
 
 
+@pytest.fixture(scope="module")
+def drafts(model, tmp_path_factory):
+    """Settings of a drafter that knows no grammar."""
+    drafter = disturb_model(tmp_path_factory.mktemp("drafter"), model, share=0.05)
+    return {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3}
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_forced_and_plain_requests_share_batches(model, expected, asynchronous):
-    """Tokens of both are those of transformers, whatever steps the prompts were cut into."""
+@pytest.mark.parametrize("speculates", [False, True], ids=["plain", "drafts"])
+def test_forced_and_plain_requests_share_batches(model, expected, drafts, asynchronous, speculates):
+    """Tokens of both are those of transformers, whatever steps the prompts were cut into, and
+    whatever drafts were verified."""
     with engine(
         model,
         skip_tokenizer_init=False,
         max_num_batched_tokens=48,
         block_size=16,
         async_scheduling=asynchronous,
+        speculative_config=drafts if speculates else None,
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
     ) as llm:
         states, tokenizer = count_states(llm), llm.get_tokenizer()
+        verified = count_verified(llm)
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts_of(SEED, LENGTHS)],
             [forced(kind, LONGEST if kind else PLAIN) for kind in ASKED],
             use_tqdm=False,
         )
-    assert {"ChunkedPrefill", "DecodeOnly"} <= set(states)
+    assert {"ChunkedPrefill", "SpecDecoding" if speculates else "DecodeOnly"} <= set(states)
+    assert bool(verified) == speculates
     for kind, output, tokens in zip(ASKED, outputs, expected):
         (completion,) = output.outputs
         assert list(completion.token_ids) == tokens

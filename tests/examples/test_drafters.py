@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import serve
@@ -14,6 +15,7 @@ import tiny_drafters
 import tiny_model
 from tiny_drafters import METHODS
 
+from tests.helpers.engine import engine, generate, graphs
 from tests.helpers.huggingface import reference
 
 K = 3
@@ -146,6 +148,38 @@ def test_most_drafts_are_accepted_some_in_part_some_not(method, target, demo_dra
     print(method, "known", len(known), rates(known), "unknown", len(unknown), rates(unknown))
     assert sum(rates(known)) / K > 0.7
     assert {0, K} < set(known + unknown)  # rejected, accepted, and something between
+
+
+@pytest.mark.parametrize(
+    ("method", "asynchronous"), [("draft_model", True), ("eagle", False), ("eagle3", True)]
+)
+def test_an_engine_accepts_exactly_the_same_drafts(
+    method, asynchronous, target, demo_model, demo_drafters, answers
+):
+    """In chunks, batches and graphs: the drafter is fed what the plain reading feeds it."""
+    asked = answers(*KNOWN, *UNKNOWN)
+    expected = accepted_counts(load(demo_drafters / method, target), target, asked)
+    drafts = {"method": method, "model": str(demo_drafters / method), "num_speculative_tokens": K}
+    with engine(
+        demo_model,
+        skip_tokenizer_init=False,  # answers stop at their end
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        async_scheduling=asynchronous,
+        speculative_config=drafts,
+        disable_log_stats=False,
+        **graphs("FULL_AND_PIECEWISE", 8, 24),
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        got = generate(llm, [prompt for prompt, _ in asked], params)
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+    for tokens, (_, answer) in zip(got, asked):
+        assert tokens == answer[: len(tokens)]
+    assert metrics["vllm:spec_decode_num_drafts"].value == len(expected)
+    of_engine = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    assert of_engine == [sum(count > position for count in expected) for position in range(K)]
+    per_step = 1 + sum(expected) / len(expected)
+    print(method, f"{per_step:.2f} tokens a step", [round(rate, 3) for rate in rates(expected)])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -18,6 +18,7 @@ ON_DEVICE = {
             "test_long_context.py",
             "test_pooling.py",
             "test_sampling.py",
+            "test_speculation.py",
             "test_structured_output.py",
         ],
         "8G",
