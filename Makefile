@@ -28,14 +28,14 @@ serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECUL
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
 	  $(if $(SPECULATE),--speculate $(SPECULATE)) -- $(ARGS)
 
-test: install lint ## everything that must hold at every change
-	$(PYTEST)
+test: install lint ## everything that must hold at every change; of some tests fewer combinations
+	NPU_PREP_TEST_EXAMPLES=300 $(PYTEST) --brief
 
 test-fast: install lint ## under two minutes: no engine, no server, fewer examples
 	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \
 	  tests/emulator/operators tests/test_*.py
 
-test-all: install lint ## the long runs too
+test-all: install lint ## every combination and the long runs, too
 	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PYTEST)
 
 bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts, replays

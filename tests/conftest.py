@@ -10,6 +10,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.brief import left_out
 from tests.helpers.demo import make_demo
 
 SEED = int(os.environ.get("NPU_PREP_TEST_SEED", "20240607"))
@@ -51,7 +52,16 @@ SLOW_FIRST = ("npu", "engine", "server", "examples", "differential", "emulator",
 """Folders whose files take long: with several processes these have to begin first."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--brief", action="store_true", help="leave out what tests/brief.txt lists")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--brief"):
+        out = left_out([item.nodeid for item in items])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+        items[:] = [item for item in items if item.nodeid not in out]
+
     def rank(item) -> int:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         return SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
