@@ -44,9 +44,12 @@ class NPUModelRunner(GraphRunner):
     =========================  =======================================================
     input_ids, positions       ours: views of the step's buffers, rebound each step
     query_start_loc            ours
-    seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view
+    seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view.
+                               Drafters shorten the device's in place, after the forward
     num_computed_tokens        ours
     discard_request_mask       ours
+    SpecDecodeMetadata         ours: views, made in each step
+    backup_next_token_ids      ours; upstream's drafters collect their own
     block tables               `DeviceBlockTables`, on either side; encoder-only groups
                                have neither these nor slots
     token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
