@@ -226,7 +226,7 @@ class NPUModelRunner(GraphRunner):
             bonus_logits_indices=arrays.bonus_logits_indices[:num_reqs],
             logits_indices=arrays.logits_indices[: step.num_logits],
         )
-        return metadata.logits_indices, metadata, metadata.max_spec_len + 1
+        return metadata.logits_indices, metadata, step.max_num_sampled_tokens
 
     def _get_slot_mappings(
         self, num_tokens_padded: int, *args: Any, **kwargs: Any

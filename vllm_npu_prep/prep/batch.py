@@ -179,6 +179,11 @@ class PreparedStep:
         return self.batch.num_draft_tokens[: self.num_reqs] + 1
 
     @property
+    def max_num_sampled_tokens(self) -> int:
+        """Most rows of logits of one request."""
+        return int(self.num_sampled_tokens.max())
+
+    @property
     def nbytes(self) -> int:
         """Bytes that travel to the device."""
         return self.layout.nbytes(self.batch.num_targets, self.num_block_changes)
