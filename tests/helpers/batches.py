@@ -12,6 +12,7 @@ from vllm_npu_prep.prep.batch import (
     device_has_all,
     prepare_step,
 )
+from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
 
@@ -34,7 +35,9 @@ class RandomBatch:
             padding = full_graph_padding(
                 batch.total_num_scheduled_tokens, batch.num_reqs, uniform, self.capture_sizes
             )
-        return prepare_step(batch, padding)
+        # Of an engine that speculates, whether this batch has drafts or not.
+        sizes = padding.num_input_tokens, padding.num_reqs_padded, batch.tables.num_groups
+        return prepare_step(batch, padding, step_layout(*sizes, max_logits_per_req=4))
 
     def settings(self) -> dict:
         """Keyword arguments of the oracle."""

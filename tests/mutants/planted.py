@@ -306,7 +306,7 @@ MUTANTS = [
         "speculation.py",
         "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n",
         "",
-        DIFFERENTIAL,
+        SPECULATION,
     ),
     Mutant(
         "drafters read the first group's table",

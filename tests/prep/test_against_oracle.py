@@ -39,9 +39,8 @@ def test_every_variable_equals_the_oracle(batch):
         assert value.tolist() == expected[name], name
     for name in (*REQUEST_LEVEL, "query_start_loc", "logits_indices"):
         assert getattr(step, name).tolist() == expected[name], name
-    if step.layout.max_drafts:
-        for name in SPECULATIVE:
-            assert getattr(step, name).tolist() == expected[name], name
+    for name in SPECULATIVE:
+        assert getattr(step, name).tolist() == expected[name], name
     for name in (
         "total_num_scheduled_tokens",
         "num_input_tokens",
