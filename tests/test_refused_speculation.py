@@ -36,6 +36,10 @@ REFUSED = {
         {"method": "draft_model", "parallel_drafting": True},
         ["parallel drafting", "one token of each request"],
     ),
+    "a draft model without padding": (
+        {"method": "draft_model", "disable_padded_drafter_batch": True},
+        ["disable_padded_drafter_batch (draft_model)", "leave the key out"],
+    ),
     "blocks of drafts": (
         {"method": "draft_model", "rejection_sample_method": "block"},
         ["rejection_sample_method block", "standard"],

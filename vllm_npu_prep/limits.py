@@ -204,6 +204,11 @@ def _unsupported_speculation(
             "a draft pass drafts one token of each request",
         ),
         (
+            method == "draft_model" and speculative.disable_padded_drafter_batch,
+            "disable_padded_drafter_batch (draft_model)",
+            "vLLM runs draft models on padded batches only; leave the key out",
+        ),
+        (
             speculative.rejection_sample_method != "standard",
             f"rejection_sample_method {speculative.rejection_sample_method}",
             "drafts are verified by the standard rule",
