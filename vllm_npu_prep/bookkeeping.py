@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
-from vllm_npu_prep.lora import LoRARunner
+from vllm_npu_prep.model_inputs import ModelInputRunner
 from vllm_npu_prep.prep.kernels import book_tokens
 from vllm_npu_prep.prompt_embeds import without_unknown_ids
 
@@ -26,7 +26,7 @@ PLACEHOLDER = -1
 """Token id of a sample that is not on the host yet."""
 
 
-class BookkeepingRunner(LoRARunner):
+class BookkeepingRunner(ModelInputRunner):
     """Upstream's runner with short ways for plain requests."""
 
     block_tables: DeviceBlockTables
@@ -64,13 +64,12 @@ class BookkeepingRunner(LoRARunner):
     def _rows_tell_all(self) -> bool:
         """Whether nobody reads ``num_computed_tokens`` of a request beside the batch's tables.
 
-        Drafters, encoders, state-space models and prompt log-probabilities do. Stages of a pipeline
+        Drafters, state-space models and prompt log-probabilities do. Stages of a pipeline
         get their tokens from the scheduler, which upstream enters.
         """
         return not (
             self.speculative_config is not None
             or self.parallel_config.pipeline_parallel_size > 1
-            or self.supports_mm_inputs
             or self.model_config.is_hybrid
             or self.num_prompt_logprobs
         )

@@ -1,5 +1,6 @@
 """What is refused, by name and with a reason: by the device, its kernel family, this version."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.families import KernelFamily
@@ -18,6 +19,9 @@ CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
 
 DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 """Speculative methods whose drafters are models of their own."""
+
+MODALITIES = ("image", "video")
+"""Kinds of multimodal input that were tried."""
 
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
@@ -76,6 +80,8 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
     unsupported = _unsupported_features(vllm_config, model)
     unsupported += _unsupported_transfer(vllm_config, family)
     unsupported += _unsupported_speculation(vllm_config, family)
+    if model.is_multimodal_model:
+        unsupported += _unsupported_multimodal(vllm_config, model)
     for feature, reason in unsupported:
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
     for each in [model, *_draft_models(vllm_config)]:
@@ -181,6 +187,70 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
     return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
+def _unsupported_multimodal(
+    vllm_config: "VllmConfig", model: "ModelConfig"
+) -> list[tuple[str, str]]:
+    """What a multimodal model or its engine was asked for and is refused, with reasons."""
+    if not model.supports_multimodal_inputs:  # all its limits are 0: text only
+        return []
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    options, lora = model.get_multimodal_config(), vllm_config.lora_config
+    limits = MULTIMODAL_REGISTRY.get_processing_info(model).supported_mm_limits
+    asked = [each for each in limits if options.get_limit_per_prompt(each) > 0]
+    others = ", ".join(sorted(set(asked) - set(MODALITIES)))
+    zeros = ", ".join(f'"{each}": 0' for each in sorted(set(asked) - set(MODALITIES)))
+    checks = [
+        (
+            others,
+            f"{others} input ({model.model})",
+            f"{' and '.join(MODALITIES)} input is; use --limit-mm-per-prompt '{{{zeros}}}'",
+        ),
+        (
+            model.is_mm_prefix_lm,
+            f"image spans that attend both ways ({model.model})",
+            "masks are causal; --language-model-only serves its text",
+        ),
+        (
+            model.is_multimodal_raw_input_only_model,
+            f"raw multimodal input ({model.model})",
+            "the encoder's output is put in place of placeholders",
+        ),
+        (
+            find_spec("torchvision") is None,
+            "image and video input without torchvision",
+            "processors of transformers need it: pip install --no-deps torchvision, in the version "
+            "of constraints.txt; --language-model-only serves text without it",
+        ),
+        (
+            model.enable_prompt_embeds,
+            "--enable-prompt-embeds with a multimodal model",
+            "a step's embeddings come from one of the two",
+        ),
+        (
+            options.is_multimodal_pruning_enabled(),
+            "--video-pruning-rate",
+            "positions would follow from what the encoder made on the device",
+        ),
+        (
+            options.mm_encoder_only,
+            "--mm-encoder-only",
+            "steps are prepared for the language model; leave the flag out",
+        ),
+        (
+            vllm_config.ec_transfer_config is not None,
+            "--ec-transfer-config",
+            "the encoder's outputs stay in their engine",
+        ),
+        (
+            lora is not None and lora.enable_tower_connector_lora,
+            "--enable-tower-connector-lora",
+            "adapters are applied to the language model",
+        ),
+    ]
+    return [(feature, reason) for applies, feature, reason in checks if applies]
+
+
 def _unsupported_speculation(
     vllm_config: "VllmConfig", family: KernelFamily
 ) -> list[tuple[str, str]]:
@@ -282,11 +352,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
     cache, pools = vllm_config.cache_config, model.runner_type == "pooling"
     position_embeddings = getattr(model.hf_text_config, "position_embedding_type", None)
     checks = [
-        (
-            model.is_multimodal_model,
-            f"multimodal input ({model.model})",
-            "only token ids are prepared; use a text-only model",
-        ),
         (model.is_encoder_decoder, "an encoder-decoder model", "no cross-attention runs"),
         (
             model.uses_alibi or position_embeddings == "alibi",

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -29,7 +28,6 @@ from vllm_npu_prep.graph.runner import GraphRunner
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
-from vllm_npu_prep.prompt_embeds import PromptEmbeds, reads_prompt_embeds
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -43,6 +41,7 @@ class NPUModelRunner(GraphRunner):
     attribute                  owner
     =========================  =======================================================
     input_ids, positions       ours: views of the step's buffers, rebound each step
+    mrope_positions            ours, and read in place of positions
     query_start_loc            ours
     seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view.
                                Drafters shorten the device's in place, after the forward
@@ -54,9 +53,9 @@ class NPUModelRunner(GraphRunner):
                                have neither these nor slots
     token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
     is_padding                 ours, handed out by `_prepare_padding_mask`
-    inputs_embeds              ours, made for steps with prompt embeddings only
+    inputs_embeds              ours, made for steps with embeddings only
+    encoder's outputs          upstream's, cached by the scheduler's word
     LoRA slots                 `PunicaWrapperNPU`, sent when they change
-    M-RoPE, encoder            upstream's, refused or unused so far
     the same names in          upstream's own buffers, rebound by `_dummy_run`; in a
     a dummy run                graph, ours again
     =========================  =======================================================
@@ -75,18 +74,10 @@ class NPUModelRunner(GraphRunner):
         self.prep_device = prep_device
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
-        # Upstream would give the model embeddings in every step, out of graphs' reach.
-        self.enable_prompt_embeds = False
-        self._text_only = not (
-            self.supports_mm_inputs
-            or self.model_config.is_encoder_decoder
-            or vllm_config.parallel_config.pipeline_parallel_size > 1
-        )
         self._uses_mla = self.model_config.use_mla  # a property that looks far, 30 us a step
         self._attn_metadata: dict[str, AscendMetadata] | None = None
         self._is_padding: torch.Tensor | None = None
         self._slots: tuple[Any, ...] | None = None
-        self._prompt_embeds: PromptEmbeds | None = None
         self.last_step: PreparedStep | None = None
 
     # ----------------------------------------------------------------- the step
@@ -117,11 +108,12 @@ class NPUModelRunner(GraphRunner):
             padding.num_reqs_padded,
             self._num_groups,
             self._max_logits_per_req,
+            self.mrope_dims,
         )
         staged = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, staged.np)
-        self._prompt_embeds = self._collect_prompt_embeds(step)
+        self._collect_prompt_embeds(step)
         # 5 copy: all of them at once; device tensors are views of the twin
         self.staging.submit(step.nbytes)
         self._place_sampled_tokens(step)
@@ -143,7 +135,7 @@ class NPUModelRunner(GraphRunner):
             num_draft_tokens = np.zeros_like(num_scheduled_tokens)
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
                 num_draft_tokens[batch.req_id_to_index[req_id]] = len(drafts)
-        sampled, has_tokens = batch.prev_sampled_token_ids, len(num_scheduled_tokens) > 0
+        sampled = batch.prev_sampled_token_ids
         return StepBatch(
             self._tables,
             num_scheduled_tokens,
@@ -152,15 +144,8 @@ class NPUModelRunner(GraphRunner):
             self.block_tables.previous_rows,
             0 if sampled is None else sampled.shape[0],
             self._num_sampled_drafts,
-            has_tokens and reads_prompt_embeds(self._tables, batch.req_prompt_embeds),
+            self._takes_embeds(scheduler_output, num_scheduled_tokens),
         )
-
-    def _collect_prompt_embeds(self, step: PreparedStep) -> PromptEmbeds | None:
-        """Tokens that come as embeddings; None if the step reads from no such prompt."""
-        batch = self.input_batch
-        if not step.batch.reads_prompt_embeds:
-            return None
-        return PromptEmbeds.of_step(step, batch.is_token_ids, batch.req_prompt_embeds, self.dtype)
 
     def _bind(self, staged: StagedArrays) -> None:
         """Let upstream's later code read the step's buffers by its own names."""
@@ -172,6 +157,8 @@ class NPUModelRunner(GraphRunner):
         discard.gpu, discard.cpu = device.discard_request_mask, cpu.discard_request_mask
         discard.np = host.discard_request_mask
         self.positions = device.positions
+        if self.uses_mrope:
+            self.mrope_positions.gpu = device.mrope_positions
         self.seq_lens = device.seq_lens
         self.num_computed_tokens = device.num_computed_tokens
         self.optimistic_seq_lens_cpu = cpu.seq_lens
@@ -249,25 +236,6 @@ class NPUModelRunner(GraphRunner):
             slots = self._slots = (self.positions, by_group, by_layer)
         return slots[1:]
 
-    def _preprocess(
-        self, scheduler_output: SchedulerOutput, num_input_tokens: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, ...]:
-        """Text goes to the model as it was prepared; upstream slices and clears what is right."""
-        if not self._text_only:
-            return super()._preprocess(scheduler_output, num_input_tokens, *args, **kwargs)
-        model_kwargs = self._init_model_kwargs()
-        input_ids, inputs_embeds = self.input_ids.gpu, None
-        if self._prompt_embeds is not None:
-            inputs_embeds = self._prompt_embeds.inputs_embeds(self.model, input_ids)
-            input_ids = None
-        return input_ids, inputs_embeds, self.positions, None, model_kwargs, None
-
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What was compiled takes token ids."""
-        if self._prompt_embeds is not None:
-            get_forward_context().skip_compiled = True
-        return super()._model_forward(*args, **kwargs)
-
     def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Padding came with the step; dummy runs without a graph take upstream's.
 
@@ -298,7 +266,7 @@ class NPUModelRunner(GraphRunner):
     def _forget_step(self) -> None:
         """Also what `_prepare_inputs` left for the rest of its step."""
         super()._forget_step()
-        self._attn_metadata = self._is_padding = self._prompt_embeds = None
+        self._attn_metadata = self._is_padding = None
 
     @torch.inference_mode()
     def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:
@@ -346,6 +314,7 @@ class NPUModelRunner(GraphRunner):
             num_known_blocks=tables.num_known_blocks,
             num_device_blocks=tables.num_device_blocks,
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
+            mrope=self.mrope_tables,
         )
         self._block_entries = self.prep_device.native(tables.entries)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
@@ -357,6 +326,7 @@ class NPUModelRunner(GraphRunner):
             self._num_groups,
             self._max_logits_per_req,
             len(tables.entries),
+            self.mrope_dims,
         )
         self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
 

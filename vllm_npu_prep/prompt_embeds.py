@@ -1,9 +1,4 @@
-"""Prompts that come as embeddings: which tokens of a step are vectors, and how they get in.
-
-A step that schedules tokens of such a prompt gives the model ``inputs_embeds``; every other step
-gives it ``input_ids``, so that graphs hold the embedding layer. Graphs read token ids only: a step
-with ``inputs_embeds`` runs eagerly, outside of what was compiled.
-"""
+"""Prompts that come as embeddings: which tokens of a step are vectors, and how they get in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +9,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
-from vllm_npu_prep.prep.embeds import embedded_tokens, reads_prompt
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.embeds import embedded_tokens
 
 
 def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
@@ -36,19 +31,6 @@ def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
     known = new.prompt_token_ids or is_token_ids
     ids = [token if is_id else no_token for token, is_id in zip(known, is_token_ids)]
     return replace(new, prompt_token_ids=ids, prompt_is_token_ids=is_token_ids)
-
-
-def reads_prompt_embeds(tables: BatchTables, prompt_embeds: Mapping[int, torch.Tensor]) -> bool:
-    """Whether a step reads from a prompt that has embeddings.
-
-    Parameters
-    ----------
-    tables
-        The runner's tables.
-    prompt_embeds
-        ``[num_prompt_tokens, hidden_size]`` on the host, by row of the batch.
-    """
-    return bool(prompt_embeds) and reads_prompt(tables, list(prompt_embeds))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -29,7 +30,11 @@ from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.limits import DRAFT_MODEL_METHODS
-from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
+from vllm_npu_prep.prep.drafting import (
+    next_draft_seq_lens,
+    num_rejected_tokens,
+    token_positions,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -107,9 +112,16 @@ class ExactLengths(SpecDecodeBaseProposer):
             self._seq_lens = next_draft_seq_lens(self._seq_lens, self.max_model_len)
         # Upstream counts these up in place after the pass.
         common.seq_lens_cpu_upper_bound = torch.from_numpy(self._seq_lens.copy())
-        common.positions = self._get_positions(common.num_actual_tokens)
+        common.positions = self._sequence_positions(common)
         common._num_computed_tokens_cache = None  # of other lengths
         return super().build_per_group_and_layer_attn_metadata(common, draft_index)
+
+    def _sequence_positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Positions in the sequences, which masks are made of; M-RoPE rotates by other ones."""
+        if not self.vllm_config.model_config.uses_mrope:
+            return self._get_positions(common.num_actual_tokens)
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        return async_tensor_h2d(token_positions(starts, self._seq_lens), device=self.device)
 
     def validate_same_kv_cache_group(self, kv_cache_config: KVCacheConfig) -> None:
         """One metadata serves all passes; upstream asserts it.

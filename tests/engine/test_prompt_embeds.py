@@ -52,7 +52,7 @@ def test_embeddings_give_the_tokens_that_their_ids_give(model, embedding, seed, 
         kinds = dict(counts)
     assert len({token for row in expected for token in row}) > 20
     if mode == "graphs":
-        took_embeds = kinds["eager: prompt embeddings, which graphs don't read"]
+        took_embeds = kinds["eager: embeddings, which graphs don't read"]
         assert 0 < took_embeds < sum(kinds.values()) - without, "decodes replay graphs"
         assert kinds["full graph"] > 0
 

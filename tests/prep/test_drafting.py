@@ -4,7 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
+from vllm_npu_prep.prep.drafting import (
+    next_draft_seq_lens,
+    num_rejected_tokens,
+    token_positions,
+)
 
 
 def scalar_rejected(num_drafts: int, num_valid: int) -> int:
@@ -39,3 +43,13 @@ def test_lengths_follow_the_positions_over_several_passes(lengths, passes, max_m
         seq_lens = following
         expected = [scalar_step(*request, max_model_len) for request in expected]
         assert seq_lens.tolist() == [seq_len for _, seq_len in expected]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 20)), min_size=1, max_size=9))
+def test_positions_of_a_pass_count_up_to_the_end_of_each_sequence(requests):
+    query_lens, computed = zip(*requests)
+    starts = np.cumsum([0, *query_lens]).astype(np.int32)
+    seq_lens = np.add(query_lens, computed).astype(np.int32)
+    expected = [first + offset for length, first in requests for offset in range(length)]
+    positions = token_positions(starts, seq_lens)
+    assert positions.tolist() == expected and positions.dtype == np.int64

@@ -23,6 +23,7 @@ class DeviceArrays:
     input_ids: torch.Tensor  # [num_input_tokens]
     input_ids_and_spare: torch.Tensor  # [num_input_tokens + 1]
     positions: torch.Tensor  # [num_input_tokens]
+    mrope_positions: torch.Tensor  # [mrope_dims, num_input_tokens]
     slot_mapping: tuple[torch.Tensor, ...]  # one [num_input_tokens] for each group
     query_start_loc: torch.Tensor  # [num_reqs_padded + 1]
     seq_lens: torch.Tensor  # [num_reqs_padded]
@@ -59,8 +60,13 @@ class TypedBuffer:
             size = spec.dtype.itemsize
             views[name] = self._by_dtype[spec.dtype][spec.offset // size : spec.end // size]
         slots = views.pop("slot_mapping").view(layout.num_groups, layout.num_input_tokens)
-        input_ids = views["input_ids_and_spare"][:-1]
-        return DeviceArrays(input_ids=input_ids, slot_mapping=slots.unbind(), **views)
+        mrope_positions = views.pop("mrope_positions")
+        return DeviceArrays(
+            input_ids=views["input_ids_and_spare"][:-1],
+            slot_mapping=slots.unbind(),
+            mrope_positions=mrope_positions.view(layout.mrope_dims, layout.num_input_tokens),
+            **views,
+        )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class StepCounts:
         if mode == GraphMode.NONE:
             return EAGER + "no graphs"
         if takes_embeds:
-            return EAGER + "prompt embeddings, which graphs don't read"
+            return EAGER + "embeddings, which graphs don't read"
         return EAGER + why_eager(mode, num_tokens, largest_size or 0, uniform_decode)
 
     def add(self, kind: str) -> None:

@@ -32,9 +32,10 @@ KEPT_DECISIONS = 4096
 NO_REQUESTS = np.empty(0, np.int32)
 
 TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")
-BUFFERS = ("input_ids", "query_start_loc", "discard_request_mask")
-"""Upstream's attributes that hold a step's arrays once it is prepared."""
-GRAPH_INPUTS = ("input_ids", "positions")
+BUFFERS = ("input_ids", "query_start_loc", "discard_request_mask", "mrope_positions")
+"""Upstream's attributes that hold a step's arrays once it is prepared; the last one only where the
+model has M-RoPE."""
+GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
 """Those that a graph reads."""
 
 
@@ -53,7 +54,7 @@ class GraphRunner(SpeculativeRunner):
         super().__init__(vllm_config, device)
         self._upstream_buffers = {
             **{name: getattr(self, name) for name in TENSORS},
-            **{name: dict(vars(getattr(self, name))) for name in BUFFERS},
+            **{name: dict(vars(getattr(self, name))) for name in BUFFERS if hasattr(self, name)},
         }
         self._padding_decision: tuple[Any, ...] | None = None
         self._dummy_padding: Padding | None = None
@@ -81,7 +82,7 @@ class GraphRunner(SpeculativeRunner):
         max_num_scheduled_tokens = 1
         if num_tokens != num_reqs:
             max_num_scheduled_tokens = int(batch.num_scheduled_tokens.max())
-        takes_embeds = batch.reads_prompt_embeds
+        takes_embeds = batch.takes_embeds
         key = (
             takes_embeds,
             num_tokens,

@@ -15,6 +15,7 @@ from vllm_npu_prep.prep.layout import (
     step_layout,
     targets_per_row,
 )
+from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
 
@@ -44,11 +45,12 @@ class BatchTables:
     # [G, M] int32, leading entries that on the device may be other than the null block
     num_device_blocks: np.ndarray
     chunked_prefill: bool = True
+    mrope: MropeTables | None = None  # of a model with M-RoPE
 
     def __post_init__(self) -> None:
         for item in fields(self):
             array = getattr(self, item.name)
-            if item.name != "chunked_prefill" and (
+            if isinstance(array, np.ndarray) and (
                 array.dtype != np.int32 or not array.flags.c_contiguous
             ):
                 raise TypeError(f"{item.name} is {array.dtype}, not contiguous int32")
@@ -125,7 +127,7 @@ class StepBatch:
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 when they are not on the device
     num_sampled_drafts: int = 0  # drafts behind each of these
-    reads_prompt_embeds: bool = False  # some request has tokens of a prompt that has embeddings
+    takes_embeds: bool = False  # the model gets embeddings (`vllm_npu_prep.prep.embeds`)
 
     @property
     def num_reqs(self) -> int:
@@ -268,6 +270,11 @@ class PreparedStep:
         return self.arrays.positions[: self.total_num_scheduled_tokens]
 
     @property
+    def mrope_positions(self) -> np.ndarray:
+        """M-RoPE position of each token, ``[mrope_dims, total_num_scheduled_tokens]``."""
+        return self.arrays.mrope_positions[:, : self.total_num_scheduled_tokens]
+
+    @property
     def req_indices(self) -> np.ndarray:
         """Request of each token, ``[total_num_scheduled_tokens]``."""
         return np.repeat(np.arange(self.num_reqs), self.query_lens)
@@ -350,6 +357,7 @@ def prepare_step(
             padding.num_reqs_padded,
             tables.num_groups,
             1 + int(batch.num_draft_tokens.max(initial=0)),
+            0 if tables.mrope is None else tables.mrope.num_dims,
         )
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_entries))
@@ -364,6 +372,8 @@ def prepare_step(
         batch.num_sampled_drafts,
         padding.decode_query_len,
     )
+    if tables.mrope is not None:
+        tables.mrope.fill(batch.num_reqs, arrays)
     if padding.mode is GraphMode.FULL:
         attn_state = captured_state(padding.decode_query_len)
     else:

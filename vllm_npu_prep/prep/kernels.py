@@ -365,7 +365,9 @@ def list_block_changes(
 
 
 @intrinsic
-def _pointer(typingctx, address):
+def pointer(typingctx, address):
+    """Pointer of an address, in compiled code."""
+
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -398,39 +400,39 @@ def fill_step_at(
     )
     drafters = reqs_padded if drafts > 0 else 0
     return fill_step(
-        carray(_pointer(tables[4]), reqs, np.int32),
-        carray(_pointer(tables[5]), reqs, np.int32),
-        carray(_pointer(tables[6]), reqs, np.int32),
-        carray(_pointer(tables[7]), (reqs, model_len), np.int32),
-        carray(_pointer(tables[8]), entries, np.int32),
-        carray(_pointer(tables[9]), groups, np.int32),
-        carray(_pointer(tables[10]), groups, np.int32),
-        carray(_pointer(tables[11]), (groups, reqs), np.int32),
-        carray(_pointer(tables[12]), (groups, reqs), np.int32),
-        carray(_pointer(tables[13]), (groups, reqs), np.int32),
+        carray(pointer(tables[4]), reqs, np.int32),
+        carray(pointer(tables[5]), reqs, np.int32),
+        carray(pointer(tables[6]), reqs, np.int32),
+        carray(pointer(tables[7]), (reqs, model_len), np.int32),
+        carray(pointer(tables[8]), entries, np.int32),
+        carray(pointer(tables[9]), groups, np.int32),
+        carray(pointer(tables[10]), groups, np.int32),
+        carray(pointer(tables[11]), (groups, reqs), np.int32),
+        carray(pointer(tables[12]), (groups, reqs), np.int32),
+        carray(pointer(tables[13]), (groups, reqs), np.int32),
         num_scheduled_tokens,
         num_draft_tokens,
         previous_rows,
         num_sampled_rows,
         num_sampled_drafts,
         decode_query_len,
-        carray(_pointer(arrays[7]), tokens + 1, np.int32),
-        carray(_pointer(arrays[8]), tokens, np.int64),
-        carray(_pointer(arrays[9]), (groups, tokens), np.int32),
-        carray(_pointer(arrays[10]), reqs_padded + 1, np.int32),
-        carray(_pointer(arrays[11]), reqs_padded, np.int32),
-        carray(_pointer(arrays[12]), reqs_padded, np.int32),
-        carray(_pointer(arrays[13]), logits, np.int32),
-        carray(_pointer(arrays[14]), drafts, np.int32),
-        carray(_pointer(arrays[15]), drafts, np.int32),
-        carray(_pointer(arrays[16]), drafters, np.int32),
-        carray(_pointer(arrays[17]), drafters, np.int32),
-        carray(_pointer(arrays[18]), drafters, np.int32),
-        carray(_pointer(arrays[19]), drafters, np.int32),
-        carray(_pointer(arrays[20]), reqs_padded, np.bool_),
-        carray(_pointer(arrays[21]), tokens, np.bool_),
-        carray(_pointer(arrays[22]), tail, np.int64),
-        carray(_pointer(arrays[22]), 2 * tail, np.int32),
+        carray(pointer(arrays[7]), tokens + 1, np.int32),
+        carray(pointer(arrays[8]), tokens, np.int64),
+        carray(pointer(arrays[9]), (groups, tokens), np.int32),
+        carray(pointer(arrays[10]), reqs_padded + 1, np.int32),
+        carray(pointer(arrays[11]), reqs_padded, np.int32),
+        carray(pointer(arrays[12]), reqs_padded, np.int32),
+        carray(pointer(arrays[13]), logits, np.int32),
+        carray(pointer(arrays[14]), drafts, np.int32),
+        carray(pointer(arrays[15]), drafts, np.int32),
+        carray(pointer(arrays[16]), drafters, np.int32),
+        carray(pointer(arrays[17]), drafters, np.int32),
+        carray(pointer(arrays[18]), drafters, np.int32),
+        carray(pointer(arrays[19]), drafters, np.int32),
+        carray(pointer(arrays[20]), reqs_padded, np.bool_),
+        carray(pointer(arrays[21]), tokens, np.bool_),
+        carray(pointer(arrays[22]), tail, np.int64),
+        carray(pointer(arrays[22]), 2 * tail, np.int32),
         arrays[5],
         arrays[6],
     )

@@ -51,6 +51,8 @@ class StepLayout:
         Most tokens whose logits are wanted.
     max_drafts
         Most draft tokens; 0 in an engine without speculation.
+    mrope_dims
+        Dimensions of M-RoPE positions; 0 for a model without them.
 
     Notes
     -----
@@ -74,6 +76,7 @@ class StepLayout:
     num_groups: int
     max_logits: int
     max_drafts: int = 0
+    mrope_dims: int = 0
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
@@ -86,6 +89,7 @@ class StepLayout:
         num_drafters = num_reqs if self.max_drafts else 0  # requests that may have drafts
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((num_tokens,), np.int64),
+            "mrope_positions": ((self.mrope_dims, num_tokens), np.int64),
             # One more place behind the tokens: samples of the last step that no request of this
             # one waits for are put there.
             "input_ids_and_spare": ((num_tokens + 1,), np.int32),
@@ -176,12 +180,13 @@ class StepArrays:
     """The arrays of one layout, all views of one buffer; padding included.
 
     ``T`` is ``num_input_tokens``, ``R`` is ``num_reqs_padded``, ``G`` the number of groups, ``D``
-    is ``max_drafts`` and ``S`` is ``R`` where there can be drafts, else 0.
+    is ``max_drafts`` and ``S`` is ``R`` where there can be drafts, else 0. ``P`` is ``mrope_dims``.
     """
 
     input_ids: np.ndarray  # [T] int32
     input_ids_and_spare: np.ndarray  # [T + 1] int32
     positions: np.ndarray  # [T] int64
+    mrope_positions: np.ndarray  # [P, T] int64, time, height and width
     slot_mapping: np.ndarray  # [G, T] int32
     query_start_loc: np.ndarray  # [R + 1] int32
     seq_lens: np.ndarray  # [R] int32
@@ -233,13 +238,17 @@ class StepArrays:
 
 @lru_cache(maxsize=1024)
 def step_layout(
-    num_input_tokens: int, num_reqs_padded: int, num_groups: int, max_logits_per_req: int = 1
+    num_input_tokens: int,
+    num_reqs_padded: int,
+    num_groups: int,
+    max_logits_per_req: int = 1,
+    mrope_dims: int = 0,
 ) -> StepLayout:
     """The layout of these sizes: the same object each time, its offsets worked out once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims
         See `StepLayout`.
     max_logits_per_req
         Most logits that one request wants: one, and one for each draft.
@@ -247,7 +256,9 @@ def step_layout(
     # Each request has at least one token and each draft is a token: never more logits than tokens.
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
-    return StepLayout(num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts)
+    return StepLayout(
+        num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
+    )
 
 
 def targets_per_row(num_drafts: int) -> int:
@@ -261,6 +272,7 @@ def largest_step(
     num_groups: int,
     max_logits_per_req: int,
     num_block_table_entries: int,
+    mrope_dims: int = 0,
 ) -> int:
     """Bytes that every step's buffer has to hold, a multiple of `ALIGNMENT`.
 
@@ -268,7 +280,7 @@ def largest_step(
     the block tables: the first one after a dummy run does.
     """
     num_rows = max_num_reqs + PADDING_ROWS
-    layout = step_layout(max_num_tokens, num_rows, num_groups, max_logits_per_req)
+    layout = step_layout(max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims)
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -20,6 +20,10 @@ class OracleRequest:
     block_ids: Sequence[int]
     num_draft_tokens: int = 0
     draft_token_ids: Sequence[int] = field(default_factory=tuple)
+    # Of a model with M-RoPE: positions of the prompt's tokens in each dimension, none where they
+    # count up from 0; and what is added behind the prompt
+    mrope_positions: Sequence[Sequence[int]] = ()
+    mrope_position_delta: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def oracle_step(
     sliding_window: int | None = None,
     chunked_prefill: bool = True,
     speculation: bool = False,
+    mrope_dims: int = 0,
 ) -> dict[str, Any]:
     """Prepare a step of one KV-cache group.
 
@@ -65,6 +70,8 @@ def oracle_step(
         Whether the scheduler may split prompts.
     speculation
         Adds what rejection sampling reads: drafts, and which logits verify them.
+    mrope_dims
+        Dimensions of M-RoPE positions; adds ``mrope_positions`` unless 0.
 
     Returns
     -------
@@ -141,8 +148,22 @@ def oracle_step(
         _replay(out, requests, graphs)
     if speculation:
         _verify(out, requests)
+    if mrope_dims:
+        out["mrope_positions"] = [_mrope(out, requests, dim) for dim in range(mrope_dims)]
     out["attn_mask"] = _mask(out, mask, sliding_window)
     return out
+
+
+def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> list[int]:
+    """One dimension: of the prompt as the model's rule has it, behind it as the position says."""
+    row = []
+    for index, position in zip(out["req_indices"], out["positions"]):
+        request = requests[index]
+        if request.mrope_positions and position < len(request.mrope_positions[dim]):
+            row.append(request.mrope_positions[dim][position])
+        else:
+            row.append(position + request.mrope_position_delta)
+    return row
 
 
 def _verify(out: dict[str, Any], requests: Sequence[OracleRequest]) -> None:
