@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -93,9 +94,120 @@ def test_drafts_are_scheduled_after_the_known_tokens():
     assert step["logits_indices"] == [0, 1, 2]
 
 
-def changed(path: str, value) -> dict:
-    """The small scenario with one field changed; `...` removes it."""
-    scenario = small()
+IMAGE = {"modality": "image", "offset": 2, "length": 4}
+PATCHES = [
+    [0, 1, 2, 2, 2, 2, 4, 5, 6, 7],
+    [0, 1, 2, 2, 3, 3, 4, 5, 6, 7],
+    [0, 1, 2, 3, 2, 3, 4, 5, 6, 7],
+]
+
+
+def with_an_image() -> dict:
+    """A chunk with an image and a decode of the same prompt; a window group and another."""
+    prompt = [1, 2, 9, 9, 9, 9, 5, 6, 7, 8]
+    request = {
+        "num_prompt_tokens": 10,
+        "multimodal": [IMAGE],
+        "mrope_positions": PATCHES,
+        "mrope_position_delta": -2,
+    }
+    chunk = {"req_id": "a", "num_computed_tokens": 3, "num_scheduled_tokens": 5}
+    decode = {"req_id": "b", "num_computed_tokens": 12, "num_scheduled_tokens": 1}
+    scenario = {
+        "block_size": 4,
+        "max_model_len": 24,
+        "max_num_reqs": 2,
+        "max_num_batched_tokens": 16,
+        "mrope_dims": 3,
+        "sliding_window": 4,
+        "requests": [
+            request | chunk | {"block_ids": [3, 4], "token_ids": prompt},
+            request | decode | {"block_ids": [0, 0, 5, 6], "token_ids": [*prompt, 11, 12, 13]},
+        ],
+        "more_kv_cache_groups": [{"block_size": 8, "block_ids": [[7], [9, 10]]}],
+    }
+    return copy.deepcopy(scenario)
+
+
+def test_images_mrope_and_groups_are_explained():
+    step = explain_json(parse_scenario(with_an_image()))
+    assert step["model_input"] == "inputs_embeds"
+    assert step["multimodal"] == [
+        {"req_id": "a", **IMAGE, "tokens": [0, 3]},
+        {"req_id": "b", **IMAGE, "tokens": None},
+    ]
+    assert step["mrope_positions"] == [
+        [*PATCHES[0][3:8], 10],
+        [*PATCHES[1][3:8], 10],
+        [*PATCHES[2][3:8], 10],
+    ]
+    assert step["positions"] == [3, 4, 5, 6, 7, 12]
+    window, full = step["kv_cache_groups"]
+    assert window["block_table"] == step["block_table"] == [[3, 4] + [0] * 4, [0, 0, 5, 6, 0, 0]]
+    assert window["slot_mapping"] == step["slot_mapping"] == [15, 16, 17, 18, 19, 24]
+    assert full["block_table"] == [[7, 0, 0], [9, 10, 0]]
+    assert full["slot_mapping"] == [59, 60, 61, 62, 63, 84]
+    assert full["block_offsets"] == [3, 4, 5, 6, 7, 4]
+    assert window["attn_mask"]["masked"][-1] == [1] * 9 + [0] * 4
+    assert full["attn_mask"]["masked"][-1] == [0] * 13
+
+
+def test_a_step_of_text_reads_token_ids():
+    scenario = with_an_image()
+    scenario["requests"][0]["num_computed_tokens"] = 6
+    scenario["requests"][0]["num_scheduled_tokens"] = 2
+    step = explain_json(parse_scenario(scenario))
+    assert step["model_input"] == "input_ids"
+    assert [span["tokens"] for span in step["multimodal"]] == [None, None]
+
+
+def test_tables_show_images_mrope_and_groups(capsys):
+    explain_text(parse_scenario(with_an_image()), Console(width=200))
+    text = capsys.readouterr().out
+    for part in (
+        "rows [6, 13], window 4 (group 0)",
+        "rows [6, 13] (group 1)",
+        "input   inputs_embeds",
+        "images and videos",
+        "0:3",
+        "group 1 (block size 8)",
+        "9 10 0",
+        "84",
+    ):
+        assert part in text, part
+
+
+IMAGE_BAD = [
+    ("requests.0.multimodal.0.offset", 7, "items lie behind one another"),
+    ("requests.0.multimodal.0.size", 7, "unknown key; allowed: modality, offset, length"),
+    ("requests.0.multimodal", [IMAGE, IMAGE], "requests.0.multimodal.1: image from 2 to 6"),
+    ("requests.0.mrope_positions", PATCHES[:2], "mrope_dims 3"),
+    ("requests.0.mrope_positions", [row[:5] for row in PATCHES], "num_prompt_tokens 10"),
+    ("mrope_dims", 0, "mrope_dims 0"),
+    ("mrope_dims", 9, "mrope_dims:"),
+    ("more_kv_cache_groups.0.block_ids", [[7]], "1 lists for 2 requests"),
+    (
+        "more_kv_cache_groups.0.block_ids",
+        [[7], [9]],
+        "more_kv_cache_groups.0.block_ids.1: 1 blocks",
+    ),
+    ("more_kv_cache_groups.0.block_ids", [[7], [0, 10]], "block_ids.1.0: block 0"),
+    ("more_kv_cache_groups.0.block_ids", [[7], [7, 10]], "block 7 belongs to requests.0 too"),
+    ("more_kv_cache_groups.0.window", 4, "(did you mean sliding_window?); allowed: block_size"),
+    ("requests.1.block_ids", [0, 0, 0, 6], "requests.1.block_ids.2: block 0"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), IMAGE_BAD)
+def test_bad_images_and_groups_get_one_line(path, value, message):
+    with pytest.raises(PrepError, match=re.escape(message)) as error:
+        parse_scenario(changed(path, value, with_an_image()))
+    assert "\n" not in str(error.value)
+
+
+def changed(path: str, value, scenario: dict | None = None) -> dict:
+    """The small scenario, or another, with one field changed; `...` removes it."""
+    scenario = scenario or small()
     target = scenario
     *parents, last = path.split(".")
     for part in parents:
@@ -219,15 +331,25 @@ FIELDS = [path for path, _, _ in BAD]
 @settings(max_examples=300)
 @given(st.sampled_from(FIELDS), json_values)
 def test_any_value_in_any_field_is_explained_or_refused(path, value):
+    check_explained_or_refused(changed(path, value))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([path for path, _, _ in IMAGE_BAD]), json_values)
+def test_any_value_in_any_field_of_images_and_groups_is_explained_or_refused(path, value):
+    check_explained_or_refused(changed(path, value, with_an_image()))
+
+
+def check_explained_or_refused(scenario: dict) -> None:
     try:
-        step = explain_json(parse_scenario(changed(path, value)))
+        step = explain_json(parse_scenario(scenario))
     except PrepError as error:
         refusal = str(error)
         assert "\n" not in refusal
     else:
         assert step["num_reqs"] >= 1
         console = Console(file=io.StringIO())
-        explain_text(parse_scenario(changed(path, value)), console)
+        explain_text(parse_scenario(scenario), console)
         assert "token level" in console.file.getvalue()
 
 

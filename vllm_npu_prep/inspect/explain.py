@@ -33,17 +33,24 @@ TOKEN_LEVEL = (
 REQUEST_LEVEL = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
 
 
-def prepare_scenario(scenario: Scenario) -> tuple[PreparedStep, MaskPlan]:
-    """Prepare a scenario's step and plan its mask."""
+GROUP_LEVEL = ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping")
+"""Token-level variables that each KV-cache group has of its own."""
+
+
+def prepare_scenario(scenario: Scenario) -> tuple[PreparedStep, list[MaskPlan]]:
+    """Prepare a scenario's step and plan the mask of each KV-cache group."""
     step = prepare_step(*scenario_batch(scenario))
-    plan = plan_mask(
-        step.attn_state,
-        MaskForm(scenario.mask),
-        step.num_input_tokens,
-        step.max_seq_len,
-        sliding_window=scenario.sliding_window,
-    )
-    return step, plan
+    plans = [
+        plan_mask(
+            step.attn_state,
+            MaskForm(scenario.mask),
+            step.num_input_tokens,
+            step.max_seq_len,
+            sliding_window=group.sliding_window,
+        )
+        for group in scenario.groups
+    ]
+    return step, plans
 
 
 def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
@@ -57,7 +64,8 @@ def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
 
 def explain_json(scenario: Scenario) -> dict[str, Any]:
     """Every variable of the step, by exactly the keys of the JSON contract."""
-    step, plan = prepare_scenario(scenario)
+    step, plans = prepare_scenario(scenario)
+    plan = plans[0]
     out: dict[str, Any] = {name: value.tolist() for name, value in token_level(step).items()}
     for name in (*REQUEST_LEVEL, "query_start_loc", "logits_indices"):
         out[name] = getattr(step, name).tolist()
@@ -74,7 +82,59 @@ def explain_json(scenario: Scenario) -> dict[str, Any]:
         for name in ("input_ids", "positions", "query_start_loc", "seq_lens"):
             out[f"{name}_padded"] = getattr(step.arrays, name).tolist()
         out["slot_mapping_padded"] = step.arrays.slot_mapping[0].tolist()
+    if scenario.more_kv_cache_groups:
+        out["kv_cache_groups"] = [
+            _group_json(scenario, step, index, plan) for index, plan in enumerate(plans)
+        ]
+    if scenario.mrope_dims:
+        out["mrope_positions"] = step.mrope_positions.tolist()
+    if any(request.multimodal for request in scenario.requests):
+        out["model_input"] = _model_input(step)
+        out["multimodal"] = modality_spans(scenario, step)
     return out
+
+
+def _group_json(
+    scenario: Scenario, step: PreparedStep, index: int, plan: MaskPlan
+) -> dict[str, Any]:
+    """What a KV-cache group has of its own."""
+    group = scenario.groups[index]
+    return {
+        "block_size": group.block_size,
+        "sliding_window": group.sliding_window,
+        "block_table": step.block_table(index).tolist(),
+        **{name: getattr(step, name)(index).tolist() for name in GROUP_LEVEL},
+        "attn_mask": _mask_json(plan, step.positions),
+    }
+
+
+def _model_input(step: PreparedStep) -> str:
+    """Which of the two inputs the model gets (`vllm_npu_prep.prep.embeds`)."""
+    return "inputs_embeds" if step.batch.takes_embeds else "input_ids"
+
+
+def modality_spans(scenario: Scenario, step: PreparedStep) -> list[dict[str, Any]]:
+    """Images and videos of all requests, and which of their tokens the step computes.
+
+    ``tokens`` are the step's, from the first to behind the last; None if it computes none, because
+    the item is in the KV cache already or comes later.
+    """
+    spans = []
+    for row, request in enumerate(scenario.requests):
+        first, start = request.num_computed_tokens, int(step.query_start_loc[row])
+        for item in request.multimodal:
+            seen = max(item.offset, first), min(item.end, request.seq_len)
+            tokens = [start + position - first for position in seen]
+            spans.append(
+                {
+                    "req_id": request.req_id,
+                    "modality": item.modality,
+                    "offset": item.offset,
+                    "length": item.length,
+                    "tokens": tokens if seen[0] < seen[1] else None,
+                }
+            )
+    return spans
 
 
 def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
@@ -100,12 +160,17 @@ def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
 
 def explain_text(scenario: Scenario, console: Console) -> None:
     """Print the step: what it is, then each level as a table."""
-    step, plan = prepare_scenario(scenario)
+    step, plans = prepare_scenario(scenario)
+    groups = scenario.groups
     padded = step.num_input_tokens - step.total_num_scheduled_tokens
     console.print(scenario.name or "scenario", style="bold", markup=False)
     console.print(f"state   {step.attn_state.name}")
-    mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
-    console.print(f"mask    {mask}", highlight=False)
+    for index, (group, plan) in enumerate(zip(groups, plans)):
+        mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
+        window = f", window {group.sliding_window}" if group.sliding_window else ""
+        where = f" (group {index})" if len(groups) > 1 else ""
+        console.print(f"mask    {mask}{window}{where}", highlight=False)
+    console.print(f"input   {_model_input(step)}", highlight=False)
     console.print(
         f"sizes   {step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
         f"num_input_tokens {step.num_input_tokens} ({padded} of padding), "
@@ -124,7 +189,17 @@ def explain_text(scenario: Scenario, console: Console) -> None:
     columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices"]
     _print_table(console, "request level", columns, rows)
 
+    spans = modality_spans(scenario, step)
+    if spans:
+        items = [[*list(span.values())[:4], _span(span["tokens"])] for span in spans]
+        columns = ["req_id", "modality", "offset", "length", "tokens"]
+        _print_table(console, "images and videos", columns, items)
+
     variables = token_level(step)
+    for dim, row in enumerate(step.mrope_positions):
+        variables[f"mrope_positions {dim}"] = row
+    for index in range(1, len(groups)):
+        variables |= {f"{name} {index}": getattr(step, name)(index) for name in GROUP_LEVEL[1:]}
     tokens = list(range(step.total_num_scheduled_tokens))
     folded = max(0, len(tokens) - FOLDED_TOKENS)
     if folded:
@@ -134,11 +209,19 @@ def explain_text(scenario: Scenario, console: Console) -> None:
     if folded:
         console.print(f"{folded} tokens in the middle are folded; --json has them all")
 
-    rows = [
-        [request.req_id, " ".join(map(str, blocks))]
-        for request, blocks in zip(scenario.requests, step.block_table().tolist())
-    ]
-    _print_table(console, "system level", ["req_id", "block_table"], rows)
+    for index, group in enumerate(groups):
+        rows = [
+            [request.req_id, " ".join(map(str, blocks))]
+            for request, blocks in zip(scenario.requests, step.block_table(index).tolist())
+        ]
+        title = "system level"
+        if len(groups) > 1:
+            title += f", group {index} (block size {group.block_size})"
+        _print_table(console, title, ["req_id", "block_table"], rows)
+
+
+def _span(tokens: list[int] | None) -> str:
+    return "-" if tokens is None else f"{tokens[0]}:{tokens[1]}"
 
 
 def _print_table(
@@ -148,7 +231,7 @@ def _print_table(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for name in columns:
         # Narrow columns of numbers under long names: break names where they have joints.
-        header = "\n".join(textwrap.wrap(name.replace("_", "_ "), 8)).replace("_ ", "_")
+        header = "\n".join(textwrap.wrap(name.replace("_", "_ "), 9)).replace("_ ", "_")
         table.add_column(header, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))

@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
+from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
+from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import (
     Padding,
     full_graph_padding,
@@ -34,6 +36,7 @@ def _printable(text: str) -> str:
 
 Count = Annotated[int, Field(ge=0, le=1 << 24)]
 Positive = Annotated[int, Field(ge=1, le=1 << 24)]
+BlockSize = Annotated[int, Field(ge=1, le=1 << 16)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 Text = Annotated[str, AfterValidator(_printable)]
 Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -41,6 +44,27 @@ Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ScenarioItem(_Strict):
+    """An image or a video in a prompt: which tokens are its placeholders."""
+
+    modality: Text
+    offset: Count
+    length: Positive
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.offset + self.length
+
+
+class ScenarioGroup(_Strict):
+    """A KV-cache group: its blocks, and what its layers see."""
+
+    block_size: BlockSize
+    block_ids: list[list[Int32]]  # of each request
+    sliding_window: Positive | None = None
 
 
 class ScenarioRequest(_Strict):
@@ -54,6 +78,9 @@ class ScenarioRequest(_Strict):
     token_ids: list[Int32]
     num_draft_tokens: Count = 0
     draft_token_ids: list[Int32] = []
+    multimodal: list[ScenarioItem] = []
+    mrope_positions: list[list[Int32]] | None = None  # [mrope_dims, num_prompt_tokens]
+    mrope_position_delta: Annotated[int, Field(ge=-(1 << 24), le=1 << 24)] = 0
 
     @property
     def seq_len(self) -> int:
@@ -64,7 +91,7 @@ class ScenarioRequest(_Strict):
 class Scenario(_Strict):
     """A batch, and the settings under which it is prepared."""
 
-    block_size: Annotated[int, Field(ge=1, le=1 << 16)]
+    block_size: BlockSize
     max_model_len: Positive
     max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
     max_num_batched_tokens: Size
@@ -75,6 +102,18 @@ class Scenario(_Strict):
     mask: Literal["dense", "compressed"] = "dense"
     sliding_window: Positive | None = None
     chunked_prefill: bool = True
+    mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
+    more_kv_cache_groups: Annotated[list[ScenarioGroup], Field(max_length=15)] = []
+
+    @property
+    def groups(self) -> list[ScenarioGroup]:
+        """The KV-cache groups: the one that the scenario describes itself, and the others."""
+        first = ScenarioGroup(
+            block_size=self.block_size,
+            block_ids=[request.block_ids for request in self.requests],
+            sliding_window=self.sliding_window,
+        )
+        return [first, *self.more_kv_cache_groups]
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -128,7 +167,7 @@ def _first_error(error: ValidationError) -> str:
     if detail["type"] == "missing":
         return f"{where}: missing"
     if detail["type"] == "extra_forbidden":
-        model = ScenarioRequest if detail["loc"][0] == "requests" else Scenario
+        model = _model_at(detail["loc"])
         allowed = list(model.model_fields)
         near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -138,18 +177,26 @@ def _first_error(error: ValidationError) -> str:
     return f"{where}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {given}"
 
 
+def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """What the unknown key stands in."""
+    if "multimodal" in loc[:-1]:
+        return ScenarioItem
+    if len(loc) > 1 and loc[0] == "requests":
+        return ScenarioRequest
+    return ScenarioGroup if len(loc) > 1 else Scenario
+
+
 def _check(scenario: Scenario) -> None:
     """What no single field shows."""
     requests = scenario.requests
-    columns = -(-scenario.max_model_len // scenario.block_size)
     if len(requests) > scenario.max_num_reqs:
         raise PrepError(
             f"requests: {len(requests)} of them, max_num_reqs allows {scenario.max_num_reqs}"
         )
-    if len(requests) * scenario.max_model_len > MAX_TABLE_CELLS:
+    if len(requests) * scenario.max_model_len * len(scenario.groups) > MAX_TABLE_CELLS:
         raise PrepError(
             f"max_model_len: {scenario.max_model_len} for {len(requests)} requests is a token "
-            f"table of more than {MAX_TABLE_CELLS:,} cells"
+            f"table, or block tables, of more than {MAX_TABLE_CELLS:,} cells"
         )
     total = sum(request.num_scheduled_tokens for request in requests)
     if total > scenario.max_num_batched_tokens:
@@ -161,11 +208,26 @@ def _check(scenario: Scenario) -> None:
         if count > 1:
             raise PrepError(f"requests: req_id {req_id!r} stands {count} times")
     for index, request in enumerate(requests):
-        _check_request(scenario, request, f"requests.{index}", columns)
-    _check_owners(scenario)
+        _check_request(scenario, request, f"requests.{index}")
+        _check_inputs(scenario, request, f"requests.{index}")
+    for place, group in enumerate(scenario.groups):
+        if len(group.block_ids) != len(requests):
+            raise PrepError(
+                f"more_kv_cache_groups.{place - 1}.block_ids: {len(group.block_ids)} lists for "
+                f"{len(requests)} requests"
+            )
+        where = [
+            f"more_kv_cache_groups.{place - 1}.block_ids.{i}"
+            if place
+            else f"requests.{i}.block_ids"
+            for i in range(len(requests))
+        ]
+        for row, request in enumerate(requests):
+            _check_blocks(scenario.max_model_len, group, request, group.block_ids[row], where[row])
+        _check_owners(group, requests, where)
 
 
-def _check_request(scenario: Scenario, request: ScenarioRequest, where: str, columns: int) -> None:
+def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> None:
     if request.seq_len > scenario.max_model_len:
         raise PrepError(
             f"{where}.num_scheduled_tokens: {request.num_computed_tokens} computed + "
@@ -198,39 +260,70 @@ def _check_request(scenario: Scenario, request: ScenarioRequest, where: str, col
         raise PrepError(
             f"{where}.token_ids: {len(request.token_ids)} ids, but drafts begin at position {known}"
         )
-    needed = -(-request.seq_len // scenario.block_size)
-    if not needed <= len(request.block_ids) <= columns:
+
+
+def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> None:
+    """Images and videos lie behind one another in the prompt, and have M-RoPE positions."""
+    end = 0
+    for place, item in enumerate(request.multimodal):
+        if item.offset < end or item.end > request.num_prompt_tokens:
+            raise PrepError(
+                f"{where}.multimodal.{place}: {item.modality} from {item.offset} to {item.end}; "
+                f"items lie behind one another in the prompt's {request.num_prompt_tokens} tokens"
+            )
+        end = item.end
+    if request.mrope_positions is None:
+        return
+    lengths = [len(row) for row in request.mrope_positions]
+    if lengths != [request.num_prompt_tokens] * scenario.mrope_dims or not lengths:
         raise PrepError(
-            f"{where}.block_ids: {len(request.block_ids)} blocks of {scenario.block_size} tokens; "
+            f"{where}.mrope_positions: rows of {lengths} positions; mrope_dims "
+            f"{scenario.mrope_dims} asks for as many rows of num_prompt_tokens "
+            f"{request.num_prompt_tokens}"
+        )
+
+
+def _check_blocks(
+    max_model_len: int,
+    group: ScenarioGroup,
+    request: ScenarioRequest,
+    block_ids: list[int],
+    where: str,
+) -> None:
+    needed = -(-request.seq_len // group.block_size)
+    columns = -(-max_model_len // group.block_size)
+    if not needed <= len(block_ids) <= columns:
+        raise PrepError(
+            f"{where}: {len(block_ids)} blocks of {group.block_size} tokens; "
             f"{request.seq_len} tokens need {needed}, and a row holds {columns}"
         )
     first_seen = 0  # blocks wholly before the window may have been freed
-    if scenario.sliding_window is not None:
-        first_seen = max(0, request.num_computed_tokens + 1 - scenario.sliding_window)
-    for place, block in enumerate(request.block_ids):
-        freed = (place + 1) * scenario.block_size <= first_seen
+    if group.sliding_window is not None:
+        first_seen = max(0, request.num_computed_tokens + 1 - group.sliding_window)
+    for place, block in enumerate(block_ids):
+        freed = (place + 1) * group.block_size <= first_seen
         if block == 0 and not freed:
-            raise PrepError(f"{where}.block_ids.{place}: block 0 is the null block, nobody owns it")
-        if (block + 1) * scenario.block_size >= 1 << 31:
-            raise PrepError(f"{where}.block_ids.{place}: slots of block {block} exceed 32 bits")
-    owned = Counter(block for block in request.block_ids if block)
+            raise PrepError(f"{where}.{place}: block 0 is the null block, nobody owns it")
+        if (block + 1) * group.block_size >= 1 << 31:
+            raise PrepError(f"{where}.{place}: slots of block {block} exceed 32 bits")
+    owned = Counter(block for block in block_ids if block)
     for block, count in owned.items():
         if count > 1:
-            raise PrepError(f"{where}.block_ids: block {block} stands {count} times")
+            raise PrepError(f"{where}: block {block} stands {count} times")
 
 
-def _check_owners(scenario: Scenario) -> None:
+def _check_owners(group: ScenarioGroup, requests: list[ScenarioRequest], where: list[str]) -> None:
     """Two requests share a block only if it is a full prefix block, which neither writes."""
     owner: dict[int, tuple[int, bool]] = {}
-    for index, request in enumerate(scenario.requests):
-        full = request.num_computed_tokens // scenario.block_size
-        for place, block in enumerate(request.block_ids):
+    for index, request in enumerate(requests):
+        full = request.num_computed_tokens // group.block_size
+        for place, block in enumerate(group.block_ids[index]):
             is_prefix = place < full
             if block and block in owner:
                 other, other_is_prefix = owner[block]
                 if not (is_prefix and other_is_prefix):
                     raise PrepError(
-                        f"requests.{index}.block_ids.{place}: block {block} belongs to "
+                        f"{where[index]}.{place}: block {block} belongs to "
                         f"requests.{other} too; only full prefix blocks may be shared"
                     )
             elif block:
@@ -241,13 +334,29 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
     """The batch of a scenario and its padding."""
     requests = scenario.requests
     num_reqs = len(requests)
-    columns = -(-scenario.max_model_len // scenario.block_size)
     token_ids = np.zeros((num_reqs, scenario.max_model_len), np.int32)
-    block_table = np.zeros((num_reqs, columns), np.int32)
     for row, request in enumerate(requests):
         tokens = request.token_ids + request.draft_token_ids
         token_ids[row, : len(tokens)] = tokens
-        block_table[row, : len(request.block_ids)] = request.block_ids
+    block_tables = []
+    for group in scenario.groups:
+        columns = -(-scenario.max_model_len // group.block_size)
+        block_table = np.zeros((num_reqs, columns), np.int32)
+        for row, block_ids in enumerate(group.block_ids):
+            block_table[row, : len(block_ids)] = block_ids
+        block_tables.append(block_table)
+    mrope = None
+    if scenario.mrope_dims:
+        mrope = MropeTables(scenario.mrope_dims, num_reqs)
+        mrope.set_rows(
+            [
+                (
+                    None if r.mrope_positions is None else np.array(r.mrope_positions, np.int64),
+                    r.mrope_position_delta,
+                )
+                for r in requests
+            ]
+        )
 
     def column(name: str) -> np.ndarray:
         return np.array([getattr(request, name) for request in requests], np.int32)
@@ -257,15 +366,21 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         num_prompt_tokens=column("num_prompt_tokens"),
         num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
         token_ids=token_ids,
-        block_sizes=np.array([scenario.block_size], np.int32),
+        block_sizes=np.array([group.block_size for group in scenario.groups], np.int32),
         chunked_prefill=scenario.chunked_prefill,
-        **device_has_all([block_table]),
+        mrope=mrope,
+        **device_has_all(block_tables),
+    )
+    num_scheduled_tokens = column("num_scheduled_tokens")
+    placeholders = Placeholders.of_rows(
+        [[(item.offset, item.end) for item in request.multimodal] for request in requests]
     )
     batch = StepBatch(
         tables,
-        num_scheduled_tokens=column("num_scheduled_tokens"),
+        num_scheduled_tokens=num_scheduled_tokens,
         num_draft_tokens=column("num_draft_tokens"),
-        total_num_scheduled_tokens=sum(r.num_scheduled_tokens for r in requests),
+        total_num_scheduled_tokens=int(num_scheduled_tokens.sum()),
+        takes_embeds=takes_embeds(tables, num_scheduled_tokens, [], placeholders),
     )
     padding = no_padding(batch.total_num_scheduled_tokens, num_reqs)
     if scenario.capture_sizes:
