@@ -22,14 +22,18 @@ import tiny_model
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
+
+from vllm_npu_prep.compat import make_torchvision_importable
+
+make_torchvision_importable()  # transformers imports it
+from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     LlamaConfig,
     PreTrainedModel,
 )
-from transformers.models.llama.modeling_llama import (
+from transformers.models.llama.modeling_llama import (  # noqa: E402
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,

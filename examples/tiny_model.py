@@ -143,6 +143,9 @@ def make(out: Path) -> Path:
     print(f"demo model: training a small Qwen3 into {out} (under a minute) ...", flush=True)
     import torch
 
+    from vllm_npu_prep.compat import make_torchvision_importable
+
+    make_torchvision_importable()
     start = time.perf_counter()
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)

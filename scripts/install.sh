@@ -48,11 +48,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 version() { sed -n "s/^$1==//p" "$root/constraints.txt"; }
 pip_install() { "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" "$@"; }
 
-say "1/6 environment $venv ($("$python" --version))"
+say "1/7 environment $venv ($("$python" --version))"
 "$python" -m venv "$venv"
 rm -f "$stamp"
 
-say "2/6 torch $(version torch) and build tools"
+say "2/7 torch $(version torch) and build tools"
 pip_install pip
 pip_install "torch==$(version torch)" setuptools setuptools-scm setuptools-rust wheel packaging \
   cmake ninja jinja2
@@ -63,7 +63,7 @@ if ls "$venv"/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>
   say "    PIP_FIND_LINKS, and run: make clean install"
 fi
 
-say "3/6 vLLM $(version vllm), built without device kernels (about a minute)"
+say "3/7 vLLM $(version vllm), built without device kernels (about a minute)"
 # Isolation would fetch several gigabytes of CUDA packages only to build nothing with them.
 VLLM_VERSION_OVERRIDE=$(version vllm) VLLM_TARGET_DEVICE=empty \
   pip_install --no-build-isolation --no-binary vllm "vllm==$(version vllm)"
@@ -71,17 +71,22 @@ VLLM_VERSION_OVERRIDE=$(version vllm) VLLM_TARGET_DEVICE=empty \
 # triton-ascend, which has the same import name.
 "$venv/bin/python" -m pip uninstall --quiet --yes triton
 
-say "4/6 vllm_npu_prep with extras: $extras"
+say "4/7 vllm_npu_prep with extras: $extras"
 PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable "$root[$extras]"
 if "$venv/bin/python" -m pip show --quiet triton 2>/dev/null; then
   "$venv/bin/python" -m pip uninstall --quiet --yes triton
 fi
 
-say "5/6 torch_npu $(version torch_npu), beside the environment, for the emulated Ascend runtime"
+say "5/7 torchvision $(version torchvision), for models that read images and videos"
+# Its dependencies would be CUDA packages, and another torch. Where the index has no build for this
+# torch, the plugin makes it importable (vllm_npu_prep/compat.py).
+pip_install --no-deps "torchvision==$(version torchvision)"
+
+say "6/7 torch_npu $(version torch_npu), beside the environment, for the emulated Ascend runtime"
 # Not in site-packages: there, "import torch" would load it and fail for want of Ascend libraries.
 pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
 
-say "6/6 byte code and caches"
+say "7/7 byte code and caches"
 "$venv/bin/python" -m compileall -q "$root/vllm_npu_prep"
 "$venv/bin/python" -c 'from vllm_npu_prep.prep.batch import warm_up; warm_up()'
 "$venv/bin/python" - <<'PYTHON' >/dev/null 2>&1 || true

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,7 @@ from vllm_npu_prep.errors import PrepError
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
+TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
 
 
 def check_vllm_version() -> None:
@@ -56,6 +59,7 @@ def activate_platform() -> str | None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         _select_v1_runner()
         _switch_off_aot_compile()
+        make_torchvision_importable()
     except PrepError as error:
         # vLLM would swallow it and then fail for want of a platform.
         _exit_with(error)
@@ -102,6 +106,27 @@ def _switch_off_aot_compile() -> None:
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"
 
 
+def make_torchvision_importable() -> None:
+    """Let ``import torchvision`` succeed beside a torch that its own library was not built for.
+
+    Processors of images and videos need its transforms, which are written in Python, and once it is
+    installed transformers imports it with every model. For x86-64 the package index has a CUDA
+    build only. With a torch for the CPU its library does not load, and the import then fails at two
+    operators that Python code describes unasked. Naming these is enough; a call still fails.
+    Nothing is imported here, and a torchvision that fits is left alone.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or hasattr(torch.ops.torchvision, "nms"):
+        return
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(library)
+            return
+    for name in ("nms", "qnms"):
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{name}", schema)
+
+
 def prepare_process() -> None:
     """What every process of an engine needs, once the platform is known."""
     from vllm.platforms import current_platform
@@ -110,6 +135,7 @@ def prepare_process() -> None:
     if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
         _silence_accelerator_calls()
         _let_servers_stop_quietly()
+        _refuse_vision_without_torchvision()
 
 
 def _silence_accelerator_calls() -> None:
@@ -184,6 +210,26 @@ def _let_servers_stop_quietly() -> None:
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
     AsyncLLM.shutdown = shutdown
+
+
+def _refuse_vision_without_torchvision() -> None:
+    """Say what a model that sees lacks, before upstream fails to inspect it without saying why."""
+    from vllm.model_executor.models.registry import _ModelRegistry
+
+    upstream = _ModelRegistry.inspect_model_cls
+    if importlib.util.find_spec("torchvision") or hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def inspect_model_cls(self: _ModelRegistry, architectures: Any, model_config: Any) -> Any:
+        if hasattr(model_config.hf_config, "vision_config"):
+            raise PrepError(
+                f"{model_config.model} reads images or videos: that needs torchvision, which is "
+                f"not installed; pip install --no-deps {TORCHVISION}"
+            )
+        return upstream(self, architectures, model_config)
+
+    _ModelRegistry.inspect_model_cls = inspect_model_cls
 
 
 class _OneLineErrors:
