@@ -1,6 +1,5 @@
 """What is refused, by name and with a reason: by the device, its kernel family, this version."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.families import KernelFamily
@@ -215,12 +214,6 @@ def _unsupported_multimodal(
             model.is_multimodal_raw_input_only_model,
             f"raw multimodal input ({model.model})",
             "the encoder's output is put in place of placeholders",
-        ),
-        (
-            find_spec("torchvision") is None,
-            "image and video input without torchvision",
-            "processors of transformers need it: pip install --no-deps torchvision, in the version "
-            "of constraints.txt; --language-model-only serves text without it",
         ),
         (
             model.enable_prompt_embeds,
