@@ -48,6 +48,12 @@ def demo_drafters(demo_model) -> Path:
     return make_demo("tiny_drafters.py", "tiny-qwen3-drafters")
 
 
+@pytest.fixture(scope="session")
+def vision_models() -> Path:
+    """Folder of the tiny models that see, one in each folder in it."""
+    return make_demo("tiny_vision_model.py", "tiny-vision")
+
+
 SLOW_FIRST = ("npu", "engine", "server", "examples", "differential", "emulator", "graph")
 """Folders whose files take long: with several processes these have to begin first."""
 

@@ -254,6 +254,69 @@ def test_defaults_that_start_up_decides(configure):
     assert config.scheduler_config.async_scheduling
 
 
+SEEING_REFUSED = {
+    "both ways": (
+        {"hf_overrides": {"is_mm_prefix_lm": True}},
+        ["image spans that attend both ways", "--language-model-only"],
+    ),
+    "prompt embeddings": (
+        {"enable_prompt_embeds": True},
+        ["--enable-prompt-embeds with a multimodal model"],
+    ),
+    "pruning": ({"video_pruning_rate": 0.5}, ["--video-pruning-rate"]),
+    "encoder only": ({"mm_encoder_only": True}, ["--mm-encoder-only"]),
+    "encoder's connector": (
+        {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_consumer"}},
+        ["--ec-transfer-config"],
+    ),
+    "adapters of the tower": (
+        {"enable_lora": True, "enable_tower_connector_lora": True},
+        ["--enable-tower-connector-lora"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "parts"), SEEING_REFUSED.values(), ids=SEEING_REFUSED)
+def test_what_models_that_see_are_refused(configure, vision_models, settings, parts):
+    with pytest.raises(PrepError) as error:
+        configure(vision_models / "qwen2_5_vl", skip_tokenizer_init=False, **settings)
+    assert "\n" not in str(error.value)
+    for part in (*parts, "not supported by vllm_npu_prep"):
+        assert part in str(error.value)
+
+
+def test_input_of_another_kind_is_refused_by_name(configure, vision_models, monkeypatch):
+    monkeypatch.setattr("vllm_npu_prep.limits.MODALITIES", ("image",))
+    model, settings = vision_models / "qwen2_5_vl", {"skip_tokenizer_init": False}
+    with pytest.raises(
+        PrepError, match=r"video input .* is not supported.*image input is"
+    ) as error:
+        configure(model, **settings)
+    assert """--limit-mm-per-prompt '{"video": 0}'""" in str(error.value)
+    configure(model, limit_mm_per_prompt={"video": 0}, **settings)
+
+
+def test_a_model_that_sees_says_so_or_serves_text_only(
+    configure, vision_models, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def block(**settings) -> str:
+        caplog.clear()
+        configure(vision_models / "qwen2_5_vl", skip_tokenizer_init=False, **settings)
+        messages = (record.getMessage() for record in caplog.records)
+        return next(message for message in messages if "vllm_npu_prep:" in message)
+
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        seeing = block(max_num_seqs=3, compilation_config={"cudagraph_mm_encoder": True})
+        text = block(
+            max_num_seqs=4, language_model_only=True, hf_overrides={"is_mm_prefix_lm": True}
+        )
+    assert "multimodal    image, video, M-RoPE; steps that read them" in seeing
+    assert "off           cudagraph_mm_encoder" in seeing
+    assert "multimodal" not in text
+
+
 def test_one_graph_serves_any_number_of_adapters(configure):
     config = configure(enable_lora=True, specialize_active_lora=True)
     assert not config.lora_config.specialize_active_lora

@@ -79,7 +79,7 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
     unsupported = _unsupported_features(vllm_config, model)
     unsupported += _unsupported_transfer(vllm_config, family)
     unsupported += _unsupported_speculation(vllm_config, family)
-    if model.is_multimodal_model:
+    if model.supports_multimodal_inputs:
         unsupported += _unsupported_multimodal(vllm_config, model)
     for feature, reason in unsupported:
         raise PrepError(f"{feature} is not supported by vllm_npu_prep: {reason}")
@@ -186,23 +186,26 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
     return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
+def multimodal_inputs(model: "ModelConfig") -> list[str]:
+    """Kinds of input beside text that requests may have: what the model takes, unless forbidden."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    options = model.get_multimodal_config()
+    takes = MULTIMODAL_REGISTRY.get_processing_info(model).supported_mm_limits
+    return sorted(kind for kind in takes if options.get_limit_per_prompt(kind) > 0)
+
+
 def _unsupported_multimodal(
     vllm_config: "VllmConfig", model: "ModelConfig"
 ) -> list[tuple[str, str]]:
     """What a multimodal model or its engine was asked for and is refused, with reasons."""
-    if not model.supports_multimodal_inputs:  # all its limits are 0: text only
-        return []
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
     options, lora = model.get_multimodal_config(), vllm_config.lora_config
-    limits = MULTIMODAL_REGISTRY.get_processing_info(model).supported_mm_limits
-    asked = [each for each in limits if options.get_limit_per_prompt(each) > 0]
-    others = ", ".join(sorted(set(asked) - set(MODALITIES)))
-    zeros = ", ".join(f'"{each}": 0' for each in sorted(set(asked) - set(MODALITIES)))
+    others = [each for each in multimodal_inputs(model) if each not in MODALITIES]
+    zeros = ", ".join(f'"{each}": 0' for each in others)
     checks = [
         (
-            others,
-            f"{others} input ({model.model})",
+            bool(others),
+            f"{' and '.join(others)} input ({model.model})",
             f"{' and '.join(MODALITIES)} input is; use --limit-mm-per-prompt '{{{zeros}}}'",
         ),
         (

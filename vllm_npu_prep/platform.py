@@ -18,7 +18,7 @@ from vllm_npu_prep.device import (
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
-from vllm_npu_prep.limits import CONNECTOR_MODULE, refuse_unsupported
+from vllm_npu_prep.limits import CONNECTOR_MODULE, multimodal_inputs, refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -192,6 +192,10 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     if lora is not None and lora.specialize_active_lora:
         lora.specialize_active_lora = False
         off.append("--specialize-active-lora: one graph serves any number of adapters")
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mm_encoder:
+        compilation.cudagraph_mm_encoder = False
+        off.append("cudagraph_mm_encoder: encoders run eagerly")
     return off
 
 
@@ -212,6 +216,12 @@ def _log_start_up(
         f"tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
     ]
+    if model.supports_multimodal_inputs:
+        rope = ", M-RoPE" if model.uses_mrope else ""
+        lines.append(
+            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; steps that read them run "
+            f"eagerly; the encoder's last {scheduler.encoder_cache_size} tokens are cached"
+        )
     lora = vllm_config.lora_config
     if lora is not None:
         lines.append(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -17,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from examples.tiny_model import make_tokenizer
 from tests.differential.invariants import Invariants, hold
 from tests.differential.upstream import Pair
+from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.lora import make_adapter
@@ -53,6 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 KINDS = ("Qwen3", "Qwen3", "Qwen3", "Gemma2", "Gemma2", "Qwen3Moe", "DeepseekV3", "pooling")
 """What is drawn from: a family that generates, or Qwen3 as an embedding model."""
+VISION = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl"}
+"""Models that see, of `examples/tiny_vision_model.py`; every tenth engine has one."""
 DRAFTERS: dict[str, tuple[tuple[str, str], ...]] = {
     "Qwen3": (
         ("ngram", ""),
@@ -66,6 +70,8 @@ DRAFTERS: dict[str, tuple[tuple[str, str], ...]] = {
     "Qwen3Moe": (("ngram", ""), ("draft_model", "near"), ("eagle", "head"), ("eagle3", "head")),
     "Gemma2": (("ngram", ""), ("draft_model", "other")),  # no lm_head that a head could share
     "DeepseekV3": (("ngram", ""),),
+    "Qwen2.5-VL": (("ngram", ""),),
+    "Qwen3-VL": (("ngram", ""),),
 }
 """Speculative methods by family, and which drafter: the model itself, all of whose drafts count if
 they are greedy; one near it; another one; or a head (`tests.helpers.drafters`)."""
@@ -110,6 +116,8 @@ class Episode:
             return values[rng.integers(len(values))]
 
         family = pick(*KINDS)
+        if seed % 10 == 9:
+            family = list(VISION)[seed // 10 % 2]
         groups = 2 if family == "Gemma2" else 1  # one request of `MAX_MODEL_LEN` has to fit
         chunked = rng.random() < 0.65
         block_size = pick(8, 16, 32)
@@ -154,7 +162,7 @@ class Episode:
                     settings["num_gpu_blocks_override"] += MAX_MODEL_LEN // block_size
                 if rng.random() < 0.4:
                     drafts["draft_sample_method"] = "probabilistic"
-        elif rng.random() < 0.25:
+        elif rng.random() < 0.25 and family not in VISION:
             settings["enable_prompt_embeds"] = True
         if family == "Qwen3" and rng.random() < 0.4:
             settings |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
@@ -196,6 +204,8 @@ class Episode:
 @cache
 def model_of(family: str) -> Path:
     """A random model of one or two layers with the demo model's tokenizer."""
+    if family in VISION:
+        return make_demo("tiny_vision_model.py", "tiny-vision") / VISION[family]
     folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-"))
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -258,7 +268,9 @@ class Traffic:
         engine_core.model_executor.driver_worker.worker.model_runner = self.pair
         self.invariants = Invariants(self.pair, self.scheduler, seed=episode.seed)
         self.tokenizer = llm.get_tokenizer()
-        self.embedding = ours.get_model().model.embed_tokens.weight.detach()
+        if "enable_prompt_embeds" in episode.settings:
+            self.embedding = ours.get_model().model.embed_tokens.weight.detach()
+        self.images = [self.image() for _ in range(6)]
         self.prefixes = [self.tokens(70) for _ in range(3)]
         self.features: dict[str, set[str]] = {}  # of each request that is under way
         self.draining = False
@@ -284,10 +296,29 @@ class Traffic:
             features.add("prompt embeddings")
             return {"prompt_embeds": self.embedding[ids].clone()}
         prompt: dict[str, Any] = {"prompt_token_ids": ids}
+        if self.episode.family in VISION and self.chance(0.6):
+            features.add("images")
+            self.add_images(prompt)
         if self.chance(0.1):
             features.add("cache salt")
             prompt["cache_salt"] = str(self.rng.integers(2))
         return prompt
+
+    def image(self) -> Image.Image:
+        height, width = self.rng.integers(16, 48, 2).tolist()
+        return Image.fromarray(self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+    def add_images(self, prompt: dict[str, Any]) -> None:
+        """One or two of a few images, anywhere in the prompt."""
+        ids = prompt["prompt_token_ids"][:60]
+        place = self.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
+        images = [self.images[self.rng.integers(6)] for _ in range(self.rng.integers(1, 3))]
+        for _ in images:
+            where = int(self.rng.integers(len(ids) + 1))
+            while 0 < where < len(ids) and ids[where] in place[1:]:  # not inside of another
+                where -= 1
+            ids = ids[:where] + place + ids[where:]
+        prompt |= {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     def params(self, features: set[str]) -> SamplingParams | PoolingParams:
         if self.episode.family == "pooling":
@@ -434,6 +465,8 @@ class Traffic:
                     self.features.pop(output.request_id, None)
                     self.count["finished"] += 1
         self.invariants.caches_agree()
+        self.count["images encoded"] += self.pair.ours.encoder_counts.encoded
+        self.count["images placed"] += self.pair.ours.encoder_counts.placed
         for kind, steps_of in self.pair.ours.step_counts.by_kind.items():
             self.count[kind.partition(":")[0]] += steps_of
 

@@ -185,6 +185,7 @@ class Invariants:
                     block_ids=self.runner.requests[req_id].block_ids[0],
                     num_draft_tokens=count,
                     draft_token_ids=tokens[len(tokens) - count :],
+                    **self._mrope_of(req_id),
                 )
             )
         expected = oracle_step(
@@ -193,7 +194,11 @@ class Invariants:
             max_model_len=self.runner.max_model_len,
             mask="compressed",
             chunked_prefill=tables.chunked_prefill,
+            mrope_dims=self.runner.mrope_dims,
         )
+        if self.runner.mrope_dims:
+            rows = step.mrope_positions.tolist()
+            hold(rows == expected["mrope_positions"], "mrope_positions as the oracle's", rows)
         for name in ("positions", "query_start_loc", "seq_lens", "logits_indices", "query_lens"):
             hold(getattr(step, name).tolist() == expected[name], f"{name} as the oracle's")
         hold(step.slot_mapping().tolist() == expected["slot_mapping"], "slots as the oracle's")
@@ -201,6 +206,16 @@ class Invariants:
         if step.padding.mode is not GraphMode.FULL:
             state = step.attn_state.name
             hold(state == expected["attn_state"], "state", state, expected["attn_state"])
+
+    def _mrope_of(self, req_id: str) -> dict[str, Any]:
+        """What upstream worked out for a request by the model's own rule."""
+        request = self.runner.requests[req_id]
+        if request.mrope_positions is None:
+            return {}
+        return {
+            "mrope_positions": request.mrope_positions.tolist(),
+            "mrope_position_delta": request.mrope_position_delta,
+        }
 
     def caches_agree(self) -> None:
         """Both runners' caches hold the same: nothing was written but by a step's own tokens."""

@@ -21,7 +21,9 @@ from vllm_npu_prep.prep.state import AttentionState
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 EPISODES = {
     8: {"drafts accepted", "drafts partly accepted", "drafts rejected", "dummy run", "full graph"},
+    9: {"resumed", "dummy run", "full graph", "images encoded", "images placed"},
     11: {"resumed", "drafts accepted", "drafts rejected", "full graph", "piecewise graphs"},
+    39: {"cached prefix", "images encoded", "images placed"},
     73: {"drafts partly accepted", "dummy run", "full graph"},
     76: {"resumed", "cached prefix", "drafts partly accepted", "dummy run", "PrefillCacheHit"},
     112: {"resumed", "prefix cache reset", "drafts accepted", "aborted", "PrefillCacheHit"},

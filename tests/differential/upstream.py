@@ -187,6 +187,7 @@ class Watched:
         self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.logits: torch.Tensor | None = None
         self.decision: Any = None
+        self.took_embeds = False
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
         decide = runner._determine_batch_execution_and_padding
 
@@ -264,7 +265,7 @@ class Watched:
         logits_indices, spec, max_num_sampled_tokens = self.prepared
         arrays = {
             "req_ids": list(batch.req_ids),
-            "positions": positions[:total].tolist(),
+            "positions": positions[..., :total].tolist(),
             "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
             "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
             "seq_lens": runner.seq_lens[:reqs].tolist(),
@@ -292,8 +293,12 @@ class Watched:
             (wrapper,) = self.lora_wrappers(runner)
             arrays["token_lora_indices"] = wrapper.token_lora_indices[:total].tolist()
             arrays["sampler_indices"] = wrapper.sampler_indices.tolist()
-        if inputs_embeds is None and runner.model_config.enable_prompt_embeds:
-            inputs_embeds = runner.model.embed_input_ids(input_ids)
+        self.took_embeds = inputs_embeds is not None
+        if runner.model_config.enable_prompt_embeds or runner.supports_mm_inputs:
+            # Upstream's steps of such engines all take embeddings.
+            inputs_embeds = (
+                runner.model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            )
         if inputs_embeds is not None:  # ids under embeddings are nobody's
             arrays["inputs_embeds"] = inputs_embeds[:total].tolist()
         else:
@@ -413,7 +418,7 @@ class Pair:
         check("names", sorted(ours), sorted(theirs))
         for name in ours:
             check(name, ours[name], theirs[name])
-        if "inputs_embeds" not in ours:
+        if not self.watched[self.ours].took_embeds:
             decided = self.watched[self.ours].decision
             check("graph and padding", decided, self.upstream.decision)
 
