@@ -15,6 +15,7 @@ prefill-8192   the same, 32 prompts of 256 tokens
 mixed-2200     the same, 200 decodes and 8 prompts of 250 tokens
 step-256       `execute_model` and `sample_tokens` of 256 decodes; model and sampler return at once
 drafts-256     as decode-256, three drafts to verify for each, of which some are accepted
+mrope-256      as decode-256, of a model with M-RoPE (Qwen2.5-VL)
 drafts-step    as step-256, with these drafts; the drafter returns at once, too
 =============  =====================================================================================
 
@@ -49,6 +50,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 
+from tests.helpers.demo import make_demo
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, scheduler_output, upstream_twin
 
@@ -162,6 +164,7 @@ class Case:
     first_len: tuple[int, int] = (64, 1024)
     settings: tuple[tuple[str, Any], ...] = ()
     num_layers: int = 1
+    mrope: bool = False
 
     @property
     def num_reqs(self) -> int:
@@ -187,7 +190,7 @@ class Case:
     def kv_cache_bytes(self) -> int:
         """Enough for one request of the longest kind; nothing is written to it."""
         max_model_len = self.engine_settings()["max_model_len"]
-        return 256 * max_model_len * self.num_layers * 2
+        return 256 * max_model_len * self.num_layers * 2 * (2 if self.mrope else 1)
 
 
 CASES = {
@@ -197,6 +200,7 @@ CASES = {
     "mixed-2200": Case(200, 8, 250),
     "step-256": Case(256, whole_step=True),
     "drafts-256": Case(256, num_drafts=3),
+    "mrope-256": Case(256, num_layers=2, mrope=True),
     "drafts-step": Case(256, num_drafts=3, whole_step=True),
 }
 
@@ -271,6 +275,7 @@ def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]
         "logits_indices": logits_indices,
         "input_ids": runner.input_ids.gpu[:total],
         "positions": runner.positions[:total],
+        "mrope_positions": runner.mrope_positions.gpu[:, :total] if runner.uses_mrope else None,
         "slot_mapping": of_layer.slot_mapping[:total],
         "query_start_loc": of_layer.query_start_loc,
         "seq_lens": of_layer.seq_lens,
@@ -345,6 +350,7 @@ def stub(runner: Any) -> None:
 def twin_of(runner: Any) -> Any:
     """Upstream's runner with a metadata builder that costs nothing."""
     twin = upstream_twin(runner)
+    twin.model = runner.model  # it knows what M-RoPE positions are
     twin.attn_groups = [
         [dataclasses.replace(group, metadata_builders=[CommonBuilder()]) for group in groups]
         for groups in runner.attn_groups
@@ -392,7 +398,9 @@ def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
 def runners(case: Case, folder: Path, async_scheduling: bool) -> Iterator[tuple[Any, Any]]:
     """Ours and upstream's, on an engine of the case's size."""
     model = folder / f"{case.num_layers}-layers"
-    if not model.exists():
+    if case.mrope:
+        model = make_demo("tiny_vision_model.py", "tiny-vision") / "qwen2_5_vl"
+    elif not model.exists():
         make_model(
             model,
             vocab_size=VOCAB,
@@ -405,6 +413,7 @@ def runners(case: Case, folder: Path, async_scheduling: bool) -> Iterator[tuple[
             load_format="dummy",
             kv_cache_memory_bytes=case.kv_cache_bytes(),
             async_scheduling=async_scheduling,
+            skip_tokenizer_init=not case.mrope,
             # As NPUs get it. A dense mask is gathered on the device, which here is this processor.
             additional_config={"npu_prep": {"mask": "compressed"}},
             **case.engine_settings(),
