@@ -117,12 +117,8 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str
     """What the model needs and the family lacks, and what would have to be there."""
     text = model.hf_text_config
     soft_cap = getattr(text, "attn_logit_softcapping", None)
-    window = model.get_sliding_window() or "sliding_attention" in (
-        getattr(text, "layer_types", None) or ()
-    )
     checks = [
         (soft_cap, family.logits_soft_cap, "logits soft cap", "its operators take no cap"),
-        (window, family.sliding_window, "sliding window", "it needs band masks"),
         (
             model.is_moe,
             family.experts,

@@ -38,12 +38,15 @@ def test_decodes_build_no_mask():
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_non_causal_groups_have_no_mask_but_keep_their_window(window):
+def test_non_causal_groups_have_a_mask_for_compressed_windows_only(window):
     for form in MaskForm:
         plan = plan_mask(
             AttentionState.PrefillNoCache, form, 4, 9, sliding_window=window, causal=False
         )
-        assert plan == MaskPlan(MaskKind.NONE, None, window)
+        if window and form == MaskForm.COMPRESSED:
+            assert plan == MaskPlan(MaskKind.COMPRESSED, (2048, 2048), window)
+        else:
+            assert plan == MaskPlan(MaskKind.NONE, None, window)
 
 
 def test_growing_leaves_masks_in_flight_alone():

@@ -62,14 +62,16 @@ class Step:
         blocks = [-(-int(n) // block_size) for n in seq_lens]
         pool = (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
         table = torch.zeros(len(blocks), max(blocks) + 2, dtype=torch.int32)
-        # Blocks that nobody wrote hold NaN: reading one shows.
+        # Slots that nobody wrote, or that windows have left behind, hold NaN: reading one shows.
         shape = (2, sum(blocks) + 1, block_size, num_kv_heads, head_size)
         self.cache = torch.full(shape, float("nan"), dtype=dtype)
         slots, positions = [], []
         for row, (computed, _) in enumerate(self.lengths):
             ids = [pool.pop() for _ in range(blocks[row])]
+            first_seen = 0 if window is None else max(0, computed - window + 1)
+            ids[: first_seen // block_size] = [0] * (first_seen // block_size)
             table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-            for position in range(int(seq_lens[row])):
+            for position in range(first_seen, int(seq_lens[row])):
                 block, offset = ids[position // block_size], position % block_size
                 if position < computed:
                     self.cache[0, block, offset] = self.keys[row][position]
@@ -177,10 +179,11 @@ def test_logits_soft_cap(state, form, seed):
 
 
 @pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("form", MaskForm)
 @pytest.mark.parametrize("tile_pairs", [16, 1 << 20])
-def test_without_causality_tokens_see_both_ways(window, tile_pairs, seed, monkeypatch):
+def test_without_causality_tokens_see_both_ways(window, form, tile_pairs, seed, monkeypatch):
     monkeypatch.setattr(reference, "TILE_PAIRS", tile_pairs)
-    step = Step(AttentionState.PrefillNoCache, seed, window=window, causal=False)
+    step = Step(AttentionState.PrefillNoCache, seed, form=form, window=window, causal=False)
     check(step)
     (plan,) = step.metadata.kernel_plan.values()
     assert (len(plan.chunks) > len(step.lengths)) == (tile_pairs == 16)
@@ -198,6 +201,7 @@ def test_small_tiles_cut_requests_and_queries_without_changing_the_result(
     state, form, window, seed, monkeypatch
 ):
     monkeypatch.setattr(reference, "TILE_PAIRS", 16)
+    monkeypatch.setattr(reference, "FEWEST_CHUNK_TOKENS", 1)
     monkeypatch.setattr(reference, "TILE_ROWS", 8)
     monkeypatch.setattr(reference, "KEPT_PAIRS", 0)
     step = Step(state, seed, form=form, window=window)
@@ -208,12 +212,13 @@ def test_small_tiles_cut_requests_and_queries_without_changing_the_result(
         assert len(plan.chunks) > len(step.lengths), "no request was cut"
 
 
-def test_long_prompts_need_memory_in_proportion_to_their_length(seed):
-    """A tile is bounded in pairs and in rows, whatever the step."""
+@pytest.mark.parametrize("window", [None, 512])
+def test_long_prompts_need_memory_in_proportion_to_their_length(window, seed):
+    """A tile is bounded in pairs and in rows, whatever the step; of a window it reads no more."""
     for query_len, seq_len, requests in [(4096, 65536, 1), (1, 4096, 256), (700, 700, 9)]:
         lengths = np.full(requests, query_len, np.int32)
         metadata = Step(AttentionState.ChunkedPrefill, seed).metadata
-        metadata.attn_mask = None
+        metadata.attn_mask, metadata.sliding_window = None, window
         metadata.num_reqs = requests
         metadata.num_actual_tokens = int(lengths.sum())
         metadata.seq_lens_np = np.full(requests, seq_len, np.int32)
@@ -223,10 +228,11 @@ def test_long_prompts_need_memory_in_proportion_to_their_length(seed):
         plan = reference._plan(metadata, int(lengths.sum()))
         assert sum(c.query_len for chunks in plan.chunks for c in chunks) == lengths.sum()
         for chunks in plan.chunks:
-            longest = max(c.seq_len for c in chunks)
+            longest = max(c.num_columns for c in chunks)
             pairs = len(chunks) * longest * max(c.query_len for c in chunks)
             assert pairs <= reference.TILE_PAIRS
             assert len(chunks) == 1 or len(chunks) * longest <= reference.TILE_ROWS
+            assert window is None or longest < 2 * window
 
 
 @pytest.mark.parametrize("state", set(BATCHES) - {AttentionState.DecodeOnly})

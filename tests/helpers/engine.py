@@ -52,6 +52,8 @@ def make_model(
         "dtype": "float32",
     }
     config_class = getattr(transformers, f"{family}Config")
+    if head == "ForCausalLM":  # of a multimodal family, its text model alone
+        config_class = getattr(transformers, f"{family}TextConfig", config_class)
     model_class = getattr(transformers, f"{family}{head}")
     model = model_class(config_class(**{**settings, **config}))
     with torch.no_grad():

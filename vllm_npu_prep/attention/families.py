@@ -25,7 +25,7 @@ class KernelFamily:
         Block sizes are multiples of this, in tokens.
     head_size_multiple, max_head_size
         Head sizes it takes.
-    logits_soft_cap, sliding_window, kv_sharing
+    logits_soft_cap, kv_sharing
         Whether it has them.
     experts, mla
         Whether the experts of a mixture are computed on its device, and latent rows attended over.
@@ -44,7 +44,6 @@ class KernelFamily:
     head_size_multiple: int
     max_head_size: int
     logits_soft_cap: bool
-    sliding_window: bool
     kv_sharing: bool
     experts: bool
     mla: bool
@@ -66,7 +65,6 @@ REFERENCE = KernelFamily(
     head_size_multiple=1,
     max_head_size=576,  # latent rows of DeepSeek: 512 and a rotated key of 64
     logits_soft_cap=True,
-    sliding_window=True,
     kv_sharing=True,
     experts=True,
     mla=True,
@@ -82,7 +80,6 @@ FIA = KernelFamily(
     head_size_multiple=16,
     max_head_size=512,
     logits_soft_cap=False,
-    sliding_window=False,
     kv_sharing=True,
     experts=False,
     mla=False,
@@ -97,7 +94,6 @@ ATB = KernelFamily(
     head_size_multiple=16,
     max_head_size=128,  # block size times head size is at most 128 * 128
     logits_soft_cap=False,
-    sliding_window=False,
     kv_sharing=False,
     experts=False,
     mla=False,

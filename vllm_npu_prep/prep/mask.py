@@ -8,9 +8,11 @@ do not upload these arrays: they keep their own causal matrix and gather rows fr
 state                                              dense                       compressed
 =================================================  ==========================  =================
 PrefillNoCache                                     one matrix for all requests the constant
-DecodeOnly                                         none (rows with a window)   none
+DecodeOnly                                         none                        none
+DecodeOnly with a window                           one row for each token      the constant
 ChunkedPrefill, SpecDecoding, PrefillCacheHit      one row for each token      the constant
 encoder-only groups (always PrefillNoCache)        none                        none
+those with a window                                none                        the constant
 =================================================  ==========================  =================
 
 The dense forms are those of the reference documents; the constant is what the fused Ascend
@@ -88,17 +90,14 @@ def plan_mask(
     sliding_window
         Window of the group in tokens, None without one.
     causal
-        False for encoder-only groups, which have no mask: tokens see each other both ways, with a
-        window up to ``sliding_window - 1`` positions away, which kernels narrow without a tensor.
+        False for encoder-only groups: tokens see each other both ways, with a window up to
+        ``sliding_window - 1`` positions away, which families of the dense form narrow themselves.
     """
-    if not causal:
+    if not causal and (form == MaskForm.DENSE or sliding_window is None):
         return MaskPlan(MaskKind.NONE, None, sliding_window)
-    if state == AttentionState.DecodeOnly and (
-        form == MaskForm.COMPRESSED or sliding_window is None
-    ):
-        # The newest token sees everything before it. A compressed window needs no tensor either:
-        # the kernel narrows the columns by its `pre_tokens`.
-        return MaskPlan(MaskKind.NONE, None, sliding_window)
+    if state == AttentionState.DecodeOnly and sliding_window is None:
+        # The newest token sees everything before it; a window needs its lower limit even so.
+        return MaskPlan(MaskKind.NONE, None)
     if form == MaskForm.COMPRESSED:
         shape = (COMPRESSED_MASK_SIZE, COMPRESSED_MASK_SIZE)
         return MaskPlan(MaskKind.COMPRESSED, shape, sliding_window)

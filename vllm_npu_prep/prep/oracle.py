@@ -283,7 +283,7 @@ def _write_padded(out: dict[str, Any], size: int, query_start_loc: list[int]) ->
 
 
 def _mask(out: dict[str, Any], form: str, sliding_window: int | None) -> Any:
-    if out["attn_state"] == "DecodeOnly" and (form == "compressed" or sliding_window is None):
+    if out["attn_state"] == "DecodeOnly" and sliding_window is None:
         return None
     if form == "compressed":
         return "compressed"

@@ -10,6 +10,7 @@ import torch_npu
 from vllm_npu_prep.attention.families import ATB
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.prep.mask import MaskKind
 from vllm_npu_prep.prep.state import AttentionState
 
 
@@ -73,9 +74,10 @@ class AtbKernels:
             "context_lens": seq_lens,
             **shape,
         }
-        if state == AttentionState.DecodeOnly:
+        if state == AttentionState.DecodeOnly and metadata.sliding_window is None:
             torch_npu._npu_paged_attention(**paged, workspace=workspace)
             return
+        # Decodes with a window, too: paged attention takes no mask.
         torch_npu._npu_paged_attention_splitfuse(
             mask=metadata.attn_mask, seq_len=query_lens, **paged
         )
@@ -100,10 +102,16 @@ def _square_mask(metadata: AscendMetadata, query: torch.Tensor) -> torch.Tensor:
     """Mask of flash attention, which takes no call without one: zeros mask nothing.
 
     In float16 they are added to the scores and in bfloat16 they are flags. Made once for all layers
-    of a step; start-up counted such a square into the budget of dense masks.
+    of a group and step; start-up counted such a square into the budget of dense masks.
     """
     if metadata.attn_mask is None:
         metadata.attn_mask = query.new_zeros(metadata.max_seq_len, metadata.max_seq_len)
+        if metadata.sliding_window is not None:  # of an encoder: both ways
+            assert ATB.mask_values is not None
+            near = torch.ones_like(metadata.attn_mask, dtype=torch.bool)
+            near = near.triu_(1 - metadata.sliding_window).tril_(metadata.sliding_window - 1)
+            value = ATB.mask_values[query.dtype][MaskKind.MATRIX]
+            metadata.attn_mask.masked_fill_(~near, value)
     return metadata.attn_mask
 
 

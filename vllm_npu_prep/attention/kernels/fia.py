@@ -17,6 +17,7 @@ from vllm_npu_prep.prep.state import AttentionState
 
 NO_MASK_MODE = 0  # sparse_mode without a mask
 CAUSAL_MODE = 3  # rightDownCausal: the constant's diagonal lies on the lower right corner
+BAND_MODE = 4  # that, and a lower limit `pre_tokens` before the diagonal
 
 
 class FiaKernels:
@@ -95,8 +96,7 @@ class FiaKernels:
         return {
             "key": key,
             "value": value,
-            "atten_mask": metadata.attn_mask,
-            "sparse_mode": NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE,
+            **_visibility(metadata),
             "input_layout": "TND",
             "actual_seq_lengths": query_ends,
             "actual_seq_lengths_kv": kv_lengths,
@@ -112,6 +112,19 @@ class FiaKernels:
             self._kv_cache, self._kv = kv_cache, kv_cache.unbind()
             self._flat = [plane.flatten(2) for plane in self._kv]
         return self._kv
+
+
+def _visibility(metadata: AscendMetadata) -> dict[str, Any]:
+    """Mask and sparse mode: what a token sees.
+
+    Limits of a band are inclusive: with a window of W, a token sees W - 1 others before itself, and
+    without causality as many behind.
+    """
+    mask, window = metadata.attn_mask, metadata.sliding_window
+    if window is not None:
+        band = {"pre_tokens": window - 1, "next_tokens": 0 if metadata.causal else window - 1}
+        return {"atten_mask": mask, "sparse_mode": BAND_MODE, **band}
+    return {"atten_mask": mask, "sparse_mode": NO_MASK_MODE if mask is None else CAUSAL_MODE}
 
 
 def _host_lengths(metadata: AscendMetadata) -> tuple[list[int], list[int]]:

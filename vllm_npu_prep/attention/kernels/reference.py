@@ -2,7 +2,7 @@
 
 It reads the mask of the metadata and nothing else to decide who sees whom, so a wrong mask gives
 wrong tokens; and it asserts what the Ascend kernels demand, so that the fallback rejects what an
-NPU would.
+NPU would. What lies outside of a window is not even read: its block may be another request's.
 
 A step is cut into *chunks* of queries, and chunks of similar lengths run together as a *tile*. The
 cut depends on the step alone, so the first layer works it out for all.
@@ -28,6 +28,9 @@ KEPT_PAIRS = 1 << 24
 """Steps of up to this many pairs keep their tiles for the next layer; larger ones make them again,
 so that a long prompt costs memory in proportion to its length, not to its square."""
 
+FEWEST_CHUNK_TOKENS = 64
+"""With a window, chunks have as many tokens as it or this many: each reads its own columns."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -37,14 +40,16 @@ class Chunk:
     start: int  # first query token in the batch
     query_len: int
     first_position: int  # of the first query token
-    seq_len: int  # positions that are read: up to the last query token where attention is causal
+    # Positions that are read: those that some query token of the chunk may see
+    first_column: int
+    num_columns: int
 
 
 @dataclass(frozen=True)
 class Tile:
     """Chunks that are computed together, padded to the longest of them.
 
-    ``B`` chunks, ``Q`` query tokens, ``S`` positions.
+    ``B`` chunks, ``Q`` query tokens, ``S`` columns: positions from a chunk's first column on.
     """
 
     token_indices: torch.Tensor  # [B * Q] int64, a chunk's last token repeated in padding
@@ -178,39 +183,56 @@ def _plan(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
     starts = metadata.query_start_loc_np[real].tolist()
     query_lens = metadata.query_lens[real].tolist()
     seq_lens = metadata.seq_lens_np[real].tolist()
+    window = metadata.sliding_window
     by_class: dict[tuple[int, int], list[Chunk]] = {}
     pairs = 0
     for request, (start, query_len, seq_len) in enumerate(zip(starts, query_lens, seq_lens)):
-        pairs += query_len * seq_len
         longest = max(1, TILE_PAIRS // seq_len)
+        if window is not None:
+            longest = min(longest, max(window, FEWEST_CHUNK_TOKENS))
         for done in range(0, query_len, longest):
             length = min(longest, query_len - done)
             first = seq_len - query_len + done
-            read = first + length if metadata.causal else seq_len
-            chunk = Chunk(request, start + done, length, first, read)
-            size_class = (length.bit_length(), chunk.seq_len.bit_length())
+            begin, end = _columns(first, length, seq_len, window, metadata.causal)
+            chunk = Chunk(request, start + done, length, first, begin, end - begin)
+            pairs += length * chunk.num_columns
+            size_class = (length.bit_length(), chunk.num_columns.bit_length())
             by_class.setdefault(size_class, []).append(chunk)
     groups = []
     for chunks in by_class.values():
         longest_query = max(chunk.query_len for chunk in chunks)
-        longest_seq = max(chunk.seq_len for chunk in chunks)
-        together = min(TILE_PAIRS // (longest_query * longest_seq), TILE_ROWS // longest_seq)
+        most_columns = max(chunk.num_columns for chunk in chunks)
+        together = min(TILE_PAIRS // (longest_query * most_columns), TILE_ROWS // most_columns)
         together = max(1, together)
         groups += [chunks[i : i + together] for i in range(0, len(chunks), together)]
     return TilePlan(groups, keep=pairs <= KEPT_PAIRS)
 
 
+def _columns(
+    first_position: int, query_len: int, seq_len: int, window: int | None, causal: bool
+) -> tuple[int, int]:
+    """First position that some of these query tokens may see, and the one behind the last."""
+    behind = first_position + query_len
+    if window is None:
+        return 0, behind if causal else seq_len
+    end = behind if causal else min(behind + window - 1, seq_len)
+    return max(0, first_position - window + 1), end
+
+
 def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Chunk]) -> Tile:
     """Indices and mask of some chunks; over the cache, or without `block_size` over fresh K, V."""
-    columns_of = [(c.request, c.start, c.query_len, c.first_position, c.seq_len) for c in chunks]
-    requests, starts, query_lens, first, seq_lens = torch.tensor(columns_of).unbind(1)
+    numbers = [
+        (c.request, c.start, c.query_len, c.first_position, c.first_column, c.num_columns)
+        for c in chunks
+    ]
+    requests, starts, query_lens, first, begins, lengths = torch.tensor(numbers).unbind(1)
     query_pos = torch.arange(int(query_lens.max()))[None, :]  # [1, Q]
-    columns = torch.arange(int(seq_lens.max()))[None, :]  # [1, S]
+    offsets = torch.arange(int(lengths.max()))[None, :]  # [1, S]
     is_token = query_pos < query_lens[:, None]
     query_pos = query_pos.minimum(query_lens[:, None] - 1)  # [B, Q]
     token_indices = starts[:, None] + query_pos
     positions = first[:, None] + query_pos
-    cells = columns.minimum(seq_lens[:, None] - 1)  # [B, S]
+    cells = begins[:, None] + offsets.minimum(lengths[:, None] - 1)  # [B, S], padding repeats
 
     if block_size is None:
         kv_indices = torch.from_numpy(metadata.query_start_loc_np).long()[requests][:, None] + cells
@@ -219,8 +241,8 @@ def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Ch
         blocks = metadata.block_tables[requests].long().gather(1, cells // block_size)
         kv_indices = blocks * block_size + cells % block_size
 
-    visible = (columns < seq_lens[:, None])[:, None, :]  # [B, 1, S]
-    masked = _masked(metadata, token_indices, positions, columns)
+    visible = (offsets < lengths[:, None])[:, None, :]  # [B, 1, S]
+    masked = _masked(metadata, token_indices, positions, cells)
     if masked is not None:
         visible = visible & ~masked
     return Tile(
@@ -236,35 +258,40 @@ def _masked(
     metadata: AscendMetadata,
     token_indices: torch.Tensor,  # [B, Q]
     positions: torch.Tensor,  # [B, Q]
-    columns: torch.Tensor,  # [1, S]
+    columns: torch.Tensor,  # [B, S]
 ) -> torch.Tensor | None:
     """What the metadata's mask hides, bool ``[B, Q, S]``; None if nothing."""
     mask, window = metadata.attn_mask, metadata.sliding_window
-    width = columns.shape[1]
     if mask is not None and mask.dtype == torch.bool:
         matrix = metadata.attn_state == AttentionState.PrefillNoCache
-        return mask[positions if matrix else token_indices, :width]
+        rows = positions if matrix else token_indices
+        if window is None:  # all begin at position 0: a slice, much faster
+            return mask[rows, : columns.shape[1]]
+        return mask[rows[:, :, None], columns[:, None, :]]
     if mask is None and window is None:
         return None
     # How far a column lies ahead of the query token: 0 is the token itself.
     ahead = columns.int()[:, None, :] - positions.int()[:, :, None]
     if mask is None:
-        assert window is not None
-        # Both ways without a causal mask; with one, nothing ahead is read.
+        assert window is not None and not metadata.causal
         return (ahead <= -window) | (ahead >= window)
-    return expand_compressed(mask, ahead, window)
+    if window is None:
+        return expand_compressed(mask, ahead)
+    return expand_compressed(mask, ahead, window - 1, 0 if metadata.causal else window - 1)
 
 
 def expand_compressed(
     mask: torch.Tensor,  # [2048, 2048] int8, 1 above the diagonal
     ahead: torch.Tensor,  # [...] int32
-    sliding_window: int | None,
+    pre_tokens: int | None = None,
+    next_tokens: int = 0,
 ) -> torch.Tensor:
     """Expand the constant mask as the fused Ascend kernel documents it.
 
     ``sparse_mode`` 3 (rightDownCausal): the constant's diagonal is laid on the lower right corner
     of the request's queries and keys, so a cell is looked up by how far its column lies ahead of
-    the query token. ``sparse_mode`` 4 (band) adds the lower limit, ``pre_tokens``.
+    the query token. ``sparse_mode`` 4 (band) adds the lower limit, ``pre_tokens``, and moves the
+    upper one to ``next_tokens``; both are inclusive.
 
     Returns
     -------
@@ -280,9 +307,9 @@ def expand_compressed(
             distance.shape
         )
 
-    masked = lookup(ahead)
-    if sliding_window is not None:
-        masked |= lookup(1 - ahead - sliding_window)
+    masked = lookup(ahead - next_tokens)
+    if pre_tokens is not None:
+        masked |= lookup(-ahead - pre_tokens)
     return masked
 
 
