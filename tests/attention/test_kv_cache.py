@@ -64,9 +64,24 @@ def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block():
     window = SlidingWindowSpec(**SHAPE, sliding_window=8)
     caches = allocate_planes(config(FullAttentionSpec(**SHAPE), window), CPUDevice())
     full, windowed = caches["model.layers.0.attn"], caches["model.layers.2.attn"]
+    for one, other in zip(full, windowed):  # K and K, V and V
+        assert one.data_ptr() == other.data_ptr()
+        assert one.is_contiguous() and other.is_contiguous()
+    assert full.data_ptr() != caches["model.layers.1.attn"].data_ptr()
     full[:, 3] = 7
     assert (windowed[:, 3] == 7).all()
     assert not windowed[:, [0, 1, 2, 4]].any()
+
+
+def test_groups_of_other_heads_may_overlay_if_blocks_are_the_same_bytes():
+    narrow = SlidingWindowSpec(
+        **{**SHAPE, "num_kv_heads": 4, "head_size": 4, "block_size": 4}, sliding_window=8
+    )
+    caches = allocate_planes(config(FullAttentionSpec(**SHAPE), narrow, layers=1), CPUDevice())
+    full, windowed = caches.values()
+    full[1, 3] = 7
+    assert (windowed[1, 3] == 7).all()
+    assert windowed.sum() == full.sum() == 7 * full[1, 3].numel()
 
 
 def test_zeroing_touches_the_blocks_it_is_told_in_both_planes():
@@ -79,8 +94,11 @@ def test_zeroing_touches_the_blocks_it_is_told_in_both_planes():
 
 def test_groups_that_split_the_same_bytes_differently_are_refused():
     wide = FullAttentionSpec(**{**SHAPE, "block_size": 8})
-    with pytest.raises(PrepError, match="other planes"):
-        allocate_planes(config(FullAttentionSpec(**SHAPE), wide), CPUDevice())
+    # As many bytes in a page, but latent rows fill it alone
+    latent = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1, "head_size": 32})
+    for other in (wide, latent):
+        with pytest.raises(PrepError, match="other planes"):
+            allocate_planes(config(FullAttentionSpec(**SHAPE), other), CPUDevice())
 
 
 def test_blocks_interleaved_with_other_layers_are_refused():

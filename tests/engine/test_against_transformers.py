@@ -148,21 +148,6 @@ def test_windows_and_soft_caps(tmp_path_factory, seed, family, settings, mask):
     check_varied(expected)
 
 
-def test_windows_in_one_group_with_full_attention(tmp_path, seed):
-    """Without the hybrid manager, or beside a KV connector, all layers have one block table."""
-    settings = {"sliding_window": 13, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-    folder = make_model(tmp_path, "Gemma2", embedding_scale=0.02, **settings)
-    prompts = prompts_of(seed, [5, 70, 30, 12, 14])
-    with engine(
-        folder, max_num_batched_tokens=32, block_size=16, disable_hybrid_kv_cache_manager=True
-    ) as llm:
-        assert len(runner_of(llm).kv_cache_config.kv_cache_groups) == 1
-        got = generate(llm, prompts, greedy(24))
-    expected = reference(folder, prompts, 24)
-    assert got == expected
-    check_varied(expected)
-
-
 BF16_TOLERANCE = 0.15
 """Largest difference of a log-probability from transformers' in bfloat16, in nats: the two run the
 same sums in another order, with eight bits of mantissa."""

@@ -91,17 +91,6 @@ def test_speculation_in_graphs_keeps_the_tokens(tmp_path_factory, seed, mode):
     assert watch.padding_seen - {0}
 
 
-def test_windows_and_several_groups_in_graphs(tmp_path_factory, seed):
-    settings = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
-    folder = make_model(tmp_path_factory.mktemp("gemma2"), "Gemma2", **settings)
-    prompts = prompts_of(seed, [5, 40, 30, 12, 14])
-    with engine(folder, block_size=16, max_num_batched_tokens=32, **graphs("FULL")) as llm:
-        got = generate(llm, prompts, greedy(24))
-        counts = runner_of(llm).step_counts.by_kind
-    assert got == reference(folder, prompts, 24)
-    assert counts["full graph"] > 20
-
-
 # ------------------------------------------------------------------- long mixed traffic
 
 

@@ -127,7 +127,7 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
         return {}
     buffer = device.zeros(config.kv_cache_tensors[0].size)
     caches: dict[str, torch.Tensor] = {}
-    regions: dict[int, int] = {}  # start of a region of the buffer -> its end
+    regions: dict[int, tuple[int, int]] = {}  # start of a region of the buffer -> end, planes
     for tensor in config.kv_cache_tensors:
         for index, layer_name in enumerate(tensor.layers):
             spec = _plane_spec(layer_name, _layer_spec(config, layer_name))
@@ -139,18 +139,18 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                     f"{tensor.block_stride}, page {spec.page_size_bytes}); planes need a layer-"
                     "compact layout: unset VLLM_KV_CACHE_LAYOUT"
                 )
+            planes = PLANE_SPECS[type(spec)]
             if any(
                 start < other_end
                 and other < start + size
-                and (other, other_end) != (start, start + size)
-                for other, other_end in regions.items()
+                and (other, other_end, other_planes) != (start, start + size, planes)
+                for other, (other_end, other_planes) in regions.items()
             ):
                 raise PrepError(
                     f"{layer_name} shares bytes with layers that split them into other planes "
-                    "(pages of different sizes)"
+                    "(pages of different sizes, or latent rows beside K and V)"
                 )
-            regions[start] = start + size
-            planes = PLANE_SPECS[type(spec)]
+            regions[start] = start + size, planes
             shape = (planes, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
             caches[layer_name] = buffer[start : start + size].view(spec.dtype).view(shape)
     return caches

@@ -1,0 +1,112 @@
+"""Watching windowed groups: what they may read, what they left behind, who owns which block."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from tests.helpers.engine import runner_of
+
+
+class Poison:
+    """Spoils, while a forward pass runs, all of the KV cache that no token of its step may see.
+
+    That is more than the null block and the blocks that the scheduler took from windows: every slot
+    but those that a request of the step has in its window. What was there comes back afterwards,
+    for the prefix cache and for requests that wait.
+
+    Also checks that nothing is written there, and that groups whose layers overlay each other own
+    no block together.
+
+    Parameters
+    ----------
+    llm
+        The engine.
+    value
+        What is put there. NaN shows whatever is read, masked or not.
+
+    Attributes
+    ----------
+    left_behind
+        Rows of windowed groups seen so far that begin with blocks outside of the window.
+    null_blocks
+        Those that begin with the null block: a prefix that was cached, without what came before.
+    changed_hands
+        Blocks that belonged to one group and later to another.
+    """
+
+    def __init__(self, llm: Any, value: float = float("nan")) -> None:
+        self.runner = runner_of(llm)
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self._managers = manager.coordinator.single_type_managers
+        self.value = value
+        self.left_behind = self.null_blocks = self.changed_hands = 0
+        self._owners: dict[int, int] = {}
+        self._forward = self.runner._model_forward
+        self.runner._model_forward = self._spoiled
+
+    def _spoiled(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.runner.last_step.num_reqs:
+            return self._forward(*args, **kwargs)
+        self._check_owners()
+        regions = list(self._regions())
+        saved = [cache.clone() for cache, _ in regions]
+        for cache, hidden in regions:
+            cache.masked_fill_(hidden, self.value)
+        result = self._forward(*args, **kwargs)
+        for (cache, hidden), before in zip(regions, saved):
+            kept = cache.isnan() if self.value != self.value else cache == self.value
+            assert (kept | ~hidden).all(), "something was written where nothing is to be seen"
+            cache.copy_(torch.where(hidden, before, cache))
+        return result
+
+    def _regions(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Caches that overlay no other, and which of their slots nobody may see."""
+        runner = self.runner
+        layers = runner.compilation_config.static_forward_context
+        visible: dict[int, tuple[torch.Tensor, set[int]]] = {}
+        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+            slots = self._visible_slots(index, group.kv_cache_spec)
+            for name in group.layer_names:
+                cache = layers[name].kv_cache
+                visible.setdefault(cache.data_ptr(), (cache, set()))[1].update(slots)
+        for cache, slots in visible.values():
+            hidden = torch.ones(cache.shape[1:3], dtype=torch.bool)
+            hidden.view(-1)[list(slots)] = False
+            yield cache, hidden[None, :, :, None, None].to(cache.device)
+
+    def _visible_slots(self, group: int, spec: Any) -> list[int]:
+        step, size = self.runner.last_step, spec.block_size
+        windowed = isinstance(spec, SlidingWindowSpec)
+        slots = []
+        for row, req_id in enumerate(self.runner.input_batch.req_ids):
+            block_ids = self.runner.requests[req_id].block_ids[group]
+            first_seen = 0
+            if windowed:
+                first_seen = max(0, int(step.num_computed_tokens[row]) - spec.sliding_window + 1)
+                self.left_behind += first_seen >= size
+                self.null_blocks += first_seen >= size and block_ids[0] == 0
+            for position in range(first_seen, int(step.seq_lens[row])):
+                block_id = block_ids[position // size]
+                assert block_id != 0, "a token is to see the null block"
+                slots.append(block_id * size + position % size)
+        return slots
+
+    def _check_owners(self) -> None:
+        """Blocks of groups that share bytes are disjoint while these own them."""
+        owned = []
+        for index, manager in enumerate(self._managers):
+            blocks = {
+                block.block_id
+                for of_request in manager.req_to_blocks.values()
+                for block in of_request
+                if not block.is_null
+            }
+            owned.append(blocks)
+            for block_id in blocks:
+                self.changed_hands += self._owners.get(block_id, index) != index
+                self._owners[block_id] = index
+        for one, other in combinations(owned, 2):
+            assert one.isdisjoint(other), f"blocks {sorted(one & other)} belong to two groups"
