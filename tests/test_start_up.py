@@ -228,6 +228,13 @@ def test_models_that_kernels_of_an_npu_cannot_run_are_refused_with_what_is_missi
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["fia", "atb"])
+def test_windows_run_on_the_kernels_of_an_npu(tmp_path, configure, name):
+    folder = make_model(tmp_path, "Mistral", num_hidden_layers=1, sliding_window=13)
+    vllm_config = configure(folder, dtype="bfloat16")
+    refuse_unsupported(vllm_config, KERNEL_FAMILIES[name], device.CPU_KIND)
+
+
 def test_kernels_of_triton_are_kept_where_it_drives_an_npu(configure, monkeypatch):
     vllm_config = configure(dtype="bfloat16")
     vllm_config.additional_config = {"npu_prep": {"triton_kernels": "keep"}}

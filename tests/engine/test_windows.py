@@ -10,16 +10,7 @@ from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, mak
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_preemptions, count_states
-from tests.helpers.windows import Poison
-
-WINDOW = 13
-THREE_GROUPS = {
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 16,
-    "embedding_scale": 0.1,
-}
+from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS, WINDOW, Poison
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +82,7 @@ def test_windows_in_one_group_with_full_attention(model, mixed):
 @pytest.mark.parametrize("mode", [None, "FULL"])
 def test_layers_that_share_k_and_v(tmp_path_factory, seed, mode):
     """Gemma 3n: the last layers read what the last ones of their kind before them have cached."""
-    model = make_model(
-        tmp_path_factory.mktemp("gemma3n"),
-        "Gemma3n",
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,
-        sliding_window=WINDOW,
-        hidden_size_per_layer_input=16,
-        vocab_size_per_layer_input=512,
-        altup_num_inputs=2,
-        laurel_rank=8,
-        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
-        embedding_scale=0.1,
-        tie_word_embeddings=True,
-    )
+    model = make_model(tmp_path_factory.mktemp("gemma3n"), "Gemma3n", **SHARED_LAYERS)
     prompts = prompts_of(seed, [5, 70, 30, 12, 14, 40])
     with engine(
         model,

@@ -9,6 +9,31 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.helpers.engine import runner_of
 
+WINDOW = 13
+THREE_GROUPS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 16,
+    "embedding_scale": 0.1,
+}
+"""Settings of a Gemma 3 whose layers have a KV-cache group each."""
+
+SHARED_LAYERS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 512,
+    "altup_num_inputs": 2,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "embedding_scale": 0.1,
+    "tie_word_embeddings": True,
+}
+"""Settings of a Gemma 3n whose last two layers read what the two before them have cached."""
+
 
 class Poison:
     """Spoils, while a forward pass runs, all of the KV cache that no token of its step may see.

@@ -20,6 +20,8 @@ POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
+WINDOWS = ("tests/engine/test_windows.py",)
+WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -152,14 +154,14 @@ MUTANTS = [
     Mutant(
         "compressed mask off by one in chunks",
         "attention/kernels/reference.py",
-        "masked = lookup(ahead)",
-        "masked = lookup(ahead - 1)",
+        "masked = lookup(ahead - next_tokens)",
+        "masked = lookup(ahead - next_tokens - 1)",
     ),
     Mutant(
         "kv length off by one",
         "attention/kernels/reference.py",
-        "visible = (columns < seq_lens[:, None])",
-        "visible = (columns < seq_lens[:, None] - 1)",
+        "visible = (offsets < lengths[:, None])",
+        "visible = (offsets < lengths[:, None] - 1)",
     ),
     Mutant(
         "V written from K",
@@ -502,7 +504,7 @@ MUTANTS = [
     Mutant(
         "npu: decode operator for chunks",
         "attention/kernels/atb.py",
-        "if state == AttentionState.DecodeOnly:",
+        "if state == AttentionState.DecodeOnly and metadata.sliding_window is None:",
         "if state != AttentionState.PrefillNoCache:",
         ATB,
     ),
@@ -815,8 +817,8 @@ MUTANTS = [
     Mutant(
         "cut queries of encoders read up to themselves",
         "attention/kernels/reference.py",
-        "first + length if metadata.causal else seq_len",
-        "first + length",
+        "return 0, behind if causal else seq_len",
+        "return 0, behind",
     ),
     Mutant(
         "models without a cache are first traced over a step",
@@ -944,7 +946,81 @@ MUTANTS = [
         "model_runner.py",
         "split_by_window(groups, layers) for groups",
         "groups for groups",
-        ("tests/engine/test_against_transformers.py",),
+        WINDOWS,
+    ),
+    Mutant(
+        "decodes with a window have no mask",
+        "prep/mask.py",
+        "state == AttentionState.DecodeOnly and sliding_window is None",
+        "state == AttentionState.DecodeOnly",
+    ),
+    Mutant(
+        "what windows have left behind is read, and masked",
+        "attention/kernels/reference.py",
+        "return max(0, first_position - window + 1), end",
+        "return 0, end",
+        WINDOWS,
+    ),
+    Mutant(
+        "one token before the window is read, and masked",
+        "attention/kernels/reference.py",
+        "return max(0, first_position - window + 1), end",
+        "return max(0, first_position - window), end",
+    ),
+    Mutant(
+        "the mask of another group",
+        "attention/backend.py",
+        "mask = masks.get(plan)",
+        "mask = next(iter(masks.values()), None)",
+        WINDOWS,
+    ),
+    Mutant(
+        "the block table of another group",
+        "model_runner.py",
+        "block_tables[group] if builder.causal",
+        "block_tables[0] if builder.causal",
+        WINDOWS,
+    ),
+    Mutant(
+        "layers that share K and V have caches of their own",
+        "model_runner.py",
+        "caches[layer_name] = caches[target]",
+        "caches[layer_name] = caches[target].clone()",
+        WINDOWS,
+    ),
+    Mutant(
+        "latent rows overlay K and V",
+        "attention/kv_cache.py",
+        "(start, start + size, planes)",
+        "(start, start + size, other_planes)",
+    ),
+    Mutant(
+        "npu: window one too wide",
+        "attention/kernels/fia.py",
+        '"pre_tokens": window - 1',
+        '"pre_tokens": window',
+        WINDOWS_ON_NPU,
+    ),
+    Mutant(
+        "npu: windows of encoders reach back only",
+        "attention/kernels/fia.py",
+        "0 if metadata.causal else window - 1",
+        "0",
+        WINDOWS_ON_NPU,
+    ),
+    Mutant(
+        "npu: decodes of atb see all, whatever their window",
+        "attention/kernels/atb.py",
+        " and metadata.sliding_window is None",
+        "",
+        WINDOWS_ON_NPU,
+    ),
+    Mutant(
+        "npu: encoders of atb see all, whatever their window",
+        "attention/kernels/atb.py",
+        "masked_fill_(~near, value)",
+        "masked_fill_(~near, 0)",
+        WINDOWS_ON_NPU,
     ),
     Mutant(
         "prompts count as stored once a layer is",

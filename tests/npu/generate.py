@@ -21,10 +21,12 @@ LENGTHS = [5, 150, 33, 1, 70, 128, 129]
 SEED = 20240607
 
 
-def prompts() -> list[list[int]]:
+def prompts(scheduling: str) -> list[list[int]]:
     rng = np.random.default_rng(SEED)
-    drawn = [rng.integers(2, 512, length).tolist() for length in LENGTHS]
-    return [*drawn, drawn[1][:128] + drawn[0]]  # shares a full block of a prompt before it
+    lengths, shared = (LENGTHS, 128) if scheduling != "windows" else ([5, 290, 33, 150], 256)
+    drawn = [rng.integers(2, 512, length).tolist() for length in lengths]
+    # The last one shares full blocks of a prompt before it; of 256 tokens, half are in no window.
+    return [*drawn, drawn[1][:shared] + drawn[0]]
 
 
 LORA_IDS = [1, 0, 2, 3, 0, 1, 2, 0]
@@ -33,6 +35,7 @@ LORA_IDS = [1, 0, 2, 3, 0, 1, 2, 0]
 SCHEDULING = {
     "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
+    "windows": {"async_scheduling": True, "max_model_len": 384},
     "lora": {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8},
 }
 
@@ -80,8 +83,9 @@ def run(
         runner = runner_of(llm)
         states, verified = count_states(llm), count_verified(llm)
         loras = adapters_of(model) if scheduling == "lora" else None
-        tokens = generate(llm, prompts()[:1], greedy(4))
-        tokens += generate(llm, prompts(), greedy(12), loras)
+        inputs = prompts(scheduling)
+        tokens = generate(llm, inputs[:1], greedy(4))
+        tokens += generate(llm, inputs, greedy(12), loras)
         device = str(runner.device)
         steps = dict(runner.step_counts.by_kind)
     return {

@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.emulator import emulate, run, why_no_emulator
 from tests.helpers.engine import make_model
+from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 
 SCHEMA_TESTS = "tests/emulator/operators/test_table.py"
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
@@ -36,15 +37,31 @@ def model(folder):
 
 
 @pytest.fixture(scope="module")
+def windowed(folder):
+    """Three KV-cache groups: two of windows, one of full attention."""
+    if not (folder / "windowed").exists():
+        make_model(folder / "windowed", "Gemma3", **THREE_GROUPS)
+    return folder / "windowed"
+
+
+@pytest.fixture(scope="module")
+def sharing(folder):
+    """Windows beside full attention, and layers that share their K and V."""
+    if not (folder / "sharing").exists():
+        make_model(folder / "sharing", "Gemma3n", **SHARED_LAYERS)
+    return folder / "sharing"
+
+
+@pytest.fixture(scope="module")
 def reference(model, folder):
-    """Function of a dtype and a scheduling: tokens and states of the reference family on the CPU
-    fallback, eagerly."""
+    """Function of a dtype, a scheduling and maybe another model: tokens and states of the reference
+    family on the CPU fallback, eagerly."""
     plain = ["float16/sync/eager", "float16/async/eager", "bfloat16/async/eager"]
 
-    def tokens(dtype: str, scheduling: str) -> dict:
+    def tokens(dtype: str, scheduling: str, model: Path = model) -> dict:
         case = f"{dtype}/{scheduling}/eager"
         together = plain if case in plain else [case]
-        out = folder / f"tokens-{len(together)}.json"
+        out = folder / f"tokens-{model.name}-{len(together)}.json"
         if not out.exists():
             command = ["-m", "tests.npu.generate", str(model), str(out), *together]
             result = run([sys.executable, *command], NPU_PREP_DEVICE="cpu")
@@ -114,6 +131,36 @@ def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention
             assert ours["states"] == theirs["states"], case
         states |= set(ours["states"])
     assert "ChunkedPrefill" in states
+    assert json.loads(report.read_text())["hazards"] == []
+
+
+@pytest.mark.parametrize(
+    ("attention", "which", "mode", "replayed"),
+    [
+        ("fia", "windowed", "FULL_AND_PIECEWISE", REPLAYED["FULL_AND_PIECEWISE"]),
+        ("fia", "sharing", "FULL", REPLAYED["FULL"]),
+        # Dense masks of windows stay out of graphs
+        ("atb", "windowed", "FULL_AND_PIECEWISE", REPLAYED["PIECEWISE"]),
+    ],
+    ids=["fia", "fia-sharing", "atb"],
+)
+def test_windows_beside_full_attention(
+    request, reference, tmp_path, attention, which, mode, replayed
+):
+    """Three groups, or layers that share K and V; in bfloat16: vLLM refuses float16 for Gemma 3."""
+    model, out, report = request.getfixturevalue(which), tmp_path / "out", tmp_path / "report"
+    case = f"bfloat16/windows/{mode}"
+    result = emulate(
+        *("-m", "tests.npu.generate", str(model), str(out), case, "--attention", attention),
+        options=("--delay", "equal", "--report", str(report)),
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    ours = json.loads(out.read_text())[case]
+    assert ours["device"] == "npu:0"
+    assert ours["tokens"] == reference("bfloat16", "windows", model)["tokens"]
+    assert {"PrefillNoCache", "ChunkedPrefill"} <= set(ours["states"])
+    assert ("DecodeOnly" in ours["states"]) == (mode != "FULL")
+    assert {kind for kind in ours["steps"] if not kind.startswith("eager")} == replayed
     assert json.loads(report.read_text())["hazards"] == []
 
 

@@ -23,6 +23,7 @@ ON_DEVICE = {
         ],
         "8G",
     ),
+    "windows": (["test_windows.py"], "8G"),
     "memory": (["test_memory.py"], "170M"),
 }
 

@@ -96,7 +96,8 @@ class FiaKernels:
         return {
             "key": key,
             "value": value,
-            **_visibility(metadata),
+            "atten_mask": metadata.attn_mask,
+            **_sparse_mode(metadata),
             "input_layout": "TND",
             "actual_seq_lengths": query_ends,
             "actual_seq_lengths_kv": kv_lengths,
@@ -114,17 +115,17 @@ class FiaKernels:
         return self._kv
 
 
-def _visibility(metadata: AscendMetadata) -> dict[str, Any]:
-    """Mask and sparse mode: what a token sees.
+def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
+    """How the kernel lays the constant mask over queries and keys.
 
     Limits of a band are inclusive: with a window of W, a token sees W - 1 others before itself, and
     without causality as many behind.
     """
-    mask, window = metadata.attn_mask, metadata.sliding_window
+    window = metadata.sliding_window
     if window is not None:
-        band = {"pre_tokens": window - 1, "next_tokens": 0 if metadata.causal else window - 1}
-        return {"atten_mask": mask, "sparse_mode": BAND_MODE, **band}
-    return {"atten_mask": mask, "sparse_mode": NO_MASK_MODE if mask is None else CAUSAL_MODE}
+        ahead = 0 if metadata.causal else window - 1
+        return {"sparse_mode": BAND_MODE, "pre_tokens": window - 1, "next_tokens": ahead}
+    return {"sparse_mode": NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE}
 
 
 def _host_lengths(metadata: AscendMetadata) -> tuple[list[int], list[int]]:
