@@ -60,6 +60,9 @@ SHOWN_BY = {
     ("fused attention", "window of one token"): (
         test_fused_attention.test_a_window_of_w_is_pre_tokens_w_minus_one
     ),
+    ("fused attention", "blocks outside of a band"): (
+        test_fused_attention.test_blocks_outside_of_a_window_are_read_and_masked
+    ),
     ("fused attention", "mask content"): (
         test_fused_attention.test_a_wrong_constant_gives_wrong_results
     ),

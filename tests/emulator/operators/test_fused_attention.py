@@ -111,6 +111,17 @@ def test_bands(before, after, seed):
     same(batch, batch.paged(**changes), formula.band(before, after))
 
 
+def test_blocks_outside_of_a_window_are_read_and_masked(seed):
+    batch = Batch([(300, 1), (290, 30)], seed)
+    arguments = batch.paged(sparse_mode=4, pre_tokens=19, next_tokens=0)
+    arguments["block_table"][:, 0] = 0
+    for plane in ("key", "value"):
+        arguments[plane][0] = 4096
+    same(batch, arguments, formula.window(20))
+    arguments["value"][0] = float("nan")
+    assert fused(arguments)[0].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8])
 @pytest.mark.parametrize("shape", [(2048, 2048), (1, 2048, 2048), (1, 1, 2048, 2048)])
 def test_dtypes_and_shapes_of_the_constant_mask(dtype, shape, seed):

@@ -247,6 +247,17 @@ _READINGS = [
         refused=False,
     ),
     record(
+        "block_table",
+        "blocks outside of a band",
+        "existing blocks of finite numbers where a length reaches, seen or not",
+        "not stated",
+        "tiles wholly outside of the band are skipped, the rest of a tile is read and masked",
+        "published kernel sources of prompt_flash_attention (`sInnerFirstToken`)",
+        READING,
+        "all of it is read and masked here: freed blocks and the null block hold finite numbers",
+        refused=False,
+    ),
+    record(
         "atten_mask",
         "mask content",
         "1 above the diagonal of the constant: masked",
