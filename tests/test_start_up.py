@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.windows import SHARED_LAYERS
 from vllm_npu_prep import compat, device
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.device.probe import NPUProbe
@@ -233,6 +234,15 @@ def test_windows_run_on_the_kernels_of_an_npu(tmp_path, configure, name):
     folder = make_model(tmp_path, "Mistral", num_hidden_layers=1, sliding_window=13)
     vllm_config = configure(folder, dtype="bfloat16")
     refuse_unsupported(vllm_config, KERNEL_FAMILIES[name], device.CPU_KIND)
+
+
+def test_layers_that_share_k_and_v_are_refused_where_prompts_are_never_read_from_the_cache(
+    tmp_path, configure
+):
+    vllm_config = configure(make_model(tmp_path, "Gemma3n", **SHARED_LAYERS), dtype="bfloat16")
+    refuse_unsupported(vllm_config, KERNEL_FAMILIES["fia"], device.CPU_KIND)
+    with pytest.raises(PrepError, match=r"sharing of K and V between layers .* family atb"):
+        refuse_unsupported(vllm_config, KERNEL_FAMILIES["atb"], device.CPU_KIND)
 
 
 def test_kernels_of_triton_are_kept_where_it_drives_an_npu(configure, monkeypatch):

@@ -120,6 +120,12 @@ def _family_limits(model: "ModelConfig", family: KernelFamily) -> list[tuple[str
     checks = [
         (soft_cap, family.logits_soft_cap, "logits soft cap", "its operators take no cap"),
         (
+            getattr(text, "num_kv_shared_layers", None),
+            family.kv_sharing,
+            "sharing of K and V between layers",
+            'it needs mask rows for prompts too; family "fia" runs it',
+        ),
+        (
             model.is_moe,
             family.experts,
             "a mixture of experts",
