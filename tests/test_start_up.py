@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine import engine_config, make_model
+from tests.helpers.engine import LLAMA4, engine_config, make_model
 from tests.helpers.windows import SHARED_LAYERS
 from vllm_npu_prep import compat, device
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
@@ -35,13 +35,24 @@ MEAN_POOLING = {
 }
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
+CHUNKS = {**LLAMA4, "no_rope_layers": [1]}
+del CHUNKS["family"], CHUNKS["num_hidden_layers"]
 MLA = {
     "kv_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "n_routed_experts": 0,
     "first_k_dense_replace": 1,
 }
+STATES = "state-space or linear-attention model .*: the KV cache holds K and V"
 REFUSED = {
+    "attention chunks in the default blocks": (
+        {"folder": ("Llama4", CHUNKS)},
+        ["--block-size 128", "attention chunks of 32 tokens", "whole blocks"],
+    ),
+    "attention chunks in blocks that don't divide them": (
+        {"folder": ("Llama4", CHUNKS), "block_size": 12},
+        ["--block-size 12", "attention chunks of 32 tokens"],
+    ),
     "unknown key": ({"additional_config": {"npu_prep": {"maks": 1}}}, ['"maks"', '"mask"']),
     "family of another device": (
         {"additional_config": {"npu_prep": {"attention": "fia"}}},
@@ -183,6 +194,11 @@ def test_what_is_not_supported_is_refused_by_name(case, configure, tmp_path):
         ("Bloom", {}, "ALiBi"),
         ("Bert", {"head": "Model", "position_embedding_type": "alibi"}, "ALiBi"),
         ("Qwen3", {"head_dim": 1024}, "head size 1024"),
+        ("Mamba2", {"num_heads": 8, "state_size": 16, "n_groups": 1}, STATES),
+        ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}, STATES),
+        ("Qwen3Next", {"layer_types": ["linear_attention"], "num_experts": 0}, STATES),
+        # vLLM knows it no longer, and would run transformers' code
+        ("Bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}, STATES),
         (
             "DeepseekV2",
             {"q_lora_rank": 20, "index_topk": 8, "n_routed_experts": 0, "first_k_dense_replace": 1},

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.model_inputs import ModelInputRunner
 from vllm_npu_prep.prep.kernels import book_tokens
 from vllm_npu_prep.prompt_embeds import without_unknown_ids
@@ -34,8 +35,12 @@ class BookkeepingRunner(ModelInputRunner):
     def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
         """Put block tables in upstream's batch that know what the device has of them."""
         super().may_reinitialize_input_batch(kv_cache_config)
+        self.local_groups = find_local_groups(self.attn_groups)
         self.block_tables = DeviceBlockTables(
-            self.input_batch.block_table, self.max_num_reqs, self.device
+            self.input_batch.block_table,
+            self.max_num_reqs,
+            self.device,
+            self.local_groups.blocks_per_chunk if self.local_groups else 1,
         )
         self.input_batch.block_table = self.block_tables
         self._rows = np.arange(self.max_num_reqs)

@@ -16,11 +16,18 @@ NZ_CACHE_CHIPS = "Ascend310P"
 CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
+DEFAULT_BLOCK_SIZE = 128
+"""Block size unless the user gives one: what Ascend kernels are made for."""
+
 DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 """Speculative methods whose drafters are models of their own."""
 
 MODALITIES = ("image", "video")
 """Kinds of multimodal input that were tried."""
+
+STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Layers with a state instead of K and V, by transformers' ``layer_types``. vLLM runs transformers'
+code for an architecture that it does not know, and does not know it for a hybrid then."""
 
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
@@ -69,6 +76,12 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             f"--block-size {cache.block_size}: kernel family {family.name} takes multiples of "
             f"{family.block_size_multiple}"
         )
+    chunk_size, block_size = model.attention_chunk_size, _block_size(vllm_config)
+    if chunk_size is not None and chunk_size % block_size:
+        raise PrepError(
+            f"--block-size {block_size}: attention chunks of {chunk_size} tokens ({model.model}) "
+            "have to be whole blocks; give a block size that divides them"
+        )
     if parse_config(vllm_config.additional_config).triton_kernels == "keep":
         _refuse_kernels_without_triton(kind)
     for feature, needed in _family_limits(model, family):
@@ -90,6 +103,12 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
                 f"head size {head_size} of {each.model}: kernel family {family.name} takes "
                 f"multiples of {family.head_size_multiple} up to {family.max_head_size}"
             )
+
+
+def _block_size(vllm_config: "VllmConfig") -> int:
+    """Block size as asked for, or the one that the backend prefers."""
+    cache = vllm_config.cache_config
+    return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
 
 
 def _draft_models(vllm_config: "VllmConfig") -> list["ModelConfig"]:
@@ -333,6 +352,11 @@ def _unsupported_speculation(
                 name,
                 "the KV cache holds K and V planes only",
             ),
+            (
+                drafter.attention_chunk_size is not None,
+                name,
+                "draft passes see whole requests, and its attention one chunk of them",
+            ),
             (drafter.quantization is not None, name, f"no kernels for {drafter.quantization}"),
             (
                 vllm_config.kv_transfer_config is not None,
@@ -349,6 +373,7 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
     offload, scheduler = vllm_config.offload_config, vllm_config.scheduler_config
     cache, pools = vllm_config.cache_config, model.runner_type == "pooling"
     position_embeddings = getattr(model.hf_text_config, "position_embedding_type", None)
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
     checks = [
         (model.is_encoder_decoder, "an encoder-decoder model", "no cross-attention runs"),
         (
@@ -397,8 +422,8 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             "no step hands its routing to the host",
         ),
         (
-            model.is_hybrid or model.is_attention_free,
-            "a state-space or linear-attention model",
+            model.is_hybrid or model.is_attention_free or not kinds.isdisjoint(STATE_LAYERS),
+            f"a state-space or linear-attention model ({model.model})",
             "the KV cache holds K and V planes only",
         ),
         (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),

@@ -14,13 +14,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.utils import bind_kv_cache
 
-from vllm_npu_prep.attention.backend import AscendMetadataBuilder
+from vllm_npu_prep.attention.backend import AscendAttentionBackend, AscendMetadataBuilder
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
     split_by_window,
     zero_blocks,
 )
+from vllm_npu_prep.attention.local_attention import LocalBlockTables, unwrap_backends
 from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
@@ -50,7 +51,8 @@ class NPUModelRunner(GraphRunner):
     SpecDecodeMetadata         ours: views, made in each step
     backup_next_token_ids      ours; upstream's drafters collect their own
     block tables               `DeviceBlockTables`, on either side; encoder-only groups
-                               have neither these nor slots
+                               have neither these nor slots. `LocalBlockTables` has those
+                               of virtual requests
     token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
     is_padding                 ours, handed out by `_prepare_padding_mask`
     inputs_embeds              ours, made for steps with embeddings only
@@ -109,6 +111,7 @@ class NPUModelRunner(GraphRunner):
             self._num_groups,
             self._max_logits_per_req,
             self.mrope_dims,
+            self.local_groups,
         )
         staged = self.staging.acquire(layout)
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
@@ -187,11 +190,20 @@ class NPUModelRunner(GraphRunner):
         by_layer: dict[str, AscendMetadata] = {}
         masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
         block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
+        local_tables = self._gather_local_tables(staged)
         for group, builder, layer_names in self._builders:
             block_table = block_tables[group] if builder.causal else None
+            if builder.attention_chunk_size is not None:
+                block_table = local_tables[group]
             metadata = builder.build_step(step, group, staged, block_table, masks)
             by_layer |= dict.fromkeys(layer_names, metadata)
         return by_layer
+
+    def _gather_local_tables(self, staged: StagedArrays) -> dict[int, torch.Tensor]:
+        """Block tables of virtual requests, by KV-cache group; none without chunks."""
+        if self.local_groups is None:
+            return {}
+        return self._local_tables.gather(staged.device.local_table_rows)
 
     def _sampling_inputs(
         self, step: PreparedStep, arrays: DeviceArrays
@@ -255,8 +267,11 @@ class NPUModelRunner(GraphRunner):
             return super()._build_attention_metadata(*args, **kwargs)
         common = None
         if self.speculative_config is not None:
-            group = self.kv_cache_config.kv_cache_groups[self._drafting_group]
-            common = common_metadata(metadata[group.layer_names[0]], self.positions)
+            step, group = self.last_step, self._drafting_group
+            assert step is not None
+            block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
+            slots = self._staged.device.slot_mapping[group]
+            common = common_metadata(step, self._staged, block_tables[group], slots)
         if self._uses_mla:
             for _, builder, layer_names in self._builders:
                 seen = builder.for_layers(metadata[layer_names[0]])
@@ -287,6 +302,12 @@ class NPUModelRunner(GraphRunner):
 
     # ----------------------------------------------------------------- the KV cache
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """All layers have one backend, before vLLM asks each for the block size it prefers."""
+        super().load_model(*args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        unwrap_backends(layers.values(), AscendAttentionBackend)
+
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -315,6 +336,7 @@ class NPUModelRunner(GraphRunner):
             num_device_blocks=tables.num_device_blocks,
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
             mrope=self.mrope_tables,
+            local=self.local_groups,
         )
         self._block_entries = self.prep_device.native(tables.entries)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
@@ -327,7 +349,13 @@ class NPUModelRunner(GraphRunner):
             self._max_logits_per_req,
             len(tables.entries),
             self.mrope_dims,
+            self.local_groups,
         )
+        if self.local_groups is not None:
+            # A virtual request has a token, in padding too
+            self._local_tables = LocalBlockTables(
+                self.prep_device, tables.entries, self.local_groups, self.max_num_tokens
+            )
         self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
@@ -373,7 +401,7 @@ class NPUModelRunner(GraphRunner):
 
     def warm_up(self) -> None:
         """Load or compile what the first request would otherwise wait for."""
-        warm_up()
+        warm_up(self.mrope_dims, self.local_groups)
 
     def shutdown(self) -> None:
         """Say how often preparation had to wait for the device."""

@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -60,8 +61,14 @@ def test_latent_rows_are_one_plane_for_each_layer():
         assert (cache[:, [0, 1, 3, 4]] == value).all()
 
 
-def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block():
-    window = SlidingWindowSpec(**SHAPE, sliding_window=8)
+@pytest.mark.parametrize(
+    "window",
+    [
+        SlidingWindowSpec(**SHAPE, sliding_window=8),
+        ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8),
+    ],
+)
+def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block(window):
     caches = allocate_planes(config(FullAttentionSpec(**SHAPE), window), CPUDevice())
     full, windowed = caches["model.layers.0.attn"], caches["model.layers.2.attn"]
     for one, other in zip(full, windowed):  # K and K, V and V
@@ -117,6 +124,6 @@ def test_padded_pages_are_refused():
 
 
 def test_caches_whose_attention_is_not_built_are_refused():
-    spec = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)
-    with pytest.raises(PrepError, match="ChunkedLocalAttentionSpec"):
+    spec = MambaSpec(block_size=4, shapes=((2, 8), (4,)), dtypes=(torch.float32, torch.float32))
+    with pytest.raises(PrepError, match="MambaSpec"):
         allocate_planes(config(spec), CPUDevice())

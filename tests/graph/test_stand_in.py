@@ -17,6 +17,7 @@ from vllm_npu_prep.graph import GraphCall, tensors_of
 from vllm_npu_prep.graph.stand_in import CheckedGraphPool, GraphSafetyError, check_padding
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import largest_step, step_layout
+from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding
 from vllm_npu_prep.prep.state import AttentionState
@@ -173,7 +174,10 @@ def test_a_kv_cache_that_moved_is_named():
 # ------------------------------------------------------------------- padded values
 
 
-def staged_step(padding: Padding, count: int = 2):
+LOCAL = LocalGroups(4, 1, (0,))
+
+
+def staged_step(padding: Padding, count: int = 2, local: LocalGroups | None = None):
     """A step of decodes as the runner leaves it, on the CPU fallback."""
     requests = [
         OracleRequest(
@@ -186,8 +190,9 @@ def staged_step(padding: Padding, count: int = 2):
         for index in range(count)
     ]
     batch = step_batch(requests, block_size=4, max_model_len=16)
-    ring = StagingRing(CPUDevice(), largest_step(16, 8, 1, 1, 64), pin_memory=False)
-    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1)
+    batch.tables = dataclasses.replace(batch.tables, local=local)
+    ring = StagingRing(CPUDevice(), largest_step(16, 8, 1, 1, 64, local=local), pin_memory=False)
+    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1, 1, local=local)
     staged = ring.acquire(layout)
     step = prepare_step(batch, padding, layout, staged.np)
     ring.submit(step.nbytes)
@@ -246,6 +251,35 @@ def test_unsafe_padding_is_named(padding, fault):
     plant(staged, staged.device, tables)
     with pytest.raises(GraphSafetyError, match=message):
         check_padding(step, staged, tables)
+
+
+UNSAFE_CHUNKS = {
+    "stale length": (lambda s, a, t: a.local_seq_lens.__setitem__(2, 4), r"local_seq_lens\[2\]"),
+    "stale block": (lambda s, a, t: t.__setitem__((2, 0), 3), r"local block table .*\[2, 0\] is 3"),
+    "short query_start_loc": (
+        lambda s, a, t: a.local_query_start_loc.__setitem__(-1, 7),
+        "local_query_start_loc",
+    ),
+    "falling query_start_loc on the host": (
+        lambda s, a, t: s.np.local_query_start_loc.__setitem__(2, 0),
+        "local_query_start_loc .* must rise from 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", [FULL, MIXED], ids=["full", "mixed"])
+@pytest.mark.parametrize("fault", [None, *UNSAFE_CHUNKS])
+def test_unsafe_padding_of_virtual_requests_is_named(padding, fault):
+    step, staged, tables = staged_step(padding, local=LOCAL)
+    local_table = torch.zeros(len(staged.np.local_seq_lens), 1, dtype=torch.int32)
+    local_table[:2, 0] = torch.tensor([2, 4])
+    if fault is None:
+        check_padding(step, staged, tables, {0: local_table})
+        return
+    plant, message = UNSAFE_CHUNKS[fault]
+    plant(staged, staged.device, local_table)
+    with pytest.raises(GraphSafetyError, match=message):
+        check_padding(step, staged, tables, {0: local_table})
 
 
 def test_nothing_is_said_of_real_tokens_and_requests():

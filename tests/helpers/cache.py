@@ -41,6 +41,34 @@ class CacheWatch:
         return result
 
 
+class FreeBlocksPoison:
+    """Fills blocks that nobody holds with NaN in front of every forward pass: who reads one, shows.
+
+    For engines without a prefix cache, whose free blocks are read again.
+
+    Attributes
+    ----------
+    poisoned
+        How often a block that had been written was filled.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        core = llm.llm_engine.engine_core.engine_core
+        self.pool = core.scheduler.kv_cache_manager.block_pool
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.poisoned = 0
+        self._forward = self.runner._model_forward
+        self.runner._model_forward = self._poisoning
+
+    def _poisoning(self, *args: Any, **kwargs: Any) -> Any:
+        free = [block.block_id for block in self.pool.blocks if block.ref_cnt == 0]
+        planes = self.runner.kv_caches
+        self.poisoned += int(planes[0][free].flatten(1).nan_to_num(0).any(1).sum())
+        for plane in planes:
+            plane[free] = float("nan")
+        return self._forward(*args, **kwargs)
+
+
 class SharedBlocksWatch:
     """Checks after every forward pass that blocks of the prefix cache were not written.
 

@@ -13,6 +13,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
 
 
+LLAMA4 = {
+    "family": "Llama4",
+    "intermediate_size_mlp": 128,
+    "num_hidden_layers": 3,
+    "num_local_experts": 0,
+    "moe_layers": [],
+    "interleave_moe_layer_step": 0,
+    "attention_chunk_size": 32,
+    "no_rope_layers": [1, 0, 1],
+    "attn_temperature_tuning": False,
+}
+"""A dense Llama 4 with a layer of full attention between two with attention chunks. vLLM tunes
+temperatures above 32K tokens only, whatever the config says."""
+
+
 def make_model(
     folder: Path,
     family: str = "Qwen3",
@@ -51,11 +66,8 @@ def make_model(
         "pad_token_id": 0,
         "dtype": "float32",
     }
-    config_class = getattr(transformers, f"{family}Config")
-    if head == "ForCausalLM":  # of a multimodal family, its text model alone
-        config_class = getattr(transformers, f"{family}TextConfig", config_class)
     model_class = getattr(transformers, f"{family}{head}")
-    model = model_class(config_class(**{**settings, **config}))
+    model = model_class(model_class.config_class(**{**settings, **config}))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(embedding_scale)
         for name, buffer in model.named_buffers():

@@ -14,6 +14,7 @@ ON_DEVICE = {
     ),
     "features": (
         [
+            "test_local_attention.py",
             "test_lora.py",
             "test_long_context.py",
             "test_pooling.py",

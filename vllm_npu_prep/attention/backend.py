@@ -1,6 +1,6 @@
 """The attention backend: builds `AscendMetadata` and hands layers to a kernel family."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,11 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.limits import DEFAULT_BLOCK_SIZE
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
-
-DEFAULT_BLOCK_SIZE = 128
 
 ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
@@ -68,7 +67,7 @@ class AscendAttentionBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Block size unless the user gives one: 128, what Ascend kernels are made for."""
+        """Block size unless the user gives one."""
         return DEFAULT_BLOCK_SIZE
 
     @classmethod
@@ -92,6 +91,52 @@ class AscendAttentionBackend(AttentionBackend):
         return attn_type in ATTN_TYPES
 
 
+class AttendedRequests(NamedTuple):
+    """The requests that a group's layers see, as `AscendMetadata` has them."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_np: np.ndarray
+    num_computed_tokens: torch.Tensor
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+
+
+def attended_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests:
+    """The step's requests; the layout has as many rows as attention sees."""
+    arrays, host = staged.device, staged.np
+    return AttendedRequests(
+        arrays.query_start_loc,
+        host.query_start_loc,
+        arrays.seq_lens,
+        host.seq_lens,
+        arrays.num_computed_tokens,
+        step.num_reqs,
+        step.max_query_len,
+        step.max_seq_len,
+    )
+
+
+def local_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests:
+    """The step's virtual requests; rows behind them are seen in full graphs only."""
+    arrays, host, local = staged.device, staged.np, step.local
+    assert local is not None
+    in_full_graph = step.padding.mode is GraphMode.FULL
+    num_rows = len(host.local_seq_lens) if in_full_graph else local.num_reqs
+    return AttendedRequests(
+        arrays.local_query_start_loc[: num_rows + 1],
+        host.local_query_start_loc[: num_rows + 1],
+        arrays.local_seq_lens[:num_rows],
+        host.local_seq_lens[:num_rows],
+        arrays.local_num_computed_tokens[:num_rows],
+        local.num_reqs,
+        local.max_query_len,
+        local.max_seq_len,
+    )
+
+
 class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     """The only constructor of `AscendMetadata`.
 
@@ -109,6 +154,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.decisions: Decisions = decisions_of(vllm_config)
         self.sliding_window = getattr(kv_cache_spec, "sliding_window", None)
+        self.attention_chunk_size = getattr(kv_cache_spec, "attention_chunk_size", None)
         # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
@@ -152,6 +198,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             num_input_tokens,
             max_seq_len,
             sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
             causal=causal,
         )
 
@@ -169,8 +216,6 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     ) -> AscendMetadata:
         """Metadata of a prepared step for one KV-cache group: views, and no device read-back.
 
-        The layout has as many rows as attention sees requests, so arrays go in as they are.
-
         Parameters
         ----------
         step
@@ -180,17 +225,24 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         staged
             The step's arrays on the host and on the device.
         block_table
-            int32 ``[num_reqs_padded, max_num_blocks]`` on the device; None for encoder-only groups,
-            which have no slots either.
+            int32 ``[num_reqs_padded, max_num_blocks]`` on the device; of virtual requests with
+            chunked local attention; None for encoder-only groups, which have no slots either.
         masks
             Masks that other groups made for this step; this one is added.
         """
         arrays = staged.device
+        if self.attention_chunk_size is None:
+            requests = attended_requests(step, staged)
+        else:
+            requests = local_requests(step, staged)
+            assert block_table is not None
+            block_table = block_table[: len(requests.seq_lens_np)]
         plan = self._plans_of_any_size[step.attn_state]
         if plan is not None:
             mask = self.masks.constant() if plan.kind is MaskKind.COMPRESSED else None
         else:
-            plan = self._plan(step.attn_state, step.num_input_tokens, step.max_seq_len, self.causal)
+            sizes = step.num_input_tokens, requests.max_seq_len
+            plan = self._plan(step.attn_state, *sizes, self.causal)
             mask = masks.get(plan)
             if mask is None:
                 positions = arrays.positions[: step.total_num_scheduled_tokens]
@@ -200,17 +252,11 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             attn_mask=mask,
             block_tables=block_table,
             slot_mapping=None if block_table is None else arrays.slot_mapping[group],
-            query_start_loc=arrays.query_start_loc,
-            query_start_loc_np=staged.np.query_start_loc,
-            seq_lens=arrays.seq_lens,
-            seq_lens_np=staged.np.seq_lens,
-            num_computed_tokens=arrays.num_computed_tokens,
-            num_reqs=step.num_reqs,
-            max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
+            **requests._asdict(),
             num_actual_tokens=step.total_num_scheduled_tokens,
             num_input_tokens=step.num_input_tokens,
             sliding_window=plan.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
             causal=self.causal,
             in_full_graph=step.padding.mode is GraphMode.FULL,
         )
@@ -227,6 +273,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         general state.
         """
         del common_prefix_len, fast_build
+        assert self.attention_chunk_size is None, "drafters have no chunks"
         common = common_attn_metadata
         num_reqs = common.num_reqs
         assert common.seq_lens_cpu_upper_bound is not None and common.positions is not None
@@ -318,6 +365,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
             return output.zero_()
         assert attn_metadata.sliding_window == self.sliding_window, "metadata of another window"
+        chunk_size = getattr(layer, "attention_chunk_size", None)
+        assert attn_metadata.attention_chunk_size == chunk_size, "metadata of other chunks"
         num_tokens = attn_metadata.num_attended_tokens
         query = query[:num_tokens].contiguous()
         if self.shares_kv:

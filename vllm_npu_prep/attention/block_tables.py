@@ -25,10 +25,16 @@ class DeviceBlockTables(MultiGroupBlockTable):
         Rows of each table.
     device
         Where the device's tables are.
+    blocks_per_chunk
+        Rows are multiples of this many entries, for layers that see rows of one chunk.
     """
 
     def __init__(
-        self, upstream: MultiGroupBlockTable, max_num_reqs: int, device: torch.device
+        self,
+        upstream: MultiGroupBlockTable,
+        max_num_reqs: int,
+        device: torch.device,
+        blocks_per_chunk: int = 1,
     ) -> None:
         self.block_tables = upstream.block_tables
         shape = (len(self.block_tables), max_num_reqs)
@@ -36,9 +42,9 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.num_blocks = np.zeros(shape, np.int32)
         self.num_known_blocks = np.zeros(shape, np.int32)
         self.num_device_blocks = np.zeros(shape, np.int32)
-        self.max_num_blocks = np.array(
-            [table.max_num_blocks_per_req for table in self.block_tables], np.int32
-        )
+        widths = [table.max_num_blocks_per_req for table in self.block_tables]
+        chunks = [-(-width // blocks_per_chunk) for width in widths]
+        self.max_num_blocks = np.array(chunks, np.int32) * np.int32(blocks_per_chunk)
         num_rows = max_num_reqs + PADDING_ROWS
         sizes = [num_rows * width for width in self.max_num_blocks.tolist()]
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
@@ -82,8 +88,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
     def forget(self) -> None:
         """The device's tables may hold anything: send every row again."""
         self.num_known_blocks[:] = 0
-        for num_device_blocks, table in zip(self.num_device_blocks, self.block_tables):
-            num_device_blocks[:] = table.max_num_blocks_per_req
+        self.num_device_blocks[:] = self.max_num_blocks[:, None]
 
     def add_row(self, block_ids: tuple[list[int], ...], row_idx: int) -> None:
         """A row gets another request.

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,9 +32,17 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 
-PLANE_SPECS = {FullAttentionSpec: 2, SlidingWindowSpec: 2, MLAAttentionSpec: 1}
+PLANE_SPECS = {
+    FullAttentionSpec: 2,
+    SlidingWindowSpec: 2,
+    ChunkedLocalAttentionSpec: 2,
+    MLAAttentionSpec: 1,
+}
 """Caches that are planes of whole blocks, and whose attention this plugin's builders know, with the
 number of planes."""
+
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""What narrows attention, as layers and specs call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +85,10 @@ def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVC
 def split_by_window(
     groups: list[AttentionGroup], layers: Mapping[str, Any]
 ) -> list[AttentionGroup]:
-    """Attention groups whose layers have one window each.
+    """Attention groups whose layers have one window, or one size of attention chunks, each.
 
-    Without the hybrid KV-cache manager, vLLM keeps sliding windows as full caches, in one group
-    with full attention, and the group's spec has the window of some of its layers.
+    Without the hybrid KV-cache manager, vLLM keeps sliding windows and chunks as full caches, in
+    one group with full attention, and the group's spec has the window of some of its layers.
 
     Parameters
     ----------
@@ -90,14 +99,14 @@ def split_by_window(
     """
     split: list[AttentionGroup] = []
     for group in groups:
-        by_window: dict[int | None, list[str]] = {}
+        by_window: dict[tuple[int | None, ...], list[str]] = {}
         for name in group.layer_names:
-            window = getattr(layers[name], "sliding_window", None)
-            by_window.setdefault(window, []).append(name)
-        for window, layer_names in by_window.items():
+            windows = tuple(getattr(layers[name], kind, None) for kind in WINDOWS)
+            by_window.setdefault(windows, []).append(name)
+        for windows, layer_names in by_window.items():
             spec = group.kv_cache_spec
-            if hasattr(spec, "sliding_window"):
-                spec = replace(spec, sliding_window=window)
+            known = {kind: size for kind, size in zip(WINDOWS, windows) if hasattr(spec, kind)}
+            spec = replace(spec, **known)
             split.append(replace(group, layer_names=layer_names, kv_cache_spec=spec))
     return split
 

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
+from vllm_npu_prep.device.staging import StagedArrays
+from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.state import AttentionState
 
 
 @dataclass
 class AscendMetadata(AttentionMetadata):
     """Attention metadata of one KV-cache group for one step.
+
+    With chunked local attention, requests are virtual ones (`prep.local_attention`).
 
     ``R`` is the number of requests that attention sees and ``T`` the number of tokens; both
     include padding in a full graph and only there. Host values (``_np``) come from the host and
@@ -37,6 +41,7 @@ class AscendMetadata(AttentionMetadata):
     num_actual_tokens: int  # tokens that were scheduled
     num_input_tokens: int  # tokens after graph padding
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None  # requests are virtual ones, of one chunk each
     causal: bool = True  # else fresh K and V are attended both ways
     in_full_graph: bool = False  # attention is inside a graph, and sees padding
     kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step
@@ -54,22 +59,24 @@ class AscendMetadata(AttentionMetadata):
 
 
 def common_metadata(
-    metadata: AscendMetadata,
-    positions: torch.Tensor,  # [num_input_tokens] int64
+    step: PreparedStep,
+    staged: StagedArrays,
+    block_table: torch.Tensor,  # [num_reqs_padded, max_num_blocks] int32
+    slot_mapping: torch.Tensor,  # [num_input_tokens] int32
 ) -> CommonAttentionMetadata:
     """The same step as vLLM's common metadata, which drafters read; real requests only."""
-    num_reqs, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
-    assert metadata.block_tables is not None and metadata.slot_mapping is not None
+    num_reqs, num_tokens = step.num_reqs, step.total_num_scheduled_tokens
+    arrays, cpu = staged.device, staged.cpu
     return CommonAttentionMetadata(
-        query_start_loc=metadata.query_start_loc[: num_reqs + 1],
-        query_start_loc_cpu=torch.from_numpy(metadata.query_start_loc_np[: num_reqs + 1]),
-        seq_lens=metadata.seq_lens[:num_reqs],
+        query_start_loc=arrays.query_start_loc[: num_reqs + 1],
+        query_start_loc_cpu=cpu.query_start_loc[: num_reqs + 1],
+        seq_lens=arrays.seq_lens[:num_reqs],
         num_reqs=num_reqs,
         num_actual_tokens=num_tokens,
-        max_query_len=metadata.max_query_len,
-        max_seq_len=metadata.max_seq_len,
-        block_table_tensor=metadata.block_tables[:num_reqs],
-        slot_mapping=metadata.slot_mapping[:num_tokens],
-        seq_lens_cpu_upper_bound=torch.from_numpy(metadata.seq_lens_np[:num_reqs]),
-        positions=positions[:num_tokens],
+        max_query_len=step.max_query_len,
+        max_seq_len=step.max_seq_len,
+        block_table_tensor=block_table[:num_reqs],
+        slot_mapping=slot_mapping[:num_tokens],
+        seq_lens_cpu_upper_bound=cpu.seq_lens[:num_reqs],
+        positions=arrays.positions[:num_tokens],
     )

@@ -87,6 +87,9 @@ class Device(Protocol):
         `indices` are int64, `values` have the target's dtype.
         """
 
+    def gather(self, target: Any, source: Any, rows: Any) -> None:
+        """``target[:] = source[rows]`` in one launch; all native, `rows` int32."""
+
     def zeros(self, nbytes: int) -> torch.Tensor:
         """A large zeroed buffer on the device, int8 ``[nbytes]``."""
 

@@ -44,6 +44,10 @@ class CPUDevice:
         """Write at once."""
         target[indices] = values
 
+    def gather(self, target: np.ndarray, source: np.ndarray, rows: np.ndarray) -> None:
+        """Copy at once."""
+        target[:] = source[rows]
+
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Pages of zeros that the kernel hands out when they are touched.
 

@@ -69,6 +69,10 @@ class NPUDevice:
         """One launch."""
         target.index_copy_(0, indices, values)
 
+    def gather(self, target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor) -> None:
+        """One launch."""
+        torch.index_select(source, 0, rows, out=target)
+
     def zeros(self, nbytes: int) -> torch.Tensor:
         """A zeroed buffer, int8 ``[nbytes]``."""
         return torch.zeros(nbytes, dtype=torch.int8, device=self.device)

@@ -36,6 +36,11 @@ class DeviceArrays:
     cu_num_draft_tokens: torch.Tensor
     cu_num_sampled_tokens: torch.Tensor
     backup_next_token_ids: torch.Tensor
+    # Empty without chunked local attention
+    local_query_start_loc: torch.Tensor  # [V + 1]
+    local_seq_lens: torch.Tensor  # [V]
+    local_num_computed_tokens: torch.Tensor  # [V]
+    local_table_rows: torch.Tensor  # [L * V]
     discard_request_mask: torch.Tensor  # [num_reqs_padded]
     is_padding: torch.Tensor  # [num_input_tokens]
 

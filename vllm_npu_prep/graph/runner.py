@@ -8,6 +8,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_npu_prep.attention.local_attention import LocalBlockTables
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import StagedArrays
@@ -17,6 +18,7 @@ from vllm_npu_prep.graph.counts import StepCounts
 from vllm_npu_prep.graph.stand_in import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
+from vllm_npu_prep.prep.local_attention import local_capture_lengths
 from vllm_npu_prep.prep.padding import (
     GraphMode,
     Padding,
@@ -49,6 +51,7 @@ class GraphRunner(SpeculativeRunner):
     last_step: PreparedStep | None
     _attn_metadata: dict[str, AscendMetadata] | None
     _staged: StagedArrays
+    _local_tables: LocalBlockTables
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -163,8 +166,12 @@ class GraphRunner(SpeculativeRunner):
         self._restore_upstream_buffers(leave=GRAPH_INPUTS)  # it makes up lengths in these
         self.block_tables.is_prepared = True
         if self._in_capture and padding.mode is GraphMode.FULL:
-            lengths = capture_lengths(padding, self.max_model_len)
+            by_chunks: dict[int | None, Any] = {None: capture_lengths(padding, self.max_model_len)}
+            if self.local_groups is not None:
+                chunk_size = self.local_groups.attention_chunk_size
+                by_chunks[chunk_size] = local_capture_lengths(padding, self.local_groups)
             for metadata in (self._attn_metadata or {}).values():
+                lengths = by_chunks[metadata.attention_chunk_size]
                 metadata.query_start_loc_np, metadata.seq_lens_np = lengths
 
     def _dummy_run(
@@ -211,7 +218,8 @@ class GraphRunner(SpeculativeRunner):
         assert step is not None
         if self.prep_device.computes_on_host and step.padding.mode is not GraphMode.NONE:
             tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
-            check_padding(step, self._staged, tables)
+            local_tables = self._local_tables.of_step if self.local_groups else {}
+            check_padding(step, self._staged, tables, local_tables)
 
     # ----------------------------------------------------------------- start-up
 

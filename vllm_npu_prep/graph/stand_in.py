@@ -6,7 +6,7 @@ and its results are copied to where the first ones lay, so that a caller who kee
 steps finds them overwritten, as on a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -152,7 +152,10 @@ def _difference(captured: dict[str, Place], now: dict[str, Place]) -> str:
 
 
 def check_padding(
-    step: PreparedStep, staged: StagedArrays, block_tables: Sequence[torch.Tensor]
+    step: PreparedStep,
+    staged: StagedArrays,
+    block_tables: Sequence[torch.Tensor],
+    local_tables: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
     """Check what a graph is about to read behind the step's own tokens and requests.
 
@@ -164,6 +167,8 @@ def check_padding(
         Its arrays, as the device has them.
     block_tables
         int32 ``[num_reqs_padded, max_num_blocks]`` on the device, one for each group.
+    local_tables
+        Those of virtual requests, by group.
 
     Raises
     ------
@@ -182,16 +187,28 @@ def check_padding(
     for group, table in enumerate(block_tables):
         _expect(f"block table of group {group}", table, reqs, NULL_BLOCK_ID)
     for starts in (arrays.query_start_loc.numpy(), staged.np.query_start_loc):
-        if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[reqs] != tokens:
-            raise GraphSafetyError(
-                f"query_start_loc {starts.tolist()} must rise from 0 and reach {tokens} after "
-                f"{reqs} requests"
-            )
-        if starts[-1] != step.num_input_tokens:
-            raise GraphSafetyError(
-                f"query_start_loc ends at {starts[-1]}, the graph has {step.num_input_tokens} "
-                "tokens: a fused attention kernel refuses that (561002)"
-            )
+        _expect_starts("query_start_loc", starts, reqs, step)
+    if step.local is None:
+        return
+    reqs = step.local.num_reqs
+    _expect("local_seq_lens", arrays.local_seq_lens, reqs, 0)
+    for group, table in (local_tables or {}).items():
+        _expect(f"local block table of group {group}", table, reqs, NULL_BLOCK_ID)
+    for starts in (arrays.local_query_start_loc.numpy(), staged.np.local_query_start_loc):
+        _expect_starts("local_query_start_loc", starts, reqs, step)
+
+
+def _expect_starts(name: str, starts: np.ndarray, reqs: int, step: PreparedStep) -> None:
+    tokens = step.total_num_scheduled_tokens
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[reqs] != tokens:
+        raise GraphSafetyError(
+            f"{name} {starts.tolist()} must rise from 0 and reach {tokens} after {reqs} requests"
+        )
+    if starts[-1] != step.num_input_tokens:
+        raise GraphSafetyError(
+            f"{name} ends at {starts[-1]}, the graph has {step.num_input_tokens} tokens: a fused "
+            "attention kernel refuses that (561002)"
+        )
 
 
 def _expect(name: str, array: torch.Tensor, start: int, value: int) -> None:

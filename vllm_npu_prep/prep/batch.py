@@ -15,6 +15,7 @@ from vllm_npu_prep.prep.layout import (
     step_layout,
     targets_per_row,
 )
+from vllm_npu_prep.prep.local_attention import LocalGroups, LocalRequests, split_at_chunks
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
@@ -46,6 +47,7 @@ class BatchTables:
     num_device_blocks: np.ndarray
     chunked_prefill: bool = True
     mrope: MropeTables | None = None  # of a model with M-RoPE
+    local: LocalGroups | None = None  # groups with chunked local attention
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -54,6 +56,8 @@ class BatchTables:
                 array.dtype != np.int32 or not array.flags.c_contiguous
             ):
                 raise TypeError(f"{item.name} is {array.dtype}, not contiguous int32")
+        if self.local is not None and (self.max_num_blocks % self.local.blocks_per_chunk).any():
+            raise ValueError("rows of block tables are not whole chunks")
 
     @property
     def num_groups(self) -> int:
@@ -70,6 +74,21 @@ class BatchTables:
         sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
         table = np.split(self.block_entries, np.cumsum(sizes)[:-1])[group]
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
+
+    @cached_property
+    def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tables of local groups begin, and the length of their rows, in chunks.
+
+        Returns
+        -------
+        first_table_rows, chunks_per_req
+            int32 ``[num_local_groups]`` each.
+        """
+        assert self.local is not None
+        groups = list(self.local.groups)
+        chunks = self.max_num_blocks // self.local.blocks_per_chunk
+        ends = np.cumsum(chunks * (len(self.token_ids) + PADDING_ROWS), dtype=np.int32)
+        return np.append(np.int32(0), ends)[groups], chunks[groups]
 
     @cached_property
     def addresses(self) -> np.ndarray:
@@ -158,6 +177,7 @@ class PreparedStep:
     max_seq_len: int
     num_logits: int
     num_block_changes: int  # block-table entries that travel with the step
+    local: LocalRequests | None = None  # virtual requests of chunked local attention
 
     # --- scalars
     @property
@@ -358,6 +378,7 @@ def prepare_step(
             tables.num_groups,
             1 + int(batch.num_draft_tokens.max(initial=0)),
             0 if tables.mrope is None else tables.mrope.num_dims,
+            tables.local,
         )
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_entries))
@@ -388,11 +409,44 @@ def prepare_step(
         max_seq_len,
         num_logits,
         num_block_changes,
+        _local_requests(batch, padding, arrays) if tables.local is not None else None,
     )
 
 
-def warm_up() -> None:
-    """Compile or load the compiled code, for the types that runners use."""
+def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> LocalRequests:
+    """Write the step's virtual requests, which follow from what is written already."""
+    tables = batch.tables
+    assert tables.local is not None
+    sizes = split_at_chunks(
+        batch.num_reqs,
+        padding.num_input_tokens,
+        padding.decode_query_len,
+        tables.local.attention_chunk_size,
+        arrays.query_start_loc,
+        arrays.seq_lens,
+        arrays.num_computed_tokens,
+        *tables.local_rows,
+        len(tables.token_ids),
+        arrays.local_query_start_loc,
+        arrays.local_seq_lens,
+        arrays.local_num_computed_tokens,
+        arrays.local_table_rows,
+    )
+    return LocalRequests(*sizes)
+
+
+def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> None:
+    """Compile or load the compiled code, for the types that runners use.
+
+    Parameters
+    ----------
+    mrope_dims
+        Dimensions of the model's M-RoPE positions.
+    local
+        The engine's groups with chunked local attention.
+    """
+    if local is not None:
+        local = LocalGroups(local.attention_chunk_size, 1, (0,))
     one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
     tables = BatchTables(
         num_computed_tokens=one,
@@ -400,6 +454,8 @@ def warm_up() -> None:
         num_tokens=one,
         token_ids=np.zeros((1, 2), np.int32),
         block_sizes=np.full(1, 2, np.int32),
+        mrope=MropeTables(mrope_dims, 1) if mrope_dims else None,
+        local=local,
         **device_has_all([table]),
     )
     prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))

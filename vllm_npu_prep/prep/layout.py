@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from vllm_npu_prep.prep.kernels import PADDING_ROWS
+from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
 
 ALIGNMENT = 64
 """Bytes to which every array of a layout is aligned (a cache line; a multiple of 32, which Ascend
@@ -53,6 +54,8 @@ class StepLayout:
         Most draft tokens; 0 in an engine without speculation.
     mrope_dims
         Dimensions of M-RoPE positions; 0 for a model without them.
+    local
+        Groups with chunked local attention; None in an engine without any.
 
     Notes
     -----
@@ -77,6 +80,15 @@ class StepLayout:
     max_logits: int
     max_drafts: int = 0
     mrope_dims: int = 0
+    local: LocalGroups | None = None
+
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        """Most virtual requests, and groups whose layers see them (`prep.local_attention`)."""
+        if self.local is None:
+            return 0, 0
+        sizes = self.num_input_tokens, self.num_reqs_padded, self.local.attention_chunk_size
+        return max_local_reqs(*sizes), len(self.local.groups)
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
@@ -87,6 +99,7 @@ class StepLayout:
         """
         num_tokens, num_reqs = self.num_input_tokens, self.num_reqs_padded
         num_drafters = num_reqs if self.max_drafts else 0  # requests that may have drafts
+        num_local, num_local_groups = self.local_sizes
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((num_tokens,), np.int64),
             "mrope_positions": ((self.mrope_dims, num_tokens), np.int64),
@@ -105,6 +118,10 @@ class StepLayout:
             "cu_num_draft_tokens": ((num_drafters,), np.int32),
             "cu_num_sampled_tokens": ((num_drafters,), np.int32),
             "backup_next_token_ids": ((num_drafters,), np.int32),
+            "local_query_start_loc": ((num_local + 1 if num_local else 0,), np.int32),
+            "local_seq_lens": ((num_local,), np.int32),
+            "local_num_computed_tokens": ((num_local,), np.int32),
+            "local_table_rows": ((num_local_groups, num_local), np.int32),
             "discard_request_mask": ((num_reqs,), np.bool_),
         }
         arrays, offset = {}, 0
@@ -180,7 +197,8 @@ class StepArrays:
     """The arrays of one layout, all views of one buffer; padding included.
 
     ``T`` is ``num_input_tokens``, ``R`` is ``num_reqs_padded``, ``G`` the number of groups, ``D``
-    is ``max_drafts`` and ``S`` is ``R`` where there can be drafts, else 0. ``P`` is ``mrope_dims``.
+    is ``max_drafts`` and ``S`` is ``R`` where there can be drafts, else 0; ``P`` is ``mrope_dims``,
+    and ``V`` virtual requests and ``L`` groups that see them are `StepLayout.local_sizes`.
     """
 
     input_ids: np.ndarray  # [T] int32
@@ -198,6 +216,11 @@ class StepArrays:
     cu_num_draft_tokens: np.ndarray  # [S] int32
     cu_num_sampled_tokens: np.ndarray  # [S] int32
     backup_next_token_ids: np.ndarray  # [S] int32, what drafters go on from without a sample
+    local_query_start_loc: np.ndarray  # [V + 1] int32, empty without chunked local attention
+    local_seq_lens: np.ndarray  # [V] int32
+    local_num_computed_tokens: np.ndarray  # [V] int32
+    # [L, V] int32, rows of the device's block tables, all seen as rows of one chunk
+    local_table_rows: np.ndarray
     discard_request_mask: np.ndarray  # [R] bool
     is_padding: np.ndarray  # [T] bool
     tail_int64: np.ndarray  # [bytes of the tail / 8] int64
@@ -243,12 +266,13 @@ def step_layout(
     num_groups: int,
     max_logits_per_req: int = 1,
     mrope_dims: int = 0,
+    local: LocalGroups | None = None,
 ) -> StepLayout:
     """The layout of these sizes: the same object each time, its offsets worked out once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local
         See `StepLayout`.
     max_logits_per_req
         Most logits that one request wants: one, and one for each draft.
@@ -257,7 +281,7 @@ def step_layout(
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     return StepLayout(
-        num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
+        num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims, local
     )
 
 
@@ -273,6 +297,7 @@ def largest_step(
     max_logits_per_req: int,
     num_block_table_entries: int,
     mrope_dims: int = 0,
+    local: LocalGroups | None = None,
 ) -> int:
     """Bytes that every step's buffer has to hold, a multiple of `ALIGNMENT`.
 
@@ -280,7 +305,9 @@ def largest_step(
     the block tables: the first one after a dummy run does.
     """
     num_rows = max_num_reqs + PADDING_ROWS
-    layout = step_layout(max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims)
+    layout = step_layout(
+        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local
+    )
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

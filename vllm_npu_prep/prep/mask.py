@@ -59,11 +59,15 @@ class MaskPlan:
     sliding_window
         Token p sees positions p - sliding_window + 1 to p, and without causality as far ahead;
         None: all positions up to p, or all.
+    attention_chunk_size
+        Rows are those of positions in a chunk of this size, and so are the columns; None: of
+        positions in a request.
     """
 
     kind: MaskKind
     shape: tuple[int, int] | None
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
 
 
 def plan_mask(
@@ -73,6 +77,7 @@ def plan_mask(
     max_seq_len: int,
     *,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     causal: bool = True,
 ) -> MaskPlan:
     """Decide the mask of a step: a function of state, form and the group's attention kind.
@@ -89,6 +94,8 @@ def plan_mask(
         Longest sequence of the step, this step's tokens included.
     sliding_window
         Window of the group in tokens, None without one.
+    attention_chunk_size
+        Chunks of the group in tokens, None without any; `max_seq_len` is of virtual requests then.
     causal
         False for encoder-only groups: tokens see each other both ways, with a window up to
         ``sliding_window - 1`` positions away, which families of the dense form narrow themselves.
@@ -103,7 +110,8 @@ def plan_mask(
         return MaskPlan(MaskKind.COMPRESSED, shape, sliding_window)
     if state == AttentionState.PrefillNoCache:
         return MaskPlan(MaskKind.MATRIX, (max_seq_len, max_seq_len), sliding_window)
-    return MaskPlan(MaskKind.ROWS, (num_input_tokens, max_seq_len), sliding_window)
+    shape = (num_input_tokens, max_seq_len)
+    return MaskPlan(MaskKind.ROWS, shape, sliding_window, attention_chunk_size)
 
 
 def mask_rows(
@@ -150,6 +158,8 @@ def build_mask(
     num_rows, max_seq_len = plan.shape
     if plan.kind == MaskKind.MATRIX:
         return causal_mask(max_seq_len, plan.sliding_window)
+    if plan.attention_chunk_size is not None:
+        positions = positions % plan.attention_chunk_size
     masked = np.zeros((num_rows, max_seq_len), dtype=bool)
     masked[: len(positions)] = mask_rows(positions, max_seq_len, plan.sliding_window)
     return masked

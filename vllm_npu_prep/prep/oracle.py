@@ -302,3 +302,52 @@ def _mask(out: dict[str, Any], form: str, sliding_window: int | None) -> Any:
     rows = [row(position) for position in out["positions"]]
     padding = out["num_input_tokens"] - out["total_num_scheduled_tokens"]
     return rows + [[0] * out["max_seq_len"] for _ in range(padding)]
+
+
+def oracle_local_requests(
+    requests: Sequence[OracleRequest], *, attention_chunk_size: int, block_size: int
+) -> dict[str, list[Any]]:
+    """Virtual requests of chunked local attention, padding excluded.
+
+    Parameters
+    ----------
+    requests
+        The batch in order.
+    attention_chunk_size, block_size
+        In tokens; chunks are whole blocks.
+
+    Returns
+    -------
+    dict
+        ``query_start_loc``, ``seq_lens``, ``num_computed_tokens``, ``block_table`` (0 behind the
+        blocks that a request owns) and, for each token of the step, ``visible``: the positions that
+        it sees.
+    """
+    starts, lengths, computed, tables, visible = [0], [], [], [], []
+    for request in requests:
+        chunk = None
+        for offset in range(request.num_scheduled_tokens):
+            position = request.num_computed_tokens + offset
+            first = position
+            while first % attention_chunk_size:
+                first -= 1
+            visible.append(list(range(first, position + 1)))
+            if first != chunk:
+                chunk = first
+                starts.append(starts[-1])
+                lengths.append(0)
+                computed.append(position - first)
+                row = []
+                for start in range(first, first + attention_chunk_size, block_size):
+                    owned = start // block_size < len(request.block_ids)
+                    row.append(request.block_ids[start // block_size] if owned else 0)
+                tables.append(row)
+            starts[-1] += 1
+            lengths[-1] = position - first + 1
+    return {
+        "query_start_loc": starts,
+        "seq_lens": lengths,
+        "num_computed_tokens": computed,
+        "block_table": tables,
+        "visible": visible,
+    }

@@ -1,0 +1,139 @@
+"""Chunked local attention (Llama 4) through vLLM's engine: tokens equal transformers'."""
+
+import pytest
+
+from tests.conftest import SEED
+from tests.helpers.cache import FreeBlocksPoison
+from tests.helpers.engine import (
+    LLAMA4,
+    REPLAYED,
+    engine,
+    generate,
+    graphs,
+    greedy,
+    make_model,
+    runner_of,
+)
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states
+
+LENGTHS = [5, 90, 32, 31, 33, 64, 17, 120]
+"""At, before and behind the borders of chunks of 32."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("llama4"), **LLAMA4)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    tokens = reference(model, prompts_of(SEED, LENGTHS), 40)
+    check_varied(tokens)
+    return tokens
+
+
+def settings(**more):
+    """Chunks of prompts end inside attention chunks, and go over their borders."""
+    return {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 4, **more}
+
+
+@pytest.mark.parametrize(
+    ("mask", "hybrid", "asynchronous"),
+    [("dense", True, True), ("compressed", False, True), ("compressed", True, False)],
+)
+def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous):
+    prompts = prompts_of(SEED, LENGTHS)
+    with engine(
+        model,
+        **settings(
+            additional_config={"npu_prep": {"mask": mask}},
+            disable_hybrid_kv_cache_manager=not hybrid,
+            async_scheduling=asynchronous,
+        ),
+    ) as llm:
+        runner, states = runner_of(llm), count_states(llm)
+        groups = runner.kv_cache_config.kv_cache_groups
+        got = generate(llm, prompts, greedy(40))
+        fresh = states["PrefillNoCache"]
+        again = generate(llm, prompts[::-1], greedy(40))  # prefixes are cached
+        hits = states["PrefillNoCache"] - fresh
+    local = {name for _, b, names in runner._builders if b.attention_chunk_size for name in names}
+    assert local == {f"model.layers.{layer}.self_attn.attn" for layer in (0, 2)}
+    assert len(groups) == (3 if hybrid else 1)
+    assert got == expected
+    assert again == expected[::-1]
+    assert {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"} <= set(states)
+    assert hits < fresh
+
+
+def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected):
+    prompts = prompts_of(SEED, LENGTHS)
+    with engine(
+        model,
+        **settings(
+            enable_prefix_caching=False,
+            num_gpu_blocks_override=32,
+            max_model_len=176,
+            max_num_batched_tokens=40,
+        ),
+    ) as llm:
+        poison, count = FreeBlocksPoison(llm), count_preemptions(llm)
+        got = generate(llm, prompts, greedy(40))
+    assert got == expected
+    assert poison.poisoned > 20
+    assert count["preempted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "hybrid", "asynchronous"),
+    [
+        ("PIECEWISE", True, True),
+        ("FULL_DECODE_ONLY", False, True),
+        ("FULL", True, False),
+    ],
+)
+def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous):
+    """Full ones too: rows of virtual requests are as many as there can be."""
+    prompts = prompts_of(SEED, LENGTHS)
+    more = {
+        "disable_hybrid_kv_cache_manager": not hybrid,
+        "async_scheduling": asynchronous,
+        "max_num_seqs": 5,
+    }
+    with engine(model, **settings(**more), **graphs(mode, 1, 2, 4, 8, 40)) as llm:
+        got = generate(llm, prompts, greedy(40))
+        counts = runner_of(llm).step_counts.by_kind
+    assert got == expected
+    assert set(counts) >= REPLAYED[mode]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_over_the_border_of_a_chunk(tmp_path, seed, method):
+    """A decode and its drafts are two virtual requests there."""
+    model = make_model(tmp_path / "target", **LLAMA4, spread=0.1)
+    speculation = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        speculation["prompt_lookup_max"] = 2
+    else:
+        speculation["model"] = str(make_model(tmp_path / "drafter", num_hidden_layers=1))
+    prompts = prompts_of(seed, [20, 9, 61])
+    with engine(
+        model, **settings(max_num_seqs=3), speculative_config=speculation, **graphs("FULL", 4, 12)
+    ) as llm:
+        states, border = count_states(llm), []
+        runner = runner_of(llm)
+        prepare_inputs = runner._prepare_inputs
+
+        def watched(*args):
+            result = prepare_inputs(*args)
+            step = runner.last_step
+            if step.padding.mode == "FULL" and step.local.num_reqs > step.num_reqs > 0:
+                border.append(step.num_drafts)
+            return result
+
+        runner._prepare_inputs = watched
+        got = generate(llm, prompts, greedy(60))
+    assert got == reference(model, prompts, 60)
+    assert any(border), states

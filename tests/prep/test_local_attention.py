@@ -1,0 +1,193 @@
+"""Chunked local attention: virtual requests equal the scalar oracle's, whatever the batch."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.batches import RandomBatch, random_batches, step_batch
+from vllm_npu_prep.prep.batch import PreparedStep, device_has_all, prepare_step
+from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.local_attention import (
+    LocalGroups,
+    local_capture_lengths,
+    max_local_reqs,
+)
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
+from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
+from vllm_npu_prep.prep.padding import (
+    Padding,
+    full_graph_padding,
+    full_padding,
+    no_padding,
+    uniform_query_len,
+)
+from vllm_npu_prep.prep.state import AttentionState
+
+GROUPS = (0, 2)
+"""Groups with chunks; the one between them has none, and the first one's blocks."""
+
+
+def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
+    """The step of an engine with three groups; ids of the last are those of the first plus 1000."""
+    local = LocalGroups(batch.block_size * blocks_per_chunk, blocks_per_chunk, GROUPS)
+    step = step_batch(
+        batch.requests,
+        batch.block_size,
+        batch.max_model_len,
+        batch.chunked_prefill,
+        extra_columns=0,
+    )
+    table = step.tables.block_table(0)
+    table = np.pad(table, ((0, 0), (0, -table.shape[1] % blocks_per_chunk)))
+    tables = [
+        table,
+        np.pad(table, ((0, 0), (0, blocks_per_chunk))),
+        table + np.int32(1000) * (table > 0),
+    ]
+    step.tables = dataclasses.replace(
+        step.tables,
+        block_sizes=np.full(3, batch.block_size, np.int32),
+        local=local,
+        **device_has_all(tables),
+    )
+    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
+    if batch.capture_sizes is not None:
+        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
+        sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
+        padding = full_graph_padding(*sizes)
+    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, local=local)
+    return prepare_step(step, padding, layout)
+
+
+def gathered(step: PreparedStep) -> np.ndarray:
+    """Block tables of the virtual requests, as a device gathers them; ``[2, V, blocks]``."""
+    tables = step.batch.tables
+    chunks = tables.block_entries.reshape(-1, tables.local.blocks_per_chunk)
+    return chunks[step.arrays.local_table_rows]
+
+
+@given(random_batches(), st.integers(1, 5))
+def test_virtual_requests_equal_the_oracle(batch, blocks_per_chunk):
+    step = local_step(batch, blocks_per_chunk)
+    arrays, local = step.arrays, step.local
+    expected = oracle_local_requests(
+        batch.requests,
+        attention_chunk_size=batch.block_size * blocks_per_chunk,
+        block_size=batch.block_size,
+    )
+    count = len(expected["seq_lens"])
+    assert local.num_reqs == count
+    assert local.max_query_len == np.diff(expected["query_start_loc"]).max()
+    assert local.max_seq_len == max(expected["seq_lens"])
+    assert arrays.local_query_start_loc[: count + 1].tolist() == expected["query_start_loc"]
+    for name in ("seq_lens", "num_computed_tokens"):
+        assert getattr(arrays, f"local_{name}")[:count].tolist() == expected[name], name
+    first, last = gathered(step)
+    assert first[:count].tolist() == expected["block_table"]
+    assert (last[:count] == first[:count] + 1000 * (first[:count] > 0)).all()
+    # Padding
+    assert not arrays.local_seq_lens[count:].any()
+    assert not arrays.local_num_computed_tokens[count:].any()
+    assert not first[count:].any() and not last[count:].any(), "not the null block"
+    starts = arrays.local_query_start_loc
+    assert (np.diff(starts) >= 0).all()
+    assert starts[-1] == step.num_input_tokens
+
+
+@given(random_batches(), st.integers(1, 5))
+def test_causal_attention_over_virtual_requests_is_chunked_local_attention(batch, blocks_per_chunk):
+    """Also in the rows of a dense mask, whose columns are positions of a chunk."""
+    step = local_step(batch, blocks_per_chunk)
+    chunk_size, local = batch.block_size * blocks_per_chunk, step.local
+    sizes = {"attention_chunk_size": chunk_size, "block_size": batch.block_size}
+    visible = oracle_local_requests(batch.requests, **sizes)["visible"]
+    plan = plan_mask(
+        step.attn_state,
+        MaskForm.DENSE,
+        step.num_input_tokens,
+        local.max_seq_len,
+        attention_chunk_size=chunk_size,
+    )
+    mask = build_mask(plan, step.positions)
+    starts, lengths = step.arrays.local_query_start_loc, step.arrays.local_seq_lens
+    for req in range(local.num_reqs):
+        for token in range(starts[req], starts[req + 1]):
+            in_chunk = lengths[req] - (starts[req + 1] - token)  # by causality
+            chunk_start = int(step.positions[token]) - in_chunk
+            assert visible[token] == list(range(chunk_start, int(step.positions[token]) + 1))
+            if mask is None:  # a decode, which sees all of its chunk
+                assert in_chunk == lengths[req] - 1
+                continue
+            row = mask[in_chunk if plan.kind is MaskKind.MATRIX else token]
+            assert np.flatnonzero(~row[: lengths[req]]).tolist() == list(range(in_chunk + 1))
+    if step.attn_state is AttentionState.DecodeOnly:
+        assert len(lengths) == len(step.arrays.seq_lens), "one for each request"
+    if step.attn_state is AttentionState.PrefillNoCache:  # fresh K and V are all that is seen
+        assert (np.diff(starts)[: local.num_reqs] == lengths[: local.num_reqs]).all()
+
+
+def test_there_can_be_as_many_virtual_requests_as_the_layout_has_places_for():
+    """The bound is what some batch has, over all batches of these sizes."""
+
+    def most(query_len: int, chunk_size: int) -> int:
+        """Chunks that so many tokens in a row can touch."""
+        return max(
+            len({position // chunk_size for position in range(start, start + query_len)})
+            for start in range(chunk_size)
+        )
+
+    for num_tokens, num_reqs, chunk_size in itertools.product(range(1, 10), range(1, 5), (1, 2, 3)):
+        batches = itertools.product(range(1, num_tokens + 1), repeat=min(num_reqs, num_tokens))
+        real = max(
+            sum(most(query_len, chunk_size) for query_len in batch)
+            for batch in batches
+            if sum(batch) == num_tokens
+        )
+        assert max_local_reqs(num_tokens, num_reqs, chunk_size) == real
+
+
+@pytest.mark.parametrize(
+    "padding",
+    [full_padding(8, 8, 1), full_padding(24, 4, 0), full_padding(12, 4, 3), full_padding(1, 1, 0)],
+    ids=str,
+)
+def test_chunks_are_as_long_as_they_can_be_in_a_capture(padding):
+    local = LocalGroups(4, 2, (0,))
+    starts, seq_lens = local_capture_lengths(padding, local)
+    queries = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == padding.num_input_tokens
+    assert starts.dtype == seq_lens.dtype == np.int32
+    assert ((queries > 0) & (queries <= 4)).all()
+    assert seq_lens.tolist() == [4] * len(queries)
+    sizes = padding.num_input_tokens, padding.num_reqs_padded
+    assert (
+        len(queries)
+        == max_local_reqs(*sizes, 4)
+        == step_layout(*sizes, 1, 1, local=local).local_sizes[0]
+    )
+
+
+def test_an_engine_without_chunks_has_nothing_of_them():
+    layout = step_layout(16, 4, 2)
+    for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "table_rows"):
+        assert layout.arrays[f"local_{name}"].nbytes == 0
+
+
+def test_rows_that_are_no_whole_chunks_are_refused():
+    requests = step_batch([], block_size=4, max_model_len=16, extra_columns=1)
+    with pytest.raises(ValueError, match="not whole chunks"):
+        dataclasses.replace(requests.tables, local=LocalGroups(8, 2, (0,)))
+
+
+def test_more_virtual_requests_than_places_are_refused():
+    """Such as those of a layout for larger chunks."""
+    request = OracleRequest(0, 16, 16, range(16), range(1, 9))
+    step = local_step(RandomBatch([request], 2, 32, None, None, True), 1)
+    assert step.local.num_reqs == 8
+    layout = step_layout(16, 1, 3, 4, local=LocalGroups(32, 1, GROUPS))
+    with pytest.raises(ValueError, match="more virtual requests"):
+        prepare_step(step.batch, Padding(16, 1), layout)

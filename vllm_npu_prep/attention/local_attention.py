@@ -1,0 +1,115 @@
+"""Chunked local attention on the device: block tables of virtual requests, gathered in one launch.
+
+vLLM's ``ChunkedLocalAttention`` wraps the backend: its builder cuts a step's common metadata on the
+host, with copies of its own, and allows no full graph. Here the step brings its virtual requests
+along (`vllm_npu_prep.prep.local_attention`), and the builder finds the chunk size in its spec.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.local_attention import LocalGroups
+
+
+def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> None:
+    """Give layers with chunked local attention `backend` in place of vLLM's subclass of it."""
+    for layer in layers:
+        if getattr(layer, "attention_chunk_size", None) is not None:
+            layer.attn_backend = backend
+
+
+def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalGroups | None:
+    """The KV-cache groups that have layers with chunked local attention.
+
+    Parameters
+    ----------
+    attn_groups
+        Attention groups of each KV-cache group.
+
+    Returns
+    -------
+    LocalGroups or None
+        None if no layer has it.
+
+    Raises
+    ------
+    PrepError
+        For chunks that are not whole blocks, or not the same for all layers.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for group, parts in enumerate(attn_groups):
+        for part in parts:
+            spec = part.kv_cache_spec
+            chunk_size = getattr(spec, "attention_chunk_size", None)
+            if chunk_size is not None:
+                found[group] = chunk_size, spec.block_size
+    if not found:
+        return None
+    sizes = set(found.values())
+    chunk_size, block_size = sizes.pop()
+    if sizes or chunk_size % block_size:
+        raise PrepError(
+            f"attention chunks of {chunk_size} tokens in blocks of {block_size}: chunks have one "
+            "size and are whole blocks; use another --block-size"
+        )
+    return LocalGroups(chunk_size, chunk_size // block_size, tuple(found))
+
+
+class LocalBlockTables:
+    """Block tables of the virtual requests of each step, at one address for each layout.
+
+    Parameters
+    ----------
+    device
+        Where they are.
+    entries
+        int32, the device's block tables of all groups behind one another, in rows of whole chunks.
+    local
+        The groups that need them.
+    max_num_reqs
+        Most virtual requests of a step.
+
+    Attributes
+    ----------
+    of_step
+        What was gathered last.
+    """
+
+    def __init__(
+        self, device: Device, entries: torch.Tensor, local: LocalGroups, max_num_reqs: int
+    ) -> None:
+        self.local = local
+        num_rows = len(local.groups) * max_num_reqs
+        # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
+        with torch.inference_mode(False):
+            self._gathered = torch.zeros(
+                num_rows, local.blocks_per_chunk, dtype=torch.int32, device=entries.device
+            )
+        self.of_step: dict[int, torch.Tensor] = {}
+        self._chunks = device.native(entries.view(-1, local.blocks_per_chunk))
+        self._device = device
+
+    def gather(self, table_rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Block tables of a step's virtual requests, padding included.
+
+        Parameters
+        ----------
+        table_rows
+            `StepArrays.local_table_rows` on the device, flat.
+
+        Returns
+        -------
+        dict
+            By KV-cache group: int32 ``[V, blocks_per_chunk]``.
+        """
+        gathered = self._gathered[: len(table_rows)]
+        device = self._device
+        device.gather(device.native(gathered), self._chunks, device.native(table_rows))
+        self.of_step = dict(zip(self.local.groups, gathered.chunk(len(self.local.groups))))
+        return self.of_step
