@@ -94,12 +94,16 @@ def make_processor(name: str, tokenizer):
         Qwen3VLVideoProcessor,
     )
 
-    images = Qwen2VLImageProcessor(patch_size=PATCH_SIZE, size=pixels(IMAGE_TOKENS))
-    frames = {"patch_size": PATCH_SIZE, "max_frames": MAX_FRAMES, "cap_pixels_per_frame": False}
+    size, frames = pixels(IMAGE_TOKENS), {"max_frames": MAX_FRAMES, "cap_pixels_per_frame": False}
     if name == "qwen2_5_vl":  # counts pixels of a frame
-        videos = Qwen2VLVideoProcessor(size=pixels(VIDEO_TOKENS), **frames)
+        images = Qwen2VLImageProcessor(patch_size=PATCH_SIZE, size=size)
+        frames |= {"patch_size": PATCH_SIZE, "size": pixels(VIDEO_TOKENS)}
+        videos = Qwen2VLVideoProcessor(**frames)
         return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
-    videos = Qwen3VLVideoProcessor(size=pixels(VIDEO_TOKENS, MAX_FRAMES), **frames)
+    half = [0.5, 0.5, 0.5]  # as the published models: vLLM takes one for images and videos
+    norm = {"patch_size": PATCH_SIZE, "image_mean": half, "image_std": half}
+    images = Qwen2VLImageProcessor(size=size, **norm)
+    videos = Qwen3VLVideoProcessor(size=pixels(VIDEO_TOKENS, MAX_FRAMES), **frames, **norm)
     return Qwen3VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
 
 

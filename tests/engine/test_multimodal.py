@@ -1,0 +1,157 @@
+"""Images and videos: greedy tokens and M-RoPE positions are those of transformers."""
+
+import pytest
+
+from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
+from tests.helpers.vision import (
+    MARKS,
+    Reference,
+    Request,
+    chat,
+    make_image,
+    make_video,
+    serve,
+    tokens_of,
+    watch,
+)
+from tests.helpers.watch import count_verified
+
+MODELS = ["qwen2_5_vl", "qwen3_vl"]
+QUESTION = "What is a slot mapping?"
+MAX_TOKENS = 12
+SETTINGS = {
+    "skip_tokenizer_init": False,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 32,
+    "block_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def references(vision_models):
+    return {name: Reference(vision_models / name) for name in MODELS}
+
+
+def requests_of(seed: int) -> list[Request]:
+    """Of every kind; eight different images and two videos."""
+    first, second, large = (
+        make_image(seed),
+        make_image(seed + 1, 16, 16),
+        make_image(seed + 2, 90, 60),
+    )
+    video = make_video(seed + 3)
+    return [
+        chat(first, QUESTION),
+        chat(QUESTION),
+        chat("Compare ", second, " with ", large, " and ", make_image(seed + 4), QUESTION),
+        Request(f"{MARKS['image']}{QUESTION}", [make_image(seed + 5)]),
+        Request(f"{QUESTION}{MARKS['image']}", [make_image(seed + 6, 64, 32)]),
+        chat("Which blocks does the same image take here? ", first),
+        chat(video, "What happens here?"),
+        Request("Of a slot mapping. " * 6),
+        chat(video, " or ", make_video(seed + 7, 4), " beside ", first, second),
+    ]
+
+
+NUM_DIFFERENT_ITEMS = 8
+MODES = [
+    ("qwen2_5_vl", "eager", False),
+    ("qwen2_5_vl", "FULL_AND_PIECEWISE", True),
+    ("qwen3_vl", "FULL_AND_PIECEWISE", False),
+    ("qwen3_vl", "PIECEWISE", True),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "asynchronous"), MODES)
+def test_images_and_videos_beside_text(vision_models, references, seed, name, mode, asynchronous):
+    """Cut across chunks, at either end of a prompt, several in one, waiting for the encoder."""
+    requests = requests_of(seed)
+    answers = references[name].answers(requests, MAX_TOKENS)
+    settings = SETTINGS | ({} if mode == "eager" else graphs(mode, 4, 16, 32))
+    with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
+        runner, watched = runner_of(llm), watch(llm)
+        outputs = serve(llm, requests, greedy(MAX_TOKENS))
+        counts, kinds = runner.encoder_counts, runner.step_counts.by_kind
+    assert tokens_of(outputs) == [answer.tokens for answer in answers]
+    assert len({tuple(answer.tokens) for answer in answers}) == len(answers)
+    watched.check_positions(outputs, answers)
+    assert watched.cut_items > 1
+    if name == "qwen2_5_vl":
+        assert counts.encoded == NUM_DIFFERENT_ITEMS, "equal items are encoded once"
+    else:  # its largest video is smaller, and so are its encoder's cache and budget
+        assert NUM_DIFFERENT_ITEMS < counts.encoded < counts.placed, "some were dropped"
+    assert counts.placed == sum(len(each.images) + len(each.videos) for each in requests)
+    if mode != "eager":
+        eager = sum(kinds[kind] for kind in kinds if kind.startswith("eager"))
+        assert {kind for kind in kinds if not kind.startswith("eager")} == REPLAYED[mode]
+        assert eager == kinds["eager: embeddings, which graphs don't read"]
+        assert kinds.total() - eager >= MAX_TOKENS - 1, "text never leaves the graph"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_prefix_cache_knows_images_by_what_they_show(vision_models, references, seed, name):
+    one, other = make_image(seed, 64, 32), make_image(seed + 1, 64, 32)
+    text = "A long text before the image, a few blocks of it, so that some can be cached. "
+    requests = [
+        chat(text, one, QUESTION),
+        chat(text, other, QUESTION),
+        chat(text, one, QUESTION),
+        chat(text, one, "Another question, with the same image."),
+    ]
+    answers = references[name].answers(requests, MAX_TOKENS)
+    marks = references[name].processor.tokenizer.convert_tokens_to_ids(list(MARKS.values()))
+    ids = answers[0].prompt_token_ids
+    first, num_tokens = ids.index(marks[0]), ids.count(marks[0])
+    settings = SETTINGS | {"block_size": 8, "enable_prefix_caching": True}
+    with engine(vision_models / name, **settings) as llm:
+        runner, watched = runner_of(llm), watch(llm)
+        outputs = [serve(llm, [each], greedy(MAX_TOKENS))[0] for each in requests]
+        encoded = runner.encoder_counts.encoded
+    assert tokens_of(outputs) == [answer.tokens for answer in answers]
+    watched.check_positions(outputs, answers)
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached[0] == 0
+    assert 8 <= cached[1] <= first, "the text, and nothing of another image"
+    assert cached[2] >= len(ids) - 9, "all but what has to be computed anew"
+    assert first + num_tokens <= cached[3] < len(ids), "the text and the image"
+    assert encoded == 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_request_preempted_within_an_image_comes_back(vision_models, references, seed, name):
+    """Others that generate take the blocks that the rest of its prompt would need."""
+    others = [Request(f"{number} blocks of the cache are free. ") for number in range(4)]
+    sees = [chat("Look: ", image, image, QUESTION) for image in (make_image(seed, 80, 24),)]
+    requests, few = others + 2 * sees, {"block_size": 4, "num_gpu_blocks_override": 50}
+    answers = references[name].answers(requests, 40)
+    settings = SETTINGS | few | {"max_model_len": 192, "max_num_batched_tokens": 8}
+    with engine(vision_models / name, **settings) as llm:
+        watched = watch(llm)
+        outputs = serve(llm, requests, greedy(40))
+    assert tokens_of(outputs) == [answer.tokens for answer in answers]
+    watched.check_positions(outputs, answers)
+    assert watched.preempted_in_item > 0
+
+
+def test_drafts_behind_images(vision_models, references, seed):
+    """Found in the text by ngram; each draft's positions count on."""
+    first = make_image(seed)
+    requests = [
+        chat(first, "to and fro and to and fro and to and fro and"),
+        chat("A slot, a block, a slot, a block, a slot, a block"),
+        chat(make_image(seed + 1, 64, 32), first, QUESTION),
+    ]
+    answers = references["qwen3_vl"].answers(requests, 32)
+    drafting = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+    settings = SETTINGS | graphs("FULL_AND_PIECEWISE", 4, 16, 32) | {"speculative_config": drafting}
+    with engine(vision_models / "qwen3_vl", **settings) as llm:
+        watched, verified = watch(llm), count_verified(llm)
+        outputs = serve(llm, requests, greedy(32))
+    assert tokens_of(outputs) == [answer.tokens for answer in answers]
+    watched.check_positions(outputs, answers)
+    assert verified["rejected"] > 1 and verified["accepted"] + verified["partly"] > 1
