@@ -1,0 +1,78 @@
+"""`vllm serve` with a model that sees: images and videos over HTTP, beside text and bad data."""
+
+import base64
+import io
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from PIL import Image
+
+from tests.helpers.vision import FPS, Reference, chat, make_image, make_video
+from tests.server.test_server import Server
+
+MAX_TOKENS = 12
+
+
+def encoded(image: Image.Image, kind: str) -> str:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def decoded(frame: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(frame))))
+
+
+def url(kind: str, address: str) -> dict:
+    return {"type": kind, kind: {"url": address}}
+
+
+def test_images_and_videos_over_http(vision_models, seed, tmp_path):
+    model, one = vision_models / "qwen2_5_vl", make_image(seed)
+    other, question = make_image(seed + 1, 64, 32), {"type": "text", "text": "What is this?"}
+    frames = [encoded(Image.fromarray(frame), "JPEG") for frame in make_video(seed)]
+    video = np.stack([decoded(frame) for frame in frames])  # JPEG loses some
+    png = [url("image_url", f"data:image/png;base64,{encoded(i, 'PNG')}") for i in (one, other)]
+    jpegs = url("video_url", "data:video/jpeg;base64," + ",".join(frames))
+    asked = {
+        "one image": ([png[0], question], chat(one, "What is this?")),
+        "two images": ([png[1], png[0], question], chat(other, one, "What is this?")),
+        "a video": ([jpegs, question], chat(video, "What is this?")),
+        "a video and an image": ([jpegs, png[1]], chat(video, other)),
+        "text": ([question], chat("What is this?")),
+    }
+    reference = Reference(model)
+    expected = {
+        name: reference.answer(each, MAX_TOKENS).tokens for name, (_, each) in asked.items()
+    }
+    io_kwargs = json.dumps({"video": {"fps": FPS}})
+    server = Server(model, tmp_path / "log", "--media-io-kwargs", io_kwargs)
+    try:
+
+        def ask(content: list[dict]) -> tuple[int, dict]:
+            body = {
+                "messages": [{"role": "user", "content": content}],
+                **{"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True},
+                "return_token_ids": True,
+            }
+            status, answer = server.request("POST", "/v1/chat/completions", body)
+            return status, json.loads(answer)
+
+        def tokens(name: str) -> list[int]:
+            status, answer = ask(asked[name][0])
+            assert status == 200, answer
+            return answer["choices"][0]["token_ids"]
+
+        with ThreadPoolExecutor(8) as pool:
+            assert dict(zip(asked, pool.map(tokens, asked))) == expected
+        for data in ("image/png;base64,####", "image/png;base64,aGVsbG8=", "video/jpeg;base64,aa"):
+            kind = data.partition("/")[0] + "_url"
+            status, answer = ask([url(kind, "data:" + data), question])
+            assert 400 <= status < 500, answer
+        assert tokens("two images") == expected["two images"]
+        assert server.stop(signal.SIGTERM) == 0
+        assert "Encoder: " in server.log()
+    finally:
+        server.kill()
