@@ -17,6 +17,7 @@ ON_DEVICE = {
             "test_local_attention.py",
             "test_lora.py",
             "test_long_context.py",
+            "test_multimodal.py",
             "test_pooling.py",
             "test_sampling.py",
             "test_speculation.py",

@@ -1,0 +1,57 @@
+"""Images and videos on npu:0: tokens of transformers in float16, one copy a step with M-RoPE."""
+
+import pytest
+import torch
+
+from tests.helpers.counting import PreparationCounts
+from tests.helpers.engine import engine, graphs, greedy, runner_of
+from tests.helpers.vision import Reference, chat, make_image, make_video, serve, tokens_of, watch
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "mode"),
+    [
+        ("qwen2_5_vl", "fia", "FULL_AND_PIECEWISE"),
+        ("qwen3_vl", "fia", "PIECEWISE"),
+        ("qwen3_vl", "atb", "PIECEWISE"),
+    ],
+)
+def test_images_and_videos_beside_text(vision_models, seed, name, attention, mode):
+    first, question = make_image(seed), "What is a slot mapping?"
+    requests = [
+        chat(first, question),
+        chat(question),
+        chat(make_image(seed + 1, 90, 60), " or ", first, question),
+        chat(make_video(seed), question),
+    ]
+    answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
+    with engine(
+        vision_models / name,
+        dtype="float16",
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=32,
+        additional_config={"npu_prep": {"attention": attention}},
+        **graphs(mode, 4, 16, 32),
+    ) as llm:
+        runner, watched = runner_of(llm), watch(llm)
+        counts, encode, encoding = PreparationCounts(runner), runner._execute_mm_encoder, set()
+
+        def counted_encode(*args):
+            encoding.add(len(counts.steps))
+            return encode(*args)
+
+        runner._execute_mm_encoder = counted_encode
+        outputs = serve(llm, requests, greedy(12))
+        assert str(runner.device) == "npu:0"
+        waits, kinds = runner.staging.waits, runner.step_counts.by_kind
+    assert tokens_of(outputs) == [answer.tokens for answer in answers]
+    watched.check_positions(outputs, answers)
+    assert watched.cut_items > 0
+    assert kinds["eager: embeddings, which graphs don't read"] < kinds.total()
+    placing = {number for number, step in enumerate(counts.steps) if step.get("launches", 0) > 2}
+    assert placing > encoding > set(), "rows of an image that an earlier step encoded"
+    for number, step in enumerate(counts.steps):
+        if number not in encoding:  # images have copies of their own, and towers wait
+            assert step.pop("h2d_copies") == 1
+            assert not set(step) - {"h2d_bytes", "launches", "peak_memory_bytes"}, step
+    assert waits == 0
