@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,6 +178,33 @@ def test_tables_show_images_mrope_and_groups(capsys):
         assert part in text, part
 
 
+def in_chunks() -> dict:
+    """The small scenario's batch under a group that sees chunks of four tokens."""
+    return small() | {"attention_chunk_size": 4}
+
+
+def test_virtual_requests_of_chunked_local_attention_are_explained(capsys):
+    scenario = parse_scenario(in_chunks())
+    step = explain_json(scenario)
+    (group,) = step["kv_cache_groups"]
+    local = group["local_requests"]
+    computed, queries = step["num_computed_tokens"], step["query_lens"]
+    pieces = [  # each request's positions, cut where a multiple of four begins
+        [p for p in range(first, first + length) if p // 4 == chunk]
+        for first, length in zip(computed, queries)
+        for chunk in range(first // 4, (first + length - 1) // 4 + 1)
+    ]
+    assert np.diff(local["query_start_loc"]).tolist() == [len(piece) for piece in pieces]
+    assert local["seq_lens"] == [piece[-1] % 4 + 1 for piece in pieces]
+    assert local["num_computed_tokens"] == [piece[0] % 4 for piece in pieces]
+    for row, positions in zip(group["attn_mask"]["masked"], step["positions"]):
+        assert row == [int(column > positions % 4) for column in range(len(row))]
+    explain_text(scenario, Console(width=120))
+    text = capsys.readouterr().out
+    assert "chunks of 4" in text
+    assert "virtual requests" in text
+
+
 IMAGE_BAD = [
     ("requests.0.multimodal.0.offset", 7, "items lie behind one another"),
     ("requests.0.multimodal.0.size", 7, "unknown key; allowed: modality, offset, length"),
@@ -195,6 +223,8 @@ IMAGE_BAD = [
     ("more_kv_cache_groups.0.block_ids", [[7], [7, 10]], "block 7 belongs to requests.0 too"),
     ("more_kv_cache_groups.0.window", 4, "(did you mean sliding_window?); allowed: block_size"),
     ("requests.1.block_ids", [0, 0, 0, 6], "requests.1.block_ids.2: block 0"),
+    ("attention_chunk_size", 8, "attention_chunk_size: beside sliding_window"),
+    ("more_kv_cache_groups.0.attention_chunk_size", 12, "12 in blocks of 8; chunks"),
 ]
 
 

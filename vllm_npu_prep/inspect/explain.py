@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
+from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, scenario_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
 
@@ -45,12 +45,21 @@ def prepare_scenario(scenario: Scenario) -> tuple[PreparedStep, list[MaskPlan]]:
             step.attn_state,
             MaskForm(scenario.mask),
             step.num_input_tokens,
-            step.max_seq_len,
+            _max_seq_len(step, group),
             sliding_window=group.sliding_window,
+            attention_chunk_size=group.attention_chunk_size,
         )
         for group in scenario.groups
     ]
     return step, plans
+
+
+def _max_seq_len(step: PreparedStep, group: ScenarioGroup) -> int:
+    """Longest sequence that the group's layers see: of a chunk, where they see chunks."""
+    if group.attention_chunk_size is None:
+        return step.max_seq_len
+    assert step.local is not None
+    return step.local.max_seq_len
 
 
 def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
@@ -82,7 +91,7 @@ def explain_json(scenario: Scenario) -> dict[str, Any]:
         for name in ("input_ids", "positions", "query_start_loc", "seq_lens"):
             out[f"{name}_padded"] = getattr(step.arrays, name).tolist()
         out["slot_mapping_padded"] = step.arrays.slot_mapping[0].tolist()
-    if scenario.more_kv_cache_groups:
+    if scenario.more_kv_cache_groups or scenario.attention_chunk_size:
         out["kv_cache_groups"] = [
             _group_json(scenario, step, index, plan) for index, plan in enumerate(plans)
         ]
@@ -99,13 +108,18 @@ def _group_json(
 ) -> dict[str, Any]:
     """What a KV-cache group has of its own."""
     group = scenario.groups[index]
-    return {
+    out = {
         "block_size": group.block_size,
         "sliding_window": group.sliding_window,
+        "attention_chunk_size": group.attention_chunk_size,
         "block_table": step.block_table(index).tolist(),
         **{name: getattr(step, name)(index).tolist() for name in GROUP_LEVEL},
         "attn_mask": _mask_json(plan, step.positions),
     }
+    if group.attention_chunk_size is not None:
+        local = step.local_requests(index).items()
+        out["local_requests"] = {name: value.tolist() for name, value in local}
+    return out
 
 
 def _model_input(step: PreparedStep) -> str:
@@ -149,6 +163,8 @@ def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
         assert mask is not None
         return {"shape": shape, "masked": mask.astype(int).tolist()}
     rows = np.arange(max_seq_len) if plan.kind == MaskKind.MATRIX else positions
+    if plan.kind == MaskKind.ROWS and plan.attention_chunk_size is not None:
+        rows = positions % plan.attention_chunk_size
     padding = np.full(num_rows - len(rows), max_seq_len)
     first_masked = np.concatenate([np.minimum(rows + 1, max_seq_len), padding])
     out = {"shape": shape, "first_masked_position_by_row": first_masked.tolist()}
@@ -168,6 +184,8 @@ def explain_text(scenario: Scenario, console: Console) -> None:
     for index, (group, plan) in enumerate(zip(groups, plans)):
         mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
         window = f", window {group.sliding_window}" if group.sliding_window else ""
+        if group.attention_chunk_size:
+            window = f", chunks of {group.attention_chunk_size}"
         where = f" (group {index})" if len(groups) > 1 else ""
         console.print(f"mask    {mask}{window}{where}", highlight=False)
     console.print(f"input   {_model_input(step)}", highlight=False)
@@ -218,6 +236,25 @@ def explain_text(scenario: Scenario, console: Console) -> None:
         if len(groups) > 1:
             title += f", group {index} (block size {group.block_size})"
         _print_table(console, title, ["req_id", "block_table"], rows)
+        if group.attention_chunk_size is not None:
+            _print_local(console, title, step.local_requests(index))
+
+
+def _print_local(console: Console, title: str, local: dict[str, np.ndarray]) -> None:
+    """Virtual requests: what a group with chunked local attention sees of the step."""
+    starts = local["query_start_loc"].tolist()
+    rows: list[list[object]] = [
+        [f"{start}:{end}", length, computed, " ".join(map(str, blocks))]
+        for start, end, length, computed, blocks in zip(
+            starts,
+            starts[1:],
+            local["seq_lens"],
+            local["num_computed_tokens"],
+            local["block_table"].tolist(),
+        )
+    ]
+    names = ["query_start_loc", "seq_lens", "num_computed_tokens", "block_table"]
+    _print_table(console, f"{title}: virtual requests", names, rows)
 
 
 def _span(tokens: list[int] | None) -> str:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
+from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import (
     Padding,
@@ -65,6 +66,15 @@ class ScenarioGroup(_Strict):
     block_size: BlockSize
     block_ids: list[list[Int32]]  # of each request
     sliding_window: Positive | None = None
+    attention_chunk_size: Positive | None = None
+
+    def first_seen(self, position: int) -> int:
+        """First position that a token there sees."""
+        if self.sliding_window is not None:
+            return max(0, position + 1 - self.sliding_window)
+        if self.attention_chunk_size is not None:
+            return position // self.attention_chunk_size * self.attention_chunk_size
+        return 0
 
 
 class ScenarioRequest(_Strict):
@@ -101,6 +111,7 @@ class Scenario(_Strict):
     capture_sizes: Annotated[list[Size], Field(min_length=1)] | None = None
     mask: Literal["dense", "compressed"] = "dense"
     sliding_window: Positive | None = None
+    attention_chunk_size: Positive | None = None
     chunked_prefill: bool = True
     mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
     more_kv_cache_groups: Annotated[list[ScenarioGroup], Field(max_length=15)] = []
@@ -112,8 +123,20 @@ class Scenario(_Strict):
             block_size=self.block_size,
             block_ids=[request.block_ids for request in self.requests],
             sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
         )
         return [first, *self.more_kv_cache_groups]
+
+    @property
+    def local(self) -> LocalGroups | None:
+        """Groups with chunked local attention."""
+        chunked = {i: group for i, group in enumerate(self.groups) if group.attention_chunk_size}
+        if not chunked:
+            return None
+        group = next(iter(chunked.values()))
+        assert group.attention_chunk_size is not None
+        blocks = group.attention_chunk_size // group.block_size
+        return LocalGroups(group.attention_chunk_size, blocks, tuple(chunked))
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -210,6 +233,7 @@ def _check(scenario: Scenario) -> None:
     for index, request in enumerate(requests):
         _check_request(scenario, request, f"requests.{index}")
         _check_inputs(scenario, request, f"requests.{index}")
+    _check_chunks(scenario.groups)
     for place, group in enumerate(scenario.groups):
         if len(group.block_ids) != len(requests):
             raise PrepError(
@@ -225,6 +249,20 @@ def _check(scenario: Scenario) -> None:
         for row, request in enumerate(requests):
             _check_blocks(scenario.max_model_len, group, request, group.block_ids[row], where[row])
         _check_owners(group, requests, where)
+
+
+def _check_chunks(groups: list[ScenarioGroup]) -> None:
+    """Attention chunks are whole blocks, of one size in all groups that have them."""
+    sizes = {(g.attention_chunk_size, g.block_size) for g in groups if g.attention_chunk_size}
+    for chunk_size, block_size in sizes:
+        assert chunk_size is not None
+        if len(sizes) > 1 or chunk_size % block_size:
+            raise PrepError(
+                f"attention_chunk_size: {chunk_size} in blocks of {block_size}; chunks have one "
+                "size and are whole blocks"
+            )
+    if any(group.attention_chunk_size and group.sliding_window for group in groups):
+        raise PrepError("attention_chunk_size: beside sliding_window; a group has one of them")
 
 
 def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> None:
@@ -297,9 +335,8 @@ def _check_blocks(
             f"{where}: {len(block_ids)} blocks of {group.block_size} tokens; "
             f"{request.seq_len} tokens need {needed}, and a row holds {columns}"
         )
-    first_seen = 0  # blocks wholly before the window may have been freed
-    if group.sliding_window is not None:
-        first_seen = max(0, request.num_computed_tokens + 1 - group.sliding_window)
+    # Blocks wholly before the window or the chunk may have been freed.
+    first_seen = group.first_seen(request.num_computed_tokens)
     for place, block in enumerate(block_ids):
         freed = (place + 1) * group.block_size <= first_seen
         if block == 0 and not freed:
@@ -338,9 +375,11 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
     for row, request in enumerate(requests):
         tokens = request.token_ids + request.draft_token_ids
         token_ids[row, : len(tokens)] = tokens
-    block_tables = []
+    block_tables, local = [], scenario.local
     for group in scenario.groups:
         columns = -(-scenario.max_model_len // group.block_size)
+        if local is not None:  # rows are whole chunks
+            columns = -(-columns // local.blocks_per_chunk) * local.blocks_per_chunk
         block_table = np.zeros((num_reqs, columns), np.int32)
         for row, block_ids in enumerate(group.block_ids):
             block_table[row, : len(block_ids)] = block_ids
@@ -369,6 +408,7 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         block_sizes=np.array([group.block_size for group in scenario.groups], np.int32),
         chunked_prefill=scenario.chunked_prefill,
         mrope=mrope,
+        local=local,
         **device_has_all(block_tables),
     )
     num_scheduled_tokens = column("num_scheduled_tokens")

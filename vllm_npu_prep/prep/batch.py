@@ -325,6 +325,26 @@ class PreparedStep:
         columns = self.max_num_blocks_per_req(group)
         return self.batch.tables.block_table(group)[: self.num_reqs, :columns]
 
+    def local_requests(self, group: int) -> dict[str, np.ndarray]:
+        """Virtual requests that a group with chunked local attention sees, padding excluded.
+
+        Returns
+        -------
+        dict
+            ``query_start_loc`` ``[num_local_reqs + 1]``, ``seq_lens`` and ``num_computed_tokens``
+            ``[num_local_reqs]``, ``block_table`` ``[num_local_reqs, blocks_per_chunk]``.
+        """
+        tables, local = self.batch.tables, self.local
+        assert tables.local is not None and local is not None
+        rows = self.arrays.local_table_rows[tables.local.groups.index(group), : local.num_reqs]
+        chunks = tables.block_entries.reshape(-1, tables.local.blocks_per_chunk)
+        return {
+            "query_start_loc": self.arrays.local_query_start_loc[: local.num_reqs + 1],
+            "seq_lens": self.arrays.local_seq_lens[: local.num_reqs],
+            "num_computed_tokens": self.arrays.local_num_computed_tokens[: local.num_reqs],
+            "block_table": chunks[rows],
+        }
+
     def block_table_indices(self, group: int = 0) -> np.ndarray:
         """Index of each token's block in the flattened logical block table.
 
