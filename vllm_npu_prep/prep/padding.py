@@ -11,6 +11,7 @@ Token level
     ================  =============================================
     input_ids         0
     positions         0
+    mrope_positions   0
     slot_mapping      -1, which no cache writer may write
     ================  =============================================
 
