@@ -18,7 +18,8 @@ from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.attention.kernels import make_kernels
 from vllm_npu_prep.prep.state import AttentionState
 
-LARGE = 2.0**12
+LARGE, SMALL = 2.0**12, 1.0
+"""What nobody may see. Bfloat16 masks of atb add -10000 to a score, which large keys outweigh."""
 
 
 @pytest.mark.parametrize("state", BATCHES)
@@ -43,7 +44,7 @@ def check(name, dtype, state, window, causal, seed):
         block_size=128,
         head_size=16,
         lengths=[(8 * computed, scheduled) for computed, scheduled in BATCHES[state]],
-        unseen=LARGE if name == "fia" or dtype == torch.float16 else 1.0,
+        unseen=SMALL if (name, dtype) == ("atb", torch.bfloat16) else LARGE,
         mask_values=family.mask_values[dtype] if family.mask_values else None,
     )
     got = step.run(kernels=make_kernels(name), device="npu").double()
