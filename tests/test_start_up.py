@@ -49,6 +49,10 @@ REFUSED = {
         {"folder": ("Llama4", CHUNKS)},
         ["--block-size 128", "attention chunks of 32 tokens", "whole blocks"],
     ),
+    "attention chunks in transformers' code": (
+        {"folder": ("Llama4", CHUNKS), "block_size": 16, "model_impl": "transformers"},
+        ["--model-impl transformers with attention chunks", "whole contexts"],
+    ),
     "attention chunks in blocks that don't divide them": (
         {"folder": ("Llama4", CHUNKS), "block_size": 12},
         ["--block-size 12", "attention chunks of 32 tokens"],

@@ -426,6 +426,11 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             f"a state-space or linear-attention model ({model.model})",
             "the KV cache holds K and V planes only",
         ),
+        (
+            "chunked_attention" in kinds and model.using_transformers_backend(),
+            f"--model-impl transformers with attention chunks ({model.model})",
+            "vLLM would let its layers see whole contexts; leave the flag out",
+        ),
         (model.quantization is not None, f"--quantization {model.quantization}", "no kernels"),
         (model.enable_sleep_mode, "--enable-sleep-mode", "the KV cache is not in a pool"),
         (

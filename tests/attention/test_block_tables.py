@@ -17,7 +17,7 @@ BLOCK_SIZES = [4, 2]
 WIDTHS = [8, 20]
 
 
-def device_block_tables() -> DeviceBlockTables:
+def device_block_tables(blocks_per_chunk: int = 1) -> DeviceBlockTables:
     upstream = MultiGroupBlockTable(
         max_num_reqs=ROWS,
         max_num_batched_tokens=64,
@@ -26,14 +26,14 @@ def device_block_tables() -> DeviceBlockTables:
         block_sizes=BLOCK_SIZES,
         max_num_blocks=WIDTHS,
     )
-    return DeviceBlockTables(upstream, ROWS, torch.device("cpu"))
+    return DeviceBlockTables(upstream, ROWS, torch.device("cpu"), blocks_per_chunk)
 
 
 class Host:
     """Block tables with the rest of what a step reads, and a device that gets what is sent."""
 
-    def __init__(self) -> None:
-        self.tables = device_block_tables()
+    def __init__(self, blocks_per_chunk: int = 1) -> None:
+        self.tables = device_block_tables(blocks_per_chunk)
         rows = np.ones(ROWS, np.int32)
         self.batch = BatchTables(
             num_computed_tokens=rows * 0,
@@ -93,10 +93,12 @@ operations = st.one_of(
 )
 
 
-@given(st.lists(operations, max_size=40))
-def test_device_rows_equal_host_rows_after_any_operations(steps):
-    host = Host()
+@given(st.lists(operations, max_size=40), st.sampled_from([1, 12]))
+def test_device_rows_equal_host_rows_after_any_operations(steps, blocks_per_chunk):
+    host = Host(blocks_per_chunk)
     tables = host.tables
+    assert not (tables.max_num_blocks % blocks_per_chunk).any(), "rows of whole chunks"
+    assert (tables.max_num_blocks >= [table.max_num_blocks_per_req for table in tables]).all()
     for name, *arguments in [*steps, ("step", ROWS - 1, 1)]:
         if name == "add":
             tables.add_row(host.new_blocks(arguments[1]), arguments[0])

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 from vllm.v1.worker.utils import AttentionGroup
 
+from tests.conftest import EXAMPLES
 from tests.helpers.batches import random_batches
 from tests.prep.test_local_attention import GROUPS, local_step
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
@@ -31,6 +32,7 @@ def tables_of(step: PreparedStep) -> dict[int, torch.Tensor]:
     return local_tables.gather(torch.from_numpy(rows.reshape(-1)))
 
 
+@settings(max_examples=min(EXAMPLES, 200))
 @given(random_batches(), st.integers(1, 5))
 def test_virtual_requests_equal_upstreams(batch, blocks_per_chunk):
     batch = dataclasses.replace(batch, capture_sizes=None)

@@ -14,13 +14,19 @@ BUDGET = 1 << 22
 
 @pytest.mark.parametrize("state", AttentionState)
 @pytest.mark.parametrize("form", MaskForm)
-@pytest.mark.parametrize("window", [None, 1, 3, 500])
-def test_device_masks_equal_the_definition(state, form, window, seed):
+@pytest.mark.parametrize(
+    "narrowed",
+    [{}, *({"sliding_window": n} for n in (1, 3, 500)), {"attention_chunk_size": 1000}],
+    ids=str,
+)
+def test_device_masks_equal_the_definition(state, form, narrowed, seed):
     cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
     rng = np.random.default_rng(seed)
     for max_seq_len in (5, 130, 600, 20):
         positions = rng.integers(0, max_seq_len, 7)
-        plan = plan_mask(state, form, 9, max_seq_len, sliding_window=window)
+        if narrowed.get("attention_chunk_size"):
+            positions += 1000 * rng.integers(0, 5, 7)
+        plan = plan_mask(state, form, 9, max_seq_len, **narrowed)
         expected = build_mask(plan, positions)
         mask = cache.build(plan, torch.from_numpy(positions))
         if expected is None:

@@ -125,7 +125,7 @@ def test_tables_and_slots_equal_upstreams_on_random_schedules(mode, seed):
             prompt = rng.integers(0, 500, MAX_MODEL_LEN).tolist()
             params = SamplingParams(max_tokens=1)
             request = Request(str(made), prompt, params, None)
-            count = int(rng.integers(1, left - (ROWS - len(running)) + 2))
+            count = int(rng.integers(1, min(100, left - (ROWS - len(running)) + 2)))
             assert manager.allocate_slots(request, count) is not None
             for each in (theirs, ours):
                 each.add_row(manager.get_block_ids(request.request_id), len(running))

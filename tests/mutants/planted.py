@@ -22,6 +22,8 @@ GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
+CHUNKS = ("tests/prep/test_local_attention.py",)
+CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -1021,6 +1023,93 @@ MUTANTS = [
         "masked_fill_(~near, value)",
         "masked_fill_(~near, 0)",
         WINDOWS_ON_NPU,
+    ),
+    Mutant(
+        "a token of the next chunk in a virtual request",
+        "prep/local_attention.py",
+        "min(seq_len, chunk_start + attention_chunk_size)",
+        "min(seq_len, chunk_start + attention_chunk_size + 1)",
+        CHUNKS,
+    ),
+    Mutant(
+        "blocks of a virtual request begin a chunk late",
+        "prep/local_attention.py",
+        "req * chunks_per_req[group] + chunk",
+        "req * chunks_per_req[group] + chunk + 1",
+        CHUNKS,
+    ),
+    Mutant(
+        "blocks of a virtual request are the first group's",
+        "prep/local_attention.py",
+        "row = first_table_rows[group] + req",
+        "row = first_table_rows[0] + req",
+        CHUNKS,
+    ),
+    Mutant(
+        "padding virtual requests have a request's blocks",
+        "prep/local_attention.py",
+        "null_req * chunks_per_req[group]",
+        "0 * chunks_per_req[group]",
+        CHUNKS,
+    ),
+    Mutant(
+        "padding virtual requests leave tokens out",
+        "prep/local_attention.py",
+        "            end = num_input_tokens\n",
+        "            end = end\n",
+        CHUNKS,
+    ),
+    Mutant(
+        "one virtual request too few has a place",
+        "prep/local_attention.py",
+        "return 2 * num_reqs_padded + spare // attention_chunk_size",
+        "return 2 * num_reqs_padded + spare // attention_chunk_size - 1",
+        CHUNKS,
+    ),
+    Mutant(
+        "mask rows of positions in a request for chunks",
+        "attention/mask_cache.py",
+        "positions = positions % plan.attention_chunk_size",
+        "positions = positions.clamp(max=plan.attention_chunk_size - 1)",
+        ("tests/attention/test_mask_cache.py",),
+    ),
+    Mutant(
+        "blocks of virtual requests are gathered before new ones are placed",
+        "model_runner.py",
+        "        self._place_block_changes(step)\n"
+        "        # 6 metadata: one for each KV-cache group, from host values at hand\n"
+        "        self._attn_metadata = self._build_step_metadata(step, staged)\n",
+        "        self._attn_metadata = self._build_step_metadata(step, staged)\n"
+        "        self._place_block_changes(step)\n",
+        CHUNKS_ENGINE,
+    ),
+    Mutant(
+        "layers with chunks keep vLLM's backend",
+        "attention/local_attention.py",
+        "layer.attn_backend, layer.impl",
+        "_, layer.impl",
+        (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",),
+    ),
+    Mutant(
+        "chunks are captured with the lengths of requests",
+        "graph/runner.py",
+        "lengths = by_chunks[metadata.attention_chunk_size]",
+        "lengths = by_chunks[None]",
+        (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",),
+    ),
+    Mutant(
+        "chunks for all layers of a group",
+        "attention/kv_cache.py",
+        'WINDOWS = ("sliding_window", "attention_chunk_size")',
+        'WINDOWS = ("sliding_window",)',
+        (f"{CHUNKS_ENGINE[0]}::test_tokens_equal_transformers[compressed-False-True]",),
+    ),
+    Mutant(
+        "models of states by transformers' code",
+        "limits.py",
+        " or not kinds.isdisjoint(STATE_LAYERS)",
+        "",
+        ("tests/test_start_up.py",),
     ),
     Mutant(
         "prompts count as stored once a layer is",

@@ -335,6 +335,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
+        self.attention_chunk_size: int | None = None  # vLLM tells the layer (`unwrap_backends`)
         self.shares_kv = kv_sharing_target_layer_name is not None
         self.has_cache = attn_type == AttentionType.DECODER
         self.layer_shape = LayerShape(
@@ -365,8 +366,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
             return output.zero_()
         assert attn_metadata.sliding_window == self.sliding_window, "metadata of another window"
-        chunk_size = getattr(layer, "attention_chunk_size", None)
-        assert attn_metadata.attention_chunk_size == chunk_size, "metadata of other chunks"
+        chunk_size = attn_metadata.attention_chunk_size
+        assert chunk_size == self.attention_chunk_size, "metadata of other chunks"
         num_tokens = attn_metadata.num_attended_tokens
         query = query[:num_tokens].contiguous()
         if self.shares_kv:

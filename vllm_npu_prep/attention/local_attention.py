@@ -20,8 +20,9 @@ from vllm_npu_prep.prep.local_attention import LocalGroups
 def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> None:
     """Give layers with chunked local attention `backend` in place of vLLM's subclass of it."""
     for layer in layers:
-        if getattr(layer, "attention_chunk_size", None) is not None:
-            layer.attn_backend = backend
+        chunk_size = getattr(layer, "attention_chunk_size", None)
+        if chunk_size is not None:
+            layer.attn_backend, layer.impl.attention_chunk_size = backend, chunk_size
 
 
 def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalGroups | None:
