@@ -1,5 +1,6 @@
 """What is refused of speculation, by name, before a process starts."""
 
+import json
 import sys
 
 import pytest
@@ -151,3 +152,12 @@ def test_drafters_leave_scheduling_as_vllm_decides_it(folder):
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     config = engine_config(folder / "model", speculative_config=ngram)
     assert not config.scheduler_config.async_scheduling
+
+
+def test_a_draft_model_for_one_with_mrope_is_refused(vision_models, tmp_path):
+    target = vision_models / "qwen2_5_vl"
+    config = json.loads((target / "config.json").read_text())["text_config"]
+    drafter = make_model(tmp_path, num_hidden_layers=1, vocab_size=config["vocab_size"])
+    drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+    with pytest.raises(PrepError, match=r"draft_model for a model with M-RoPE.*ngram and EAGLE"):
+        engine_config(target, speculative_config=drafts, skip_tokenizer_init=False)

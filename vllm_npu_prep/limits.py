@@ -296,6 +296,11 @@ def _unsupported_speculation(
             "vLLM runs draft models on padded batches only; leave the key out",
         ),
         (
+            method == "draft_model" and model.uses_mrope,
+            f"speculative method draft_model for a model with M-RoPE ({model.model})",
+            "vLLM's draft models have one position for each token; ngram and EAGLE drafts work",
+        ),
+        (
             speculative.rejection_sample_method != "standard",
             f"rejection_sample_method {speculative.rejection_sample_method}",
             "drafts are verified by the standard rule",

@@ -24,6 +24,7 @@ WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
 CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
+VISION = ("tests/engine/test_multimodal.py",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -798,7 +799,7 @@ MUTANTS = [
     ),
     Mutant(
         "embeddings given to what was compiled",
-        "model_runner.py",
+        "model_inputs.py",
         "get_forward_context().skip_compiled = True",
         "pass",
         EMBEDS,
@@ -1117,5 +1118,55 @@ MUTANTS = [
         "return all(map(os.path.exists, files))",
         "return any(map(os.path.exists, files))",
         TRANSFER,
+    ),
+    Mutant(
+        "height and width of M-RoPE swapped",
+        "prep/mrope.py",
+        "= prompt[dim, position]",
+        "= prompt[dim if dim == 0 else 3 - dim, position]",
+        VISION,
+    ),
+    Mutant(
+        "what is behind an image counts on from the sequence",
+        "prep/mrope.py",
+        "[dim, token] = position + delta",
+        "[dim, token] = position",
+        VISION,
+    ),
+    Mutant(
+        "images and M-RoPE stay with rows when requests leave",
+        "model_inputs.py",
+        "if not new and req_ids == list(known):",
+        "if not new:",
+        VISION,
+    ),
+    Mutant(
+        "an image begins anew in every chunk",
+        "model_inputs.py",
+        "output[run.first_row + start - run.start : run.first_row + end - run.start]",
+        "output[run.first_row : run.first_row + end - start]",
+        VISION,
+    ),
+    Mutant(
+        "an output of the encoder that another image of its size left",
+        "model_inputs.py",
+        "            if output is None:\n",
+        "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n"
+        "            if output is None:\n",
+        VISION,
+    ),
+    Mutant(
+        "later chunks of an image as token ids",
+        "prep/embeds.py",
+        "len(placeholders.touched(tables.num_computed_tokens, num_scheduled_tokens)[0]) > 0",
+        "bool((tables.num_computed_tokens[placeholders.rows] <= placeholders.starts).any())",
+        VISION,
+    ),
+    Mutant(
+        "embeddings in every step",
+        "prep/embeds.py",
+        "    if not len(placeholders.rows):\n        return False\n    return len",
+        "    return True or len",
+        VISION,
     ),
 ]
