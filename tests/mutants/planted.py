@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "metadata keeps the mask of another state",
         "attention/backend.py",
-        "step.attn_state, step.num_input_tokens, step.max_seq_len",
-        "type(step.attn_state)(0), step.num_input_tokens, step.max_seq_len",
+        "self._plan(step.attn_state, *sizes",
+        "self._plan(type(step.attn_state)(0), *sizes",
         ENGINE,
     ),
     Mutant(
