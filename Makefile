@@ -8,6 +8,7 @@ PORT ?= 8000
 ARGS ?=
 ONCE ?=
 SPECULATE ?=
+VISION ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
@@ -24,9 +25,9 @@ help: ## this list
 install: ## make .venv with vLLM and the plugin; quick when nothing changed
 	@scripts/install.sh --venv $(VENV)
 
-serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, ONCE=1, PORT=, ARGS="..."
+serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, VISION=1, ONCE=1, PORT=, ARGS="..."
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
-	  $(if $(SPECULATE),--speculate $(SPECULATE)) -- $(ARGS)
+	  $(if $(SPECULATE),--speculate $(SPECULATE)) $(if $(VISION),--vision) -- $(ARGS)
 
 test: install lint ## everything that must hold at every change; of some tests fewer combinations
 	NPU_PREP_TEST_EXAMPLES=300 $(PYTEST) --brief

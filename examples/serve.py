@@ -1,13 +1,15 @@
 """Start a real ``vllm serve`` with the plugin, ask it one thing over HTTP, print the answer.
 
-    python examples/serve.py [--model PATH] [--speculate METHOD] [--port 8000] [--once]
+    python examples/serve.py [--model PATH] [--speculate METHOD] [--vision] [--port 8000] [--once]
         [-- flags of vllm serve]
 
-Without a model, the demo model is made first, and its drafter if one is asked for. The server stays
-until Ctrl-C or SIGTERM.
+Without a model, the demo model is made first, and its drafter if one is asked for; or a tiny model
+that sees, which says gibberish about an image. The server stays until Ctrl-C or SIGTERM.
 """
 
 import argparse
+import base64
+import io
 import json
 import os
 import signal
@@ -21,8 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".cache" / "tiny-qwen3"
 DEMO_DRAFTERS = ROOT / ".cache" / "tiny-qwen3-drafters"
+DEMO_VISION = ROOT / ".cache" / "tiny-vision"
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
 QUESTION = "What is a slot mapping?"
+IMAGE_QUESTION = "What is this?"
 START_SECONDS = 600
 
 
@@ -31,8 +35,12 @@ def main() -> int:
     args, flags = arguments()
     started = time.perf_counter()
     model, defaults = args.model, []
-    if model is None:
-        sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(ROOT / "examples"))
+    if model is None and args.vision:
+        import tiny_vision_model
+
+        model, defaults = tiny_vision_model.make(DEMO_VISION) / "qwen2_5_vl", DEMO_FLAGS
+    elif model is None:
         import tiny_model
 
         model, defaults = tiny_model.make(DEMO_MODEL), DEMO_FLAGS
@@ -49,8 +57,9 @@ def main() -> int:
         if not wait_until_ready(server, args.port, stop):
             return stop.finish()
         ready = time.perf_counter()
-        answer = chat(args.port)
-        print(f"\nuser:      {QUESTION}\nassistant: {answer}\n")
+        answer = chat(args.port, args.vision)
+        question = f"[an image] {IMAGE_QUESTION}" if args.vision else QUESTION
+        print(f"\nuser:      {question}\nassistant: {answer}\n")
         print(
             f"ready {ready - server_started:.1f} s after the command, first answer "
             f"{time.perf_counter() - server_started:.1f} s "
@@ -77,6 +86,11 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         choices=("ngram", "draft_model", "eagle", "eagle3"),
         help="draft three tokens a step by this method; all but ngram for the demo model only",
     )
+    parser.add_argument(
+        "--vision",
+        action="store_true",
+        help="send an image; without a model, to a tiny one with random weights",
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--once", action="store_true", help="stop after the answer")
     args = parser.parse_args(argv[:cut])
@@ -85,6 +99,8 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
             f"--speculate {args.speculate} has a drafter for the demo model only; name your own "
             "behind --: --speculative-config"
         )
+    if args.vision and args.speculate not in (None, "ngram"):
+        parser.error(f"--vision: the model that sees has no drafter for {args.speculate}")
     return args, argv[cut + 1 :]
 
 
@@ -140,10 +156,25 @@ def wait_until_ready(server: subprocess.Popen, port: int, stop: Stopper) -> bool
     return False
 
 
-def chat(port: int) -> str:
-    """One chat completion."""
+def image_url() -> str:
+    """A picture of a sunset, as a data URL."""
+    from PIL import Image
+
+    red = Image.linear_gradient("L").resize((64, 48))  # rises downwards
+    blue = red.point(lambda value: 255 - value)
+    file = io.BytesIO()
+    Image.merge("RGB", (red, blue.point(lambda value: value // 2), blue)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def chat(port: int, vision: bool) -> str:
+    """One chat completion, of an image if asked for."""
+    content: str | list[dict] = QUESTION
+    if vision:
+        image = {"type": "image_url", "image_url": {"url": image_url()}}
+        content = [image, {"type": "text", "text": IMAGE_QUESTION}]
     body = {
-        "messages": [{"role": "user", "content": QUESTION}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": 64,
     }

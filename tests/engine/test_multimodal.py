@@ -99,6 +99,7 @@ def test_the_prefix_cache_knows_images_by_what_they_show(vision_models, referenc
         chat(text, one, "Another question, with the same image."),
     ]
     answers = references[name].answers(requests, MAX_TOKENS)
+    assert answers[0].tokens == answers[2].tokens != answers[1].tokens
     marks = references[name].processor.tokenizer.convert_tokens_to_ids(list(MARKS.values()))
     ids = answers[0].prompt_token_ids
     first, num_tokens = ids.index(marks[0]), ids.count(marks[0])
