@@ -198,3 +198,17 @@ def serve(llm: Any, requests: list[Request], params: Any) -> list[Any]:
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
     """Generated token ids."""
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def save_text_model(folder: Path, model: Path) -> Path:
+    """Save the Qwen3 that is inside of a Qwen3-VL: where there is no image it says the same."""
+    from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
+
+    sees = AutoModelForImageTextToText.from_pretrained(model)
+    names = vars(Qwen3Config()).keys() - {"model_type", "architectures", "rope_parameters"}
+    config = {name: value for name, value in vars(sees.config.text_config).items() if name in names}
+    text = Qwen3ForCausalLM(Qwen3Config(**config, rope_theta=10000.0))
+    text.model.load_state_dict(sees.model.language_model.state_dict())
+    text.lm_head.load_state_dict(sees.lm_head.state_dict())
+    text.save_pretrained(folder)
+    return folder
