@@ -116,6 +116,39 @@ class ExactLengths(SpecDecodeBaseProposer):
         common._num_computed_tokens_cache = None  # of other lengths
         return super().build_per_group_and_layer_attn_metadata(common, draft_index)
 
+    def _update_positions_dependent_metadata(
+        self,
+        positions: torch.Tensor,
+        common_attn_metadata: CommonAttentionMetadata,
+        batch_size: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Slots and positions of the next pass, one token on.
+
+        Under M-RoPE a token behind an image rotates by less than its place in the sequence.
+        Upstream takes its slot from that: the drafter would overwrite what it has cached before.
+
+        Parameters
+        ----------
+        positions
+            What the pass before rotates by, ``[num_reqs]``, of a drafter with M-RoPE
+            ``[num_dims, num_reqs]``.
+        common_attn_metadata
+            Of that pass; updated.
+        batch_size
+            Requests.
+        """
+        if not self.vllm_config.model_config.uses_mrope:
+            return super()._update_positions_dependent_metadata(
+                positions, common_attn_metadata, batch_size, *args, **kwargs
+            )
+        in_sequence = (common_attn_metadata.seq_lens[:batch_size] - 1).to(positions.dtype)
+        buffer = super()._update_positions_dependent_metadata(
+            in_sequence.expand_as(positions), common_attn_metadata, batch_size, *args, **kwargs
+        )
+        return buffer.copy_(positions + 1)
+
     def _sequence_positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Positions in the sequences, which masks are made of; M-RoPE rotates by other ones."""
         if not self.vllm_config.model_config.uses_mrope:

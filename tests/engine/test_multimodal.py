@@ -157,8 +157,30 @@ def test_drafts_behind_images(vision_models, references, seed, tmp_path, method)
     settings["speculative_config"] = drafting | {"num_speculative_tokens": 3}
     with engine(model, **settings) as llm:
         watched, verified = watch(llm), count_verified(llm)
+        slots = watch_draft_slots(llm) if method == "eagle" else {}
         outputs = serve(llm, requests, greedy(32))
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
     watched.check_positions(outputs, answers)
     assert verified["rejected"] > 1
     assert method == "eagle" or verified["accepted"] + verified["partly"] > 1
+    for index, passes in slots.items():
+        assert len(passes) > 10
+        assert all(written == expected for written, expected in passes), f"draft pass {index}"
+
+
+def watch_draft_slots(llm) -> dict[int, list[tuple[list[int], list[int]]]]:
+    """Slots that later draft passes write, and those of the last place of each sequence."""
+    drafter, block_size = runner_of(llm).drafter, SETTINGS["block_size"]
+    build, slots = drafter.build_per_group_and_layer_attn_metadata, {1: [], 2: []}
+
+    def watched(common, draft_index=0):
+        result = build(common, draft_index)
+        if draft_index:
+            last = common.seq_lens[: common.num_reqs].long() - 1
+            blocks = common.block_table_tensor.gather(1, (last // block_size)[:, None])[:, 0]
+            expected = (blocks * block_size + last % block_size).tolist()
+            slots[draft_index].append((common.slot_mapping.tolist(), expected))
+        return result
+
+    drafter.build_per_group_and_layer_attn_metadata = watched
+    return slots

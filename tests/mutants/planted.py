@@ -1163,6 +1163,14 @@ MUTANTS = [
         VISION,
     ),
     Mutant(
+        "drafts behind images in slots of their rotation",
+        "speculation.py",
+        "        if not self.vllm_config.model_config.uses_mrope:\n"
+        "            return super()._update_positions",
+        "        if True:\n            return super()._update_positions",
+        VISION,
+    ),
+    Mutant(
         "embeddings in every step",
         "prep/embeds.py",
         "    if not len(placeholders.rows):\n        return False\n    return len",
