@@ -13,8 +13,10 @@ PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
 test test-fast test-all bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
-# One process for each core, a thread in each: small models gain nothing from more.
+# One process for each core, a thread in each: small models gain nothing from more. numba, which
+# vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
 test test-fast test-all: export OMP_NUM_THREADS := 1
+test test-fast test-all: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve test test-fast test-all bench throughput soak mutants lint format clean
