@@ -270,7 +270,8 @@ class Traffic:
         self.tokenizer = llm.get_tokenizer()
         if "enable_prompt_embeds" in episode.settings:
             self.embedding = ours.get_model().model.embed_tokens.weight.detach()
-        self.images = [self.image() for _ in range(6)]
+        if episode.family in VISION:
+            self.images = [self.image() for _ in range(6)]
         self.prefixes = [self.tokens(70) for _ in range(3)]
         self.features: dict[str, set[str]] = {}  # of each request that is under way
         self.draining = False

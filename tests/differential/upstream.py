@@ -366,11 +366,21 @@ class Pair:
             ours = self.ours.execute_model(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             self._compare_step()
+            self._forget_places()
             self.on_step(scheduler_output)
         if ours is None or theirs is None:
             check("result of execute_model", ours, theirs)
             return None
         return self._compare_results(ours, theirs)
+
+    def _forget_places(self) -> None:
+        """A request that a step left out has places in the next one, and none of its drafts."""
+        seen = self.watched[self.ours].seen
+        if (spec := seen["spec_decode_metadata"]) is not None:
+            ids = iter(spec["draft_token_ids"])
+            for req_id, count in zip(seen["req_ids"], spec["num_draft_tokens"]):
+                if -1 in [next(ids) for _ in range(count)]:
+                    self.drafts.pop(req_id, None)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         try:

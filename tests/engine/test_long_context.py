@@ -30,7 +30,7 @@ class LargestTensors(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("longest", [20480, 32768])
+@pytest.mark.parametrize("longest", [24576, 32768])
 def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monkeypatch, longest):
     from transformers import AutoModelForCausalLM
 
