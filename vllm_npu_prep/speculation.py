@@ -143,11 +143,12 @@ class ExactLengths(SpecDecodeBaseProposer):
             return super()._update_positions_dependent_metadata(
                 positions, common_attn_metadata, batch_size, *args, **kwargs
             )
+        following = positions + 1  # now: `positions` is the buffer that is about to be written
         in_sequence = (common_attn_metadata.seq_lens[:batch_size] - 1).to(positions.dtype)
         buffer = super()._update_positions_dependent_metadata(
             in_sequence.expand_as(positions), common_attn_metadata, batch_size, *args, **kwargs
         )
-        return buffer.copy_(positions + 1)
+        return buffer.copy_(following)
 
     def _sequence_positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Positions in the sequences, which masks are made of; M-RoPE rotates by other ones."""
