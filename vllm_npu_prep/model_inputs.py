@@ -107,17 +107,15 @@ class ModelInputRunner(LoRARunner):
 
     # ----------------------------------------------------------------- before the step is prepared
 
-    def _takes_embeds(
-        self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
-    ) -> bool:
+    def _takes_embeds(self, num_scheduled_tokens: np.ndarray) -> bool:
         """Which input the model gets in this step."""
-        if self.supports_mm_inputs or self.uses_mrope:
-            self._follow_rows(scheduler_output)
         prompts = list(self.input_batch.req_prompt_embeds)
         return takes_embeds(self._tables, num_scheduled_tokens, prompts, self._placeholder_runs)
 
     def _follow_rows(self, scheduler_output: "SchedulerOutput") -> None:
         """Line up what requests bring with their rows, whenever the batch has others."""
+        if not (self.supports_mm_inputs or self.uses_mrope):
+            return
         req_ids, known = self.input_batch.req_ids, self._request_inputs
         new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         if not new and req_ids == list(known):

@@ -133,6 +133,7 @@ class NPUModelRunner(GraphRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> StepBatch:
         """The step as the pure core reads it: views, nothing copied."""
+        self._follow_rows(scheduler_output)
         num_draft_tokens, batch = self._no_drafts, self.input_batch
         if scheduler_output.scheduled_spec_decode_tokens:
             num_draft_tokens = np.zeros_like(num_scheduled_tokens)
@@ -147,7 +148,7 @@ class NPUModelRunner(GraphRunner):
             self.block_tables.previous_rows,
             0 if sampled is None else sampled.shape[0],
             self._num_sampled_drafts,
-            self._takes_embeds(scheduler_output, num_scheduled_tokens),
+            self._takes_embeds(num_scheduled_tokens),
         )
 
     def _bind(self, staged: StagedArrays) -> None:

@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from tests.helpers.vision import FPS, Reference, chat, make_image, make_video
@@ -29,8 +30,9 @@ def url(kind: str, address: str) -> dict:
     return {"type": kind, kind: {"url": address}}
 
 
-def test_images_and_videos_over_http(vision_models, seed, tmp_path):
-    model, one = vision_models / "qwen2_5_vl", make_image(seed)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
+    model, one = vision_models / name, make_image(seed)
     other, question = make_image(seed + 1, 64, 32), {"type": "text", "text": "What is this?"}
     frames = [encoded(Image.fromarray(frame), "JPEG") for frame in make_video(seed)]
     video = np.stack([decoded(frame) for frame in frames])  # JPEG loses some
