@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,16 @@ from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.scenario import parse_scenario
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.padding import GraphMode
+
+
+def view_of(scenario: dict) -> StepView:
+    return StepView.of_scenario(parse_scenario(scenario))
+
+
+def explained(scenario: dict) -> dict:
+    return explain_json(view_of(scenario))
 
 
 def small() -> dict:
@@ -46,13 +57,13 @@ def test_tables_show_every_variable(capsys, monkeypatch):
     text = capsys.readouterr().out
     for part in ("ChunkedPrefill", "rows [5, 8]", "request level", "token level", "system level"):
         assert part in text
-    for number in ("3007", "17", "4 5 6 8 0 0"):
+    for number in ("3007", "17", "4 5 6 8"):
         assert number in text
 
 
 def test_capture_sizes_add_what_the_device_sees():
     scenario = worked_examples.load("decode-only")[0] | {"capture_sizes": [1, 2, 4, 8]}
-    step = explain_json(parse_scenario(scenario))
+    step = explained(scenario)
     assert step["num_input_tokens"] == 4
     assert step["num_reqs_padded"] == 4
     assert step["query_start_loc"] == [0, 1, 2, 3]
@@ -64,15 +75,15 @@ def test_capture_sizes_add_what_the_device_sees():
 
 
 def test_compressed_mask_is_named_not_listed():
-    step = explain_json(parse_scenario(small() | {"mask": "compressed"}))
+    step = explained(small() | {"mask": "compressed"})
     assert step["attn_mask"] == {"form": "compressed", "shape": [2048, 2048]}
     decode = worked_examples.load("decode-only")[0] | {"mask": "compressed"}
-    assert explain_json(parse_scenario(decode))["attn_mask"] is None
+    assert explained(decode)["attn_mask"] is None
 
 
 def test_window_gives_decodes_a_mask():
     decode = worked_examples.load("decode-only")[0] | {"sliding_window": 2}
-    assert explain_json(parse_scenario(decode))["attn_mask"] == {
+    assert explained(decode)["attn_mask"] == {
         "shape": [3, 9],
         "masked": [
             [1, 1, 1, 0, 0, 1, 1, 1, 1],
@@ -89,10 +100,83 @@ def test_drafts_are_scheduled_after_the_known_tokens():
         | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
         | {"block_ids": [1, 2, 5]}
     ]
-    step = explain_json(parse_scenario(scenario))
+    step = explained(scenario)
     assert step["attn_state"] == "SpecDecoding"
     assert step["input_ids"] == [1003, 8, 9]
     assert step["logits_indices"] == [0, 1, 2]
+
+
+REASONS = {
+    "all-prefill": "PrefillNoCache: nothing is computed for any request",
+    "chunked-prefill": "ChunkedPrefill: none of the other rules holds: 0 has 3 computed tokens, 2",
+    "decode-only": "DecodeOnly: each request has one scheduled token",
+    "mixed-200-tokens": "ChunkedPrefill: none of the other rules holds: ",
+}
+
+
+@pytest.mark.parametrize(("name", "reason"), REASONS.items())
+def test_the_state_has_its_rule_and_the_request_that_decided(name, reason, capsys):
+    explain_text(view_of(worked_examples.load(name)[0]), Console(width=200))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(f"state   {reason}")
+    starts = [line.split()[0] for line in lines[1:7]]
+    assert starts == ["state", "mask", "graph", "padding", "input", "sizes"]
+
+
+def test_drafts_and_cached_prompts_decide_by_their_first_request():
+    scenario = small()
+    first, _, third = scenario["requests"]
+    scenario["requests"] = [
+        first,
+        third | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]},
+    ]
+    scenario["requests"][1]["token_ids"] = third["token_ids"][:6]
+    scenario["requests"][1]["num_prompt_tokens"] = 5
+    assert view_of(scenario).state_reason.endswith(": 2 has 2 drafts")
+
+
+def test_a_full_graph_has_the_state_that_it_was_captured_for():
+    decodes = view_of(worked_examples.load("decode-only")[0] | {"capture_sizes": [1, 2, 4, 8]})
+    decodes.step.padding = replace(decodes.step.padding, mode=GraphMode.FULL)
+    assert decodes.state_reason == "the full graph of decodes was captured for it"
+    assert decodes.graph == "full graph of 4 tokens"
+    mixed = view_of(small() | {"capture_sizes": [2, 4]})
+    assert mixed.graph == "eager: more than 4 tokens, the largest capture size"
+
+
+def test_one_request_or_some_tokens_are_shown_alone(capsys):
+    path = str(worked_examples.path_of("chunked-prefill"))
+    assert main(["explain", path, "--request", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "3007" in shown
+    assert "1003" not in shown
+    assert main(["explain", path, "--tokens", "0:1"]) == 0
+    shown = capsys.readouterr().out
+    assert "1003" in shown
+    assert "3007" not in shown
+    for bad, line in (
+        (["--request", "9"], "--request 9: no such request; there are 0, 1, 2"),
+        (["--tokens", "3:9"], "--tokens 3:9: the step has tokens 0:5"),
+    ):
+        assert main(["explain", path, *bad]) == 2
+        assert line in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["explain", path, "--tokens", "3"])
+
+
+def test_big_batches_are_folded(capsys):
+    scenario = small()
+    request = scenario["requests"][0]
+    scenario["max_num_reqs"], scenario["max_num_batched_tokens"] = 200, 2000
+    scenario["requests"] = [
+        request | {"req_id": f"r{row}", "block_ids": [2 * row + 1, 2 * row + 2]}
+        for row in range(200)
+    ]
+    explain_text(view_of(scenario), Console(width=200))
+    shown = capsys.readouterr().out
+    assert "136 lines in the middle are folded" in shown
+    assert "r199" in shown
+    assert "r100" not in shown.partition("token level")[0]
 
 
 IMAGE = {"modality": "image", "offset": 2, "length": 4}
@@ -131,7 +215,7 @@ def with_an_image() -> dict:
 
 
 def test_images_mrope_and_groups_are_explained():
-    step = explain_json(parse_scenario(with_an_image()))
+    step = explained(with_an_image())
     assert step["model_input"] == "inputs_embeds"
     assert step["multimodal"] == [
         {"req_id": "a", **IMAGE, "tokens": [0, 3]},
@@ -157,22 +241,23 @@ def test_a_step_of_text_reads_token_ids():
     scenario = with_an_image()
     scenario["requests"][0]["num_computed_tokens"] = 6
     scenario["requests"][0]["num_scheduled_tokens"] = 2
-    step = explain_json(parse_scenario(scenario))
+    step = explained(scenario)
     assert step["model_input"] == "input_ids"
     assert [span["tokens"] for span in step["multimodal"]] == [None, None]
 
 
 def test_tables_show_images_mrope_and_groups(capsys):
-    explain_text(parse_scenario(with_an_image()), Console(width=200))
+    explain_text(view_of(with_an_image()), Console(width=200))
     text = capsys.readouterr().out
     for part in (
-        "rows [6, 13], window 4 (group 0)",
-        "rows [6, 13] (group 1)",
+        "group 0: rows [6, 13], 78 bytes: a row of the causal matrix for each token",
+        "; a window of 4 narrows it",
+        "group 1: rows [6, 13], 78 bytes: a row",
         "input   inputs_embeds",
         "images and videos",
         "0:3",
         "group 1 (block size 8)",
-        "9 10 0",
+        "9 10",
         "84",
     ):
         assert part in text, part
@@ -184,8 +269,8 @@ def in_chunks() -> dict:
 
 
 def test_virtual_requests_of_chunked_local_attention_are_explained(capsys):
-    scenario = parse_scenario(in_chunks())
-    step = explain_json(scenario)
+    view = view_of(in_chunks())
+    step = explain_json(view)
     (group,) = step["kv_cache_groups"]
     local = group["local_requests"]
     computed, queries = step["num_computed_tokens"], step["query_lens"]
@@ -199,7 +284,7 @@ def test_virtual_requests_of_chunked_local_attention_are_explained(capsys):
     assert local["num_computed_tokens"] == [piece[0] % 4 for piece in pieces]
     for row, positions in zip(group["attn_mask"]["masked"], step["positions"]):
         assert row == [int(column > positions % 4) for column in range(len(row))]
-    explain_text(scenario, Console(width=120))
+    explain_text(view, Console(width=200))
     text = capsys.readouterr().out
     assert "chunks of 4" in text
     assert "virtual requests" in text
@@ -315,7 +400,7 @@ def test_shared_full_prefix_blocks_are_fine():
         first,
         first | {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4},
     ]
-    assert explain_json(parse_scenario(scenario))["block_numbers"][:3] == [6, 8, 8]
+    assert explained(scenario)["block_numbers"][:3] == [6, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -372,21 +457,21 @@ def test_any_value_in_any_field_of_images_and_groups_is_explained_or_refused(pat
 
 def check_explained_or_refused(scenario: dict) -> None:
     try:
-        step = explain_json(parse_scenario(scenario))
+        step = explained(scenario)
     except PrepError as error:
         refusal = str(error)
         assert "\n" not in refusal
     else:
         assert step["num_reqs"] >= 1
         console = Console(file=io.StringIO())
-        explain_text(parse_scenario(scenario), console)
+        explain_text(view_of(scenario), console)
         assert "token level" in console.file.getvalue()
 
 
 def test_markup_in_names_is_shown_as_it_is(capsys):
     scenario = small() | {"name": "[/bold] x"}
     scenario["requests"][0]["req_id"] = "[/red]"
-    explain_text(parse_scenario(scenario), Console(width=120))
+    explain_text(view_of(scenario), Console(width=120))
     out = capsys.readouterr().out
     assert "[/bold] x" in out
     assert "[/red]" in out

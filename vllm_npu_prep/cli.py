@@ -37,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("file", type=Path, metavar="FILE", help="a scenario, as JSON")
     explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    explain.add_argument("--request", metavar="ID", help="show one request only")
+    explain.add_argument(
+        "--tokens", metavar="A:B", type=_tokens, help="show tokens A to B - 1 only"
+    )
     explain.set_defaults(run=_explain)
     add_emulate_parser(commands)
     return parser
@@ -47,12 +51,21 @@ def _explain(args: argparse.Namespace) -> None:
 
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
     from vllm_npu_prep.inspect.scenario import read_scenario
+    from vllm_npu_prep.inspect.view import StepView
 
-    scenario = read_scenario(args.file)
+    view = StepView.of_scenario(read_scenario(args.file))
     if args.json:
-        print(json.dumps(explain_json(scenario)))
+        print(json.dumps(explain_json(view)))
     else:
-        explain_text(scenario, Console())
+        explain_text(view, Console(), args.request, args.tokens)
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    """Argument ``A:B``."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two numbers")
+    return int(first), int(end)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ import pytest
 from tests.helpers import worked_examples
 from vllm_npu_prep.inspect.explain import explain_json
 from vllm_npu_prep.inspect.scenario import parse_scenario
+from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
 
 
 @pytest.mark.parametrize("name", worked_examples.NAMES)
 def test_core_reproduces_the_worked_example(name):
     scenario, expected = worked_examples.load(name)
-    assert explain_json(parse_scenario(scenario)) == expected
+    assert explain_json(StepView.of_scenario(parse_scenario(scenario))) == expected
 
 
 @pytest.mark.parametrize("name", worked_examples.NAMES)
@@ -55,6 +56,6 @@ def test_token_indices_do_not_give_block_table_indices():
             for index, (length, blocks) in enumerate([(2, [1]), (5, [2, 3, 4]), (3, [5, 6])])
         ],
     }
-    step = explain_json(parse_scenario(scenario))
+    step = explain_json(StepView.of_scenario(parse_scenario(scenario)))
     assert step["block_table_indices"] == [0, 0, 3, 3, 4, 4, 5, 6, 6, 7]
     assert step["block_table_indices"] != [index // 2 for index in step["token_indices"]]

@@ -1,4 +1,4 @@
-"""``vllm-npu-prep explain``: a scenario's step, every variable by level."""
+"""``vllm-npu-prep explain``: one step, why it is as it is, and every variable by level."""
 
 import textwrap
 from typing import Any
@@ -9,15 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, scenario_batch
-from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask
 
 FULL_MASK_CELLS = 4096
 """Masks up to this many cells are shown cell by cell, larger ones by their first masked column."""
 
 FOLDED_TOKENS = 400
-"""Token tables longer than this are folded in the terminal; ``--json`` always has all."""
+FOLDED_REQUESTS = 64
+"""Tables longer than these are folded in the terminal; ``--json`` always has all."""
 
 TOKEN_LEVEL = (
     "req_indices",
@@ -37,31 +39,6 @@ GROUP_LEVEL = ("block_table_indices", "block_numbers", "block_offsets", "slot_ma
 """Token-level variables that each KV-cache group has of its own."""
 
 
-def prepare_scenario(scenario: Scenario) -> tuple[PreparedStep, list[MaskPlan]]:
-    """Prepare a scenario's step and plan the mask of each KV-cache group."""
-    step = prepare_step(*scenario_batch(scenario))
-    plans = [
-        plan_mask(
-            step.attn_state,
-            MaskForm(scenario.mask),
-            step.num_input_tokens,
-            _max_seq_len(step, group),
-            sliding_window=group.sliding_window,
-            attention_chunk_size=group.attention_chunk_size,
-        )
-        for group in scenario.groups
-    ]
-    return step, plans
-
-
-def _max_seq_len(step: PreparedStep, group: ScenarioGroup) -> int:
-    """Longest sequence that the group's layers see: of a chunk, where they see chunks."""
-    if group.attention_chunk_size is None:
-        return step.max_seq_len
-    assert step.local is not None
-    return step.local.max_seq_len
-
-
 def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
     """Token-level variables by name, each ``[total_num_scheduled_tokens]``."""
     variables = {}
@@ -71,10 +48,9 @@ def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
     return variables
 
 
-def explain_json(scenario: Scenario) -> dict[str, Any]:
+def explain_json(view: StepView) -> dict[str, Any]:
     """Every variable of the step, by exactly the keys of the JSON contract."""
-    step, plans = prepare_scenario(scenario)
-    plan = plans[0]
+    step = view.step
     out: dict[str, Any] = {name: value.tolist() for name, value in token_level(step).items()}
     for name in (*REQUEST_LEVEL, "query_start_loc", "logits_indices"):
         out[name] = getattr(step, name).tolist()
@@ -85,70 +61,37 @@ def explain_json(scenario: Scenario) -> dict[str, Any]:
     out["max_query_len"] = step.max_query_len
     out["max_seq_len"] = step.max_seq_len
     out["attn_state"] = step.attn_state.name
-    out["attn_mask"] = _mask_json(plan, step.positions)
-    if scenario.capture_sizes:
+    out["attn_mask"] = _mask_json(view.groups[0].plan, step.positions)
+    if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
         for name in ("input_ids", "positions", "query_start_loc", "seq_lens"):
             out[f"{name}_padded"] = getattr(step.arrays, name).tolist()
         out["slot_mapping_padded"] = step.arrays.slot_mapping[0].tolist()
-    if scenario.more_kv_cache_groups or scenario.attention_chunk_size:
-        out["kv_cache_groups"] = [
-            _group_json(scenario, step, index, plan) for index, plan in enumerate(plans)
-        ]
-    if scenario.mrope_dims:
+    if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
+        out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
+    if len(step.mrope_positions):
         out["mrope_positions"] = step.mrope_positions.tolist()
-    if any(request.multimodal for request in scenario.requests):
-        out["model_input"] = _model_input(step)
-        out["multimodal"] = modality_spans(scenario, step)
+    if any(request.items for request in view.requests):
+        out["model_input"] = view.model_input
+        out["multimodal"] = view.spans()
     return out
 
 
-def _group_json(
-    scenario: Scenario, step: PreparedStep, index: int, plan: MaskPlan
-) -> dict[str, Any]:
+def _group_json(view: StepView, index: int) -> dict[str, Any]:
     """What a KV-cache group has of its own."""
-    group = scenario.groups[index]
+    step, group = view.step, view.groups[index]
     out = {
         "block_size": group.block_size,
         "sliding_window": group.sliding_window,
         "attention_chunk_size": group.attention_chunk_size,
         "block_table": step.block_table(index).tolist(),
         **{name: getattr(step, name)(index).tolist() for name in GROUP_LEVEL},
-        "attn_mask": _mask_json(plan, step.positions),
+        "attn_mask": _mask_json(group.plan, step.positions),
     }
     if group.attention_chunk_size is not None:
         local = step.local_requests(index).items()
         out["local_requests"] = {name: value.tolist() for name, value in local}
     return out
-
-
-def _model_input(step: PreparedStep) -> str:
-    """Which of the two inputs the model gets (`vllm_npu_prep.prep.embeds`)."""
-    return "inputs_embeds" if step.batch.takes_embeds else "input_ids"
-
-
-def modality_spans(scenario: Scenario, step: PreparedStep) -> list[dict[str, Any]]:
-    """Images and videos of all requests, and which of their tokens the step computes.
-
-    ``tokens`` are the step's, from the first to behind the last; None if it computes none, because
-    the item is in the KV cache already or comes later.
-    """
-    spans = []
-    for row, request in enumerate(scenario.requests):
-        first, start = request.num_computed_tokens, int(step.query_start_loc[row])
-        for item in request.multimodal:
-            seen = max(item.offset, first), min(item.end, request.seq_len)
-            tokens = [start + position - first for position in seen]
-            spans.append(
-                {
-                    "req_id": request.req_id,
-                    "modality": item.modality,
-                    "offset": item.offset,
-                    "length": item.length,
-                    "tokens": tokens if seen[0] < seen[1] else None,
-                }
-            )
-    return spans
 
 
 def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
@@ -174,70 +117,112 @@ def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
     return out
 
 
-def explain_text(scenario: Scenario, console: Console) -> None:
-    """Print the step: what it is, then each level as a table."""
-    step, plans = prepare_scenario(scenario)
-    groups = scenario.groups
-    padded = step.num_input_tokens - step.total_num_scheduled_tokens
-    console.print(scenario.name or "scenario", style="bold", markup=False)
-    console.print(f"state   {step.attn_state.name}")
-    for index, (group, plan) in enumerate(zip(groups, plans)):
-        mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
-        window = f", window {group.sliding_window}" if group.sliding_window else ""
-        if group.attention_chunk_size:
-            window = f", chunks of {group.attention_chunk_size}"
-        where = f" (group {index})" if len(groups) > 1 else ""
-        console.print(f"mask    {mask}{window}{where}", highlight=False)
-    console.print(f"input   {_model_input(step)}", highlight=False)
-    console.print(
-        f"sizes   {step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
-        f"num_input_tokens {step.num_input_tokens} ({padded} of padding), "
-        f"max_query_len {step.max_query_len}, max_seq_len {step.max_seq_len}",
-        highlight=False,
-    )
+def explain_text(
+    view: StepView,
+    console: Console,
+    req_id: str | None = None,
+    tokens: tuple[int, int] | None = None,
+) -> None:
+    """Print the step: state, masks, graph and padding with their reasons, then requests and tokens.
 
-    starts = step.query_start_loc
-    rows = []
-    for index, request in enumerate(scenario.requests):
+    Parameters
+    ----------
+    view
+        The step.
+    console
+        Where to.
+    req_id
+        The one request whose lines and tokens are shown; None: all, folded if there are many.
+    tokens
+        The tokens that are shown, from the first to behind the last.
+
+    Raises
+    ------
+    PrepError
+        If there is no such request, or no such token.
+    """
+    step, groups = view.step, view.groups
+    chosen = _choose(view, req_id)
+    _print_summary(view, console)
+
+    starts, several = step.query_start_loc, len(groups) > 1
+    rows: list[list[object]] = []
+    for row in chosen:
         own = step.logits_indices
-        own = own[(own >= starts[index]) & (own < starts[index + 1])]
-        values = (getattr(step, name)[index] for name in REQUEST_LEVEL)
-        span = f"{starts[index]}:{starts[index + 1]}"
-        rows.append([request.req_id, *values, span, ", ".join(map(str, own))])
-    columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices"]
-    _print_table(console, "request level", columns, rows)
+        own = own[(own >= starts[row]) & (own < starts[row + 1])]
+        values = (getattr(step, name)[row] for name in REQUEST_LEVEL)
+        touched = [_list(view.blocks_touched(row, group)) for group in range(len(groups))]
+        span = f"{starts[row]}:{starts[row + 1]}"
+        logits = ", ".join(map(str, own))
+        rows.append([view.requests[row].req_id, *values, span, logits, "; ".join(touched)])
+    columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices", "blocks_written"]
+    _print_folded(console, "request level", columns, rows, FOLDED_REQUESTS)
 
-    spans = modality_spans(scenario, step)
+    spans = [span for span in view.spans() if req_id in (None, span["req_id"])]
     if spans:
         items = [[*list(span.values())[:4], _span(span["tokens"])] for span in spans]
         columns = ["req_id", "modality", "offset", "length", "tokens"]
-        _print_table(console, "images and videos", columns, items)
+        _print_folded(console, "images and videos", columns, items, FOLDED_REQUESTS)
 
     variables = token_level(step)
-    for dim, row in enumerate(step.mrope_positions):
-        variables[f"mrope_positions {dim}"] = row
+    for dim, positions in enumerate(step.mrope_positions):
+        variables[f"mrope_positions {dim}"] = positions
     for index in range(1, len(groups)):
         variables |= {f"{name} {index}": getattr(step, name)(index) for name in GROUP_LEVEL[1:]}
-    tokens = list(range(step.total_num_scheduled_tokens))
-    folded = max(0, len(tokens) - FOLDED_TOKENS)
-    if folded:
-        del tokens[FOLDED_TOKENS // 2 : -FOLDED_TOKENS // 2]
-    rows = [[token, *(value[token] for value in variables.values())] for token in tokens]
-    _print_table(console, "token level", ["token", *variables], rows)
-    if folded:
-        console.print(f"{folded} tokens in the middle are folded; --json has them all")
+    first, end = tokens or (0, step.total_num_scheduled_tokens)
+    if not 0 <= first < end <= step.total_num_scheduled_tokens:
+        raise PrepError(
+            f"--tokens {first}:{end}: the step has tokens 0:{step.total_num_scheduled_tokens}"
+        )
+    shown = [t for t in range(first, end) if req_id is None or step.req_indices[t] in chosen]
+    rows = [[token, *(value[token] for value in variables.values())] for token in shown]
+    _print_folded(console, "token level", ["token", *variables], rows, FOLDED_TOKENS)
 
     for index, group in enumerate(groups):
-        rows = [
-            [request.req_id, " ".join(map(str, blocks))]
-            for request, blocks in zip(scenario.requests, step.block_table(index).tolist())
-        ]
+        rows = [[view.requests[r].req_id, _list(view.blocks_owned(r, index))] for r in chosen]
         title = "system level"
-        if len(groups) > 1:
+        if several:
             title += f", group {index} (block size {group.block_size})"
-        _print_table(console, title, ["req_id", "block_table"], rows)
-        if group.attention_chunk_size is not None:
+        _print_folded(console, title, ["req_id", "block_table"], rows, FOLDED_REQUESTS)
+        if group.attention_chunk_size is not None and req_id is None:
             _print_local(console, title, step.local_requests(index))
+
+
+def _choose(view: StepView, req_id: str | None) -> list[int]:
+    """Rows of the batch to show."""
+    rows = list(range(len(view.requests)))
+    if req_id is None:
+        return rows
+    chosen = [row for row in rows if view.requests[row].req_id == req_id]
+    if not chosen:
+        names = ", ".join(request.req_id for request in view.requests[:10])
+        raise PrepError(f"--request {req_id}: no such request; there are {names}")
+    return chosen
+
+
+def _print_summary(view: StepView, console: Console) -> None:
+    """Which state, mask, graph and how much padding, and why."""
+    step, padding = view.step, view.step.padding
+    lines = [f"state   {step.attn_state.name}: {view.state_reason}"]
+    for index, group in enumerate(view.groups):
+        plan = group.plan
+        mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
+        size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
+        where = f"group {index}: " if len(view.groups) > 1 else ""
+        lines.append(f"mask    {where}{mask}{size}: {view.mask_reason(index)}")
+    tokens = step.num_input_tokens - step.total_num_scheduled_tokens
+    requests = padding.num_reqs_padded - step.num_reqs
+    lines += [
+        f"graph   {view.graph}",
+        f"padding {tokens} tokens, {requests} requests",
+        f"input   {view.model_input}",
+        f"sizes   {step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
+        f"num_input_tokens {step.num_input_tokens}, max_query_len {step.max_query_len}, "
+        f"max_seq_len {step.max_seq_len}",
+    ]
+    console.print(view.name, style="bold", markup=False)
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
 
 
 def _print_local(console: Console, title: str, local: dict[str, np.ndarray]) -> None:
@@ -254,7 +239,23 @@ def _print_local(console: Console, title: str, local: dict[str, np.ndarray]) -> 
         )
     ]
     names = ["query_start_loc", "seq_lens", "num_computed_tokens", "block_table"]
-    _print_table(console, f"{title}: virtual requests", names, rows)
+    _print_folded(console, f"{title}: virtual requests", names, rows, FOLDED_REQUESTS)
+
+
+def _list(blocks: np.ndarray) -> str:
+    return " ".join(map(str, blocks.tolist()))
+
+
+def _print_folded(
+    console: Console, title: str, columns: list[str], rows: list[list[object]], most: int
+) -> None:
+    """A table whose middle is left out where it is longer than `most`."""
+    folded = len(rows) - most
+    if folded > 0:
+        rows = rows[: most // 2] + rows[-(most - most // 2) :]
+    _print_table(console, title, columns, rows)
+    if folded > 0:
+        console.print(f"{folded} lines in the middle are folded; --json has them all")
 
 
 def _span(tokens: list[int] | None) -> str:

@@ -1,0 +1,222 @@
+"""StepView: one prepared step as explain, pages and pictures read it, and why it is as it is."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
+from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
+from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.prep.state import AttentionState
+
+STATE_RULES = {
+    AttentionState.PrefillNoCache: "nothing is computed for any request",
+    AttentionState.SpecDecoding: "some request has drafts; for all, scheduled - drafts = 1",
+    AttentionState.DecodeOnly: "each request has one scheduled token",
+    AttentionState.PrefillCacheHit: "chunked prefill is off, and every request is in its prompt",
+    AttentionState.ChunkedPrefill: "none of the other rules holds",
+}
+"""The rule of each state (`vllm_npu_prep.prep.state.AttentionState`), in the order of the table."""
+
+MASK_RULES = {
+    MaskKind.NONE: "a decode sees all before it",
+    MaskKind.MATRIX: "nothing is cached, so one causal matrix serves all requests",
+    MaskKind.ROWS: "a row of the causal matrix for each token, by its position",
+    MaskKind.COMPRESSED: "a constant, which the kernel lays on each request's diagonal",
+}
+
+
+@dataclass(frozen=True)
+class ItemView:
+    """An image or a video of a prompt."""
+
+    modality: str
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """What a reader wants to know of a request beside the step's arrays."""
+
+    req_id: str
+    num_prompt_tokens: int
+    items: list[ItemView] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """A KV-cache group."""
+
+    block_size: int
+    plan: MaskPlan
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    mask_itemsize: int = 1  # bytes of one cell
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of its mask."""
+        rows, columns = self.plan.shape or (0, 0)
+        return rows * columns * self.mask_itemsize
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A prepared step and what is known of its requests and groups.
+
+    Attributes
+    ----------
+    name
+        For a heading.
+    step
+        The prepared step.
+    requests, groups
+        In the order of the batch and of the engine.
+    graph
+        Which graph it replays or why it runs eagerly, in a few words.
+    padded
+        Whether the device sees other sizes than the scheduler's.
+    """
+
+    name: str
+    step: PreparedStep
+    requests: list[RequestView]
+    groups: list[GroupView]
+    graph: str
+    padded: bool
+
+    @classmethod
+    def of_scenario(cls, scenario: Scenario) -> "StepView":
+        """Prepare a scenario's step and plan the mask of each KV-cache group."""
+        step = prepare_step(*scenario_batch(scenario))
+        groups = []
+        for group in scenario.groups:
+            local = step.local if group.attention_chunk_size is not None else None
+            plan = plan_mask(
+                step.attn_state,
+                MaskForm(scenario.mask),
+                step.num_input_tokens,
+                step.max_seq_len if local is None else local.max_seq_len,
+                sliding_window=group.sliding_window,
+                attention_chunk_size=group.attention_chunk_size,
+            )
+            groups.append(
+                GroupView(group.block_size, plan, group.sliding_window, group.attention_chunk_size)
+            )
+        requests = [
+            RequestView(
+                request.req_id,
+                request.num_prompt_tokens,
+                [ItemView(item.modality, item.offset, item.length) for item in request.multimodal],
+            )
+            for request in scenario.requests
+        ]
+        return cls(
+            scenario.name or "scenario",
+            step,
+            requests,
+            groups,
+            _graph_of(scenario, step),
+            bool(scenario.capture_sizes),
+        )
+
+    # ----------------------------------------------------------------- why
+
+    @property
+    def state_reason(self) -> str:
+        """The rule that matched, and the request that decided."""
+        step = self.step
+        if step.padding.mode is GraphMode.FULL:
+            kind = "decodes" if step.padding.decode_query_len else "mixed batches"
+            return f"the full graph of {kind} was captured for it"
+        reason = STATE_RULES[step.attn_state]
+        computed, scheduled = step.num_computed_tokens, step.query_lens
+        drafts = step.batch.num_draft_tokens[: step.num_reqs]
+        if step.attn_state is AttentionState.SpecDecoding:
+            return f"{reason}: {self._first(drafts > 0, drafts, 'drafts')}"
+        if step.attn_state is AttentionState.PrefillCacheHit:
+            return f"{reason}: {self._first(computed > 0, computed, 'computed tokens')}"
+        if step.attn_state is AttentionState.ChunkedPrefill:
+            cached = self._first(computed > 0, computed, "computed tokens")
+            several = self._first(scheduled - drafts != 1, scheduled, "scheduled tokens")
+            if not several:
+                several = self._first(scheduled != 1, scheduled, "scheduled tokens")
+            return f"{reason}: {cached}, {several}"
+        return reason
+
+    def _first(self, chosen: np.ndarray, values: np.ndarray, what: str) -> str:
+        """The first request that a rule looks at, and what it has."""
+        rows = np.flatnonzero(chosen)
+        if not len(rows):
+            return ""
+        row = int(rows[0])
+        return f"{self.requests[row].req_id} has {values[row]} {what}"
+
+    def mask_reason(self, group: int) -> str:
+        """Why a group's mask is what it is."""
+        view = self.groups[group]
+        reason = MASK_RULES[view.plan.kind]
+        if view.sliding_window is not None:
+            return f"{reason}; a window of {view.sliding_window} narrows it"
+        if view.attention_chunk_size is not None:
+            return f"{reason}; positions count in chunks of {view.attention_chunk_size}"
+        return reason
+
+    # ----------------------------------------------------------------- what
+
+    @property
+    def model_input(self) -> str:
+        """Which of the two inputs the model gets (`vllm_npu_prep.prep.embeds`)."""
+        return "inputs_embeds" if self.step.batch.takes_embeds else "input_ids"
+
+    def blocks_owned(self, row: int, group: int = 0) -> np.ndarray:
+        """Blocks of a request, the null block in place of freed ones."""
+        blocks = self.step.block_table(group)[row]
+        last = np.flatnonzero(blocks)
+        return blocks[: last[-1] + 1] if len(last) else blocks[:0]
+
+    def blocks_touched(self, row: int, group: int = 0) -> np.ndarray:
+        """Blocks that the step writes for a request, in order, each once."""
+        starts = self.step.query_start_loc
+        blocks = self.step.block_numbers(group)[starts[row] : starts[row + 1]]
+        return blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Images and videos of all requests, and which of their tokens the step computes.
+
+        ``tokens`` are the step's, from the first to behind the last; None if it computes none,
+        because the item is in the KV cache already or comes later.
+        """
+        step, spans = self.step, []
+        for row, request in enumerate(self.requests):
+            first, start = int(step.num_computed_tokens[row]), int(step.query_start_loc[row])
+            for item in request.items:
+                seen = max(item.offset, first), min(item.end, int(step.seq_lens[row]))
+                tokens = [start + position - first for position in seen]
+                spans.append(
+                    {
+                        "req_id": request.req_id,
+                        "modality": item.modality,
+                        "offset": item.offset,
+                        "length": item.length,
+                        "tokens": tokens if seen[0] < seen[1] else None,
+                    }
+                )
+        return spans
+
+
+def _graph_of(scenario: Scenario, step: PreparedStep) -> str:
+    if not scenario.capture_sizes:
+        return "eager: no capture sizes given"
+    largest = max(scenario.capture_sizes)
+    if step.total_num_scheduled_tokens > largest:
+        return f"eager: more than {largest} tokens, the largest capture size"
+    return f"full graph of {step.num_input_tokens} tokens"
