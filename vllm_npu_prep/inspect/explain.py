@@ -1,10 +1,13 @@
 """``vllm-npu-prep explain``: one step, why it is as it is, and every variable by level."""
 
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +23,9 @@ FULL_MASK_CELLS = 4096
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
 """Tables longer than these are folded in the terminal; ``--json`` always has all."""
+
+LIST_WIDTH = 24
+"""Lists of blocks that are longer may be broken to fit a terminal."""
 
 TOKEN_LEVEL = (
     "req_indices",
@@ -117,6 +123,174 @@ def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
     return out
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What of a step is shown.
+
+    Attributes
+    ----------
+    requests
+        Rows of the batch.
+    first, end
+        The tokens, from the first to behind the last; none where `end` is not larger.
+    whole
+        Whether that is all of the step.
+    """
+
+    requests: list[int]
+    first: int
+    end: int
+    whole: bool
+
+    @property
+    def tokens(self) -> range:
+        """The tokens that are shown."""
+        return range(self.first, self.end)
+
+
+def select(
+    view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
+) -> Selection:
+    """What of a step is shown.
+
+    Parameters
+    ----------
+    view
+        The step.
+    req_id
+        The one request whose lines and tokens are shown; None: all.
+    tokens
+        The tokens that are shown, from the first to behind the last; None: all.
+
+    Raises
+    ------
+    PrepError
+        If there is no such request, or no such token.
+    """
+    step = view.step
+    first, end = tokens or (0, step.total_num_scheduled_tokens)
+    if not 0 <= first < end <= step.total_num_scheduled_tokens:
+        raise PrepError(
+            f"--tokens {first}:{end}: the step has tokens 0:{step.total_num_scheduled_tokens}"
+        )
+    if req_id is None:
+        return Selection(list(range(len(view.requests))), first, end, tokens is None)
+    rows = [row for row, request in enumerate(view.requests) if request.req_id == req_id]
+    if not rows:
+        names = ", ".join(request.req_id for request in view.requests[:10])
+        raise PrepError(f"--request {req_id}: no such request; there are {names}")
+    own = step.query_start_loc[rows[0] : rows[0] + 2].tolist()
+    return Selection(rows, max(first, own[0]), min(end, own[1]), False)
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """A table of a step, for a terminal or a page."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[object]]
+    most: int = FOLDED_REQUESTS  # lines that a terminal shows
+
+
+def summary(view: StepView) -> list[tuple[str, str]]:
+    """Which state, masks, graph and how much padding, and why: a name and a text each."""
+    step, padding = view.step, view.step.padding
+    lines = [("state", f"{step.attn_state.name}: {view.state_reason}")]
+    for index, group in enumerate(view.groups):
+        plan = group.plan
+        mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
+        size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
+        where = f"group {index}: " if len(view.groups) > 1 else ""
+        lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
+    tokens = step.num_input_tokens - step.total_num_scheduled_tokens
+    requests = padding.num_reqs_padded - step.num_reqs
+    return [
+        *lines,
+        ("graph", view.graph),
+        ("padding", f"{tokens} tokens, {requests} requests"),
+        ("input", view.model_input),
+        (
+            "sizes",
+            f"{step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
+            f"num_input_tokens {step.num_input_tokens}, max_query_len {step.max_query_len}, "
+            f"max_seq_len {step.max_seq_len}",
+        ),
+    ]
+
+
+def request_table(view: StepView, selection: Selection) -> StepTable:
+    """Each request's line."""
+    step, starts = view.step, view.step.query_start_loc
+    rows: list[list[object]] = []
+    for row in selection.requests:
+        own = step.logits_indices
+        own = own[(own >= starts[row]) & (own < starts[row + 1])]
+        values = (getattr(step, name)[row] for name in REQUEST_LEVEL)
+        touched = [_list(view.blocks_touched(row, group)) for group in range(len(view.groups))]
+        span = f"{starts[row]}:{starts[row + 1]}"
+        logits = ", ".join(map(str, own))
+        rows.append([view.requests[row].req_id, *values, span, logits, "; ".join(touched)])
+    columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices", "blocks_written"]
+    return StepTable("request level", columns, rows)
+
+
+def item_table(view: StepView, selection: Selection) -> StepTable:
+    """Images and videos of the requests, without rows if there are none."""
+    names = {view.requests[row].req_id for row in selection.requests}
+    spans = [span for span in view.spans() if span["req_id"] in names]
+    rows = [[*list(span.values())[:4], _span(span["tokens"])] for span in spans]
+    columns = ["req_id", "modality", "offset", "length", "tokens"]
+    return StepTable("images and videos", columns, rows)
+
+
+def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
+    """Each token's line, with what each KV-cache group has of it."""
+    step = view.step
+    variables = token_level(step)
+    for dim, positions in enumerate(step.mrope_positions):
+        variables[f"mrope_positions {dim}"] = positions
+    for index in range(1, len(view.groups)):
+        variables |= {f"{name} {index}": getattr(step, name)(index) for name in GROUP_LEVEL[1:]}
+    chosen = np.asarray(tokens, np.int64)
+    values = [chosen.tolist(), *(value[chosen].tolist() for value in variables.values())]
+    rows = [list(row) for row in zip(*values)]
+    return StepTable("token level", ["token", *variables], rows, FOLDED_TOKENS)
+
+
+def group_title(view: StepView, index: int) -> str:
+    """What a KV-cache group is called where there are several."""
+    group = view.groups[index]
+    return f", group {index} (block size {group.block_size})" if len(view.groups) > 1 else ""
+
+
+def block_table(view: StepView, selection: Selection, index: int) -> StepTable:
+    """The blocks of each request in a KV-cache group."""
+    rows: list[list[object]] = [
+        [view.requests[row].req_id, _list(view.blocks_owned(row, index))]
+        for row in selection.requests
+    ]
+    return StepTable(f"system level{group_title(view, index)}", ["req_id", "block_table"], rows)
+
+
+def local_table(view: StepView, index: int) -> StepTable:
+    """Virtual requests: what a group with chunked local attention sees of the step."""
+    local = view.step.local_requests(index)
+    starts = local["query_start_loc"].tolist()
+    rows: list[list[object]] = [
+        [f"{start}:{end}", length, computed, " ".join(map(str, blocks))]
+        for start, end, length, computed, blocks in zip(
+            starts,
+            starts[1:],
+            local["seq_lens"],
+            local["num_computed_tokens"],
+            local["block_table"].tolist(),
+        )
+    ]
+    names = ["query_start_loc", "seq_lens", "num_computed_tokens", "block_table"]
+    return StepTable(f"system level{group_title(view, index)}: virtual requests", names, rows)
+
+
 def explain_text(
     view: StepView,
     console: Console,
@@ -131,146 +305,94 @@ def explain_text(
         The step.
     console
         Where to.
-    req_id
-        The one request whose lines and tokens are shown; None: all, folded if there are many.
-    tokens
-        The tokens that are shown, from the first to behind the last.
+    req_id, tokens
+        What is shown (`select`); long tables are folded.
 
     Raises
     ------
     PrepError
         If there is no such request, or no such token.
     """
-    step, groups = view.step, view.groups
-    chosen = _choose(view, req_id)
-    _print_summary(view, console)
-
-    starts, several = step.query_start_loc, len(groups) > 1
-    rows: list[list[object]] = []
-    for row in chosen:
-        own = step.logits_indices
-        own = own[(own >= starts[row]) & (own < starts[row + 1])]
-        values = (getattr(step, name)[row] for name in REQUEST_LEVEL)
-        touched = [_list(view.blocks_touched(row, group)) for group in range(len(groups))]
-        span = f"{starts[row]}:{starts[row + 1]}"
-        logits = ", ".join(map(str, own))
-        rows.append([view.requests[row].req_id, *values, span, logits, "; ".join(touched)])
-    columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices", "blocks_written"]
-    _print_folded(console, "request level", columns, rows, FOLDED_REQUESTS)
-
-    spans = [span for span in view.spans() if req_id in (None, span["req_id"])]
-    if spans:
-        items = [[*list(span.values())[:4], _span(span["tokens"])] for span in spans]
-        columns = ["req_id", "modality", "offset", "length", "tokens"]
-        _print_folded(console, "images and videos", columns, items, FOLDED_REQUESTS)
-
-    variables = token_level(step)
-    for dim, positions in enumerate(step.mrope_positions):
-        variables[f"mrope_positions {dim}"] = positions
-    for index in range(1, len(groups)):
-        variables |= {f"{name} {index}": getattr(step, name)(index) for name in GROUP_LEVEL[1:]}
-    first, end = tokens or (0, step.total_num_scheduled_tokens)
-    if not 0 <= first < end <= step.total_num_scheduled_tokens:
-        raise PrepError(
-            f"--tokens {first}:{end}: the step has tokens 0:{step.total_num_scheduled_tokens}"
-        )
-    shown = [t for t in range(first, end) if req_id is None or step.req_indices[t] in chosen]
-    rows = [[token, *(value[token] for value in variables.values())] for token in shown]
-    _print_folded(console, "token level", ["token", *variables], rows, FOLDED_TOKENS)
-
-    for index, group in enumerate(groups):
-        rows = [[view.requests[r].req_id, _list(view.blocks_owned(r, index))] for r in chosen]
-        title = "system level"
-        if several:
-            title += f", group {index} (block size {group.block_size})"
-        _print_folded(console, title, ["req_id", "block_table"], rows, FOLDED_REQUESTS)
-        if group.attention_chunk_size is not None and req_id is None:
-            _print_local(console, title, step.local_requests(index))
-
-
-def _choose(view: StepView, req_id: str | None) -> list[int]:
-    """Rows of the batch to show."""
-    rows = list(range(len(view.requests)))
-    if req_id is None:
-        return rows
-    chosen = [row for row in rows if view.requests[row].req_id == req_id]
-    if not chosen:
-        names = ", ".join(request.req_id for request in view.requests[:10])
-        raise PrepError(f"--request {req_id}: no such request; there are {names}")
-    return chosen
-
-
-def _print_summary(view: StepView, console: Console) -> None:
-    """Which state, mask, graph and how much padding, and why."""
-    step, padding = view.step, view.step.padding
-    lines = [f"state   {step.attn_state.name}: {view.state_reason}"]
+    selection = select(view, req_id, tokens)
+    console.print(view.name, style="bold", markup=False, highlight=False)
+    for name, text in summary(view):
+        print_line(console, f"{name:<8}", text)
+    print_folded(console, request_table(view, selection))
+    items = item_table(view, selection)
+    if items.rows:
+        print_folded(console, items)
+    print_folded(console, token_table(view, selection.tokens))
     for index, group in enumerate(view.groups):
-        plan = group.plan
-        mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
-        size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
-        where = f"group {index}: " if len(view.groups) > 1 else ""
-        lines.append(f"mask    {where}{mask}{size}: {view.mask_reason(index)}")
-    tokens = step.num_input_tokens - step.total_num_scheduled_tokens
-    requests = padding.num_reqs_padded - step.num_reqs
-    lines += [
-        f"graph   {view.graph}",
-        f"padding {tokens} tokens, {requests} requests",
-        f"input   {view.model_input}",
-        f"sizes   {step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
-        f"num_input_tokens {step.num_input_tokens}, max_query_len {step.max_query_len}, "
-        f"max_seq_len {step.max_seq_len}",
-    ]
-    console.print(view.name, style="bold", markup=False)
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
-
-
-def _print_local(console: Console, title: str, local: dict[str, np.ndarray]) -> None:
-    """Virtual requests: what a group with chunked local attention sees of the step."""
-    starts = local["query_start_loc"].tolist()
-    rows: list[list[object]] = [
-        [f"{start}:{end}", length, computed, " ".join(map(str, blocks))]
-        for start, end, length, computed, blocks in zip(
-            starts,
-            starts[1:],
-            local["seq_lens"],
-            local["num_computed_tokens"],
-            local["block_table"].tolist(),
-        )
-    ]
-    names = ["query_start_loc", "seq_lens", "num_computed_tokens", "block_table"]
-    _print_folded(console, f"{title}: virtual requests", names, rows, FOLDED_REQUESTS)
+        print_folded(console, block_table(view, selection, index))
+        if group.attention_chunk_size is not None and req_id is None:
+            print_folded(console, local_table(view, index))
 
 
 def _list(blocks: np.ndarray) -> str:
     return " ".join(map(str, blocks.tolist()))
 
 
-def _print_folded(
-    console: Console, title: str, columns: list[str], rows: list[list[object]], most: int
-) -> None:
-    """A table whose middle is left out where it is longer than `most`."""
-    folded = len(rows) - most
-    if folded > 0:
-        rows = rows[: most // 2] + rows[-(most - most // 2) :]
-    _print_table(console, title, columns, rows)
-    if folded > 0:
-        console.print(f"{folded} lines in the middle are folded; --json has them all")
-
-
 def _span(tokens: list[int] | None) -> str:
     return "-" if tokens is None else f"{tokens[0]}:{tokens[1]}"
 
 
-def _print_table(
-    console: Console, title: str, columns: list[str], rows: list[list[object]]
-) -> None:
-    console.print(f"\n[bold]{title}[/bold]")
+def print_line(console: Console, name: str, text: str) -> None:
+    """A text behind a name, whose further lines are indented as far."""
+    width = max(console.width, len(name) + 20)
+    lines = textwrap.wrap(text, width - len(name)) or [""]
+    for place, line in enumerate(lines):
+        head = name if place == 0 else " " * len(name)
+        console.print(head + line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_folded(console: Console, table: StepTable) -> None:
+    """A table whose middle is left out where it is long, in parts where it is wide."""
+    rows, folded = table.rows, len(table.rows) - table.most
+    if folded > 0:
+        rows = rows[: table.most // 2] + rows[-(table.most - table.most // 2) :]
+    cells = [[str(cell) for cell in row] for row in rows]
+    console.print(f"\n{table.title}", style="bold", markup=False, highlight=False)
+    for part in _parts(console.width, table.columns, cells):
+        columns = [table.columns[i] for i in part]
+        _print_columns(console, columns, [[row[i] for i in part] for row in cells])
+    if folded > 0:
+        console.print(f"{folded} lines in the middle are folded; --json has them all")
+
+
+def _header(name: str) -> list[str]:
+    """A column's name on lines: narrow columns of numbers stand under long names with joints."""
+    return [line.replace("_ ", "_") for line in textwrap.wrap(name.replace("_", "_ "), 9)]
+
+
+def _parts(width: int, columns: list[str], cells: list[list[str]]) -> list[list[int]]:
+    """Columns of each of the tables that a table needs so that no number is broken.
+
+    The first column names the line and stands in all of them. Only lists may be broken.
+    """
+    needs = [
+        1 + max(cell_len(text) for text in (*_header(name), *(_unbroken(row[i]) for row in cells)))
+        for i, name in enumerate(columns)
+    ]
+    parts: list[list[int]] = []
+    left = -1
+    for place in range(1, len(columns)):
+        if needs[place] > left:
+            parts.append([0])
+            left = width - needs[0] - 1
+        parts[-1].append(place)
+        left -= needs[place]
+    return parts
+
+
+def _unbroken(text: str) -> str:
+    """What has to stay on one line: a number, of a list a part."""
+    return text[:LIST_WIDTH] if len(text) > LIST_WIDTH and " " in text else text
+
+
+def _print_columns(console: Console, columns: list[str], cells: list[list[str]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for name in columns:
-        # Narrow columns of numbers under long names: break names where they have joints.
-        header = "\n".join(textwrap.wrap(name.replace("_", "_ "), 9)).replace("_ ", "_")
-        table.add_column(header, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_column("\n".join(_header(name)), justify="right", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
     console.print(table)
