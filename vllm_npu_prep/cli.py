@@ -5,14 +5,24 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
 
+if TYPE_CHECKING:
+    from vllm_npu_prep.inspect.view import StepView
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; 0 on success, 2 for bad input, which gets one line and no traceback."""
+    """Run a command.
+
+    Returns
+    -------
+    int
+        0 on success, 1 if steps differ, 2 for bad input, which gets one line and no traceback.
+    """
     args = _parser().parse_args(argv)
     try:
         code = args.run(args)
@@ -41,23 +51,68 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--tokens", metavar="A:B", type=_tokens, help="show tokens A to B - 1 only"
     )
+    explain.add_argument("--html", type=Path, metavar="FILE", help="write a page")
+    explain.add_argument("--png", type=Path, metavar="FILE", help="draw mask and blocks")
+    explain.add_argument(
+        "--diff",
+        type=Path,
+        metavar="FILE",
+        help="show what differs in another step; exit code 1 if anything does",
+    )
     explain.set_defaults(run=_explain)
     add_emulate_parser(commands)
     return parser
 
 
-def _explain(args: argparse.Namespace) -> None:
+def _explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
+    from vllm_npu_prep.inspect.files import write_whole
+
+    view = _view_of(args.file)
+    if args.diff:
+        if args.html or args.png or args.request or args.tokens:
+            raise PrepError(
+                "--diff compares whole steps, and prints; of the others it takes --json"
+            )
+        return _diff(view, _view_of(args.diff), args.json)
+    if args.html:
+        from vllm_npu_prep.inspect.page import explain_html
+
+        page = explain_html(view, args.request, args.tokens)
+        write_whole(args.html, page.encode())
+    if args.png:
+        from vllm_npu_prep.inspect.pictures import explain_png
+
+        write_whole(args.png, explain_png(view, args.request, args.tokens))
+    if args.json:
+        print(json.dumps(explain_json(view)))
+    elif not (args.html or args.png):
+        explain_text(view, Console(), args.request, args.tokens)
+    return 0
+
+
+def _view_of(path: Path) -> "StepView":
+    """The step of a file."""
     from vllm_npu_prep.inspect.scenario import read_scenario
     from vllm_npu_prep.inspect.view import StepView
 
-    view = StepView.of_scenario(read_scenario(args.file))
-    if args.json:
-        print(json.dumps(explain_json(view)))
+    return StepView.of_scenario(read_scenario(path))
+
+
+def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:
+    """Print what differs; 1 if anything does."""
+    from rich.console import Console
+
+    from vllm_npu_prep.inspect.diff import diff_json, diff_text, differences
+
+    found = differences(a, b)
+    if as_json:
+        print(json.dumps(diff_json(a, b, found)))
     else:
-        explain_text(view, Console(), args.request, args.tokens)
+        diff_text(a, b, found, Console())
+    return 1 if found else 0
 
 
 def _tokens(text: str) -> tuple[int, int]:

@@ -24,6 +24,9 @@ FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
 """Tables longer than these are folded in the terminal; ``--json`` always has all."""
 
+LISTED = 32
+"""Longer lists of blocks are shown as ranges."""
+
 LIST_WIDTH = 24
 """Lists of blocks that are longer may be broken to fit a terminal."""
 
@@ -329,7 +332,15 @@ def explain_text(
 
 
 def _list(blocks: np.ndarray) -> str:
-    return " ".join(map(str, blocks.tolist()))
+    return " ".join(map(str, blocks.tolist())) if len(blocks) <= LISTED else ranges(blocks.tolist())
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers as ranges, ``3-7 9``."""
+    values = np.asarray(numbers, np.int64)
+    breaks = np.flatnonzero(np.diff(values) != 1) + 1
+    parts = (part for part in np.split(values, breaks) if len(part))
+    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 def _span(tokens: list[int] | None) -> str:

@@ -1,0 +1,286 @@
+"""``vllm-npu-prep explain A --diff B``: what differs between two steps, variable by variable.
+
+Requests are told by their ``req_id`` and tokens by request and position, so that a request that
+joined or left doesn't make all others differ. What follows from a request's row in the batch
+(``req_indices``, ``token_indices``, ``block_table_indices`` and the like) is compared as the order
+of the requests.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from vllm_npu_prep.inspect.explain import StepTable, print_folded, print_line
+from vllm_npu_prep.inspect.view import StepView
+
+SCALARS = (
+    "total_num_scheduled_tokens",
+    "num_input_tokens",
+    "num_reqs",
+    "max_query_len",
+    "max_seq_len",
+)
+REQUEST_LEVEL = ("num_computed_tokens", "query_lens", "seq_lens")
+GROUP_LEVEL = ("block_numbers", "block_offsets", "slot_mapping")
+LISTED = 6
+"""Longer lists of values are shortened in the terminal; ``--json`` has all."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A variable that differs.
+
+    Attributes
+    ----------
+    name
+        The variable.
+    a, b
+        Its value in each step, as JSON; None where it isn't there.
+    req_id
+        Of which request; None: of the step.
+    positions
+        Of which of the request's tokens, from the first to behind the last; `a` and `b` have a
+        value for each.
+    group
+        Of which KV-cache group.
+    """
+
+    name: str
+    a: Any
+    b: Any
+    req_id: str | None = None
+    positions: tuple[int, int] | None = None
+    group: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields; of the last three those that apply."""
+        fields = asdict(self)
+        return {k: v for k, v in fields.items() if v is not None or k in ("a", "b")}
+
+
+def differences(a: StepView, b: StepView) -> list[Difference]:
+    """What differs: of the steps, then of their requests, then of their tokens."""
+    rows_a = {request.req_id: row for row, request in enumerate(a.requests)}
+    rows_b = {request.req_id: row for row, request in enumerate(b.requests)}
+    both = [name for name in rows_a if name in rows_b]
+    found = _changed(_step_level(a), _step_level(b))
+    order = [name for name in rows_b if name in rows_a]
+    if both != order:
+        found.append(Difference("order of requests", both, order))
+    for group, (own_a, own_b) in enumerate(zip(_groups(a), _groups(b))):
+        found += _changed(own_a, own_b, group=group)
+    same_sizes = not found
+    for name in dict.fromkeys([*rows_a, *rows_b]):
+        if name in both:
+            request_a, request_b = _request(a, rows_a[name]), _request(b, rows_b[name])
+            found += _changed(request_a, request_b, req_id=name)
+        else:
+            text_a, text_b = _tokens_of(a, rows_a.get(name)), _tokens_of(b, rows_b.get(name))
+            found.append(Difference("request", text_a, text_b, name))
+    if same_sizes and len(found) == 0:
+        # These follow from the sizes: worth a line only where they alone differ.
+        found += _changed(_padding(a), _padding(b))
+        for group in range(len(a.groups)):
+            found += _changed(_virtual(a, group), _virtual(b, group), group=group)
+    for name in both:
+        found += _token_level(a, b, name, rows_a[name], rows_b[name])
+    return found
+
+
+def _changed(a: dict[str, Any], b: dict[str, Any], **of: Any) -> list[Difference]:
+    """Variables that differ."""
+    names = dict.fromkeys([*a, *b])
+    return [Difference(n, a.get(n), b.get(n), **of) for n in names if a.get(n) != b.get(n)]
+
+
+def _step_level(view: StepView) -> dict[str, Any]:
+    step = view.step
+    return {
+        "attn_state": step.attn_state.name,
+        "state_reason": view.state_reason,
+        "graph": view.graph,
+        "model_input": view.model_input,
+        **{name: int(getattr(step, name)) for name in SCALARS},
+        "num_reqs_padded": step.padding.num_reqs_padded,
+        "max_model_len": step.batch.tables.max_model_len,
+        "mrope_dims": len(step.mrope_positions),
+        "kv_cache_groups": len(view.groups),
+    }
+
+
+def _groups(view: StepView) -> list[dict[str, Any]]:
+    """What each KV-cache group is, and its mask."""
+    return [
+        {
+            "block_size": group.block_size,
+            "sliding_window": group.sliding_window,
+            "attention_chunk_size": group.attention_chunk_size,
+            "attn_mask": group.plan.kind.value,
+            "attn_mask shape": None if group.plan.shape is None else list(group.plan.shape),
+            "mask_reason": view.mask_reason(index),
+        }
+        for index, group in enumerate(view.groups)
+    ]
+
+
+def _request(view: StepView, row: int) -> dict[str, Any]:
+    step, request = view.step, view.requests[row]
+    wanted = step.logits_indices
+    start, end = step.query_start_loc[row : row + 2].tolist()
+    wanted = wanted[(wanted >= start) & (wanted < end)]
+    out: dict[str, Any] = {
+        "num_prompt_tokens": request.num_prompt_tokens,
+        **{name: int(getattr(step, name)[row]) for name in REQUEST_LEVEL},
+        "num_draft_tokens": int(step.batch.num_draft_tokens[row]),
+        "multimodal": [[item.modality, item.offset, item.length] for item in request.items],
+        "positions of logits_indices": step.positions[wanted].tolist(),
+    }
+    for group in range(len(view.groups)):
+        name = f"block_table of group {group}" if len(view.groups) > 1 else "block_table"
+        out[name] = view.blocks_owned(row, group).tolist()
+    return out
+
+
+def _tokens_of(view: StepView, row: int | None) -> str | None:
+    """How much a step has of a request that the other one hasn't."""
+    if row is None:
+        return None
+    step = view.step
+    return f"{step.query_lens[row]} tokens, {step.num_computed_tokens[row]} computed"
+
+
+def _padding(view: StepView) -> dict[str, Any]:
+    """What the device sees behind the real tokens and requests."""
+    step, arrays = view.step, view.step.arrays
+    tokens = slice(step.total_num_scheduled_tokens, step.num_input_tokens)
+    requests = slice(step.num_reqs, step.padding.num_reqs_padded)
+    out = {
+        "input_ids": arrays.input_ids[tokens],
+        "positions": arrays.positions[tokens],
+        "query_start_loc": arrays.query_start_loc[1:][requests],
+        "seq_lens": arrays.seq_lens[requests],
+        "num_computed_tokens": arrays.num_computed_tokens[requests],
+    }
+    for group, slots in enumerate(arrays.slot_mapping):
+        out[f"slot_mapping {group}"] = slots[tokens]
+    return {f"padding of {name}": values.tolist() for name, values in out.items()}
+
+
+def _virtual(view: StepView, group: int) -> dict[str, Any]:
+    """Virtual requests of a group with chunked local attention."""
+    if view.groups[group].attention_chunk_size is None or view.step.local is None:
+        return {}
+    local = view.step.local_requests(group)
+    return {f"{name} of virtual requests": values.tolist() for name, values in local.items()}
+
+
+def _token_level(
+    a: StepView, b: StepView, req_id: str, row_a: int, row_b: int
+) -> Iterator[Difference]:
+    """Tokens of a request that only one step has, and what differs of those that both have."""
+    positions_a, values_a = _tokens(a, row_a)
+    positions_b, values_b = _tokens(b, row_b)
+    _, in_a, in_b = np.intersect1d(positions_a, positions_b, return_indices=True)
+    for of_a, positions, common in ((True, positions_a, in_a), (False, positions_b, in_b)):
+        for run in _runs(np.delete(positions, common)):
+            text, span = f"{len(run)} tokens", (int(run[0]), int(run[-1]) + 1)
+            a_only, b_only = (text, None) if of_a else (None, text)
+            yield Difference("tokens", a_only, b_only, req_id, span)
+    for name in values_a:
+        if name not in values_b:
+            continue
+        text, _, group = name.partition(" of group ")
+        own_a, own_b = values_a[name][in_a], values_b[name][in_b]
+        differ = np.flatnonzero(own_a != own_b)
+        # Runs of tokens that follow one another make one line.
+        for run in np.split(differ, np.flatnonzero(np.diff(positions_a[in_a[differ]]) != 1) + 1):
+            if len(run):
+                span = int(positions_a[in_a[run[0]]]), int(positions_a[in_a[run[-1]]]) + 1
+                yield Difference(
+                    text,
+                    own_a[run].tolist(),
+                    own_b[run].tolist(),
+                    req_id,
+                    span,
+                    int(group) if group else None,
+                )
+
+
+def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Positions of a request's tokens in a step, and each one's variables."""
+    step = view.step
+    own = slice(*step.query_start_loc[row : row + 2].tolist())
+    values = {"input_ids": step.input_ids[own]}
+    for dim, positions in enumerate(step.mrope_positions):
+        values[f"mrope_positions {dim}"] = positions[own]
+    for group in range(len(view.groups)):
+        where = f" of group {group}" if len(view.groups) > 1 else ""
+        values |= {f"{name}{where}": getattr(step, name)(group)[own] for name in GROUP_LEVEL}
+    return step.positions[own], values
+
+
+def _runs(positions: np.ndarray) -> list[np.ndarray]:
+    """Positions in runs that follow one another."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [run for run in runs if len(run)]
+
+
+def diff_json(a: StepView, b: StepView, found: list[Difference]) -> dict[str, Any]:
+    """What differs, for programs."""
+    return {"a": a.name, "b": b.name, "differences": [entry.as_json() for entry in found]}
+
+
+def diff_text(a: StepView, b: StepView, found: list[Difference], console: Console) -> None:
+    """Print what differs, and nothing else."""
+    print_line(console, "A  ", a.name)
+    print_line(console, "B  ", b.name)
+    if not found:
+        console.print("no difference")
+        return
+    steps = [entry for entry in found if entry.req_id is None]
+    rows: list[list[object]] = [
+        [
+            f"{e.name} of group {e.group}" if e.group is not None else e.name,
+            _short(e.a),
+            _short(e.b),
+        ]
+        for e in steps
+    ]
+    if rows:
+        print_folded(console, StepTable("step", ["variable", "A", "B"], rows))
+    rows = [
+        [e.req_id, e.name, _short(e.a), _short(e.b)]
+        for e in found
+        if e.req_id is not None and e.positions is None
+    ]
+    if rows:
+        print_folded(console, StepTable("requests", ["req_id", "variable", "A", "B"], rows))
+    rows = [
+        [
+            e.req_id,
+            f"{e.positions[0]}:{e.positions[1]}",
+            e.name if e.group is None else f"{e.name} of group {e.group}",
+            _short(e.a),
+            _short(e.b),
+        ]
+        for e in found
+        if e.positions is not None
+    ]
+    if rows:
+        columns = ["req_id", "positions", "variable", "A", "B"]
+        print_folded(console, StepTable("tokens", columns, rows))
+
+
+def _short(value: Any) -> str:
+    """A value in a cell."""
+    if value is None:
+        return "-"
+    if not isinstance(value, list):
+        return str(value)
+    if len(value) <= LISTED:
+        return " ".join(map(str, value)) or "none"
+    head = " ".join(map(str, value[: LISTED - 1]))
+    return f"{head} ... {value[-1]} ({len(value)})"

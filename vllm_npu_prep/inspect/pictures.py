@@ -1,0 +1,538 @@
+"""Pictures of a step: its mask, its KV blocks, and both as one PNG file.
+
+Pages draw with what is here too, and need nothing but numpy and the standard library for it. Only
+`explain_png` needs Pillow.
+"""
+
+import base64
+import colorsys
+import io
+import struct
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.explain import Selection, group_title, ranges, select, summary
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.mask import MaskKind, MaskPlan, build_mask
+from vllm_npu_prep.prep.state import AttentionState
+
+MAX_SIDE = 640
+"""Most pixels of a mask's side; larger masks are shown by the mean of their cells."""
+
+MAX_CELLS = 1 << 26
+"""Most cells of a mask that are built for a picture; of larger ones, rows are left out."""
+
+MAX_BLOCKS = 24
+"""Most blocks of a request that are drawn; those in the middle are named by their ranges."""
+
+ITEM_COLOUR = (214, 96, 160)
+PADDING_COLOUR = (150, 150, 150)
+MATRIX_COLOUR = (70, 130, 200)
+Colour = tuple[int, int, int]
+
+
+def request_hue(row: int) -> int:
+    """Hue of a request in degrees: neighbours differ by the golden angle, so all can be told."""
+    return round(210 + row * 137.508) % 360
+
+
+def request_colour(row: int) -> Colour:
+    """RGB of a request, to be read on white and on black."""
+    rgb = colorsys.hls_to_rgb(request_hue(row) / 360, 0.5, 0.6)
+    return tuple(round(255 * part) for part in rgb)  # type: ignore[return-value]
+
+
+# ----------------------------------------------------------------- mask
+
+
+@dataclass(frozen=True)
+class MaskPicture:
+    """What tokens see, as a picture: a row for each token or position, a column for each position.
+
+    Attributes
+    ----------
+    pixels
+        uint8 ``[height, width, 4]``, RGBA: the colour of the token's request where it may attend,
+        transparent where it is masked.
+    num_rows, num_columns
+        Of the mask, which may be larger than the picture.
+    first
+        Token of the first row; 0 if rows are positions.
+    by_position
+        Whether a row is that of a position, for all requests.
+    attention_chunk_size
+        Positions count from the begin of chunks of this size; None: of requests.
+    caption
+        What rows and columns are.
+    """
+
+    pixels: np.ndarray
+    num_rows: int
+    num_columns: int
+    first: int
+    by_position: bool
+    attention_chunk_size: int | None
+    caption: str
+
+
+def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPicture | None:
+    """What the tokens of a step see in a KV-cache group.
+
+    Where a kernel takes no mask or a constant, it is what the kernel makes of it: the row that each
+    token would have. None where that isn't known (tokens that see both ways).
+    """
+    step, group = view.step, view.groups[index]
+    plan = group.plan
+    if plan.kind is MaskKind.NONE and step.attn_state is not AttentionState.DecodeOnly:
+        return None
+    chunk_size, caption = group.attention_chunk_size, "a row for each token"
+    if plan.kind is MaskKind.MATRIX:
+        assert plan.shape is not None
+        num_rows, num_columns = plan.shape
+        positions = np.arange(num_rows)
+        caption = "a row for each position, the same for all requests"
+    elif plan.kind is MaskKind.ROWS:
+        assert plan.shape is not None
+        num_columns = plan.shape[1]
+        positions = step.positions[selection.first : selection.end]
+        num_rows = plan.shape[0] if selection.whole else len(positions)
+    else:
+        longest = step.max_seq_len
+        if chunk_size is not None and step.local is not None:
+            longest = step.local.max_seq_len
+        positions = step.positions[selection.first : selection.end]
+        num_rows, num_columns = len(positions), longest
+        plan = MaskPlan(MaskKind.ROWS, (num_rows, num_columns), group.sliding_window, chunk_size)
+        what = "no mask" if group.plan.kind is MaskKind.NONE else "the constant"
+        caption += f", as {what} lets it see"
+    if num_rows <= 0 or num_columns <= 0:
+        return None
+    if chunk_size is not None:
+        caption += f"; positions in chunks of {chunk_size}"
+    if num_rows > len(positions):
+        caption += "; grey: padding, masks nothing"
+
+    rows = _spread(num_rows, min(2 * MAX_SIDE, max(16, MAX_CELLS // num_columns)))
+    edges, columns = _edges(len(rows)), _edges(num_columns)
+    seen = _visible(plan, positions, rows, num_columns)
+    seen = np.add.reduceat(seen, columns[:-1], axis=1, dtype=np.float32) / np.diff(columns)
+    seen = np.add.reduceat(seen, edges[:-1], axis=0) / np.diff(edges)[:, None]
+    shown = rows[edges[:-1]]  # the row that gives a line of pixels its colour
+
+    pixels = np.zeros((*seen.shape, 4), np.uint8)
+    if plan.kind is MaskKind.MATRIX:
+        pixels[..., :3] = MATRIX_COLOUR
+    else:
+        pixels[..., :3] = PADDING_COLOUR
+        real = shown < len(positions)
+        owners = step.req_indices[selection.first + shown[real]]
+        colours = np.array([request_colour(row) for row in range(len(view.requests))], np.uint8)
+        pixels[real, :, :3] = colours[owners][:, None]
+        if chunk_size is None:
+            for row, request in enumerate(view.requests):
+                own = np.flatnonzero(real)[owners == row]
+                for item in request.items if len(own) else ():
+                    inside = (columns[:-1] < item.end) & (columns[1:] > item.offset)
+                    pixels[own[:, None], np.flatnonzero(inside), :3] = ITEM_COLOUR
+    # A cell that is seen is never quite invisible, however large the mask.
+    opacity = np.where(shown < len(positions), 255, 110)[:, None]
+    pixels[..., 3] = np.where(seen > 0, np.maximum(np.rint(seen * opacity), 24), 0)
+    by_position = plan.kind is MaskKind.MATRIX
+    first = 0 if by_position else selection.first
+    return MaskPicture(pixels, num_rows, num_columns, first, by_position, chunk_size, caption)
+
+
+def _visible(plan: MaskPlan, positions: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
+    """Some rows of a mask, True where the token may attend, ``[len(rows), width]``."""
+    chosen = replace(plan, kind=MaskKind.ROWS, shape=(len(rows), width))
+    mask = build_mask(chosen, positions[rows[rows < len(positions)]])
+    assert mask is not None
+    return ~mask
+
+
+def _spread(number: int, most: int) -> np.ndarray:
+    """All of a number of rows, or as many as may be, evenly."""
+    if number <= most:
+        return np.arange(number)
+    return np.linspace(0, number - 1, most).astype(np.int64)
+
+
+def _edges(number: int) -> np.ndarray:
+    """Where pixels begin in a number of cells, and the end."""
+    pixels = min(number, MAX_SIDE)
+    return np.arange(pixels + 1, dtype=np.int64) * number // pixels
+
+
+def png_bytes(pixels: np.ndarray) -> bytes:
+    """A PNG file of uint8 ``[height, width, 4]``."""
+    height, width, _ = pixels.shape
+    lines = np.zeros((height, 1 + 4 * width), np.uint8)  # each behind its filter, none
+    lines[:, 1:] = pixels.reshape(height, -1)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        body = name + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def data_url(pixels: np.ndarray) -> str:
+    """A picture that stands in the page itself."""
+    return "data:image/png;base64," + base64.b64encode(png_bytes(pixels)).decode()
+
+
+# ----------------------------------------------------------------- blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a request: which of its slots hold what.
+
+    Attributes
+    ----------
+    place
+        Its column of the block table.
+    number
+        Physical block; 0: the null block, in place of a freed one.
+    computed
+        Slots that held tokens before the step.
+    written
+        Slots that the step writes, from the first to behind the last; None if it writes none.
+    shared
+        Whether another request owns it too.
+    items
+        Slots of images and videos, from the first to behind the last of each.
+    """
+
+    place: int
+    number: int
+    computed: int
+    written: tuple[int, int] | None
+    shared: bool
+    items: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """The blocks of a request in a KV-cache group.
+
+    Attributes
+    ----------
+    row
+        Of the batch.
+    blocks
+        Those that are drawn, in order.
+    folded
+        How many are left out before each block that has some left out before it, by its place.
+    folded_numbers
+        The physical blocks of those, as ranges.
+    strays
+        Tokens whose slot lies in no block of their request.
+    """
+
+    row: int
+    blocks: list[Block]
+    folded: dict[int, int] = field(default_factory=dict)
+    folded_numbers: dict[int, str] = field(default_factory=dict)
+    strays: list[int] = field(default_factory=list)
+
+
+def block_rows(view: StepView, index: int, requests: Sequence[int]) -> list[BlockRow]:
+    """The blocks of some requests; of long ones the first, those written, and the last."""
+    owned = [view.blocks_owned(row, index) for row in range(len(view.requests))]
+    numbers, counts = np.unique(np.concatenate([np.empty(0, np.int64), *owned]), return_counts=True)
+    shared = set(numbers[counts > 1].tolist()) - {0}
+    return [_block_row(view, index, row, owned[row], shared) for row in requests]
+
+
+def _block_row(
+    view: StepView, index: int, row: int, owned: np.ndarray, shared: set[int]
+) -> BlockRow:
+    step, size = view.step, view.groups[index].block_size
+    start, end = step.query_start_loc[row : row + 2].tolist()
+    slots = step.slot_mapping(index)[start:end]
+    slots = slots[slots >= 0]
+    touched, offsets = slots // size, slots % size
+    strays = start + np.flatnonzero(~np.isin(touched, owned[owned > 0]))
+    written = {}
+    if len(slots):
+        order = np.argsort(touched, kind="stable")
+        blocks_of, firsts = np.unique(touched[order], return_index=True)
+        lows = np.minimum.reduceat(offsets[order], firsts).tolist()
+        highs = np.maximum.reduceat(offsets[order], firsts).tolist()
+        written = {b: (low, high + 1) for b, low, high in zip(blocks_of.tolist(), lows, highs)}
+    computed = int(step.num_computed_tokens[row])
+    numbers = owned.tolist()
+    blocks, folded, names, last = [], {}, {}, -1
+    for place in _kept(numbers, written):
+        if place > last + 1:
+            folded[place] = place - last - 1
+            names[place] = ranges(numbers[last + 1 : place])
+        low, number = place * size, numbers[place]
+        items = [
+            (max(item.offset - low, 0), min(item.end - low, size))
+            for item in view.requests[row].items
+            if number and item.offset < low + size and item.end > low
+        ]
+        blocks.append(
+            Block(
+                place,
+                number,
+                min(max(computed - low, 0), size) if number else 0,
+                written.get(number) if number else None,
+                number in shared,
+                items,
+            )
+        )
+        last = place
+    return BlockRow(row, blocks, folded, names, strays.tolist())
+
+
+def _kept(numbers: list[int], written: Iterable[int]) -> list[int]:
+    """Places of the blocks to draw."""
+    if len(numbers) <= MAX_BLOCKS:
+        return list(range(len(numbers)))
+    touched = set(written)
+    places = [place for place, number in enumerate(numbers) if number and number in touched]
+    if len(places) > MAX_BLOCKS - 2:
+        places = places[: MAX_BLOCKS // 2 - 1] + places[1 - MAX_BLOCKS // 2 :]
+    return sorted({0, len(numbers) - 1, *places})
+
+
+# ----------------------------------------------------------------- PNG file
+
+WIDTH = 1200
+MARGIN = 24
+MAX_HEIGHT = 6000
+"""Pixels of a PNG file; what doesn't fit is left out, and a line says so."""
+
+MASK_WIDTH, MASK_HEIGHT = 760, 480
+LABEL_WIDTH = 190
+BLOCK_WIDTH, SLOTS_HEIGHT, BLOCK_HEIGHT = 60, 18, 40
+
+INK, FAINT, LINE, EMPTY = (28, 33, 39), (102, 112, 128), (200, 206, 214), (238, 240, 243)
+LEGEND = "pale: computed before, strong: written by the step, pink: image or video, 0: freed"
+
+
+class _Sheet:
+    """What is drawn, from the top down; drawn at last, when the height is known."""
+
+    def __init__(self) -> None:
+        try:
+            from PIL import ImageFont
+        except ImportError:
+            raise PrepError(
+                "--png needs Pillow: pip install pillow; --html needs nothing"
+            ) from None
+        self.y = MARGIN
+        self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
+        self.calls: list[Callable[[Any], object]] = []  # each draws with what Pillow gives
+
+    def text(self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK) -> None:
+        """Some words, at a place."""
+        font = self.fonts[size]
+        self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
+
+    def label(self, y: float, name: str, fill: Colour) -> None:
+        """A name left of what it names."""
+        most = 40
+        while self.fonts[13].getlength(_fitting(name, most)) > LABEL_WIDTH - 8:
+            most -= 1
+        self.text(MARGIN, y, _fitting(name, most), 13, fill)
+
+    def lines(self, text: str, size: int = 13, fill: Colour = INK) -> None:
+        """A paragraph, below what is there."""
+        for line in textwrap.wrap(text, (WIDTH - 2 * MARGIN) // (size // 2)) or [""]:
+            self.text(MARGIN, self.y, line, size, fill)
+            self.y += round(size * 1.5)
+
+    def box(
+        self, box: tuple[float, float, float, float], fill: Colour | None, outline: Colour | None
+    ) -> None:
+        """A rectangle."""
+        self.calls.append(lambda draw: draw.rectangle(box, fill=fill, outline=outline))
+
+    def picture(self, x: int, y: int, pixels: np.ndarray, size: tuple[int, int]) -> None:
+        """Pixels, as large as asked for."""
+        from PIL import Image
+
+        picture = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
+        self.calls.append(lambda draw: draw._image.paste(picture, (x, y), picture))
+
+    def png(self) -> bytes:
+        """The file."""
+        from PIL import Image, ImageDraw
+
+        image = Image.new("RGB", (WIDTH, self.y + MARGIN), "white")
+        draw = ImageDraw.Draw(image)
+        for call in self.calls:
+            call(draw)
+        file = io.BytesIO()
+        image.save(file, "PNG", optimize=True)
+        return file.getvalue()
+
+
+def explain_png(
+    view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
+) -> bytes:
+    """Masks and block maps of a step as a PNG file.
+
+    Parameters
+    ----------
+    view
+        The step.
+    req_id, tokens
+        What is shown (`vllm_npu_prep.inspect.explain.select`).
+
+    Raises
+    ------
+    PrepError
+        If there is no such request, or no such token, or no Pillow.
+    """
+    selection = select(view, req_id, tokens)
+    sheet = _Sheet()
+    sheet.lines(_fitting(view.name, 90), 20)
+    for name, text in summary(view)[: 1 + len(view.groups)]:
+        sheet.lines(f"{name}: {text}")
+    for title, picture in distinct_masks(view, selection):
+        if not _draw_mask(sheet, view, title, picture):
+            break
+    for index in range(len(view.groups)):
+        if not _draw_blocks(sheet, view, index, selection):
+            break
+    return sheet.png()
+
+
+def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, MaskPicture | str]]:
+    """Mask of each KV-cache group under a title, or words where there is nothing to draw.
+
+    Groups that see the same as an earlier one only name it.
+    """
+    seen: dict[object, str] = {}
+    for index, group in enumerate(view.groups):
+        title = f"group {index}: " if len(view.groups) > 1 else ""
+        key = (group.plan, group.sliding_window, group.attention_chunk_size)
+        if key in seen:
+            yield title, f"the same as {seen[key]}"
+            continue
+        seen[key] = f"group {index}"
+        yield title, mask_picture(view, index, selection) or "no mask, nothing to draw"
+
+
+def _full(sheet: _Sheet, height: int) -> bool:
+    """Whether there is no place for more; the sheet says so then."""
+    if sheet.y + height <= MAX_HEIGHT:
+        return False
+    sheet.lines("what comes next is left out: --request ID shows one request", fill=FAINT)
+    return True
+
+
+def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture | str) -> bool:
+    """A mask and what its sides are; False if there was no place."""
+    if isinstance(picture, str):
+        sheet.lines(f"mask: {title}{picture}", fill=FAINT)
+        return True
+    if _full(sheet, MASK_HEIGHT + 90):
+        return False
+    sheet.y += 14
+    rows, columns = picture.num_rows, picture.num_columns
+    shape = min(max(rows / columns, 0.12), 1)  # as of the page: long sides are shortened
+    width = min(MASK_WIDTH, round(MASK_HEIGHT / shape), max(40 * columns, 60))
+    height = max(round(width * shape), 16)
+    left, top = MARGIN + LABEL_WIDTH, sheet.y
+    sheet.box((left - 1, top - 1, left + width, top + height), EMPTY, LINE)
+    sheet.picture(left, top, picture.pixels, (width, height))
+    for row, name, colour in _row_names(view, picture):
+        sheet.label(top + height * row / rows, name, colour)
+    sheet.y = top + height + 4
+    sheet.text(left, sheet.y, "position 0", 11, FAINT)
+    if columns > 1 and width > 160:
+        sheet.text(left + width - 34, sheet.y, str(columns - 1), 11, FAINT)
+    sheet.y += 20
+    caption = f"{title}{rows} rows, {columns} columns: {picture.caption}. Coloured: may attend."
+    sheet.lines(caption, fill=FAINT)
+    return True
+
+
+def _row_names(view: StepView, picture: MaskPicture) -> list[tuple[int, str, Colour]]:
+    """Rows of a mask with the name that stands beside them: of requests, as far as there is place.
+
+    Those with many rows come first.
+    """
+    if picture.by_position:
+        return [(0, "position 0", FAINT)]
+    starts = np.clip(view.step.query_start_loc - picture.first, 0, picture.num_rows)
+    lengths, apart = np.diff(starts), picture.num_rows / 30
+    names: list[tuple[int, str, Colour]] = []
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        begin = int(starts[row])
+        if lengths[row] and all(abs(begin - other) >= apart for other, _, _ in names):
+            names.append((begin, view.requests[row].req_id, request_colour(row)))
+    return names
+
+
+def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection) -> bool:
+    """The blocks of a KV-cache group, a line for each request; False if there was no place."""
+    sheet.y += 14
+    size = view.groups[index].block_size
+    sheet.lines(f"KV blocks{group_title(view, index) or f', block size {size}'}")
+    sheet.lines(LEGEND, 11, FAINT)
+    per_line = (WIDTH - 2 * MARGIN - LABEL_WIDTH) // BLOCK_WIDTH
+    for line in block_rows(view, index, selection.requests):
+        places = len(line.blocks) + len(line.folded)
+        if _full(sheet, BLOCK_HEIGHT * -(-places // per_line)):
+            return False
+        sheet.label(sheet.y + 14, view.requests[line.row].req_id, request_colour(line.row))
+        column = 0
+
+        def place() -> tuple[int, int]:
+            nonlocal column
+            if column == per_line:
+                column = 0
+                sheet.y += BLOCK_HEIGHT
+            column += 1
+            return MARGIN + LABEL_WIDTH + (column - 1) * BLOCK_WIDTH, sheet.y
+
+        for block in line.blocks:
+            if block.place in line.folded:
+                x, y = place()
+                sheet.text(x + 4, y + 15, f"+{line.folded[block.place]:,}", 11, FAINT)
+            _draw_block(sheet, *place(), block, size, request_colour(line.row))
+        sheet.y += BLOCK_HEIGHT
+    return True
+
+
+def _draw_block(sheet: _Sheet, x: int, y: int, block: Block, size: int, colour: Colour) -> None:
+    width, top = BLOCK_WIDTH - 6, y + 14
+    sheet.text(x, y, str(block.number), 11, FAINT)
+    sheet.box((x, top, x + width, top + SLOTS_HEIGHT), EMPTY, None)
+
+    def part(low: int, high: int, fill: Colour, above: int = 0) -> None:
+        left, right = x + width * low / size, x + width * high / size
+        sheet.box((left, top + above, max(left, right), top + SLOTS_HEIGHT), fill, None)
+
+    if block.computed:
+        red, green, blue = ((part + 2 * 255) // 3 for part in colour)
+        part(0, block.computed, (red, green, blue))
+    if block.written is not None:
+        part(*block.written, colour)
+    for item in block.items:
+        part(*item, ITEM_COLOUR, SLOTS_HEIGHT - 4)
+    for slot in range(1, size) if size <= 16 else ():
+        tick = x + width * slot / size
+        sheet.box((tick, top, tick, top + SLOTS_HEIGHT), (255, 255, 255), None)
+    sheet.box((x, top, x + width, top + SLOTS_HEIGHT), None, FAINT if block.shared else LINE)
+
+
+def _fitting(name: str, most: int) -> str:
+    """A name that fits its place."""
+    name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    return name if len(name) <= most else f"{name[: most - 1]}\u2026"
