@@ -1,6 +1,5 @@
 """``vllm-npu-prep explain``: the JSON contract, the tables, and one line for every bad file."""
 
-import copy
 import io
 import json
 import re
@@ -15,24 +14,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers import worked_examples
+from tests.helpers.golden import explain_output, golden_path
+from tests.helpers.scenarios import IMAGE, PATCHES, in_chunks, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.scenario import parse_scenario
-from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.padding import GraphMode
-
-
-def view_of(scenario: dict) -> StepView:
-    return StepView.of_scenario(parse_scenario(scenario))
 
 
 def explained(scenario: dict) -> dict:
     return explain_json(view_of(scenario))
-
-
-def small() -> dict:
-    return copy.deepcopy(worked_examples.load("chunked-prefill")[0])
 
 
 @pytest.mark.parametrize("name", worked_examples.NAMES)
@@ -179,41 +171,6 @@ def test_big_batches_are_folded(capsys):
     assert "r100" not in shown.partition("token level")[0]
 
 
-IMAGE = {"modality": "image", "offset": 2, "length": 4}
-PATCHES = [
-    [0, 1, 2, 2, 2, 2, 4, 5, 6, 7],
-    [0, 1, 2, 2, 3, 3, 4, 5, 6, 7],
-    [0, 1, 2, 3, 2, 3, 4, 5, 6, 7],
-]
-
-
-def with_an_image() -> dict:
-    """A chunk with an image and a decode of the same prompt; a window group and another."""
-    prompt = [1, 2, 9, 9, 9, 9, 5, 6, 7, 8]
-    request = {
-        "num_prompt_tokens": 10,
-        "multimodal": [IMAGE],
-        "mrope_positions": PATCHES,
-        "mrope_position_delta": -2,
-    }
-    chunk = {"req_id": "a", "num_computed_tokens": 3, "num_scheduled_tokens": 5}
-    decode = {"req_id": "b", "num_computed_tokens": 12, "num_scheduled_tokens": 1}
-    scenario = {
-        "block_size": 4,
-        "max_model_len": 24,
-        "max_num_reqs": 2,
-        "max_num_batched_tokens": 16,
-        "mrope_dims": 3,
-        "sliding_window": 4,
-        "requests": [
-            request | chunk | {"block_ids": [3, 4], "token_ids": prompt},
-            request | decode | {"block_ids": [0, 0, 5, 6], "token_ids": [*prompt, 11, 12, 13]},
-        ],
-        "more_kv_cache_groups": [{"block_size": 8, "block_ids": [[7], [9, 10]]}],
-    }
-    return copy.deepcopy(scenario)
-
-
 def test_images_mrope_and_groups_are_explained():
     step = explained(with_an_image())
     assert step["model_input"] == "inputs_embeds"
@@ -261,11 +218,6 @@ def test_tables_show_images_mrope_and_groups(capsys):
         "84",
     ):
         assert part in text, part
-
-
-def in_chunks() -> dict:
-    """The small scenario's batch under a group that sees chunks of four tokens."""
-    return small() | {"attention_chunk_size": 4}
 
 
 def test_virtual_requests_of_chunked_local_attention_are_explained(capsys):
@@ -475,3 +427,31 @@ def test_markup_in_names_is_shown_as_it_is(capsys):
     out = capsys.readouterr().out
     assert "[/bold] x" in out
     assert "[/red]" in out
+
+
+@pytest.mark.parametrize("name", worked_examples.NAMES)
+def test_the_text_of_the_worked_examples_is_golden(name):
+    """Written anew by ``python -m tests.helpers.golden``; look at what changes."""
+    text = explain_output(str(worked_examples.path_of(name)))
+    assert text == golden_path(name).read_text()
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_narrow_terminals_break_no_number(width):
+    name = "mixed-200-tokens"
+    lines = explain_output(str(worked_examples.path_of(name)), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    # Every column of the tokens stands whole in some table, behind its token.
+    expected = worked_examples.load(name)[1]
+    tokens = lines[lines.index("token level") : lines.index("system level")]
+    rows = [list(map(int, line.split())) for line in tokens if line[:6].strip().isdecimal()]
+    for variable in ("token_indices", "input_ids", "slot_mapping", "block_numbers"):
+        for token, value in enumerate(expected[variable]):
+            assert any(row[0] == token and value in row[1:] for row in rows), (variable, token)
+
+
+def test_no_color_is_kept_on_a_terminal():
+    path = str(worked_examples.path_of("chunked-prefill"))
+    shown = explain_output(path, FORCE_COLOR="1")
+    assert "\x1b[1m" in shown  # bold is no colour
+    assert not re.search(r"\x1b\[[0-9;]*(3|4|9)[0-9]", shown)

@@ -129,10 +129,11 @@ def _tables(view: StepView, selection: Selection) -> Iterator[str]:
 
 def _line(cells: Iterable[object], attributes: str = "", first: str = "") -> str:
     """A line of a table."""
-    texts = [
-        f'<td class="list">{shown(cell)}</td>' if " " in str(cell) else f"<td>{shown(cell)}</td>"
-        for cell in cells
-    ]
+    texts = []
+    for cell in cells:
+        text = shown(cell)
+        is_list = " " in text and not text.strip("0123456789 ,;-")
+        texts.append(f'<td class="list">{text}</td>' if is_list else f"<td>{text}</td>")
     texts[0] = texts[0].replace("<td>", f"<td>{first}", 1)
     return f"<tr{attributes}>{''.join(texts)}</tr>"
 
@@ -188,6 +189,10 @@ def _tokens(view: StepView, selection: Selection) -> Iterator[str]:
         table = token_table(view, every)
         yield _body(table.columns, _token_lines(view, table))
         return
+    hidden = len(of_rows) - MAX_REQUESTS
+    if hidden > 0:
+        of_rows = [*of_rows[: MAX_REQUESTS // 2], *of_rows[-MAX_REQUESTS // 2 :]]
+        yield f'<p class="note">the tokens of {hidden:,} requests are left out: --request ID</p>'
     lengths = [len(tokens) for _, tokens in of_rows]
     most = _shown_of_each(lengths, MAX_TOKENS)
     for part in _together(lengths):

@@ -429,7 +429,7 @@ def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, 
 
 def _full(sheet: _Sheet, height: int) -> bool:
     """Whether there is no place for more; the sheet says so then."""
-    if sheet.y + height <= MAX_HEIGHT:
+    if sheet.y + height + 60 <= MAX_HEIGHT:
         return False
     sheet.lines("what comes next is left out: --request ID shows one request", fill=FAINT)
     return True

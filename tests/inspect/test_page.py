@@ -1,0 +1,426 @@
+"""``explain --html``: everything is on the page, names stay text, and it works in a browser."""
+
+import base64
+import functools
+import http.server
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers import worked_examples
+from tests.helpers.scenarios import in_chunks, many, small, view_of, with_an_image
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.explain import explain_json
+from vllm_npu_prep.inspect.page import explain_html
+
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """A page as its tables, elements and texts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tables: list[list[list[str]]] = []  # cells, of headings first
+        self.feed(html)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID and tag != "wbr":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+
+    def of_class(self, name: str) -> list[dict[str, str]]:
+        return [a for _, a in self.elements if name in (a.get("class") or "").split()]
+
+    def tokens(self) -> dict[str, list[str]]:
+        """Columns of the token tables by their headings."""
+        own = [table for table in self.tables if table[0][0] == "token"]
+        rows = [row for table in own for row in table[1:] if len(row) == len(own[0][0])]
+        return dict(zip(own[0][0], (list(column) for column in zip(*rows))))
+
+    def masks(self) -> list[np.ndarray]:
+        """Masks as they are drawn, True where masked."""
+        urls = [a["src"] for tag, a in self.elements if tag == "img"]
+        pictures = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
+        return [np.array(Image.open(io.BytesIO(picture)))[..., 3] == 0 for picture in pictures]
+
+
+def page_of(scenario: dict, *args) -> Page:
+    return Page(explain_html(view_of(scenario), *args))
+
+
+@pytest.mark.parametrize("name", worked_examples.NAMES)
+def test_every_variable_of_the_worked_examples_is_on_the_page(name):
+    scenario, expected = worked_examples.load(name)
+    page = page_of(scenario)
+    for variable, column in page.tokens().items():
+        want = range(len(column)) if variable == "token" else expected[variable]
+        assert column == [str(value) for value in want], variable
+    assert len(page.tokens()) == 10
+    heads, *requests = page.tables[0]
+    for variable in ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens"):
+        column = [int(row[heads.index(variable)]) for row in requests]
+        assert column == expected[variable]
+    assert [row[0] for row in requests] == [r["req_id"] for r in scenario["requests"]]
+    spans = [row[heads.index("query_start_loc")] for row in requests]
+    starts = expected["query_start_loc"]
+    assert spans == [f"{a}:{b}" for a, b in itertools.pairwise(starts)]
+    logits = [int(row[heads.index("logits_indices")]) for row in requests]
+    assert logits == expected["logits_indices"]
+    text = " ".join(page.texts)
+    for variable in ("attn_state", "num_input_tokens", "max_query_len", "max_seq_len"):
+        assert str(expected[variable]) in text
+    drawn = [a["data-at"] for a in page.of_class("block")]
+    blocks = [[b for b in row if b] for row in expected["block_table"]]
+    owned = [r["block_ids"] for r in scenario["requests"]]
+    assert owned == blocks
+    assert drawn == [f"0-{row}-{block}" for row, own in enumerate(owned) for block in own]
+
+
+@pytest.mark.parametrize("name", worked_examples.NAMES)
+def test_the_mask_is_drawn_cell_by_cell(name):
+    scenario, expected = worked_examples.load(name)
+    (drawn,) = page_of(scenario).masks()
+    if expected["attn_mask"] is None:  # a decode: what each token sees all the same
+        want = [[c > p for c in range(expected["max_seq_len"])] for p in expected["positions"]]
+    elif "masked" in expected["attn_mask"]:
+        want = expected["attn_mask"]["masked"]
+    else:
+        first = expected["attn_mask"]["first_masked_position_by_row"]
+        width = expected["attn_mask"]["shape"][1]
+        want = [[column >= end for column in range(width)] for end in first]
+    assert drawn.tolist() == np.array(want, bool).tolist()
+
+
+def test_the_constant_is_drawn_as_what_tokens_see():
+    rows = page_of(small()).masks()
+    constant = page_of(small() | {"mask": "compressed"})
+    assert np.array_equal(rows, constant.masks())
+    assert any("as the constant lets it see" in text for text in constant.texts)
+
+
+def test_slots_that_the_step_writes_are_drawn_where_they_are():
+    page = page_of(small())
+    slots = {}
+    for (_, attributes), (_, after) in zip(page.elements, page.elements[1:]):
+        if "data-at" in attributes:
+            slots[attributes["data-at"]] = attributes["title"].partition("writes ")[2]
+        assert after is not None
+    assert slots["0-0-1"] == ""  # all of it was computed before
+    assert slots["0-0-2"] == "5 to 5"
+    assert slots["0-2-6"] == "13 to 13"
+    assert slots["0-2-8"] == "16 to 17"
+
+
+def test_groups_images_mrope_and_padding_are_on_the_page():
+    scenario = with_an_image() | {"capture_sizes": [8]}
+    page, step = page_of(scenario), explain_json(view_of(scenario))
+    tokens = page.tokens()
+    assert tokens["mrope_positions 2"] == [str(p) for p in step["mrope_positions"][2]]
+    assert tokens["slot_mapping 1"] == [str(s) for s in step["kv_cache_groups"][1]["slot_mapping"]]
+    lines = [a for tag, a in page.elements if tag == "tr" and "data-t" in a]
+    assert [a["data-t"] for a in lines if a.get("class") == "item"] == ["0", "1", "2"]
+    assert lines[0]["data-slots"] == "15 59"
+    window, full = page.masks()
+    for drawn, group in ((window, 0), (full, 1)):
+        want = step["kv_cache_groups"][group]["attn_mask"]["masked"]
+        assert drawn.tolist() == np.array(want, bool).tolist()
+    assert not full[6:].any()  # padding masks nothing
+    assert len(page.of_class("null")) == 2  # freed blocks of the window group
+    # In two blocks of group 0 for a, in one of group 1 for a and b each, and in the legend.
+    assert len(page.of_class("picture")) == 2 + 2 + 1
+
+
+def test_virtual_requests_are_on_the_page():
+    page = page_of(in_chunks())
+    local = explain_json(view_of(in_chunks()))["kv_cache_groups"][0]["local_requests"]
+    (table,) = [table for table in page.tables if table[0][0] == "query_start_loc"]
+    assert [row[1] for row in table[1:]] == [str(length) for length in local["seq_lens"]]
+    assert page.of_class("mask")[0]["data-chunk"] == "4"
+
+
+def test_a_shared_block_and_a_stray_token_are_marked():
+    scenario = small()
+    first = scenario["requests"][2]
+    other = {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4}
+    scenario["requests"] = [first, first | other]
+    view = view_of(scenario)
+    assert [a["data-at"] for a in Page(explain_html(view)).of_class("shared")] == [
+        "0-0-4",
+        "0-0-5",
+        "0-1-4",
+        "0-1-5",
+    ]
+    view.step.slot_mapping()[1] = 40  # as a record of something broken may have it
+    text = " ".join(Page(explain_html(view)).texts)
+    assert "1 tokens write blocks that this request doesn't own: 1" in text
+
+
+HOSTILE = (
+    "</script><script>document.documentElement.dataset.evil=1</script>",
+    "\"' onmouseover=alert(1) x='",
+    "<img src=x onerror=alert(1)>&amp;&#60;",
+    "\u202egnp.exe\u2066",
+    "</title></style>]]>--><!--",
+    "",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_stay_text(name):
+    scenario = with_an_image()
+    view = view_of(scenario)
+    plain = Page(explain_html(view))
+    requests = [replace(view.requests[0], req_id=name), *view.requests[1:]]
+    items = [replace(item, modality=name) for item in requests[0].items]
+    requests[0] = replace(requests[0], items=items)
+    view = replace(view, name=name, requests=requests)
+    html = explain_html(view)
+    page = Page(html)
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+    assert [set(a) for _, a in page.elements] == [set(a) for _, a in plain.elements]
+    seen = name.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066")
+    assert page.tables[0][1][0] == seen
+    assert page.of_class("owner")[0]["title"] == seen
+    assert not set("\u202e\u2066") & set(html)
+
+
+def test_the_page_loads_nothing():
+    page = page_of(with_an_image())
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "iframe", "base", "form", "object")
+        for name, value in attributes.items():
+            assert name in ("content", "src") or "//" not in value
+            assert not name.startswith("on")
+            if name in ("src", "href"):
+                assert value.startswith("data:image/png;base64,")
+    assert "url(" not in "".join(page.texts)
+    (policy,) = [a["content"] for _, a in page.elements if "http-equiv" in a]
+    assert policy.startswith("default-src 'none'; ")
+
+
+@pytest.fixture
+def few_lines(monkeypatch):
+    """Pages that hold fewer tokens: parsing thousands takes a while."""
+    monkeypatch.setattr("vllm_npu_prep.inspect.page.MAX_TOKENS", 1000)
+
+
+def test_big_batches_are_folded_and_say_what_is_left_out(few_lines):
+    page = page_of(many(600, 20, 12))
+    rows = [a for tag, a in page.elements if tag == "tr" and "data-t" in a]
+    assert len(rows) == 2 * 512
+    text = " ".join(page.texts)
+    notes = ("88 lines are left out", "18 tokens are left out: --tokens 1:19", "the tokens of 88 ")
+    for note in notes:
+        assert note in text, note
+    page = page_of(many(30, 20, 12) | {"max_num_batched_tokens": 600})
+    assert len(page.tokens()["token"]) == 600  # all of them, in folds
+    assert page.elements.count(("details", {})) > 3
+
+
+def test_a_long_prompt_and_its_blocks_are_folded(few_lines):
+    html = explain_html(view_of(many(1, 40_000, 0)))
+    page = Page(html)
+    assert len(html) < 1 << 20
+    assert len(page.of_class("block")) < 30
+    text = " ".join(page.texts)
+    assert "12-2489" in text
+    assert "1-2500" in text
+    (drawn,) = page.masks()
+    assert drawn.shape == (640, 640)
+    assert np.array_equal(drawn, ~np.tri(640, dtype=bool))
+
+
+def test_one_request_or_some_tokens_are_shown_alone():
+    page = page_of(small(), "2")
+    assert page.tokens()["input_ids"] == ["3005", "3006", "3007"]
+    assert page.of_class("mask")[0]["data-first"] == "2"
+    assert page.masks()[0].shape == (3, 8)
+    assert {a["data-at"][2] for a in page.of_class("block")} == {"2"}
+    assert page_of(small(), None, (1, 3)).tokens()["token"] == ["1", "2"]
+    with pytest.raises(PrepError, match="--request 9"):
+        page_of(small(), "9")
+
+
+def test_files_are_written_whole_or_refused_with_one_line(tmp_path, capsys):
+    path = str(worked_examples.path_of("chunked-prefill"))
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    page.write_text("old")
+    assert main(["explain", path, "--html", str(page), "--png", str(picture)]) == 0
+    assert page.read_text() == explain_html(view_of(small()))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["a.html", "a.png"]
+    assert capsys.readouterr().out == ""
+    for bad in (tmp_path, tmp_path / "none" / "a.html", page / "b.html", Path("/dev/null")):
+        assert main(["explain", path, "--html", str(bad)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert str(bad) in error
+    assert main(["explain", path, "--json", "--html", str(page)]) == 0
+    assert json.loads(capsys.readouterr().out)["num_reqs"] == 3
+
+
+# ----------------------------------------------------------------- in a browser
+
+
+@functools.cache
+def browser() -> str | None:
+    """A headless browser: ``NPU_PREP_BROWSER``, or what Debian's chromium packages install."""
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    given = os.environ.get("NPU_PREP_BROWSER")
+    return given or next((path for path in map(shutil.which, names) if path), None)
+
+
+needs_browser = pytest.mark.skipif(
+    browser() is None,
+    reason="no Chromium: apt-get install chromium-headless-shell, or set NPU_PREP_BROWSER",
+)
+
+
+class Asked(http.server.BaseHTTPRequestHandler):
+    """Counts what a browser asks of the network."""
+
+    paths: list[str]
+
+    def do_GET(self):
+        self.paths.append(self.path)
+        self.send_error(404)
+
+    do_CONNECT = do_GET  # noqa: N815
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A proxy that a browser sends everything to, and what it was asked for."""
+    Asked.paths = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Asked)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1], Asked.paths
+    server.shutdown()
+    server.server_close()
+
+
+def opened(page: Path, network, *, dark: bool, token: int | None = None) -> tuple[str, Image.Image]:
+    """The document after its script ran, and a screenshot."""
+    port, paths = network
+    paths.clear()
+    picture = page.with_suffix(".png")
+    assert browser() is not None
+    command = [
+        browser(),
+        "--headless",
+        *(["--no-sandbox"] if os.getuid() == 0 else []),
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+        f"--user-data-dir={page.parents[1] / 'browser'}",
+        f"--proxy-server=http://127.0.0.1:{port}",
+        "--proxy-bypass-list=<-loopback>",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--window-size=1400,900",
+        f"--screenshot={picture}",
+        "--dump-dom",
+        page.as_uri() + (f"#t{token}" if token is not None else ""),
+    ]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert picture.exists(), done.stderr.decode()[-2000:]
+    return done.stdout.decode(), Image.open(picture).convert("RGB")
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", worked_examples.NAMES)
+def test_a_browser_shows_the_page_and_traces_a_token(name, dark, network, tmp_path):
+    scenario, expected = worked_examples.load(name)
+    page, token = tmp_path / "page.html", len(expected["positions"]) // 2
+    page.write_text(explain_html(view_of(scenario)))
+    document, picture = opened(page, network, dark=dark, token=token)
+    assert network[1] == []
+    assert f'data-traced="{token}"' in document[:200]
+    slot, block = expected["slot_mapping"][token], expected["block_numbers"][token]
+    row = expected["req_indices"][token]
+    place = scenario["requests"][row]["block_ids"].index(block)
+    trace = re.search(r'id="trace"[^>]*>([^<]*)<', document)[1]
+    assert trace.startswith(f"token {token} of request ")
+    assert f"block_table[{row}][{place}] = {block}" in trace
+    assert trace.endswith(f"slot {slot}")
+    traced = re.findall(r'<div class="block[^"]* traced" data-at="([^"]*)"', document)
+    assert traced == [f"0-{row}-{block}"]
+
+    assert picture.size == (1400, 900)
+    pixels = np.array(picture)
+    ground = pixels[2, 2]
+    assert (ground.max() < 60) if dark else (ground.min() > 200)
+    drawn = (np.abs(pixels.astype(int) - ground).sum(axis=2) > 60).mean(axis=1)
+    assert (drawn > 0).mean() > 0.4  # lines of the picture that something is drawn on
+    colours = np.ptp(pixels, axis=2) > 80  # hues are those of requests: masks and blocks
+    assert colours[:, 800:].mean() > 0.005
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100
+
+
+@needs_browser
+def test_nothing_leaves_and_no_other_script_runs(network, tmp_path):
+    evil = (
+        "<script>document.documentElement.dataset.evil = 1</script>"
+        '<img src="http://example.invalid/a"></body>'
+    )
+    html = explain_html(view_of(small())).replace("</body>", evil)
+    page = tmp_path / "page.html"
+    page.write_text(html)
+    document, _ = opened(page, network, dark=False, token=0)
+    assert network[1] == []
+    assert "data-evil" not in document
+    assert 'data-traced="0"' in document
+    # Without the policy both happen, so this test can see them.
+    page.write_text(re.sub(r"<meta http-equiv[^>]*>", "", html))
+    document, _ = opened(page, network, dark=False, token=0)
+    assert any("example.invalid" in path for path in network[1])
+    assert "data-evil" in document
+
+
+@needs_browser
+def test_hostile_names_and_folded_batches_work_in_a_browser(network, tmp_path):
+    view = view_of(many(300, 20))
+    requests = [replace(r, req_id=f"{HOSTILE[0]}{i}") for i, r in enumerate(view.requests)]
+    page = tmp_path / "page.html"
+    page.write_text(explain_html(replace(view, name=HOSTILE[2], requests=requests)))
+    document, _ = opened(page, network, dark=True, token=5999)
+    assert network[1] == []
+    assert "data-evil=" not in document[:300]
+    assert 'data-traced="5999"' in document[:300]
+    assert len(re.findall(r"<details open", document)) == 1  # the fold of the traced token

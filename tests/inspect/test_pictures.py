@@ -1,0 +1,105 @@
+"""``explain --png``, and the colours that pages draw with."""
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers import worked_examples
+from tests.helpers.scenarios import many, small, view_of, with_an_image
+from vllm_npu_prep.inspect.explain import select
+from vllm_npu_prep.inspect.pictures import (
+    ITEM_COLOUR,
+    MATRIX_COLOUR,
+    MAX_HEIGHT,
+    explain_png,
+    mask_picture,
+    png_bytes,
+    request_colour,
+)
+
+
+def picture_of(scenario: dict, *args) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(explain_png(view_of(scenario), *args))))
+
+
+def number_of(picture: np.ndarray, colour) -> int:
+    return int((picture == np.array(colour, np.uint8)).all(axis=-1).sum())
+
+
+@pytest.mark.parametrize("name", worked_examples.NAMES)
+def test_masks_and_blocks_of_each_request_are_in_the_picture(name):
+    scenario, expected = worked_examples.load(name)
+    picture = picture_of(scenario)
+    assert picture.shape[1:] == (1200, 3)
+    assert 300 < len(picture) < 1200
+    assert (number_of(picture, MATRIX_COLOUR) > 1000) == (name == "all-prefill")
+    cells = [number_of(picture, request_colour(row)) for row in range(len(scenario["requests"]))]
+    # Slots that are written: 54 of 60 pixels wide and 18 high, or a part of that.
+    for row, count in enumerate(cells):
+        written = expected["query_lens"][row] / scenario["block_size"]
+        assert count > 54 * 18 * written * 0.4, row
+
+
+def test_images_and_padding_have_their_colours():
+    picture = picture_of(with_an_image() | {"capture_sizes": [8]})
+    assert number_of(picture, ITEM_COLOUR) > 1000
+    without = with_an_image()
+    for request in without["requests"]:
+        del request["multimodal"]
+    assert number_of(picture_of(without), ITEM_COLOUR) == 0
+
+
+def test_big_batches_and_long_names_stay_in_bounds():
+    scenario = many(300, 1)
+    scenario["requests"][0]["req_id"] = "\u05d0W" * 300
+    scenario["name"] = "n" * 3000
+    picture = picture_of(scenario)
+    assert len(picture) <= MAX_HEIGHT + 60
+    assert len(picture_of(scenario, "cmpl-7")) < 800
+
+
+def test_large_masks_are_shown_by_the_mean_of_their_cells():
+    view = view_of(many(4, 1000, 0))
+    step = mask_picture(view, 0, select(view))
+    assert step.pixels.shape == (640, 640, 4)
+    assert step.num_rows == step.num_columns == 1000
+    opacity = step.pixels[..., 3] / 255
+    cells = ~np.triu(np.ones((1000, 1000), bool), 1)
+    edges = np.arange(640) * 1000 // 640
+    want = np.add.reduceat(np.add.reduceat(cells.astype(float), edges, 0), edges, 1)
+    counts = np.diff([*edges, 1000])
+    assert np.abs(opacity - want / np.outer(counts, counts)).max() < 0.1
+
+
+def test_neighbours_have_colours_that_can_be_told():
+    colours = np.array([request_colour(row) for row in range(64)], int)
+    for apart in range(1, 5):
+        assert np.abs(colours[apart:] - colours[:-apart]).sum(axis=1).min() > 60
+
+
+def test_a_picture_in_a_page_is_a_png(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (7, 5, 4), np.uint8)
+    assert np.array_equal(np.array(Image.open(io.BytesIO(png_bytes(pixels)))), pixels)
+
+
+def test_without_pillow_pages_work_and_pictures_are_refused_in_one_line(tmp_path):
+    code = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "from vllm_npu_prep.cli import main\n"
+        f"path = {str(worked_examples.path_of('decode-only'))!r}\n"
+        f"assert main(['explain', path, '--html', {str(tmp_path / 'a.html')!r}]) == 0\n"
+        f"sys.exit(main(['explain', path, '--png', {str(tmp_path / 'a.png')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--png needs Pillow" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["a.html"]
+
+
+def test_a_scenario_without_requests_of_some_tokens_draws_the_rest():
+    assert picture_of(small(), "1", (0, 1)).shape[1] == 1200  # none of them: no mask to draw
