@@ -83,7 +83,7 @@ def _explain(args: argparse.Namespace) -> int:
         page = explain_html(view, args.request, args.tokens)
         write_whole(args.html, page.encode())
     if args.png:
-        from vllm_npu_prep.inspect.pictures import explain_png
+        from vllm_npu_prep.inspect.png import explain_png
 
         write_whole(args.png, explain_png(view, args.request, args.tokens))
     if args.json:

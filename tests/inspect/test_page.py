@@ -128,7 +128,7 @@ def test_the_constant_is_drawn_as_what_tokens_see():
     rows = page_of(small()).masks()
     constant = page_of(small() | {"mask": "compressed"})
     assert np.array_equal(rows, constant.masks())
-    assert any("as the constant lets it see" in text for text in constant.texts)
+    assert any("the mask is a constant, this is what they see" in text for text in constant.texts)
 
 
 def test_slots_that_the_step_writes_are_drawn_where_they_are():
@@ -411,6 +411,47 @@ def test_nothing_leaves_and_no_other_script_runs(network, tmp_path):
     document, _ = opened(page, network, dark=False, token=0)
     assert any("example.invalid" in path for path in network[1])
     assert "data-evil" in document
+
+
+PLAY = """<script>
+const out = [], line = (t) => document.querySelector(`tr[data-t="${t}"]`);
+const at = (element, x, y, type) => {
+  const box = element.getBoundingClientRect();
+  element.dispatchEvent(new MouseEvent(type, { bubbles: true,
+    clientX: box.left + x * box.width, clientY: box.top + y * box.height }));
+  out.push(document.documentElement.dataset.traced);
+};
+const press = (key) => {
+  document.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  out.push(document.documentElement.dataset.traced);
+};
+at(line(1), 0.5, 0.5, "mouseover");
+at(line(2), 0.5, 0.5, "click");
+at(line(0), 0.5, 0.5, "mouseover");
+press("ArrowDown");
+press("ArrowUp");
+at(document.querySelector(".mask"), 0.1, 0.9, "click");
+at(document.querySelector('[data-at="0-0-2"] .slots'), 0.9, 0.5, "click");
+at(document.querySelector('[data-at="0-2-8"] .slots'), 0.2, 0.5, "click");
+press("Escape");
+at(line(0), 0.5, 0.5, "mouseover");
+const dot = document.querySelector(".dot").style, slot = document.querySelector(".traced .slot");
+out.push(dot.left, dot.top, dot.width, dot.height, slot.style.left, slot.style.width);
+document.documentElement.dataset.out = out.join(" ");
+</script></body>"""
+
+
+@needs_browser
+def test_hovering_clicks_and_keys_trace(network, tmp_path):
+    html = re.sub(r"<meta http-equiv[^>]*>", "", explain_html(view_of(small())))
+    page = tmp_path / "page.html"
+    page.write_text(html.replace("</body>", PLAY))
+    document, _ = opened(page, network, dark=False)
+    out = re.search(r'data-out="([^"]*)"', document)[1].split()
+    # Hovered 1; 2 is kept against hovering; keys; last row of the mask; slots 5 and 16; freed, 0.
+    assert out[:10] == ["1", "2", "2", "3", "2", "4", "0", "3", "3", "0"]
+    # Token 0: row 0 of 5, position 3 of 8, offset 1 of 2.
+    assert out[10:] == ["37.5%", "0%", "12.5%", "20%", "50%", "50%"]
 
 
 @needs_browser

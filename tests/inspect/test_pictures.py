@@ -14,12 +14,11 @@ from vllm_npu_prep.inspect.explain import select
 from vllm_npu_prep.inspect.pictures import (
     ITEM_COLOUR,
     MATRIX_COLOUR,
-    MAX_HEIGHT,
-    explain_png,
     mask_picture,
     png_bytes,
     request_colour,
 )
+from vllm_npu_prep.inspect.png import MAX_HEIGHT, explain_png
 
 
 def picture_of(scenario: dict, *args) -> np.ndarray:
