@@ -436,7 +436,7 @@ def test_the_text_of_the_worked_examples_is_golden(name):
     assert text == golden_path(name).read_text()
 
 
-@pytest.mark.parametrize("width", [30, 40, 60, 80])
+@pytest.mark.parametrize("width", [*range(30, 66, 3), 80])
 def test_narrow_terminals_break_no_number(width):
     name = "mixed-200-tokens"
     lines = explain_output(str(worked_examples.path_of(name)), width=width).splitlines()
@@ -444,6 +444,8 @@ def test_narrow_terminals_break_no_number(width):
     # Every column of the tokens stands whole in some table, behind its token.
     expected = worked_examples.load(name)[1]
     tokens = lines[lines.index("token level") : lines.index("system level")]
+    for head in ("positions", "indices", "offsets", "mapping"):
+        assert any(head in line.split() for line in tokens), head
     rows = [list(map(int, line.split())) for line in tokens if line[:6].strip().isdecimal()]
     for variable in ("token_indices", "input_ids", "slot_mapping", "block_numbers"):
         for token, value in enumerate(expected[variable]):

@@ -1,6 +1,7 @@
 """``explain --html``: everything is on the page, names stay text, and it works in a browser."""
 
 import base64
+import errno
 import functools
 import http.server
 import io
@@ -290,6 +291,17 @@ def test_files_are_written_whole_or_refused_with_one_line(tmp_path, capsys):
         assert str(bad) in error
     assert main(["explain", path, "--json", "--html", str(page)]) == 0
     assert json.loads(capsys.readouterr().out)["num_reqs"] == 3
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("vllm_npu_prep.inspect.files.os.replace", full)
+    path = str(worked_examples.path_of("chunked-prefill"))
+    assert main(["explain", path, "--html", str(tmp_path / "a.html")]) == 2
+    assert "can't be written: No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 # ----------------------------------------------------------------- in a browser

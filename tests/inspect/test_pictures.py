@@ -14,6 +14,7 @@ from vllm_npu_prep.inspect.explain import select
 from vllm_npu_prep.inspect.pictures import (
     ITEM_COLOUR,
     MATRIX_COLOUR,
+    block_rows,
     mask_picture,
     png_bytes,
     request_colour,
@@ -102,3 +103,20 @@ def test_without_pillow_pages_work_and_pictures_are_refused_in_one_line(tmp_path
 
 def test_a_scenario_without_requests_of_some_tokens_draws_the_rest():
     assert picture_of(small(), "1", (0, 1)).shape[1] == 1200  # none of them: no mask to draw
+
+
+def test_slots_of_a_block_are_computed_written_or_empty():
+    first, last = block_rows(view_of(small()), 0, [0, 2])
+    assert [(b.number, b.computed, b.written) for b in first.blocks] == [
+        (1, 2, None),
+        (2, 1, (1, 2)),
+    ]
+    assert [b.computed for b in last.blocks] == [2, 2, 1, 0]
+    assert [b.written for b in last.blocks] == [None, None, (1, 2), (0, 2)]
+
+
+def test_rows_of_a_mask_have_the_colour_of_their_request():
+    view = view_of(small())
+    for req_id, owners in ((None, [0, 1, 2, 2, 2]), ("2", [2, 2, 2])):
+        pixels = mask_picture(view, 0, select(view, req_id)).pixels
+        assert [tuple(row[0, :3]) for row in pixels] == [request_colour(row) for row in owners]
