@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep import __version__
 from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show what differs in another step; exit code 1 if anything does",
     )
     explain.set_defaults(run=_explain)
+    add_doctor_parser(commands)
     add_emulate_parser(commands)
     return parser
 

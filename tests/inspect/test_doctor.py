@@ -1,0 +1,258 @@
+"""``vllm-npu-prep doctor``: what it says of made-up hosts, of hostile ones, and of this one."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.helpers import hosts
+from vllm_npu_prep.inspect.doctor import LONGEST_TEXT, examine
+from vllm_npu_prep.inspect.doctor.finding import Finding, Status
+from vllm_npu_prep.inspect.doctor.host import Host, Ran, run_command
+from vllm_npu_prep.inspect.doctor.report import report_json, report_text
+
+TABLES = Path(__file__).with_name("doctor")
+
+
+def table(findings: list[Finding], width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    report_text(findings, console)
+    lines = console.file.getvalue().splitlines()
+    return "\n".join(line.rstrip() for line in lines).strip() + "\n"
+
+
+def by_name(host: Host) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine(host)}
+
+
+@pytest.mark.parametrize("name", hosts.HOSTS)
+def test_table_of_a_made_up_host(name, tmp_path):
+    shown = table(examine(hosts.HOSTS[name](tmp_path)))
+    assert shown == (TABLES / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "failures", "warnings"),
+    [
+        ("bare", set(), set()),
+        ("ascend_910b", set(), set()),
+        (
+            "container_without_devices",
+            {"driver", "device nodes", "driver files", "npu-smi", "torch_npu sees", "platform"},
+            set(),
+        ),
+        (
+            "container_without_driver_files",
+            {"driver", "device nodes", "driver files", "npu-smi", "torch_npu", "vllm"}
+            | {"import torch", "ASCEND_RT_VISIBLE_DEVICES"},
+            {"CANN", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HCCL_*"},
+        ),
+        ("cuda_host", set(), {"platform"}),
+        ("ascend_310p", {"npu-smi"}, {"npu-smi's driver", "health"}),
+    ],
+)
+def test_each_host_fails_where_it_is_broken_and_nowhere_else(name, failures, warnings, tmp_path):
+    findings = examine(hosts.HOSTS[name](tmp_path))
+    named = {status: {f.name for f in findings if f.status is status} for status in Status}
+    assert named[Status.FAILURE] == failures
+    assert named[Status.WARNING] == warnings
+
+
+@pytest.mark.parametrize("name", hosts.HOSTS)
+def test_what_is_not_well_says_what_to_do(name, tmp_path):
+    for finding in examine(hosts.HOSTS[name](tmp_path)):
+        assert bool(finding.do) == (finding.status is not Status.OK), finding
+        assert finding.found
+
+
+def test_json_has_what_the_table_has(tmp_path):
+    findings = examine(hosts.ascend_310p(tmp_path))
+    report = json.loads(json.dumps(report_json(findings)))
+    assert [
+        Finding(f["name"], Status(f["status"]), f["found"], f["do"]) for f in report["findings"]
+    ] == findings
+    assert report["failure"] == 1
+    assert report["ok"] + report["warning"] + report["failure"] == len(findings)
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_table_fits_any_terminal_and_loses_nothing(width, tmp_path):
+    findings = examine(hosts.container_without_driver_files(tmp_path))
+    shown = table(findings, width)
+    assert max(map(len, shown.splitlines())) <= width
+    words = "".join(shown.split())
+    for finding in findings:
+        assert "".join(finding.status.value.split()) in words
+    if width == 200:
+        assert "-v /etc/ascend_install.info:/etc/ascend_install.info:ro" in " ".join(shown.split())
+
+
+def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
+    return by_name(replace(hosts.ascend_910b(tmp_path), **changes))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status", "said"),
+    [
+        ("NPU_PREP_DEVICE", "gpu", "failure", "auto, npu or cpu"),
+        ("NPU_PREP_DEVICE", "NPU", "ok", ""),
+        ("VLLM_PLUGINS", "lora_filesystem_resolver", "failure", "add npu_prep"),
+        ("VLLM_PLUGINS", "a,npu_prep", "ok", ""),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "failure", "V1 runner"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "0", "ok", ""),
+        ("VLLM_TARGET_DEVICE", "cuda", "warning", "empty"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "fork", "warning", "spawn"),
+        ("PYTHONDONTWRITEBYTECODE", "1", "warning", "unset"),
+        ("NUMBA_DISABLE_JIT", "1", "warning", "unset"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "", "failure", "unset"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "all", "failure", "0,1"),
+        ("ASCEND_RT_VISIBLE_DEVICES", "1,2", "failure", "drop 2"),
+        ("ASCEND_HOME_PATH", "/opt/gone", "failure", "set_env.sh"),
+        ("LD_LIBRARY_PATH", "/usr/lib", "warning", "set_env.sh"),
+        ("NUMBA_CACHE_DIR", "/var/cache/numba", "ok", ""),
+    ],
+)
+def test_environment_variables(variable, value, status, said, tmp_path):
+    finding = changed(tmp_path, environment=hosts.SOURCED | {variable: value})[variable]
+    assert finding.status == status
+    assert said in finding.do
+
+
+def test_what_is_set_is_not_listed_as_unset(tmp_path):
+    host = replace(hosts.bare(tmp_path), environment={"NUMBA_DISABLE_JIT": "0"})
+    assert "NUMBA_DISABLE_JIT" not in by_name(host)["not set"].found
+
+
+def test_npus_without_torch_npu(tmp_path):
+    host = replace(hosts.ascend_910b(tmp_path), versions=hosts.bare(tmp_path / "b").versions)
+    finding = by_name(host)["torch_npu"]
+    assert finding.status == "warning"
+    assert "pip install torch_npu==2.13.0" in finding.do
+    asked = replace(host, environment=hosts.SOURCED | {"NPU_PREP_DEVICE": "npu"})
+    assert by_name(asked)["torch_npu"].status == "failure"
+
+
+def test_nothing_of_ascend_is_missed_where_the_cpu_is_asked_for(tmp_path):
+    host = hosts.container_without_devices(tmp_path)
+    devices = {"visible": False, "reason": "torch_npu is installed, but sees no NPU"}
+    probed = hosts.loads(devices, hosts.REFERENCE)
+    host = replace(host, environment={"NPU_PREP_DEVICE": "cpu"}, run=hosts.run(None, probed))
+    assert {finding.status for finding in examine(host)} == {Status.OK}
+
+
+def test_a_device_that_others_use(tmp_path):
+    chips = hosts.smi(("910B3", "OK", 3360, 65536), ("910B3", "OK", 60000, 65536))
+    ran = hosts.run(Ran(0, chips), hosts.loads(hosts.SEEN, hosts.FIA))
+    finding = changed(tmp_path, run=ran)["device memory"]
+    assert finding.status == "warning"
+    assert "chip 1:" in finding.do
+
+
+def test_a_driver_that_hangs_and_a_probe_that_dies(tmp_path):
+    hung = changed(tmp_path, run=hosts.run(Ran(None, ""), hosts.loads(hosts.SEEN, hosts.FIA)))
+    assert hung["npu-smi"].status == "failure"
+    assert "20 seconds" in hung["npu-smi"].found
+    (tmp_path / "b").mkdir()
+    began = hosts.probe(torch={"version": "2.13.0"})
+    dead = changed(
+        tmp_path / "b", run=hosts.run(Ran(0, "nothing"), replace(began, code=-11, err="x\nFatal"))
+    )
+    assert "lists no NPU: nothing" in dead["npu-smi"].found
+    assert dead["import torch"].status == "ok"
+    assert dead["torch_npu sees"].found == "the process that tried ended with code -11: Fatal"
+
+
+@pytest.mark.parametrize(
+    ("environment", "plugins", "said"),
+    [
+        ({"VLLM_PLUGINS": "other"}, ("npu_prep", "other"), "add npu_prep"),
+        ({}, ("other",), "pip install"),
+        ({}, ("npu_prep", "other"), "VLLM_PLUGINS=npu_prep"),
+    ],
+)
+def test_a_plugin_that_is_inactive_says_why(environment, plugins, said, tmp_path):
+    ran = hosts.run(None, hosts.loads({"visible": False, "reason": "none"}, hosts.REFERENCE, "o.P"))
+    host = hosts.bare(tmp_path)
+    host = replace(host, environment=environment, platform_plugins=plugins, run=ran)
+    finding = by_name(host)["platform"]
+    assert finding.status == "failure"
+    assert said in finding.do
+
+
+FILES = (
+    "/usr/local/Ascend/driver/version.info",
+    "/usr/local/Ascend/firmware/version.info",
+    f"{hosts.CANN}/aarch64-linux/ascend_toolkit_install.info",
+    "/proc/meminfo",
+    "/sys/fs/cgroup/memory.max",
+)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda p: p.symlink_to(p), os.mkfifo, Path.touch])
+def test_paths_that_are_no_files_are_findings(make, tmp_path):
+    host = hosts.ascend_910b(tmp_path)
+    for path in FILES:
+        host.path(path).unlink(missing_ok=True)
+        host.path(path).parent.mkdir(parents=True, exist_ok=True)
+        make(host.path(path))
+    findings = by_name(host)
+    assert findings["driver"].status == "warning"
+    assert findings["memory"].status == "warning"
+    assert findings["CANN"].status in ("warning", "failure")
+
+
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=()), max_size=300)
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(content=st.binary(max_size=200), text=TEXT, code=st.integers(-9, 9))
+def test_any_bytes_in_any_file_and_any_output_are_findings(content, text, code, tmp_path_factory):
+    host = hosts.ascend_910b(tmp_path_factory.mktemp("host"))
+    for path in FILES:
+        host.path(path).parent.mkdir(parents=True, exist_ok=True)
+        host.path(path).write_bytes(b"Version=" + content + b"\nversion=" + content)
+    ran = hosts.run(Ran(code, hosts.smi(("910B3", "OK", 1, 2)) + text, text), Ran(code, text))
+    findings = examine(replace(host, run=ran, environment={"ASCEND_HOME_PATH": text}))
+    shown = table(findings)
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert all(len(finding.found) <= LONGEST_TEXT + 4 for finding in findings)
+
+
+def test_commands_are_run_with_a_limit():
+    assert run_command([sys.executable, "-c", "print('a' * 9)"], 60) == Ran(0, "a" * 9 + "\n")
+    started = time.monotonic()
+    script = "print('said', flush=True); import time; time.sleep(60)"
+    ran = run_command([sys.executable, "-c", script], 2)
+    assert (ran.code, ran.out) == (None, "said\n")
+    assert time.monotonic() - started < 30
+    with pytest.raises(OSError, match="npu-smi-that-is-not"):
+        run_command(["npu-smi-that-is-not"], 1)
+
+
+def test_this_host_is_examined_without_importing_torch_or_vllm(tmp_path):
+    """The command as it is run, in a container without devices: the probe is a real one."""
+    code = (
+        "import sys; from vllm_npu_prep.cli import main\n"
+        "code = main(['doctor', '--json'])\n"
+        "sys.exit(3 if 'vllm' in sys.modules or 'torch' in sys.modules else code)"
+    )
+    environment = {**os.environ, "NPU_PREP_DEVICE": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert ran.returncode == 0, ran
+    report = {line["name"]: line for line in json.loads(ran.stdout)["findings"]}
+    assert report["platform"]["found"] == f"{hosts.PLATFORM}: the plugin is active"
+    assert (
+        "reference, dense masks up to max_model_len 15,391" in report["kernels and masks"]["found"]
+    )
+    assert report["vllm"] == {"name": "vllm", "status": "ok", "found": "0.32.0", "do": ""}

@@ -1,0 +1,62 @@
+"""``vllm-npu-prep doctor``: will the plugin run on this host, and if not, what to do.
+
+Imports neither vllm nor torch: it has to work where these don't.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from vllm_npu_prep.inspect.doctor.environment import environment_findings
+from vllm_npu_prep.inspect.doctor.finding import Finding, Status
+from vllm_npu_prep.inspect.doctor.hardware import Hardware
+from vllm_npu_prep.inspect.doctor.host import Host
+from vllm_npu_prep.inspect.doctor.software import Software
+
+LONGEST_TEXT = 600
+"""Characters of a finding; files and commands may say anything."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the ``vllm-npu-prep`` command."""
+    parser = commands.add_parser(
+        "doctor", help="look at this host: driver, CANN, torch, vLLM, what the plugin would do"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=doctor)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Examine this host; 1 if something keeps the plugin from working."""
+    from rich.console import Console
+
+    from vllm_npu_prep.inspect.doctor.report import report_json, report_text
+
+    findings = examine(Host.here())
+    if args.json:
+        print(json.dumps(report_json(findings)))
+    else:
+        report_text(findings, Console())
+    return int(any(finding.status is Status.FAILURE for finding in findings))
+
+
+def examine(host: Host) -> list[Finding]:
+    """Everything that can be said of a host, from the driver up to what vLLM would do."""
+
+    def findings() -> Iterator[Finding]:
+        hardware = Hardware(host)
+        yield from hardware.findings()
+        yield from Software(host, hardware).findings()
+        yield from environment_findings(host, len(hardware.nodes), hardware.cann)
+
+    return [
+        replace(finding, found=_printable(finding.found), do=_printable(finding.do))
+        for finding in findings()
+    ]
+
+
+def _printable(text: str) -> str:
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    return shown if len(shown) <= LONGEST_TEXT else shown[:LONGEST_TEXT] + " ..."

@@ -1,0 +1,127 @@
+"""Environment variables that matter."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
+from vllm_npu_prep.inspect.doctor.host import Host, set_env_of
+
+VALUES = (
+    "NPU_PREP_DEVICE",
+    "VLLM_PLUGINS",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_TARGET_DEVICE",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "PYTHONDONTWRITEBYTECODE",
+    "NUMBA_DISABLE_JIT",
+)
+"""Variables that matter by their value alone."""
+
+VISIBLE_DEVICES, CACHE = "ASCEND_RT_VISIBLE_DEVICES", "NUMBA_CACHE_DIR"
+RUNTIME = "libascendcl.so"
+"""CANN's runtime, which torch_npu loads by name."""
+
+
+def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterator[Finding]:
+    """A line for each variable that is set or has to be, and one for those that are not.
+
+    Parameters
+    ----------
+    host
+        The host.
+    num_nodes
+        Device nodes of NPUs that it has.
+    cann
+        Folder of CANN, if there is any.
+    """
+    for name in VALUES:
+        if name in host.environment:
+            yield _value_finding(host, name)
+    if VISIBLE_DEVICES in host.environment:
+        yield _visible_devices(host, num_nodes)
+    yield _compiled_code(host)
+    if host.needs_npu:
+        yield _libraries(host, cann)
+        yield _cann_home(host, cann)
+    collectives = [name for name in sorted(host.environment) if name.startswith("HCCL_")]
+    if collectives:
+        do = "nothing: they tune what ranks exchange, and the plugin runs one rank"
+        yield warning("HCCL_*", ", ".join(collectives), do)
+    unset = [name for name in (*VALUES, VISIBLE_DEVICES, CACHE) if name not in host.environment]
+    if unset:
+        yield ok("not set", ", ".join(unset))
+
+
+def _value_finding(host: Host, name: str) -> Finding:
+    """What a variable's value leads to."""
+    given = host.environment[name]
+    found, value = repr(given), given.strip()
+    if name == "NPU_PREP_DEVICE" and value.lower() not in ("auto", "npu", "cpu", ""):
+        return failure(name, found, "set it to auto, npu or cpu")
+    if name == "VLLM_PLUGINS" and "npu_prep" not in given.split(","):
+        return failure(name, found, "add npu_prep, or unset it: vLLM loads the listed ones only")
+    if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() in ("1", "true"):
+        return failure(name, found, "unset it: the plugin prepares inputs for the V1 runner only")
+    if name == "VLLM_TARGET_DEVICE" and value != "empty":
+        return warning(name, found, "set it to empty to build vLLM, and unset it to serve")
+    if name == "VLLM_WORKER_MULTIPROC_METHOD" and value != "spawn" and host.needs_npu:
+        do = "unset it: the plugin takes spawn, a forked process can't use its parent's NPU"
+        return warning(name, found, do)
+    if name == "PYTHONDONTWRITEBYTECODE" and given:
+        return warning(name, found, "unset it: every process compiles all modules, a slow start")
+    if name == "NUMBA_DISABLE_JIT" and value not in ("", "0"):
+        return warning(name, found, "unset it: loops that prepare a step would be interpreted")
+    return ok(name, found)
+
+
+def _visible_devices(host: Host, num_nodes: int) -> Finding:
+    name, bad = VISIBLE_DEVICES, bad_if(host.needs_npu)
+    value = host.environment[name].strip()
+    if not value:
+        return bad(name, "empty, which hides every NPU", "unset it, or list NPUs: 0,1")
+    try:
+        chosen = [int(part) for part in value.split(",")]
+    except ValueError:
+        return bad(name, repr(value), "list numbers of NPUs, such as 0,1")
+    beyond = [str(index) for index in chosen if not 0 <= index < num_nodes]
+    if beyond and host.needs_npu:
+        found = f"{value!r}; device nodes here: {num_nodes}"
+        return bad(name, found, f"drop {', '.join(beyond)}: NPUs are counted from 0")
+    return ok(name, repr(value))
+
+
+def _compiled_code(host: Host) -> Finding:
+    """Where numba keeps `vllm_npu_prep.prep.kernels`, which take seconds to compile."""
+    chosen = host.environment.get(CACHE)
+    folder = host.path(chosen) if chosen else Path(__file__).parents[2] / "prep"
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    name = CACHE if chosen else "compiled code"
+    found = chosen or "kept beside the plugin's modules"
+    if os.access(folder, os.W_OK):
+        return ok(name, found)
+    do = "set NUMBA_CACHE_DIR to a folder that can be written: else each start compiles anew"
+    return warning(name, f"{found}, which can't be written", do)
+
+
+def _libraries(host: Host, cann: str | None) -> Finding:
+    name = "LD_LIBRARY_PATH"
+    folders = [part for part in host.environment.get(name, "").split(os.pathsep) if part]
+    for folder in folders:
+        if host.exists(f"{folder}/{RUNTIME}"):
+            return ok(name, f"has {RUNTIME} ({folder})")
+    found = f"{RUNTIME} is in none of its {len(folders)} folders" if folders else "not set"
+    return warning(name, found, f"source {set_env_of(cann)} before vLLM starts")
+
+
+def _cann_home(host: Host, cann: str | None) -> Finding:
+    names = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+    given = {name: host.environment[name] for name in names if host.environment.get(name)}
+    if not given:
+        return warning(names[0], "not set", f"source {set_env_of(cann)} before vLLM starts")
+    for name, folder in given.items():
+        if not host.exists(folder):
+            do = f"source {set_env_of(cann)} of the CANN that is installed"
+            return failure(name, f"{folder}, which isn't there", do)
+    return ok(", ".join(given), ", ".join(given.values()))

@@ -1,0 +1,55 @@
+"""One line of the doctor's report."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """How a finding is to be taken."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes
+    ----------
+    name
+        What was looked at.
+    status
+        A failure keeps the plugin from working as asked; a warning may.
+    found
+        What is there.
+    do
+        What to do about it; empty only where all is well.
+    """
+
+    name: str
+    status: Status
+    found: str
+    do: str = ""
+
+
+def ok(name: str, found: str) -> Finding:
+    """All is well."""
+    return Finding(name, Status.OK, found)
+
+
+def warning(name: str, found: str, do: str) -> Finding:
+    """It may be wrong."""
+    return Finding(name, Status.WARNING, found, do)
+
+
+def failure(name: str, found: str, do: str) -> Finding:
+    """It is wrong."""
+    return Finding(name, Status.FAILURE, found, do)
+
+
+def bad_if(matters: bool) -> Callable[[str, str, str], Finding]:
+    """`failure` of what matters here, `warning` of what doesn't."""
+    return failure if matters else warning

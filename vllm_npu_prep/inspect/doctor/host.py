@@ -1,0 +1,188 @@
+"""What the doctor may ask of a host, so that tests can make one up."""
+
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+DISTRIBUTION = "vllm_npu_prep"
+PACKAGES = ("torch", "torch_npu", "vllm", "numba", "torchvision")
+"""Distributions whose versions matter."""
+
+PLUGIN_GROUP = "vllm.platform_plugins"
+LARGEST_TEXT = 1 << 20
+"""Bytes that are read of a file or of a command's output."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind.
+
+    Attributes
+    ----------
+    code
+        Its exit code, negative for a signal; None if it had to be killed.
+    out, err
+        What it printed, also when it was killed.
+    """
+
+    code: int | None
+    out: str
+    err: str = ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, or a made-up one.
+
+    Attributes
+    ----------
+    root
+        Folder that stands for ``/``.
+    environment
+        Environment variables.
+    versions
+        Installed distributions among `PACKAGES`, to their versions.
+    required
+        Versions that this plugin's own metadata demands.
+    platform_plugins
+        Names under which platform plugins of vLLM are installed.
+    run
+        Runs a command for so many seconds; raises OSError where it can't be started.
+    python
+        Version of the interpreter.
+    machine
+        Architecture, as in CANN's folders.
+    """
+
+    root: Path
+    environment: Mapping[str, str]
+    versions: Mapping[str, str]
+    required: Mapping[str, str]
+    platform_plugins: tuple[str, ...]
+    run: Callable[[list[str], float], Ran]
+    python: tuple[int, int] = field(default=sys.version_info[:2])
+    machine: str = field(default_factory=platform.machine)
+
+    @classmethod
+    def here(cls) -> "Host":
+        """The host that this process runs on."""
+        return cls(
+            Path("/"),
+            os.environ,
+            installed_versions(),
+            required_versions(),
+            tuple(sorted({entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)})),
+            run_command,
+        )
+
+    def path(self, path: str) -> Path:
+        """Where an absolute path of the host lies."""
+        return self.root / path.lstrip("/")
+
+    def read(self, path: str) -> str:
+        """Text of a file, at most `LARGEST_TEXT` bytes of it.
+
+        Raises
+        ------
+        OSError
+            If it can't be read.
+        """
+        # A pipe that nobody writes to is no reason to wait.
+        descriptor = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            return file.read(LARGEST_TEXT).decode(errors="replace")
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything; no where one may not look."""
+        try:
+            return self.path(path).exists()
+        except OSError:
+            return False
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder; none where one may not look."""
+        try:
+            return sorted(os.listdir(self.path(folder)))
+        except OSError:
+            return []
+
+    @property
+    def asked(self) -> str:
+        """Device that ``NPU_PREP_DEVICE`` asks for."""
+        return self.environment.get("NPU_PREP_DEVICE", "auto").strip().lower() or "auto"
+
+    @property
+    def needs_npu(self) -> bool:
+        """Whether an NPU has to be there, as `vllm_npu_prep.device.choose_device` decides."""
+        return self.asked == "npu" or (self.asked != "cpu" and "torch_npu" in self.versions)
+
+    @property
+    def in_container(self) -> bool:
+        """Whether this looks like one: what is missing is then to be passed, not installed."""
+        marks = ("/.dockerenv", "/run/.containerenv")
+        return any(map(self.exists, marks)) or "KUBERNETES_SERVICE_HOST" in self.environment
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what is installed among `PACKAGES`, without importing any of it."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def required_versions() -> dict[str, str]:
+    """Versions that this plugin pins in its own metadata, with those of its extras."""
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # on PYTHONPATH only
+        return {}
+    pinned = (re.match(r"([\w.-]+)==([\w.]+)", text) for text in requirements)
+    return {match[1].replace("-", "_"): match[2] for match in pinned if match}
+
+
+def run_command(command: list[str], seconds: float) -> Ran:
+    """Run a command, and kill it and its children when its time is up.
+
+    It is not waited for after that: a process that hangs in a broken driver can't be killed.
+
+    Raises
+    ------
+    OSError
+        If it can't be started.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(LARGEST_TEXT).decode(errors="replace"))
+    return Ran(code, *texts)
+
+
+def set_env_of(cann: str | None) -> str:
+    """Script that sets CANN's variables."""
+    return f"{(cann or '/usr/local/Ascend/cann').removesuffix('/latest')}/set_env.sh"
+
+
+def gib(nbytes: int) -> str:
+    """A size for people."""
+    return f"{nbytes / (1 << 30):.1f} GiB"

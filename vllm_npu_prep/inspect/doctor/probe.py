@@ -1,0 +1,102 @@
+"""What can only be learned by importing torch and vLLM, for the doctor.
+
+Run as a process of its own: an import may fail, hang or take the process with it. Each answer is a
+line of JSON behind `MARK`, printed at once, so that what was found before is kept.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+MARK = "npu_prep_probe: "
+TOKENS_OF_A_STEP = 2048
+"""``max_num_batched_tokens`` that dense masks are sized with; vLLM's default."""
+
+LONGEST = 1 << 24
+"""Largest ``max_model_len`` that is looked at, in tokens."""
+
+
+def ask_torch() -> dict[str, Any]:
+    """Does torch load? With torch_npu installed it loads that, too."""
+    import torch
+
+    return {"version": torch.__version__}
+
+
+def ask_devices() -> dict[str, Any]:
+    """What torch_npu sees."""
+    from vllm_npu_prep.device import device_name, total_memory
+    from vllm_npu_prep.device.probe import probe_npu
+
+    probe = probe_npu()
+    answer: dict[str, Any] = {"visible": probe.visible, "reason": probe.reason}
+    if probe.visible:
+        answer |= {"device": device_name("npu"), "total_memory": total_memory("npu")}
+    return answer
+
+
+def ask_kernels() -> dict[str, Any]:
+    """Kernel family and form of masks, with default options and by ``max_model_len``."""
+    from vllm_npu_prep.attention.families import KERNEL_FAMILIES
+    from vllm_npu_prep.config import Decisions, PrepConfig, decide
+    from vllm_npu_prep.device import choose_device
+
+    device_type = choose_device().device_type
+
+    def decided(max_model_len: int) -> Decisions:
+        return decide(PrepConfig(), device_type, KERNEL_FAMILIES, TOKENS_OF_A_STEP, max_model_len)
+
+    short, long = decided(1), decided(LONGEST)
+    answer: dict[str, Any] = {"family": short.attention, "forms": [short.mask_form, long.mask_form]}
+    if short.mask_form != long.mask_form:
+        low, high = 1, LONGEST
+        while high - low > 1:
+            middle = (low + high) // 2
+            if decided(middle).mask_form == short.mask_form:
+                low = middle
+            else:
+                high = middle
+        answer["up_to"] = low
+    return answer
+
+
+def ask_platform() -> dict[str, Any]:
+    """Which platform vLLM takes, and which of its own would work here."""
+    from vllm.platforms import builtin_platform_plugins, current_platform
+
+    kind = type(current_platform)
+    own = []
+    for name, detect in builtin_platform_plugins.items():
+        with contextlib.suppress(Exception):
+            if detect() is not None:
+                own.append(name)
+    return {"platform": f"{kind.__module__}.{kind.__qualname__}", "built_in": own}
+
+
+QUESTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "torch": ask_torch,
+    "devices": ask_devices,
+    "kernels": ask_kernels,
+    "platform": ask_platform,
+}
+
+
+def main() -> None:
+    """Ask everything, whatever goes wrong."""
+    for name, ask in QUESTIONS.items():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):  # refusals of the plugin end the process
+                answer = ask()
+        except BaseException as error:
+            text = said.getvalue().strip().splitlines() if isinstance(error, SystemExit) else []
+            lines = text or str(error).strip().splitlines() or [""]
+            kind = "" if text else f"{type(error).__name__}: "
+            answer = {"error": kind + (lines[-1] if text else lines[0])}
+        print(f"\n{MARK}{json.dumps({'name': name, **answer})}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
