@@ -277,6 +277,20 @@ def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
             sys.modules["llvmlite.binding.ffi"] = llvmlite_ffi
 
 
+def let_profiler_run(device_type: str) -> None:
+    """vLLM's profiler refuses devices that it doesn't know: torch's records the host on any.
+
+    What torch_npu records under ``PrivateUse1`` was not tried.
+    """
+    from vllm.profiler import wrapper
+
+    if device_type not in wrapper._SUPPORTED_PROFILER_KINDS:
+        wrapper._SUPPORTED_PROFILER_KINDS[device_type] = frozenset(("torch",))
+        wrapper._DEFAULT_TORCH_PROFILER_ACTIVITIES[device_type] = ("CPU",)
+        known = frozenset(("CPU", "PrivateUse1"))
+        wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES[device_type] = known
+
+
 class _InertEvent:
     """Stands for a CUDA event where all work is complete when it returns."""
 

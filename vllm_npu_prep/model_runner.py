@@ -1,5 +1,6 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.graph.runner import GraphRunner
+from vllm_npu_prep.inspect.metrics import StepMetrics
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
@@ -81,6 +83,7 @@ class NPUModelRunner(GraphRunner):
         self._is_padding: torch.Tensor | None = None
         self._slots: tuple[Any, ...] | None = None
         self.last_step: PreparedStep | None = None
+        self.metrics = StepMetrics(vllm_config)
 
     # ----------------------------------------------------------------- the step
 
@@ -101,6 +104,7 @@ class NPUModelRunner(GraphRunner):
         logits_indices, spec_decode_metadata, max_num_sampled_tokens
             As upstream's.
         """
+        started = perf_counter()
         batch = self._step_batch(scheduler_output, num_scheduled_tokens)
         # 1 padding: decided first, from counts alone
         padding = self._decide_padding(scheduler_output, batch)
@@ -127,6 +131,7 @@ class NPUModelRunner(GraphRunner):
         if self.lora_config and step.num_reqs:  # dummy runs choose their own adapters
             self.set_active_loras(self.input_batch, num_scheduled_tokens, step.num_sampled_tokens)
         self.last_step, self._staged = step, staged
+        self.metrics.add(step, self.step_counts.last, self.staging.waits, started)
         return self._sampling_inputs(step, staged.device)
 
     def _step_batch(

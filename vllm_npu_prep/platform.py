@@ -177,6 +177,9 @@ class NPUPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
+            from vllm_npu_prep.inspect.metrics import share_folder
+
+            share_folder()
             _log_start_up(vllm_config, decisions, notes, switched_off)
 
 

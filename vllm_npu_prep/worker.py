@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.mem_utils import format_gib
@@ -13,9 +15,11 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_npu_prep import compat
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.scopes import StepScopes
 from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
 
@@ -29,6 +33,12 @@ class NPUWorker(Worker):
     """One rank of the engine."""
 
     prep_device: Device  # from `init_device` on
+    _scopes: StepScopes | None = None  # while a profiler runs
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.profiler_config.profiler is not None:
+            compat.let_profiler_run(vllm_config.device_config.device_type)
+        super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
         """Set up kernels, the device and the process group, then build the runner.
@@ -126,6 +136,34 @@ class NPUWorker(Worker):
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
+
+    def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Start or stop vLLM's profiler, with the phases of the host in it.
+
+        When it stops, these are also written as a trace of their own, with counters, into the
+        profiler's folder.
+        """
+        super().profile(is_start, *args, **kwargs)
+        if is_start and self._scopes is None:
+            self._scopes = StepScopes(self.model_runner)
+            self._scopes.install()
+        elif not is_start and self._scopes is not None:
+            scopes, self._scopes = self._scopes, None
+            scopes.remove()
+            self._write_trace(scopes)
+
+    def _write_trace(self, scopes: StepScopes) -> None:
+        folder = self.profiler_config.torch_profiler_dir
+        if not folder or "://" in folder:  # another profiler, or a folder of torch's own making
+            return
+        path = Path(folder) / f"npu_prep_rank{self.rank}.{time.time_ns()}.trace.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scopes.write_trace(path)
+        except OSError as error:
+            logger.warning("No trace of host phases: %s.", error)
+        else:
+            logger.info("Host phases and counters of %d events: %s", len(scopes.events), path)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Weights from a transfer engine: as upstream's, without graphs."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
@@ -55,7 +56,7 @@ class Server:
     """One `vllm serve` process and its log."""
 
     def __init__(self, model: Path, log: Path, *more_flags: str, **environment: str):
-        self.port, self.log_path = free_port(), log
+        self.port, self.log_path, self.model_name = free_port(), log, str(model)
         vllm = Path(sys.executable).with_name("vllm")
         flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
         flags += ["--max-num-batched-tokens", "64", *more_flags]
@@ -105,6 +106,22 @@ class Server:
     def chat(self, question: str, **params) -> str:
         return self.choice(question, **params)["message"]["content"]
 
+    def metrics(self) -> dict[str, float]:
+        """The plugin's samples at ``/metrics``: name and labels of its own, to value."""
+        status, text = self.request("GET", "/metrics")
+        assert status == 200
+        samples = {}
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                if sample.name.startswith("vllm:npu_prep_"):
+                    labels = dict(sample.labels)
+                    assert labels.pop("engine") == "0"
+                    assert labels.pop("model_name") == self.model_name
+                    own = "".join(f" {key}={value}" for key, value in labels.items())
+                    name = sample.name.removeprefix("vllm:npu_prep_") + own
+                    samples[name] = sample.value
+        return samples
+
     def stop(self, signum: int) -> int:
         self.process.send_signal(signum)
         return self.process.wait(60)
@@ -145,6 +162,33 @@ def test_the_plugin_is_what_serves(server):
 def test_chat_answers_what_the_model_learned(server, index):
     question, answer = QUESTIONS[index]
     assert server.chat(question) == answer
+
+
+def test_metrics_count_each_step_as_it_was_prepared(server):
+    """Two prompts in turn; the first is padded to a graph of 16 tokens, the second exceeds 32."""
+    prompts, num_tokens = [[*range(40, 53)], [*range(60, 97)]], 6
+    before = server.metrics()
+    for prompt in prompts:
+        body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+        assert server.request("POST", "/v1/completions", body)[0] == 200
+    after = server.metrics()
+    counted = {name: after[name] - before.get(name, 0) for name in after}
+    seconds = counted.pop("prepare_time_seconds_sum")
+    buckets = [v for name, v in counted.items() if name.startswith("prepare_time_seconds_bucket")]
+    steps, decodes = len(prompts) * num_tokens, len(prompts) * (num_tokens - 1)
+    assert {name: value for name, value in counted.items() if value and "bucket" not in name} == {
+        "steps_total attn_state=PrefillNoCache": len(prompts),
+        "steps_total attn_state=DecodeOnly": decodes,
+        "graph_steps_total graph=piecewise graphs": 1,
+        "graph_steps_total graph=full graph": decodes,
+        "eager_steps_total reason=more than 32 tokens, the largest capture size": 1,
+        "tokens_total": sum(map(len, prompts)) + decodes,
+        "padding_tokens_total": 16 - len(prompts[0]),
+        "prepare_time_seconds_count": steps,
+    }
+    assert after["staging_waits_total"] == 0
+    assert buckets == sorted(buckets) and buckets[-1] == steps
+    assert 0 < seconds < 60
 
 
 def test_completion(server):

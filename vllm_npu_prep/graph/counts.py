@@ -19,10 +19,13 @@ class StepCounts:
     ----------
     by_kind
         Kind of step (`kind`) to number of steps.
+    last
+        Kind of the last step.
     """
 
     def __init__(self) -> None:
         self.by_kind: Counter[str] = Counter()
+        self.last = ""
 
     def kind(
         self,
@@ -61,6 +64,7 @@ class StepCounts:
         if kind not in self.by_kind and kind.startswith(EAGER) and kind != EAGER + "no graphs":
             logger.info("A step runs eagerly (%s); further ones are counted.", kind[len(EAGER) :])
         self.by_kind[kind] += 1
+        self.last = kind
 
     def log_summary(self) -> None:
         """One line with all counts."""

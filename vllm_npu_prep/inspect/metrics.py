@@ -1,0 +1,196 @@
+"""Counts of a worker's steps, where the server's ``/metrics`` finds them.
+
+Steps are prepared in another process than the one that answers ``/metrics``, and nothing that vLLM
+sends from one to the other has room for what an out-of-tree runner counts. So they meet in a
+folder: a worker keeps its counts in mapped files in the format of prometheus_client's multiprocess
+mode, and the server reads these when it is asked. With several API servers vLLM itself works that
+way, and its folder (``PROMETHEUS_MULTIPROC_DIR``) is taken; otherwise the main process makes one.
+
+To count is to add to eight bytes of memory: no lock, no system call, and what was counted last is
+seen at once, also while the engine idles.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from bisect import bisect_left
+from pathlib import Path
+from time import perf_counter
+from typing import TypeAlias
+
+from prometheus_client import REGISTRY
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.utils import INF, floatToGoString
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from vllm_npu_prep.graph.counts import EAGER
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.state import AttentionState
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+FOLDER_ENV_VAR = "NPU_PREP_METRICS_DIR"
+"""Set by the main process for its children; not for users."""
+
+SHARED_ENV_VAR = "PROMETHEUS_MULTIPROC_DIR"
+FILE_BYTES = 1 << 16
+"""Size that files start with; a hundred values fill a third."""
+
+PREFIX = "vllm:npu_prep_"
+COUNTERS = {
+    "steps": "Steps by attention state.",
+    "graph_steps": "Steps that replayed graphs, by kind of graph.",
+    "eager_steps": "Steps that ran without a graph, by reason.",
+    "tokens": "Scheduled tokens of all steps.",
+    "padding_tokens": "Tokens of padding that steps got to fit a graph.",
+    "staging_waits": "Steps that waited for an earlier copy to the device.",
+}
+PREPARE_TIME = "prepare_time_seconds"
+PREPARE_TIME_HELP = "Time that the host takes to prepare the inputs of a step."
+BOUNDS = (
+    *(25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 750e-6),
+    *(1e-3, 2e-3, 5e-3, 10e-3, 50e-3),
+    INF,
+)
+"""Upper bounds of the histogram's buckets, in seconds."""
+
+Value: TypeAlias = "memoryview[float]"
+"""One count, float64 ``[1]``."""
+
+_made_by_this_process: list[str] = []
+_exposed: set[str] = set()
+
+
+def share_folder() -> None:
+    """In the main process: make the folder that workers count in, and name it to children.
+
+    It is gone when this process is. Whatever folder it inherited is another server's.
+    """
+    if _made_by_this_process or SHARED_ENV_VAR in os.environ:
+        return
+    try:
+        folder = tempfile.mkdtemp(prefix="vllm-npu-prep-")
+    except OSError as error:
+        os.environ.pop(FOLDER_ENV_VAR, None)
+        logger.warning("No metrics of steps: %s.", error)
+        return
+    _made_by_this_process.append(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[FOLDER_ENV_VAR] = folder
+
+
+def expose() -> None:
+    """In the process that answers ``/metrics``: let its registry read the folder.
+
+    vLLM's own registry reads it where there are several API servers.
+    """
+    folder = os.environ.get(FOLDER_ENV_VAR)
+    if folder is None or SHARED_ENV_VAR in os.environ or folder in _exposed:
+        return
+    _exposed.add(folder)
+    MultiProcessCollector(REGISTRY, folder)
+
+
+class StepMetrics:
+    """Counts of one worker.
+
+    Parameters
+    ----------
+    vllm_config
+        Its model's name and data-parallel rank become labels, as they do in vLLM's metrics.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._labels = {
+            "model_name": vllm_config.model_config.served_model_name,
+            "engine": str(vllm_config.parallel_config.data_parallel_index),
+        }
+        folder = os.environ.get(SHARED_ENV_VAR) or os.environ.get(FOLDER_ENV_VAR)
+        self._files: dict[str, MmapedDict] = {}
+        if folder is not None:
+            try:
+                self._files = {kind: _open(folder, kind) for kind in ("counter", "histogram")}
+            except OSError as error:
+                logger.warning("No metrics of steps: %s.", error)
+        self._states = [self._counter("steps", attn_state=s.name) for s in AttentionState]
+        self._kinds: dict[str, Value] = {}
+        self._tokens, self._padding = self._counter("tokens"), self._counter("padding_tokens")
+        self._waits, self._num_waits = self._counter("staging_waits"), 0
+        self._sum = self._value("histogram", PREPARE_TIME, "_sum", PREPARE_TIME_HELP, {})
+        self._buckets = [self._bucket(bound) for bound in BOUNDS]
+
+    def add(self, step: PreparedStep, kind: str, num_waits: int, started: float) -> None:
+        """Count a step that was just prepared; runs without requests are not steps.
+
+        Parameters
+        ----------
+        step
+            The step.
+        kind
+            How it runs (`StepCounts.kind`).
+        num_waits
+            Waits of the staging ring so far.
+        started
+            `perf_counter` when its preparation began.
+        """
+        if not step.num_reqs:
+            return
+        num_tokens = step.total_num_scheduled_tokens
+        self._states[step.attn_state][0] += 1
+        try:
+            self._kinds[kind][0] += 1
+        except KeyError:
+            self._kinds[kind] = value = self._kind(kind)
+            value[0] += 1
+        self._tokens[0] += num_tokens
+        self._padding[0] += step.num_input_tokens - num_tokens
+        if num_waits != self._num_waits:
+            self._waits[0] += num_waits - self._num_waits
+            self._num_waits = num_waits
+        seconds = perf_counter() - started
+        self._sum[0] += seconds
+        self._buckets[bisect_left(BOUNDS, seconds)][0] += 1
+
+    def _kind(self, kind: str) -> Value:
+        if kind.startswith(EAGER):
+            return self._counter("eager_steps", reason=kind.removeprefix(EAGER))
+        return self._counter("graph_steps", graph=kind)
+
+    def _counter(self, name: str, **labels: str) -> Value:
+        return self._value("counter", name, "_total", COUNTERS[name], labels)
+
+    def _bucket(self, bound: float) -> Value:
+        labels = {"le": floatToGoString(bound)}
+        return self._value("histogram", PREPARE_TIME, "_bucket", PREPARE_TIME_HELP, labels)
+
+    def _value(self, kind: str, name: str, suffix: str, text: str, labels: dict[str, str]) -> Value:
+        """One value in the file of its kind."""
+        if kind not in self._files:
+            return memoryview(bytearray(8)).cast("d")
+        labels = self._labels | labels
+        name, file = PREFIX + name, self._files[kind]
+        key = mmap_key(name, name + suffix, list(labels), list(labels.values()), text)
+        file.read_value(key)  # makes it
+        start = file._positions[key]
+        return memoryview(file._m)[start : start + 8].cast("d")
+
+
+def _open(folder: str, kind: str) -> MmapedDict:
+    """A file of the folder, named so that prometheus_client sees what kind of values it has.
+
+    It appears with its whole size: a server that reads a cut one answers no scrape at all, and
+    where a disk is full, writing to mapped memory would end the process.
+    """
+    path = Path(folder, f"{kind}_npu-prep-{os.getpid()}.db")
+    if not path.exists():
+        new = path.with_suffix(".new")
+        try:
+            with new.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+            new.rename(path)
+        finally:
+            new.unlink(missing_ok=True)
+    return MmapedDict(str(path))

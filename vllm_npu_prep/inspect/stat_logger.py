@@ -1,0 +1,24 @@
+"""vLLM's stat-logger plugin: brings the workers' counts to ``/metrics``."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from vllm_npu_prep.inspect.metrics import expose
+
+
+class StepStatLogger(AggregateStatLoggerBase):
+    """Entry point ``vllm.stat_logger_plugins``: made by a server unless it disables statistics.
+
+    Counts are read when ``/metrics`` is; what vLLM reports of each iteration has none of them.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        expose()
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing of it is needed."""
+
+    def log_engine_initialized(self) -> None:
+        """The start-up block has said what there is to say."""
