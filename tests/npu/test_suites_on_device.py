@@ -19,6 +19,7 @@ ON_DEVICE = {
             "test_long_context.py",
             "test_multimodal.py",
             "test_pooling.py",
+            "test_profile.py",
             "test_sampling.py",
             "test_speculation.py",
             "test_structured_output.py",
