@@ -147,13 +147,20 @@ class NPUWorker(Worker):
         if is_start and self._scopes is None:
             self._scopes = StepScopes(self.model_runner)
             self._scopes.install()
-        elif not is_start and self._scopes is not None:
-            scopes, self._scopes = self._scopes, None
-            scopes.remove()
-            self._write_trace(scopes)
+        elif not is_start:
+            self._stop_scopes()
 
-    def _write_trace(self, scopes: StepScopes) -> None:
+    def shutdown(self) -> None:
+        """Upstream ends a profile that still runs."""
+        super().shutdown()
+        self._stop_scopes()
+
+    def _stop_scopes(self) -> None:
+        scopes, self._scopes = self._scopes, None
         folder = self.profiler_config.torch_profiler_dir
+        if scopes is None:
+            return
+        scopes.remove()
         if not folder or "://" in folder:  # another profiler, or a folder of torch's own making
             return
         path = Path(folder) / f"npu_prep_rank{self.rank}.{time.time_ns()}.trace.json"

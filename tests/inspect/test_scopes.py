@@ -58,8 +58,11 @@ def test_a_profile_shows_the_phases_of_each_step(model, tmp_path):
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         worker.profiler_config.torch_profiler_dir = "/proc/nowhere"
         llm.stop_profile()  # a folder that can't be made costs the trace and nothing else
+        worker.profiler_config.torch_profiler_dir = str(tmp_path / "last")
+        llm.start_profile()
         assert generate(llm, prompts, greedy(4)) == before
 
+    assert len(list(tmp_path.glob("last/npu_prep_rank0.*"))) == 1  # it ran until shutdown
     (ours,) = tmp_path.glob("npu_prep_rank0.*.trace.json")
     torchs = sorted(set(tmp_path.glob("*rank0*.json*")) - {ours})[0]
     events = json.loads(ours.read_text())["traceEvents"]
