@@ -10,6 +10,7 @@ from vllm_npu_prep.inspect.doctor.finding import Finding, Status, bad_if, failur
 from vllm_npu_prep.inspect.doctor.host import Host, gib
 
 NPU_SMI_SECONDS = 20.0
+NOT_NEEDED = "none; the CPU fallback needs none"
 
 DRIVER_VERSION = "/usr/local/Ascend/driver/version.info"
 CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
@@ -74,7 +75,7 @@ class Hardware:
     def _missing(self, name: str, found: str, pass_it: str, install: str) -> Finding:
         """What only an NPU needs is missing: in a container pass it, elsewhere install it."""
         if not self.host.needs_npu:
-            return ok(name, "none; the CPU fallback needs none")
+            return ok(name, NOT_NEEDED)
         return failure(name, found, pass_it if self.host.in_container else install)
 
     def _driver(self) -> Finding:
@@ -101,7 +102,10 @@ class Hardware:
             version = value_of(self.host.read(path), "Version")
         except OSError:
             version = None
-        return ok("firmware", version or "not told here: containers don't get its version.info")
+        unknown = "not told: containers don't get its version.info"
+        if not self.host.needs_npu:
+            unknown = NOT_NEEDED
+        return ok("firmware", version or unknown)
 
     def _device_nodes(self) -> Finding:
         name, bad = "device nodes", bad_if(self.host.needs_npu)

@@ -29,7 +29,7 @@ def report_text(findings: list[Finding], console: Console) -> None:
     """Print the report: a row for each finding, what to do below what was found."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("", no_wrap=True)
-    table.add_column("what", no_wrap=len(max((f.name for f in findings), key=len)) < 30)
+    table.add_column("what", overflow="fold")
     table.add_column("found, and what to do", overflow="fold", ratio=1)
     for finding in findings:
         found = Text(finding.found)
