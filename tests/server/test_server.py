@@ -72,6 +72,7 @@ class Server:
         deadline = time.monotonic() + 180
         while True:
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
                 raise AssertionError(f"the server did not start:\n{self.log()[-5000:]}")
             try:
                 if self.request("GET", "/health")[0] == 200:
