@@ -11,6 +11,7 @@ from vllm_npu_prep import __version__
 from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
+from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
+    add_replay_parser(commands)
     add_emulate_parser(commands)
     return parser
 

@@ -1,11 +1,12 @@
 """The plugin's own options, and what start-up decides from them."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
 from vllm_npu_prep.errors import PrepError
@@ -17,6 +18,55 @@ if TYPE_CHECKING:
 
 SECTION = "npu_prep"
 """Key of the plugin's section in ``--additional-config``."""
+
+STEPS = re.compile(r"(?P<first>\d{1,15}):(?P<end>\d{1,15})|last (?P<last>\d{1,6})", re.ASCII)
+"""What ``record.steps`` may be."""
+
+
+class RecordConfig(BaseModel):
+    """Which steps are recorded (`vllm_npu_prep.inspect.recorder`).
+
+    Attributes
+    ----------
+    dir
+        Folder for the records.
+    steps
+        ``"100:200"``: those steps, written as they come. ``"last 64"``: so many are kept in memory
+        and written when the engine fails, on SIGUSR1 or when asked.
+    max_bytes
+        Most bytes of these files, or of that memory.
+    request_ids
+        Records name requests by a salted hash, or as the engine does.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    dir: str = Field(min_length=1)
+    steps: str = "last 64"
+    max_bytes: int = Field(default=256 << 20, ge=1 << 16, le=1 << 40)
+    request_ids: Literal["hashed", "plain"] = "hashed"
+
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, steps: str) -> str:
+        match = STEPS.fullmatch(steps)
+        if match is None or int(match["first"] or 0) >= int(match["last"] or match["end"]):
+            raise ValueError('give a span of steps as "100:200", or "last 64"')
+        return steps
+
+    @property
+    def span(self) -> range | None:
+        """Steps to write as they come; None where the last ones are kept."""
+        match = STEPS.fullmatch(self.steps)
+        assert match is not None
+        return range(int(match["first"]), int(match["end"])) if match["first"] else None
+
+    @property
+    def last(self) -> int:
+        """How many steps are kept; 0 where they are written as they come."""
+        match = STEPS.fullmatch(self.steps)
+        assert match is not None
+        return int(match["last"] or 0)
 
 
 class PrepConfig(BaseModel):
@@ -34,6 +84,8 @@ class PrepConfig(BaseModel):
     triton_kernels
         Whether torch replaces vLLM's Triton kernels, of drafters and the rejection sampler say, or
         vLLM's own are kept, which needs Triton on the device.
+    record
+        Which steps are recorded, None for none.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -42,6 +94,7 @@ class PrepConfig(BaseModel):
     mask: Literal["auto", "dense", "compressed"] = "auto"
     mask_budget_bytes: int = Field(default=256 << 20, ge=1 << 14, le=1 << 40)
     triton_kernels: Literal["replace", "keep"] = "replace"
+    record: RecordConfig | None = None
 
 
 def parse_config(additional_config: object) -> PrepConfig:
@@ -73,10 +126,16 @@ def parse_config(additional_config: object) -> PrepConfig:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])
         if detail["type"] == "extra_forbidden":
+            section_of_key = SECTION
+            if len(detail["loc"]) > 1:
+                section_of_key, allowed = f"{SECTION}.record", list(RecordConfig.model_fields)
+            key = str(detail["loc"][-1])
             raise PrepError(
-                f'--additional-config: "{SECTION}" has no key "{key}"{_nearest(key, allowed)}; '
-                f"allowed: {', '.join(allowed)}"
+                f'--additional-config: "{section_of_key}" has no key "{key}"'
+                f"{_nearest(key, allowed)}; allowed: {', '.join(allowed)}"
             ) from None
+        if detail["type"] == "missing":
+            raise PrepError(f'--additional-config: "{SECTION}.{key}" is missing') from None
         raise PrepError(
             f'--additional-config: "{SECTION}.{key}" = {detail["input"]!r}: {detail["msg"]}'
         ) from None

@@ -145,6 +145,15 @@ class ModelInputRunner(LoRARunner):
                 step, batch.is_token_ids, batch.req_prompt_embeds, self.dtype
             )
 
+    def _names_and_embeds(self) -> tuple[list[str], Placeholders, list[str], list[int]]:
+        """What a record tells of requests beside the step: see `KeptStep.of_step`."""
+        return (
+            self.input_batch.req_ids.copy(),
+            self._placeholder_runs,
+            [run.feature.modality for run in self._runs],
+            list(self.input_batch.req_prompt_embeds),
+        )
+
     # ----------------------------------------------------------------- for the model
 
     def _preprocess(

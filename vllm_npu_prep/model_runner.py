@@ -28,6 +28,7 @@ from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.graph.runner import GraphRunner
 from vllm_npu_prep.inspect.metrics import StepMetrics
+from vllm_npu_prep.inspect.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
@@ -84,6 +85,7 @@ class NPUModelRunner(GraphRunner):
         self._slots: tuple[Any, ...] | None = None
         self.last_step: PreparedStep | None = None
         self.metrics = StepMetrics(vllm_config)
+        self.recorder: StepRecorder | None = None
 
     # ----------------------------------------------------------------- the step
 
@@ -132,6 +134,8 @@ class NPUModelRunner(GraphRunner):
             self.set_active_loras(self.input_batch, num_scheduled_tokens, step.num_sampled_tokens)
         self.last_step, self._staged = step, staged
         self.metrics.add(step, self.step_counts.last, self.staging.waits, started)
+        if self.recorder is not None and step.num_reqs:
+            self.recorder.keep(step, self.staging.host_bytes, *self._names_and_embeds())
         return self._sampling_inputs(step, staged.device)
 
     def _step_batch(
@@ -363,6 +367,7 @@ class NPUModelRunner(GraphRunner):
                 self.prep_device, tables.entries, self.local_groups, self.max_num_tokens
             )
         self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
+        self.recorder = make_recorder(self, self.recorder)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
         """Groups without a cache, behind those that have one: a group decides what its layers see.
@@ -414,6 +419,8 @@ class NPUModelRunner(GraphRunner):
         if self.last_step is not None:
             ring = self.staging
             logger.info("Staging: %d of %d steps waited for a copy.", ring.waits, ring.steps)
+        if self.recorder is not None:
+            self.recorder.close()
         super().shutdown()
 
     def _sync_device(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,6 @@ class NPUWorker(Worker):
         elif not is_start:
             self._stop_scopes()
 
-    def shutdown(self) -> None:
-        """Upstream ends a profile that still runs."""
-        super().shutdown()
-        self._stop_scopes()
-
     def _stop_scopes(self) -> None:
         scopes, self._scopes = self._scopes, None
         folder = self.profiler_config.torch_profiler_dir
@@ -171,6 +167,50 @@ class NPUWorker(Worker):
             logger.warning("No trace of host phases: %s.", error)
         else:
             logger.info("Host phases and counters of %d events: %s", len(scopes.events), path)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's; what was recorded is written when it fails."""
+        try:
+            return super().execute_model(*args, **kwargs)
+        except Exception as error:
+            self._save_steps(error)
+            raise
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's; what was recorded is written when it fails."""
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        except Exception as error:
+            self._save_steps(error)
+            raise
+
+    def _save_steps(self, error: BaseException) -> None:
+        if self.model_runner.recorder is not None:
+            self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
+
+    def dump_steps(self) -> str:
+        """Write the last steps, for ``collective_rpc``: where they are, in one line.
+
+        Raises
+        ------
+        PrepError
+            If none are recorded.
+        """
+        recorder = self.model_runner.recorder
+        if recorder is None:
+            raise PrepError(
+                'no steps are recorded: start with {"npu_prep": {"record": {"dir": ..., "steps": '
+                '"last 64"}}}'
+            )
+        return recorder.dump("dump_steps")
+
+    def shutdown(self) -> None:
+        """Asynchronous failures show when the engine is on its way down already."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and hasattr(self, "model_runner"):
+            self._save_steps(error)
+        super().shutdown()  # ends a profile that still runs
+        self._stop_scopes()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Weights from a transfer engine: as upstream's, without graphs."""

@@ -76,6 +76,11 @@ class BatchTables:
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
 
     @cached_property
+    def row_starts(self) -> np.ndarray:
+        """First element of each row of the flattened token table, int64 ``[M]``."""
+        return np.arange(len(self.token_ids)) * self.max_model_len
+
+    @cached_property
     def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the tables of local groups begin, and the length of their rows, in chunks.
 
@@ -355,8 +360,12 @@ class PreparedStep:
         return self.req_indices * self.max_num_blocks_per_req(group) + blocks
 
     def block_numbers(self, group: int = 0) -> np.ndarray:
-        """Physical block of each token."""
-        return self.block_table(group).reshape(-1)[self.block_table_indices(group)]
+        """Physical block of each token.
+
+        Of a step that went wrong, positions may be past its table: readers get some block then.
+        """
+        table = self.block_table(group).reshape(-1)
+        return table.take(self.block_table_indices(group), mode="clip")
 
     def block_offsets(self, group: int = 0) -> np.ndarray:
         """Place of each token inside its block."""

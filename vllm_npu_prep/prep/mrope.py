@@ -34,13 +34,15 @@ class MropeTables:
     addresses: np.ndarray = field(init=False)  # [max_num_reqs] int64
     lengths: np.ndarray = field(init=False)  # [max_num_reqs] int64, of the prompts at an address
     position_deltas: np.ndarray = field(init=False)  # [max_num_reqs] int64
-    _prompts: list[np.ndarray] = field(init=False)  # kept for as long as they have an address here
+    # By row, int64 [num_dims, length] or, where they count up from 0, empty: kept for as long as
+    # they have an address here
+    prompts: list[np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
         self.addresses, self.lengths, self.position_deltas = np.zeros(
             (3, self.max_num_reqs), np.int64
         )
-        self._prompts = []
+        self.prompts = []
 
     def set_rows(self, requests: Sequence[tuple[np.ndarray | None, int]]) -> None:
         """Enter the requests of the batch.
@@ -51,11 +53,11 @@ class MropeTables:
             For each row: int64 ``[num_dims, num_prompt_tokens]``, or None where all dimensions
             count up from 0; and ``mrope_position_delta``.
         """
-        self._prompts = [
+        self.prompts = [
             np.ascontiguousarray(prompt if prompt is not None else (), np.int64)
             for prompt, _ in requests
         ]
-        for row, ((prompt, delta), kept) in enumerate(zip(requests, self._prompts)):
+        for row, ((prompt, delta), kept) in enumerate(zip(requests, self.prompts)):
             self.addresses[row] = 0 if prompt is None else kept.ctypes.data
             self.lengths[row] = 0 if prompt is None else kept.shape[1]
             self.position_deltas[row] = delta

@@ -108,7 +108,6 @@ def oracle_step(
     for index, request in enumerate(requests):
         row = list(request.block_ids) + [0] * (blocks_per_req - len(request.block_ids))
         out["block_table"].append(row)
-        tokens = list(request.token_ids)
         sequence_end = request.num_computed_tokens + request.num_scheduled_tokens
         first_draft = sequence_end - request.num_draft_tokens
         for offset in range(request.num_scheduled_tokens):
@@ -116,7 +115,7 @@ def oracle_step(
             if position >= first_draft:
                 token = request.draft_token_ids[position - first_draft]
             else:
-                token = tokens[position]
+                token = request.token_ids[position]
             block = row[position // block_size]
             out["req_indices"].append(index)
             out["query_pos"].append(offset)

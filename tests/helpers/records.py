@@ -1,0 +1,31 @@
+"""Records of steps that no engine made."""
+
+import numpy as np
+
+from vllm_npu_prep.inspect.record import KeptStep, Recorded, RecordGroup, StepRecord
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
+from vllm_npu_prep.prep.mask import MaskForm
+
+
+def record_of(
+    step: PreparedStep,
+    groups: tuple[RecordGroup, ...] = (RecordGroup(group=0),),
+    mask: str = "dense",
+    number: int = 0,
+    placeholders: Placeholders = NO_PLACEHOLDERS,
+) -> StepRecord:
+    """As a recorder makes it, of a step that `prepare_step` gave a buffer of its own."""
+    staged = step.arrays.positions
+    while staged.base is not None:
+        staged = staged.base
+    tables = step.batch.tables
+    for group in range(tables.num_groups):  # `device_has_all` counts none
+        owned = tables.block_table(group) != 0
+        width = np.arange(1, owned.shape[1] + 1)
+        tables.num_blocks[group] = (owned * width).max(axis=1)
+    req_ids = [f"r{row}" for row in range(step.num_reqs)]
+    modalities = ["image"] * len(placeholders.rows)
+    kept = KeptStep.of_step(number, step, staged, req_ids, placeholders, modalities)
+    recorded = Recorded(groups, MaskForm(mask))
+    return kept.record(recorded, req_ids, tables.block_entries)

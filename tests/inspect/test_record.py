@@ -1,0 +1,326 @@
+"""Records: what they hold, that they come back whole, and that no file does harm."""
+
+import io
+import json
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import worked_examples
+from tests.helpers.batches import random_batches
+from tests.helpers.records import record_of
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.record import (
+    MAX_RECORD_BYTES,
+    RecordGroup,
+    StepRecord,
+    prepared_arrays,
+    read_record,
+)
+from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.prep.batch import prepare_step
+from vllm_npu_prep.prep.embeds import Placeholders
+
+
+def through_a_file(record: StepRecord, folder) -> StepRecord:
+    path = folder / "step-000000.npz"
+    path.write_bytes(record.to_bytes())
+    return read_record(path)
+
+
+def same(one: StepRecord, other: StepRecord) -> bool:
+    return (
+        one.settings == other.settings
+        and one.batch == other.batch
+        and list(one.prepared) == list(other.prepared)
+        and all(
+            np.array_equal(array, other.prepared[name])
+            and array.dtype == other.prepared[name].dtype
+            for name, array in one.prepared.items()
+        )
+    )
+
+
+def flattened(contract, prefix="") -> dict:
+    """Keys of keys joined by dots; None is an array without elements."""
+    out = {}
+    for key, value in contract.items():
+        if isinstance(value, dict):
+            out |= flattened(value, f"{prefix}{key}.")
+        elif key == "kv_cache_groups":
+            for index, each in enumerate(value):
+                out |= flattened(each, f"{prefix}{key}.{index}.")
+        else:
+            out[prefix + key] = value
+    return out
+
+
+GROUPS = (
+    RecordGroup(group=0),
+    RecordGroup(group=1, sliding_window=3),
+    RecordGroup(group=2, attention_chunk_size=4),
+)
+
+
+def several_groups() -> dict:
+    """The small example with a window, chunks and M-RoPE beside it."""
+    scenario = json.loads(json.dumps(worked_examples.load("chunked-prefill")[0]))
+    owned = [request["block_ids"] for request in scenario["requests"]]
+    more = [[block + 20 * n for block in blocks] for n in (1, 2) for blocks in owned]
+    scenario["more_kv_cache_groups"] = [
+        {"block_size": 2, "block_ids": more[: len(owned)], "sliding_window": 3},
+        {"block_size": 2, "block_ids": more[len(owned) :], "attention_chunk_size": 4},
+    ]
+    scenario |= {"mrope_dims": 3, "capture_sizes": [8]}
+    for request in scenario["requests"][1:]:
+        rows = [[90 + dim + n for n in range(request["num_prompt_tokens"])] for dim in range(3)]
+        request |= {"mrope_positions": rows, "mrope_position_delta": 5}
+    return scenario
+
+
+@pytest.mark.parametrize("name", [*worked_examples.NAMES, "several groups"])
+def test_a_record_has_exactly_the_arrays_of_the_contract(name, tmp_path, capsys):
+    scenario = several_groups() if name == "several groups" else worked_examples.load(name)[0]
+    file = tmp_path / "scenario.json"
+    file.write_text(json.dumps(scenario | {"capture_sizes": [8, 256]}))
+    assert main(["explain", str(file), "--json"]) == 0
+    contract = json.loads(capsys.readouterr().out)
+    groups = GROUPS if name == "several groups" else GROUPS[:1]
+    step = prepare_step(*scenario_batch(parse_scenario(json.loads(file.read_text()))))
+    record = through_a_file(record_of(step, groups), tmp_path)
+    described = ("block_size", "sliding_window", "attention_chunk_size")  # in the settings
+    seen = 0
+    for key, value in flattened(contract).items():
+        if key.rpartition(".")[2] in described:
+            continue
+        if key.endswith("attn_mask") and value is None:
+            key, value = f"{key}.shape", []
+        if isinstance(value, str):
+            assert record.prepared[key].tobytes().decode() == value
+        else:
+            assert record.prepared[key].astype(int).tolist() == value, key
+        seen += 1
+    assert seen >= 30
+
+
+@given(random_batches(), st.sampled_from(["dense", "compressed"]))
+@settings(max_examples=200)
+def test_any_step_comes_back_and_is_prepared_again_alike(tmp_path_factory, batch, mask):
+    step = batch.step()
+    groups = (RecordGroup(group=0, sliding_window=batch.sliding_window),)
+    record = record_of(step, groups, mask, number=12)
+    again = through_a_file(record, tmp_path_factory.mktemp("record"))
+    assert same(again, record)
+    assert again.batch.token_ids.tolist() == [
+        token
+        for r in batch.requests
+        for token in [*r.token_ids, *r.draft_token_ids][
+            r.num_computed_tokens : r.num_computed_tokens + r.num_scheduled_tokens
+        ]
+    ]
+    assert replay_core(again) is None and replay_oracle(again) is None
+    # what a view reads of it is the step as it was
+    restored = prepared_arrays(again.step(), again.settings)
+    assert all(np.array_equal(restored[name], array) for name, array in record.prepared.items())
+
+
+def test_groups_chunks_mrope_and_images_come_back(tmp_path):
+    scenario = parse_scenario(several_groups())
+    batch, padding = scenario_batch(scenario)
+    batch.takes_embeds = True
+    placeholders = Placeholders.of_rows([[(0, 2), (4, 5)], [], []])
+    step = prepare_step(batch, padding)
+    record = through_a_file(record_of(step, GROUPS, placeholders=placeholders), tmp_path)
+    assert record.settings.modalities == ["image", "image"]
+    assert record.prepared["model_input"].tobytes() == b"inputs_embeds"
+    assert record.prepared["mrope_positions"][:, -1].tolist() == [97, 98, 99]
+    assert replay_core(record) is None and replay_oracle(record) is None
+    restored = record.step()
+    assert np.array_equal(restored.mrope_positions, step.mrope_positions)
+    for name, array in step.local_requests(2).items():
+        assert np.array_equal(restored.local_requests(2)[name], array)
+
+
+# ---------------------------------------------------------------------- hostile files
+
+
+class Good:
+    """A record's bytes, and a path for what is made of them."""
+
+    def __init__(self, content: bytes, path) -> None:
+        self.content, self.path = content, path
+
+    def __iter__(self):
+        return iter((self.content, self.path))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    scenario = parse_scenario(several_groups())
+    batch, padding = scenario_batch(scenario)
+    record = record_of(prepare_step(batch, padding), GROUPS)
+    return Good(record.to_bytes(), tmp_path_factory.mktemp("hostile") / "step-000000.npz")
+
+
+def members_of(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def archive_of(members: dict[str, bytes], compression=zipfile.ZIP_DEFLATED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def npy(array: np.ndarray, **how) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, **how)
+    return buffer.getvalue()
+
+
+def refusal(path, content: bytes) -> str | None:
+    """The one line that a file is refused with; None if it is a record, which then replays."""
+    path.write_bytes(content)
+    try:
+        record = read_record(path)
+        replay_core(record), replay_oracle(record)
+        record.step()
+    except PrepError as error:
+        line = str(error)
+    else:
+        return None
+    assert "\n" not in line and len(line) < 600
+    return line
+
+
+@given(st.data())
+def test_flipped_bytes_and_cut_files_are_refused_in_a_line_or_differ(good, data):
+    content, path = good
+    content = bytearray(content)
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    for _ in range(data.draw(st.integers(0, 8))):
+        if content:
+            place = data.draw(st.integers(0, len(content) - 1))
+            content[place] = data.draw(st.integers(0, 255))
+    refusal(path, bytes(content))
+
+
+@given(st.data())
+def test_members_with_any_content_are_refused_in_a_line_or_differ(good, data):
+    content, path = good
+    members = members_of(content)
+    names = st.lists(st.sampled_from(sorted(members)), min_size=1, max_size=3, unique=True)
+    for name in data.draw(names):
+        kind = data.draw(st.sampled_from(["gone", "bytes", "values", "shape", "dtype", "text"]))
+        if kind == "gone":
+            del members[name]
+        elif kind == "bytes":
+            members[name] = data.draw(st.binary(max_size=200))
+        elif kind == "text":
+            text = members.get("settings.npy", b"")
+            digits = [i for i, byte in enumerate(text) if 48 <= byte <= 57 and i > 128]
+            if digits:
+                at = data.draw(st.sampled_from(digits))
+                members["settings.npy"] = (
+                    text[:at] + b"%d" % data.draw(st.integers(0, 9)) + text[at + 1 :]
+                )
+        else:
+            array = np.load(io.BytesIO(members[name]), allow_pickle=False)
+            if kind == "values" and array.size and array.dtype.kind in "iu":
+                value = data.draw(st.integers(-(2**31), 2**31 - 1)) % 256
+                value = data.draw(st.sampled_from([value, -1, 2**31 - 1, -(2**31), 0]))
+                if array.dtype.kind == "i":
+                    array.reshape(-1)[data.draw(st.integers(0, array.size - 1))] = value
+            elif kind == "shape":
+                array = array.reshape(-1)[: data.draw(st.integers(0, 3))]
+            elif kind == "dtype":
+                array = np.zeros(
+                    array.shape, data.draw(st.sampled_from(["f8", "i2", "U5", "M8", "i8"]))
+                )
+            members[name] = npy(array)
+    refusal(path, archive_of(members))
+
+
+def test_what_a_file_claims_is_checked_before_memory_is_taken(good):
+    content, path = good
+    members = members_of(content)
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '<i4', 'fortran_order': False, 'shape': (%s), }"
+    huge = (header % b"99999999999999,").ljust(127) + b"\n"
+    hostile = {
+        "a huge shape": archive_of(members | {"positions.npy": huge}),
+        "a bomb": archive_of(members | {"positions.npy": bytes(MAX_RECORD_BYTES)}),
+        "pickles": archive_of(
+            members | {"positions.npy": npy(np.array([{}], object), allow_pickle=True)}
+        ),
+        "nested": archive_of({"x/../../positions.npy": b""}),
+        "another compression": archive_of(members, zipfile.ZIP_LZMA),
+        "no archive": b"PK" * 100,
+        "empty": b"",
+    }
+    tracemalloc.start()
+    try:
+        for what, each in hostile.items():
+            path.write_bytes(each)
+            tracemalloc.reset_peak()
+            with pytest.raises(PrepError) as error:
+                read_record(path)
+            assert "\n" not in str(error.value), what
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20, what
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": 2}, "format 2; this version reads format 1"),
+        ({"max_model_len": 1 << 24, "max_num_reqs": 1 << 16}, "a token table of"),
+        ({"num_reqs_padded": 1}, "more requests than num_reqs_padded"),
+        ({"block_sizes": [2, 2]}, "a width of each block table"),
+        ({"mode": "ALL"}, "settings.mode"),
+        ({"surplus": 1}, "settings.surplus"),
+        ({"max_drafts": 9}, "max_drafts"),
+        ({"req_ids": ["a\nb", "c", "d"]}, "settings.req_ids.0: Value error, must hold printable"),
+    ],
+)
+def test_settings_that_contradict_themselves_are_named(good, change, says):
+    content, path = good
+    members = members_of(content)
+    values = json.loads(np.load(io.BytesIO(members["settings.npy"])).tobytes())
+    text = json.dumps(values | change).encode()
+    members["settings.npy"] = npy(np.frombuffer(text, np.uint8))
+    assert says in (refusal(path, archive_of(members)) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("num_computed_tokens", 0, 1 << 30),
+        ("num_scheduled_tokens", 0, 0),
+        ("num_scheduled_tokens", 0, -5),
+        ("num_draft_tokens", 0, 7),
+        ("num_tokens", 0, 0),
+        ("num_blocks", (0, 0), 1 << 20),
+        ("block_ids", 0, -1),
+        ("block_ids", 0, (1 << 31) - 1),
+        ("mrope_lengths", 0, 1 << 40),
+        ("mrope_positions", (0, 0), -(1 << 62)),
+    ],
+)
+def test_counts_that_compiled_code_would_follow_out_of_bounds_are_refused(good, name, index, value):
+    content, path = good
+    members = members_of(content)
+    array = np.load(io.BytesIO(members[f"batch.{name}.npy"]))
+    array[index] = value
+    members[f"batch.{name}.npy"] = npy(array)
+    assert "contradicts itself" in (refusal(path, archive_of(members)) or "")

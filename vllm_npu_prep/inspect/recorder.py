@@ -1,0 +1,316 @@
+"""Recording in a running engine: some steps to disk as they come, or the last ones when asked.
+
+Whatever goes wrong here is one line in the log. It never reaches the engine.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_npu_prep import __version__
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.record import (
+    FORMAT,
+    BlockTablesThen,
+    KeptStep,
+    Recorded,
+    RecordGroup,
+    write_whole,
+)
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
+from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_npu_prep.config import Decisions, RecordConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+MANIFEST = "manifest.json"
+
+
+class StepRecorder:
+    """What the runner tells of each step, and the files that come of it.
+
+    Each run writes into a folder of its own, made with its first file:
+    ``DIR/<date>-<time>-<process>``, with ``-rank<n>`` behind it on several ranks.
+
+    Parameters
+    ----------
+    config
+        The ``record`` key of the plugin's options.
+    tables
+        The runner's.
+    recorded
+        What is the same for all records.
+    manifest
+        Versions and settings of the engine, for `MANIFEST`.
+    suffix
+        Of the folder's name.
+
+    Raises
+    ------
+    PrepError
+        If ``dir`` can't be made.
+    """
+
+    def __init__(
+        self,
+        config: "RecordConfig",
+        tables: BatchTables,
+        recorded: Recorded,
+        manifest: dict[str, Any] | None = None,
+        suffix: str = "",
+    ) -> None:
+        self.config, self.tables, self.recorded = config, tables, recorded
+        self.manifest = manifest or {}
+        self._ring_most = config.max_bytes
+        started = time.strftime("%Y%m%d-%H%M%S")
+        parent = Path(config.dir).expanduser()
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PrepError(
+                f'"npu_prep.record.dir" = "{config.dir}": {error.strerror}; give a folder that '
+                "this process may write to"
+            ) from None
+        self.folder = parent / f"{started}-{os.getpid()}{suffix}"
+        self.steps = 0  # so many came by
+        self._span = config.span
+        self._ring: deque[KeptStep] = deque()
+        self._ring_bytes = self._file_bytes = 0
+        self._then: BlockTablesThen | None = None  # before the first step of the ring
+        self._last_written = -1
+        self._stopped = self._is_busy = self._is_asked = False
+        self._salt = os.urandom(16)
+        if self._span is None:
+            self._listen()
+
+    # ----------------------------------------------------------------- each step
+
+    def keep(
+        self,
+        step: PreparedStep,
+        staged: np.ndarray,
+        req_ids: Sequence[str],
+        placeholders: Placeholders = NO_PLACEHOLDERS,
+        modalities: Sequence[str] = (),
+        rows_with_embeds: Sequence[int] = (),
+    ) -> None:
+        """Note a step that was just prepared; see `KeptStep.of_step`."""
+        number = self.steps
+        self.steps = number + 1
+        if self._stopped or (self._span is not None and number not in self._span):
+            return
+        self._is_busy = True
+        try:
+            if self._then is None:
+                self._then = BlockTablesThen(self.tables.block_entries.copy())
+            kept = KeptStep.of_step(
+                number, step, staged, req_ids, placeholders, modalities, rows_with_embeds
+            )
+            self._ring.append(kept)
+            self._ring_bytes += kept.nbytes
+            if self._span is None:
+                while len(self._ring) > self.config.last or self._ring_bytes > self._ring_most:
+                    self._forget_oldest()
+            else:
+                self._write_new("asked for")
+                self._ring.clear()
+                if number == self._span[-1]:
+                    self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
+        except Exception as error:
+            self._stop(f"{type(error).__name__}: {error}")
+        self._is_busy = False
+        if self._is_asked:
+            self._is_asked = False
+            self.dump("SIGUSR1")
+
+    def _forget_oldest(self) -> None:
+        oldest = self._ring.popleft()
+        self._ring_bytes -= oldest.nbytes
+        assert self._then is not None
+        self._then.move_on(oldest)
+
+    # ----------------------------------------------------------------- files
+
+    def dump(self, reason: str) -> str:
+        """Write the steps of the ring that are not on disk yet.
+
+        Returns
+        -------
+        str
+            Where they are, or why there are none, in one line.
+        """
+        self._is_busy = True
+        try:
+            count = self._write_new(reason)
+        except Exception as error:
+            self._stop(f"{type(error).__name__}: {error}")
+            count = 0
+        self._is_busy = False
+        if not count:
+            return f"no new step to write; those of this run are in {self.folder}"
+        answer = f"{count} steps are in {self.folder} ({reason})"
+        logger.warning("Recording: %s.", answer)
+        return answer
+
+    def _write_new(self, reason: str) -> int:
+        """Write every step of the ring that is not on disk yet; how many."""
+        if not self._ring or self._ring[-1].number <= self._last_written:
+            return 0
+        assert self._then is not None
+        self._begin_folder(reason)
+        then, count = self._then, 0
+        if self._span is None:  # the ring keeps its steps
+            then = BlockTablesThen(then.entries.copy())
+        for kept in self._ring:
+            then.move_on(kept)
+            if kept.number > self._last_written:
+                self._write(kept, then.entries)
+                if self._stopped:
+                    break
+                self._last_written = kept.number
+                count += 1
+        return count
+
+    def _write(self, kept: KeptStep, blocks: np.ndarray) -> None:
+        names = [self._name(req_id) for req_id in kept.req_ids]
+        content = kept.record(self.recorded, names, blocks).to_bytes()
+        self._file_bytes += len(content)
+        if self._span is not None and self._file_bytes > self.config.max_bytes:
+            self._stop(f"step {kept.number} would exceed max_bytes {self.config.max_bytes:,}")
+            return
+        path = self.folder / f"step-{kept.number:06d}.npz"
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            self._stop(f"{path}: {error.strerror or error}")
+
+    def _begin_folder(self, reason: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT, "steps": self.config.steps, "reason": reason}
+        content |= {"request_ids": self.config.request_ids, **self.manifest}
+        if not (self.folder / MANIFEST).exists():
+            write_whole(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
+
+    def _name(self, req_id: str) -> str:
+        """A request's name in a record; a salted hash unless it was asked for."""
+        if self.config.request_ids == "plain":
+            return "".join(c if c.isprintable() else "?" for c in req_id)
+        return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
+
+    def _stop(self, why: str, level: int = logging.WARNING) -> None:
+        """Record nothing from now on, and say so once."""
+        if not self._stopped:
+            self._stopped, self._ring, self._then = True, deque(), None
+            logger.log(level, "Recording stopped: %s", " ".join(why.split()))
+
+    # ----------------------------------------------------------------- signals
+
+    def _listen(self) -> None:
+        """Write the ring on SIGUSR1, unless somebody else listens to it."""
+        where = f"the last {self.config.last} steps, to be written to {self.folder.parent}"
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, self._on_signal)
+            logger.info("Recording %s by `kill -USR1 %d`.", where, os.getpid())
+        else:
+            logger.info("Recording %s by dump_steps only: SIGUSR1 is taken.", where)
+
+    def _on_signal(self, *_: Any) -> None:
+        """Write now, or behind the step that is being noted: signals come between any two lines."""
+        if self._is_busy:
+            self._is_asked = True
+        else:
+            self.dump("SIGUSR1")
+
+    def close(self) -> None:
+        """Stop listening."""
+        if signal.getsignal(signal.SIGUSR1) == self._on_signal:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder | None:
+    """The recorder of a runner that has its KV cache; None unless one is configured.
+
+    Parameters
+    ----------
+    runner
+        `vllm_npu_prep.model_runner.NPUModelRunner`.
+    old
+        The one that it had, which is closed.
+    """
+    from vllm_npu_prep.config import decisions_of, parse_config
+
+    if old is not None:
+        old.close()
+    vllm_config = runner.vllm_config
+    config = parse_config(vllm_config.additional_config).record
+    if config is None:
+        return None
+    decisions, parallel = decisions_of(vllm_config), vllm_config.parallel_config
+    groups = dict.fromkeys(
+        RecordGroup(
+            group=group,
+            sliding_window=builder.sliding_window,
+            attention_chunk_size=builder.attention_chunk_size,
+            causal=builder.causal,
+        )
+        for group, builder, _ in runner._builders
+    )
+    suffix = ""
+    if parallel.world_size_across_dp > 1:
+        suffix = f"-rank{parallel.data_parallel_rank * parallel.world_size + parallel.rank}"
+    return StepRecorder(
+        config,
+        runner._tables,
+        Recorded(tuple(groups), decisions.mask_form),
+        {"versions": _versions(), "config": _facts(vllm_config, decisions)},
+        suffix,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "vllm_npu_prep": __version__}
+    for name in ("vllm", "torch", "torch_npu", "numpy", "numba"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _facts(vllm_config: "VllmConfig", decisions: "Decisions") -> dict[str, Any]:
+    """What of an engine's config decides how steps are prepared."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    speculative = vllm_config.speculative_config
+    return {
+        "model": vllm_config.model_config.model,
+        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "enable_prefix_caching": vllm_config.cache_config.enable_prefix_caching,
+        "speculative_method": speculative.method if speculative else None,
+        "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
+        "cudagraph_mode": compilation.cudagraph_mode.name if compilation.cudagraph_mode else None,
+        "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
+        "device_type": vllm_config.device_config.device_type,
+        "attention": decisions.attention,
+        "mask": decisions.mask_form.value,
+    }

@@ -1,0 +1,456 @@
+"""``vllm-npu-prep replay``: recorded steps prepared again, and the first thing that differs."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_npu_prep.errors import PrepError
+
+if TYPE_CHECKING:
+    from vllm_npu_prep.inspect.record import RecordGroup, StepRecord
+    from vllm_npu_prep.prep.oracle import OracleRequest
+
+TOKEN_LEVEL = {
+    "req_indices",
+    "query_pos",
+    "positions",
+    "token_indices",
+    "input_ids",
+    "block_table_indices",
+    "block_numbers",
+    "block_offsets",
+    "slot_mapping",
+    "mrope_positions",
+    "is_padding",
+    "is_on_device",
+}
+"""Variables whose last dimension is tokens."""
+
+REQUEST_LEVEL = {
+    "query_lens",
+    "cu_num_tokens",
+    "seq_lens",
+    "num_computed_tokens",
+    "block_table",
+    "discard_request_mask",
+    "bonus_logits_indices",
+    "cu_num_draft_tokens",
+    "cu_num_sampled_tokens",
+    "backup_next_token_ids",
+}
+"""Variables whose first dimension is requests."""
+
+VERIFIED = (
+    "target_logits_indices",
+    "draft_token_ids",
+    "bonus_logits_indices",
+    "cu_num_draft_tokens",
+    "cu_num_sampled_tokens",
+    "backup_next_token_ids",
+)
+"""What the oracle says of drafts; records have these with what lies behind them."""
+
+ORACLE_CELLS = 1 << 20
+"""Masks and chunks up to this many cells are gone through one by one."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a record is other than what was prepared again.
+
+    Attributes
+    ----------
+    step
+        Number of the step.
+    by
+        Who says otherwise: ``core``, ``oracle`` or ``upstream``.
+    variable, index
+        Where; the index is empty for a scalar, or where shapes differ.
+    req_id, token
+        Whose and which of the step's tokens, where the variable tells; None in padding.
+    recorded, expected
+        Values.
+    """
+
+    step: int
+    by: str
+    variable: str
+    index: tuple[int, ...]
+    req_id: str | None
+    token: int | None
+    recorded: Any
+    expected: Any
+
+    def __str__(self) -> str:
+        place = "".join(f"[{index}]" for index in self.index)
+        who = [f"token {self.token}"] * (self.token is not None)
+        who += [f"request {self.req_id}"] * (self.req_id is not None)
+        where = f" ({', '.join(who)})" if who else ""
+        return (
+            f"step {self.step}: {self.variable}{place}{where}: recorded {self.recorded}, "
+            f"the {self.by} says {self.expected}"
+        )
+
+
+# ---------------------------------------------------------------------- preparing again
+
+
+def replay_core(record: "StepRecord") -> Difference | None:
+    """Prepare a step again by the pure core; the first difference."""
+    from vllm_npu_prep.inspect.record import prepared_arrays
+    from vllm_npu_prep.prep.batch import prepare_step
+    from vllm_npu_prep.prep.layout import ALIGNMENT
+
+    batch, padding = record.step_batch()
+    layout = record.settings.layout
+    nbytes = -(-layout.nbytes(batch.num_targets) // ALIGNMENT) * ALIGNMENT
+    try:
+        step = prepare_step(batch, padding, layout, layout.views(np.zeros(nbytes, np.uint8)))
+    except ValueError as error:  # a file by other hands, which contradicts itself
+        raise PrepError(f"step {record.number} can't be prepared: {error}") from None
+    expected = prepared_arrays(step, record.settings)
+    for name in record.prepared:
+        if name not in expected:
+            return Difference(record.number, "core", name, (), None, None, "an array", "none")
+    return first_difference(record, expected, "core")
+
+
+def replay_oracle(record: "StepRecord") -> Difference | None:
+    """Prepare a step again by the scalar oracle, group by group; the first difference."""
+    settings = record.settings
+    prefixes = settings.group_prefixes
+    for index, group in enumerate(settings.groups):
+        expected = _oracle_arrays(record, group, prefixes[index] if index else "")
+        found = first_difference(record, expected, "oracle")
+        if found is not None:
+            return found
+    return None
+
+
+def first_difference(
+    record: "StepRecord", expected: Mapping[str, np.ndarray], by: str
+) -> Difference | None:
+    """Compare a record with arrays by its names, in their order."""
+    for name, array in expected.items():
+        recorded = record.prepared.get(name)
+        if recorded is None:
+            return Difference(record.number, by, name, (), None, None, "nothing", "an array")
+        if recorded.shape != array.shape:
+            shapes = list(recorded.shape), list(array.shape)
+            return Difference(record.number, by, f"{name}.shape", (), None, None, *shapes)
+        unequal = np.flatnonzero(recorded != array)
+        if len(unequal):
+            index = tuple(int(i) for i in np.unravel_index(unequal[0], array.shape))
+            values = _plain(recorded[index]), _plain(array[index])
+            return Difference(record.number, by, name, index, *_owner(record, name, index), *values)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic | np.ndarray) else value
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+
+
+def _owner(
+    record: "StepRecord", name: str, index: tuple[int, ...]
+) -> tuple[str | None, int | None]:
+    """Request and token that an element belongs to, by what the step was prepared from."""
+    batch, req_ids = record.batch, record.settings.req_ids
+    ends = np.cumsum(batch.num_scheduled_tokens)
+    base = name.rpartition(".")[2].removesuffix("_padded")
+    token = req = None
+    if "local" in name or not index:
+        return None, None
+    if base in TOKEN_LEVEL:
+        token = index[-1]
+    elif base in REQUEST_LEVEL:
+        req = index[0]
+    elif base == "query_start_loc":
+        req = max(0, index[0] - 1)
+    elif base in ("logits_indices", "target_logits_indices", "draft_token_ids"):
+        rows = batch.num_draft_tokens + (base == "logits_indices")
+        req = int(np.searchsorted(np.cumsum(rows), index[0], side="right"))
+    elif "attn_mask." in name and base != "shape" and _has_row_for_each_token(record, name):
+        token = index[0]
+    if token is not None:
+        if token >= ends[-1]:
+            return None, None  # padding
+        req = int(np.searchsorted(ends, token, side="right"))
+    if req is None or req >= len(req_ids):
+        return None, token
+    return req_ids[req], token
+
+
+def _has_row_for_each_token(record: "StepRecord", name: str) -> bool:
+    shape = record.prepared.get(f"{name.rpartition('.')[0]}.shape")
+    tokens = record.settings.num_input_tokens
+    state = record.prepared.get("attn_state")
+    is_matrix = state is not None and state.tobytes() == b"PrefillNoCache"
+    return shape is not None and shape.size == 2 and int(shape[0]) == tokens and not is_matrix
+
+
+# ---------------------------------------------------------------------- the oracle
+
+
+class KnownTokens(Sequence[int]):
+    """Tokens of a request, of which a record knows those that the step reads; the others are 0."""
+
+    def __init__(self, length: int, known: dict[int, int]) -> None:
+        self.length, self.known = length, known
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.known.get(index if index >= 0 else index + self.length, 0)
+
+
+def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
+    """The requests of a record in plain Python values, with their blocks of one group."""
+    from vllm_npu_prep.prep.oracle import OracleRequest
+
+    settings, batch = record.settings, record.batch
+    num_columns = 1
+    blocks = [[0]] * settings.num_reqs
+    if group < len(settings.block_sizes):
+        num_columns = -(-settings.max_model_len // settings.block_sizes[group])
+        first = int(batch.num_blocks[:group].sum())
+        ends = first + np.cumsum(batch.num_blocks[group])
+        starts = ends - batch.num_blocks[group]
+        blocks = [batch.block_ids[a:b].tolist()[:num_columns] for a, b in zip(starts, ends)]
+    requests, start = [], 0
+    for req in range(settings.num_reqs):
+        computed, scheduled, num_tokens, drafts, prompt = (
+            int(getattr(batch, name)[req])
+            for name in (
+                "num_computed_tokens",
+                "num_scheduled_tokens",
+                "num_tokens",
+                "num_draft_tokens",
+                "num_prompt_tokens",
+            )
+        )
+        span = batch.token_ids[start : start + scheduled].tolist()
+        known = dict(enumerate(span, computed))
+        if len(batch.next_token_ids):
+            # Samples that are still on the device have a place here: the core makes it token 0
+            behind = min(computed + scheduled, num_tokens - 1)
+            known[behind] = max(0, int(batch.next_token_ids[req]))
+        mrope: list[list[int]] = []
+        length = int(batch.mrope_lengths[req]) if settings.mrope_dims else 0
+        if length:
+            seen = max(0, min(length - computed, scheduled))
+            rows = batch.mrope_positions[:, start : start + seen].tolist()
+            mrope = [KnownTokens(length, dict(enumerate(row, computed))) for row in rows]  # type: ignore[misc]
+        requests.append(
+            OracleRequest(
+                num_computed_tokens=computed,
+                num_scheduled_tokens=scheduled,
+                num_prompt_tokens=prompt,
+                token_ids=KnownTokens(max(num_tokens, computed + scheduled - drafts), known),
+                block_ids=blocks[req],
+                num_draft_tokens=drafts,
+                draft_token_ids=span[scheduled - drafts :],
+                mrope_positions=mrope,
+                mrope_position_delta=int(batch.mrope_position_deltas[req])
+                if settings.mrope_dims
+                else 0,
+            )
+        )
+        start += scheduled
+    return requests
+
+
+def _oracle_arrays(
+    record: "StepRecord", group: "RecordGroup", prefix: str
+) -> dict[str, np.ndarray]:
+    """What the oracle says of a step, by a record's names; what it can't know is as recorded."""
+    from vllm_npu_prep.inspect.record import GROUP_LEVEL
+    from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
+
+    settings = record.settings
+    has_table = group.group < len(settings.block_sizes)
+    block_size = settings.block_sizes[group.group] if has_table else settings.max_model_len
+    requests = oracle_requests(record, group.group)
+    sizes, total = settings.num_input_tokens, settings.total_num_scheduled_tokens
+    padding: dict[str, Any] = {"capture_sizes": [sizes]}
+    if settings.mode == "FULL":
+        query_len, rows = settings.decode_query_len, settings.num_reqs_padded
+        mode, rows = ("FULL_DECODE_ONLY", rows) if query_len else ("FULL", rows - 1)
+        padding = {"graphs": OracleGraphs(mode, [sizes], rows, max(1, query_len))}
+    elif settings.num_reqs_padded == settings.num_reqs:
+        padding = {"graphs": OracleGraphs("PIECEWISE", [sizes], settings.num_reqs)}
+    longest = int((record.batch.num_computed_tokens + record.batch.num_scheduled_tokens).max())
+    is_small = max(longest, sizes) * longest <= ORACLE_CELLS
+    said = oracle_step(
+        requests,
+        block_size=block_size,
+        max_model_len=settings.max_model_len,
+        mask="compressed" if settings.mask == "compressed" or not is_small else "dense",
+        sliding_window=group.sliding_window,
+        chunked_prefill=settings.chunked_prefill,
+        speculation=settings.max_drafts > 0,
+        mrope_dims=settings.mrope_dims,
+        **padding,
+    )
+    mask = said.pop("attn_mask")
+    said.pop("runtime_mode", None)
+    state = said.pop("attn_state")
+    out = {} if prefix else {"attn_state": np.array(state, "S")}
+    for name, values in said.items():
+        base = name.removesuffix("_padded")
+        if base in GROUP_LEVEL:
+            if has_table:
+                out[f"{prefix}{name}"] = np.array(values)
+        elif prefix:
+            continue  # the same for all groups
+        elif name in VERIFIED:
+            out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", values)
+        else:
+            out[name] = np.array(values)
+    if not prefix:
+        _leave_out_samples(record, out, total)
+    if group.attention_chunk_size is not None:
+        if total * group.attention_chunk_size <= ORACLE_CELLS:
+            local = oracle_local_requests(
+                requests, attention_chunk_size=group.attention_chunk_size, block_size=block_size
+            )
+            del local["visible"]
+            where = settings.group_prefixes[settings.groups.index(group)]
+            out |= {f"{where}local_requests.{n}": np.array(v) for n, v in local.items()}
+    elif group.causal:
+        if mask is None:
+            out[f"{prefix}attn_mask.shape"] = np.empty(0, np.int64)
+        elif f"{prefix}attn_mask.masked" in record.prepared and mask != "compressed":
+            out[f"{prefix}attn_mask.masked"] = np.array(mask, bool)
+    return out
+
+
+def _with_rest(record: "StepRecord", name: str, values: list[int]) -> np.ndarray:
+    """As long as recorded, with 0 behind what is used."""
+    recorded = record.prepared.get(name)
+    out = np.zeros(max(len(values), 0 if recorded is None else recorded.size), np.int64)
+    out[: len(values)] = values
+    return out
+
+
+def _leave_out_samples(record: "StepRecord", out: dict[str, np.ndarray], total: int) -> None:
+    """Async scheduling: tokens whose id the device has are as recorded; which ones is checked."""
+    settings, batch = record.settings, record.batch
+    if not settings.num_sampled_rows:
+        return
+    on_device = np.zeros(total, np.bool_)
+    drafts_on_device, start, first_draft = [], 0, 0
+    for req, row in enumerate(batch.previous_rows.tolist()):
+        end = start + int(batch.num_scheduled_tokens[req])
+        drafts = int(batch.num_draft_tokens[req])
+        if row >= 0:
+            on_device[end - 1 - drafts] = True
+            for draft in range(min(drafts, settings.num_sampled_drafts)):
+                on_device[end - drafts + draft] = True
+                drafts_on_device.append(first_draft + draft)
+        start, first_draft = end, first_draft + drafts
+    out["is_on_device"] = on_device
+    for name, places in (
+        ("input_ids", np.flatnonzero(on_device)),
+        ("input_ids_padded", np.flatnonzero(on_device)),
+        ("draft_token_ids_padded", np.array(drafts_on_device, np.int64)),
+    ):
+        recorded = record.prepared.get(name)
+        if name in out and recorded is not None and recorded.shape == out[name].shape:
+            out[name][places] = recorded[places]
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def record_files(path: Path) -> list[Path]:
+    """Records at a path: a file, a run's folder, or a folder of runs.
+
+    Raises
+    ------
+    PrepError
+        If there are none.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(path.glob("step-*.npz")) or sorted(path.glob("*/step-*.npz"))
+    if not files:
+        raise PrepError(
+            f"{path}: no step-*.npz here; give a record, the folder of a run, or the folder that "
+            '"npu_prep.record.dir" named'
+        )
+    return files
+
+
+def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, list[Difference]]]:
+    """Prepare recorded steps again.
+
+    Parameters
+    ----------
+    path
+        See `record_files`.
+    step
+        Number of the only step to look at.
+
+    Yields
+    ------
+    path, differences
+        Of each record: the core's first difference and the oracle's, if there are any.
+
+    Raises
+    ------
+    PrepError
+        For a file that is no record, or if there is no such step.
+    """
+    from vllm_npu_prep.inspect.record import read_record
+
+    files = record_files(path)
+    if step is not None:
+        files = [file for file in files if file.stem == f"step-{step:06d}"]
+        if not files:
+            raise PrepError(f"{path}: no record of step {step}")
+    for file in files:
+        record = read_record(file)
+        try:
+            found = [replay_core(record), replay_oracle(record)]
+        except PrepError as error:
+            raise PrepError(f"{file}: {error}") from None
+        yield file, [each for each in found if each is not None]
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``replay`` to the command's parser."""
+    parser = commands.add_parser(
+        "replay", help="prepare recorded steps again and show the first difference"
+    )
+    parser.add_argument("path", type=Path, metavar="DIR", help="a run's folder, or one record")
+    parser.add_argument("--step", type=int, metavar="N", help="this step only")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; 0 if all agree, 1 if not."""
+    count, differing, first = 0, 0, None
+    for file, differences in replay(args.path, args.step):
+        count += 1
+        differing += bool(differences)
+        if first is None and differences:
+            first = file, differences
+    if args.json:
+        found = [] if first is None else [asdict(each) for each in first[1]]
+        where = None if first is None else str(first[0])
+        print(json.dumps({"steps": count, "differing": differing, "file": where, "first": found}))
+    elif first is None:
+        print(f"{count} steps: core and oracle prepare what was recorded")
+    else:
+        print(f"{differing} of {count} steps differ, first in {first[0]}")
+        for each in first[1]:
+            print(each)
+    return int(first is not None)
