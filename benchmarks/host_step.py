@@ -1,6 +1,7 @@
 """Host time of a step beside upstream's V1 runner: same process, same schedule, step about.
 
-    python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--growth FILE.png]
+    python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--record]
+                                   [--growth FILE.png]
 
 Both runners get every step, one after the other and each first in turn, and must leave the same
 arrays and tokens: where they don't, the benchmark stops and prints no number. Times are medians in
@@ -22,6 +23,9 @@ drafts-step    as step-256, with these drafts; the drafter returns at once, too
 Upstream's metadata builder is one that hands on the common metadata as it is: the cheapest there
 could be. Its slot mapping is this plugin's torch replacement of a Triton kernel, which can't run
 here: about a fifth of its time.
+
+With ``--record`` our runner keeps the last 64 steps for a record; ``keep_us`` is what that takes of
+each step's time, and ``keep_percent`` its share.
 """
 
 import argparse
@@ -60,7 +64,6 @@ BLOCK_SIZE = 128
 WARM_UP = 20
 GROWTH_REQUESTS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 GROWTH_PROMPTS = (16, 32, 64, 128, 256)
-COLUMNS = ("ours_us", "upstream_us", "ratio", "min_us", "max_us")
 
 
 class MismatchError(Exception):
@@ -324,11 +327,12 @@ class Timing:
 
     ours: np.ndarray
     upstream: np.ndarray
+    keep: np.ndarray  # of ours; empty without a recorder
 
     def row(self, case: str) -> dict[str, Any]:
         """The line of a case; least and most are ours."""
         ours, upstream = float(np.median(self.ours)), float(np.median(self.upstream))
-        return {
+        row = {
             "case": case,
             "ours_us": round(ours, 1),
             "upstream_us": round(upstream, 1),
@@ -336,6 +340,10 @@ class Timing:
             "min_us": round(float(self.ours.min()), 1),
             "max_us": round(float(self.ours.max()), 1),
         }
+        if len(self.keep):
+            keep = float(np.median(self.keep))
+            row |= {"keep_us": round(keep, 1), "keep_percent": round(100 * keep / ours, 2)}
+        return row
 
 
 def stub(runner: Any) -> None:
@@ -358,6 +366,21 @@ def twin_of(runner: Any) -> Any:
     return twin
 
 
+def time_recorder(recorder: Any) -> list[float]:
+    """Microseconds of each step that the recorder keeps, from now on."""
+    times: list[float] = []
+    if recorder is not None:
+        keep = recorder.keep
+
+        def timed(*args: Any) -> None:
+            start = time.perf_counter_ns()
+            keep(*args)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+
+        recorder.keep = timed
+    return times
+
+
 def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
     """Run one schedule through both runners."""
     schedule = Schedule(case)
@@ -366,6 +389,7 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
         for runner in runners.values():
             stub(runner)
     times: dict[str, list[float]] = {name: [] for name in runners}
+    keep = time_recorder(ours.recorder)
     for step in range(WARM_UP + steps):
         output = schedule.step()
         left = {}
@@ -381,7 +405,7 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
             if step >= WARM_UP:
                 times[name].append(elapsed)
         compare(left["ours"], left["upstream"])
-    return Timing(np.array(times["ours"]), np.array(times["upstream"]))
+    return Timing(np.array(times["ours"]), np.array(times["upstream"]), np.array(keep[WARM_UP:]))
 
 
 def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
@@ -395,7 +419,9 @@ def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def runners(case: Case, folder: Path, async_scheduling: bool) -> Iterator[tuple[Any, Any]]:
+def runners(
+    case: Case, folder: Path, async_scheduling: bool, record: bool = False
+) -> Iterator[tuple[Any, Any]]:
     """Ours and upstream's, on an engine of the case's size."""
     model = folder / f"{case.num_layers}-layers"
     if case.mrope:
@@ -415,7 +441,10 @@ def runners(case: Case, folder: Path, async_scheduling: bool) -> Iterator[tuple[
             async_scheduling=async_scheduling,
             skip_tokenizer_init=not case.mrope,
             # As NPUs get it. A dense mask is gathered on the device, which here is this processor.
-            additional_config={"npu_prep": {"mask": "compressed"}},
+            additional_config={
+                "npu_prep": {"mask": "compressed"}
+                | ({"record": {"dir": str(folder / "records")}} if record else {})
+            },
             **case.engine_settings(),
         ) as llm,
         torch.inference_mode(),
@@ -460,9 +489,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """One table."""
-    table = Table("case", *(Column(name, justify="right") for name in COLUMNS))
+    columns = [name for name in rows[0] if name != "case"]
+    table = Table("case", *(Column(name, justify="right") for name in columns))
     for row in rows:
-        table.add_row(row["case"], *(f"{row[name]:,}" for name in COLUMNS))
+        table.add_row(row["case"], *(f"{row[name]:,}" for name in columns))
     Console(width=100).print(table)
 
 
@@ -473,6 +503,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
     parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
     parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--record", action="store_true", help="keep the last steps for a record")
     parser.add_argument(
         "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
     )
@@ -483,7 +514,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, case in cases.items():
             print(f"{name} ...", file=sys.stderr, flush=True)
-            with runners(case, Path(folder), args.async_scheduling) as (ours, upstream):
+            with runners(case, Path(folder), args.async_scheduling, args.record) as (
+                ours,
+                upstream,
+            ):
                 try:
                     row = measure(case, ours, upstream, args.steps).row(name)
                 except MismatchError as error:

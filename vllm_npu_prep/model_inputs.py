@@ -148,7 +148,7 @@ class ModelInputRunner(LoRARunner):
     def _names_and_embeds(self) -> tuple[list[str], Placeholders, list[str], list[int]]:
         """What a record tells of requests beside the step: see `KeptStep.of_step`."""
         return (
-            self.input_batch.req_ids.copy(),
+            self.input_batch.req_ids,
             self._placeholder_runs,
             [run.feature.modality for run in self._runs],
             list(self.input_batch.req_prompt_embeds),

@@ -135,7 +135,7 @@ class NPUModelRunner(GraphRunner):
         self.last_step, self._staged = step, staged
         self.metrics.add(step, self.step_counts.last, self.staging.waits, started)
         if self.recorder is not None and step.num_reqs:
-            self.recorder.keep(step, self.staging.host_bytes, *self._names_and_embeds())
+            self.recorder.keep(step, *self._names_and_embeds())
         return self._sampling_inputs(step, staged.device)
 
     def _step_batch(

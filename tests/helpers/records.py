@@ -16,9 +16,6 @@ def record_of(
     placeholders: Placeholders = NO_PLACEHOLDERS,
 ) -> StepRecord:
     """As a recorder makes it, of a step that `prepare_step` gave a buffer of its own."""
-    staged = step.arrays.positions
-    while staged.base is not None:
-        staged = staged.base
     tables = step.batch.tables
     for group in range(tables.num_groups):  # `device_has_all` counts none
         owned = tables.block_table(group) != 0
@@ -26,6 +23,6 @@ def record_of(
         tables.num_blocks[group] = (owned * width).max(axis=1)
     req_ids = [f"r{row}" for row in range(step.num_reqs)]
     modalities = ["image"] * len(placeholders.rows)
-    kept = KeptStep.of_step(number, step, staged, req_ids, placeholders, modalities)
+    kept = KeptStep.of_step(number, step, req_ids, placeholders, modalities)
     recorded = Recorded(groups, MaskForm(mask))
     return kept.record(recorded, req_ids, tables.block_entries)

@@ -149,11 +149,6 @@ class StagingRing:
             _keep(slot.staged, layout, staged)
         return staged
 
-    @property
-    def host_bytes(self) -> np.ndarray:
-        """The buffer that `acquire` gave, uint8 on the host."""
-        return self.slots[self._turn].host_np
-
     def submit(self, nbytes: int) -> None:
         """Copy the first `nbytes` of the buffer to the device: the one copy of a step."""
         self._copies[self._turn](nbytes)

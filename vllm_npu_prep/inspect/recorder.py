@@ -78,7 +78,8 @@ class StepRecorder:
     ) -> None:
         self.config, self.tables, self.recorded = config, tables, recorded
         self.manifest = manifest or {}
-        self._ring_most = config.max_bytes
+        self._last, self._ring_most = config.last, config.max_bytes
+        self._req_ids: list[str] = []
         started = time.strftime("%Y%m%d-%H%M%S")
         parent = Path(config.dir).expanduser()
         try:
@@ -105,13 +106,12 @@ class StepRecorder:
     def keep(
         self,
         step: PreparedStep,
-        staged: np.ndarray,
-        req_ids: Sequence[str],
+        req_ids: list[str],
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
     ) -> None:
-        """Note a step that was just prepared; see `KeptStep.of_step`."""
+        """Note a step that was just prepared; see `KeptStep.of_step`. Names are copied."""
         number = self.steps
         self.steps = number + 1
         if self._stopped or (self._span is not None and number not in self._span):
@@ -120,13 +120,15 @@ class StepRecorder:
         try:
             if self._then is None:
                 self._then = BlockTablesThen(self.tables.block_entries.copy())
+            if req_ids != self._req_ids:  # a copy would touch every name, in every step
+                self._req_ids = list(req_ids)
             kept = KeptStep.of_step(
-                number, step, staged, req_ids, placeholders, modalities, rows_with_embeds
+                number, step, self._req_ids, placeholders, modalities, rows_with_embeds
             )
             self._ring.append(kept)
             self._ring_bytes += kept.nbytes
             if self._span is None:
-                while len(self._ring) > self.config.last or self._ring_bytes > self._ring_most:
+                while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
                     self._forget_oldest()
             else:
                 self._write_new("asked for")

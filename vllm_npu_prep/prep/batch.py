@@ -76,11 +76,6 @@ class BatchTables:
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
 
     @cached_property
-    def row_starts(self) -> np.ndarray:
-        """First element of each row of the flattened token table, int64 ``[M]``."""
-        return np.arange(len(self.token_ids)) * self.max_model_len
-
-    @cached_property
     def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the tables of local groups begin, and the length of their rows, in chunks.
 

@@ -1,0 +1,225 @@
+"""Steps of real engines, recorded and prepared again; faults planted in between are found."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.conftest import SEED
+from tests.helpers.drafters import make_eagle_head
+from tests.helpers.engine import (
+    LLAMA4,
+    engine,
+    generate,
+    graphs,
+    greedy,
+    make_model,
+    runner_of,
+)
+from tests.helpers.prompts import prompts_of
+from tests.helpers.vision import chat, make_image, serve
+from tests.helpers.watch import count_preemptions
+from tests.helpers.windows import THREE_GROUPS, WINDOW
+from vllm_npu_prep import model_runner
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect.record import prepared_arrays, read_record
+from vllm_npu_prep.inspect.replay import record_files, replay_core, replay_oracle
+
+
+def recording(folder: Path, steps: str, **options) -> dict:
+    return {"npu_prep": {"record": {"dir": str(folder), "steps": steps, **options}}}
+
+
+def records_in(folder: Path) -> list:
+    return [read_record(path) for path in record_files(folder)]
+
+
+def check(records: list) -> None:
+    """Core and oracle prepare what was recorded, and a view gets the step as it was."""
+    for record in records:
+        assert replay_core(record) is None and replay_oracle(record) is None
+        again = prepared_arrays(record.step(), record.settings)
+        assert all(np.array_equal(again[name], each) for name, each in record.prepared.items())
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("gemma3"), "Gemma3", **THREE_GROUPS)
+
+
+def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_path, capsys):
+    """Chunks, a prefix cache, preemption, graph padding; then a value in a file is changed."""
+    first, *others = prompts_of(SEED, [70, 5, 30, 12, 14, 40, 1])
+    prompts = [first, first[:61], first[:48] + others[0], *others]
+    with engine(
+        gemma3,
+        max_num_batched_tokens=32,
+        block_size=4,
+        num_gpu_blocks_override=76,
+        max_model_len=96,
+        additional_config=recording(tmp_path, "3:60"),
+        **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16),
+    ) as llm:
+        preempted, prepared = count_preemptions(llm), []
+        keep = runner_of(llm).recorder.keep
+        runner_of(llm).recorder.keep = lambda step, *more: (
+            prepared.append([step.slot_mapping(g).copy() for g in range(3)]),
+            keep(step, *more),
+        )
+        generate(llm, prompts[:1], greedy(2))
+        generate(llm, prompts, greedy(16))
+    records = records_in(tmp_path)
+    assert [record.number for record in records] == list(range(3, 60))
+    assert preempted["requests"] if isinstance(preempted, dict) else preempted
+    assert {record.settings.mode for record in records} >= {"FULL", "PIECEWISE"}
+    windows = [group.sliding_window for group in records[0].settings.groups]
+    assert windows == [WINDOW, WINDOW, None]
+    for record in records:
+        for group, slots in enumerate(prepared[record.number]):
+            got = record.prepared[f"kv_cache_groups.{group}.slot_mapping"]
+            assert np.array_equal(got, slots)
+    check(records)
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    told = json.loads(manifest.read_text())
+    assert told["config"]["max_model_len"] == 96 and "vllm" in told["versions"]
+    names = {name for record in records for name in record.settings.req_ids}
+    assert all(len(name) == 16 for name in names)  # hashed
+
+    assert main(["replay", str(tmp_path)]) == 0
+    assert "57 steps: core and oracle prepare what was recorded" in capsys.readouterr().out
+    path = record_files(tmp_path)[20]
+    record = read_record(path)
+    changed = record.prepared["kv_cache_groups.1.slot_mapping"]
+    changed[-1] += 1
+    path.write_bytes(record.to_bytes())
+    assert main(["replay", str(tmp_path), "--step", "23", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    for difference, by in zip(told["first"], ("core", "oracle"), strict=True):
+        assert difference == {
+            "step": 23,
+            "by": by,
+            "variable": "kv_cache_groups.1.slot_mapping",
+            "index": [len(changed) - 1],
+            "req_id": record.settings.req_ids[-1],
+            "token": len(changed) - 1,
+            "recorded": int(changed[-1]),
+            "expected": int(changed[-1]) - 1,
+        }
+    assert main(["replay", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "1 of 57 steps differ" in text and "kv_cache_groups.1.slot_mapping[" in text
+    assert main(["replay", str(tmp_path), "--step", "99"]) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, asynchronous):
+    """Drafts of an EAGLE head; under async scheduling the last samples are on the device."""
+    model = make_model(tmp_path_factory.mktemp("qwen3"), spread=0.1, embedding_scale=20)
+    drafter = make_eagle_head(tmp_path_factory.mktemp("eagle"), model, "eagle")
+    drafts = {"method": "eagle", "num_speculative_tokens": 3, "model": str(drafter)}
+    with engine(
+        model,
+        max_num_seqs=5,
+        max_model_len=128,
+        block_size=4,
+        max_num_batched_tokens=48,
+        async_scheduling=asynchronous,
+        speculative_config=drafts,
+        additional_config=recording(tmp_path, "last 30", request_ids="plain"),
+    ) as llm:
+        recorder = runner_of(llm).recorder
+        generate(llm, prompts_of(SEED, [3, 1, 90, 40, 17, 30]), greedy(24))
+        assert not list(tmp_path.iterdir())  # nothing on disk until asked
+        (answer,) = llm.collective_rpc("dump_steps")
+        count, last = len(records_in(tmp_path)), recorder.steps - 1
+        generate(llm, prompts_of(SEED + 1, [20, 7]), greedy(8))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        folder = recorder.folder
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert answer == f"30 steps are in {folder} (dump_steps)" and count == 30
+    records = records_in(tmp_path)
+    assert [r.number for r in records] == list(range(last - 29, recorder.steps))
+    assert any(record.settings.req_ids[0].startswith("0") for record in records)
+    assert any(record.batch.num_draft_tokens.any() for record in records)
+    on_device = [r for r in records if "is_on_device" in r.prepared]
+    assert bool(on_device) == asynchronous
+    if asynchronous:
+        assert any(record.prepared["is_on_device"].any() for record in on_device)
+        assert any(record.batch.token_ids.min() < 0 for record in on_device)
+    check(records)
+
+
+def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
+    tmp_path_factory, tmp_path, capsys
+):
+    """A bug in preparation is recorded, and found beside neither device nor model."""
+    model = make_model(tmp_path_factory.mktemp("llama4"), **LLAMA4)
+    prepare_step = model_runner.prepare_step
+
+    def wrong(*args):
+        step = prepare_step(*args)
+        if step.num_reqs == 3 and (step.seq_lens > 60).any():
+            token = int(step.query_start_loc[1])
+            step.arrays.slot_mapping[:, token] += 1
+            step.arrays.seq_lens[2] += 1
+        return step
+
+    with engine(
+        model,
+        block_size=16,
+        max_num_batched_tokens=48,
+        additional_config=recording(tmp_path, "last 16"),
+    ) as llm:
+        generate(llm, prompts_of(SEED, [5, 90, 32, 33]), greedy(8))
+        llm.collective_rpc("dump_steps")
+        check(records_in(tmp_path))
+        runner = runner_of(llm)
+        sample = runner._sample
+
+        def fail(*args, **kwargs):
+            if (runner.last_step.seq_lens > 62).any():
+                raise RuntimeError("gone wrong")
+            return sample(*args, **kwargs)
+
+        runner._sample = fail
+        prompts = prompts_of(SEED + 1, [57, 59, 3])
+        with (
+            mock.patch.object(model_runner, "prepare_step", wrong),
+            pytest.raises(Exception, match="gone wrong"),
+        ):
+            generate(llm, prompts, greedy(12))
+    records = records_in(tmp_path)
+    assert len(records) > 16
+    differing = [record for record in records if replay_core(record)]
+    record = differing[0]
+    assert record.settings.num_reqs == 3
+    found = replay_oracle(record)
+    assert (found.variable, found.index) == ("seq_lens", (2,))
+    assert found.req_id == record.settings.req_ids[2]
+    assert found.recorded == found.expected + 1
+    assert main(["replay", str(tmp_path)]) == 1
+    assert f"{len(differing)} of {len(records)} steps differ" in capsys.readouterr().out
+
+
+def test_images_and_mrope_positions_are_recorded(vision_models, tmp_path, seed):
+    with engine(
+        vision_models / "qwen2_5_vl",
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=32,
+        block_size=16,
+        additional_config=recording(tmp_path, "0:1000"),
+    ) as llm:
+        requests = [chat(make_image(seed), "What is it?"), chat("And?"), chat(make_image(seed + 1))]
+        serve(llm, requests, greedy(4))
+    records = records_in(tmp_path)
+    assert {record.settings.takes_embeds for record in records} == {True, False}
+    assert {name for record in records for name in record.settings.modalities} == {"image"}
+    assert any(
+        (record.prepared["mrope_positions"][0] != record.prepared["mrope_positions"][2]).any()
+        for record in records
+    )
+    check(records)
