@@ -61,7 +61,7 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         block_size=4,
         num_gpu_blocks_override=76,
         max_model_len=96,
-        additional_config=recording(tmp_path, "3:60"),
+        additional_config=recording(tmp_path, "3:50"),
         **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16),
     ) as llm:
         preempted, prepared = count_preemptions(llm), []
@@ -71,10 +71,10 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
             keep(step, *more),
         )
         generate(llm, prompts[:1], greedy(2))
-        generate(llm, prompts, greedy(16))
+        generate(llm, prompts, greedy(24))
     records = records_in(tmp_path)
-    assert [record.number for record in records] == list(range(3, 60))
-    assert preempted["requests"] if isinstance(preempted, dict) else preempted
+    assert [record.number for record in records] == list(range(3, 50))
+    assert sum(preempted.values())
     assert {record.settings.mode for record in records} >= {"FULL", "PIECEWISE"}
     windows = [group.sliding_window for group in records[0].settings.groups]
     assert windows == [WINDOW, WINDOW, None]
@@ -90,7 +90,7 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
     assert all(len(name) == 16 for name in names)  # hashed
 
     assert main(["replay", str(tmp_path)]) == 0
-    assert "57 steps: core and oracle prepare what was recorded" in capsys.readouterr().out
+    assert "47 steps: core and oracle prepare what was recorded" in capsys.readouterr().out
     path = record_files(tmp_path)[20]
     record = read_record(path)
     changed = record.prepared["kv_cache_groups.1.slot_mapping"]
@@ -111,7 +111,7 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         }
     assert main(["replay", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "1 of 57 steps differ" in text and "kv_cache_groups.1.slot_mapping[" in text
+    assert "1 of 47 steps differ" in text and "kv_cache_groups.1.slot_mapping[" in text
     assert main(["replay", str(tmp_path), "--step", "99"]) == 2
 
 
@@ -129,7 +129,7 @@ def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, async
         max_num_batched_tokens=48,
         async_scheduling=asynchronous,
         speculative_config=drafts,
-        additional_config=recording(tmp_path, "last 30", request_ids="plain"),
+        additional_config=recording(tmp_path, "last 20", request_ids="plain"),
     ) as llm:
         recorder = runner_of(llm).recorder
         generate(llm, prompts_of(SEED, [3, 1, 90, 40, 17, 30]), greedy(24))
@@ -140,9 +140,9 @@ def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, async
         os.kill(os.getpid(), signal.SIGUSR1)
         folder = recorder.folder
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    assert answer == f"30 steps are in {folder} (dump_steps)" and count == 30
+    assert answer == f"20 steps are in {folder} (dump_steps)" and count == 20
     records = records_in(tmp_path)
-    assert [r.number for r in records] == list(range(last - 29, recorder.steps))
+    assert [r.number for r in records] == list(range(last - 19, recorder.steps))
     assert any(record.settings.req_ids[0].startswith("0") for record in records)
     assert any(record.batch.num_draft_tokens.any() for record in records)
     on_device = [r for r in records if "is_on_device" in r.prepared]

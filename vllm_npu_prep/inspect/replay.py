@@ -135,11 +135,14 @@ def replay_oracle(record: "StepRecord") -> Difference | None:
 def first_difference(
     record: "StepRecord", expected: Mapping[str, np.ndarray], by: str
 ) -> Difference | None:
-    """Compare a record with arrays by its names, in their order."""
-    for name, array in expected.items():
-        recorded = record.prepared.get(name)
-        if recorded is None:
+    """Compare a record with arrays by its names, in the record's order."""
+    for name in expected:
+        if name not in record.prepared:
             return Difference(record.number, by, name, (), None, None, "nothing", "an array")
+    for name, recorded in record.prepared.items():
+        array = expected.get(name)
+        if array is None:
+            continue
         if recorded.shape != array.shape:
             shapes = list(recorded.shape), list(array.shape)
             return Difference(record.number, by, f"{name}.shape", (), None, None, *shapes)
