@@ -1,0 +1,330 @@
+"""The recorder: what it keeps, what it writes, and that nothing of it reaches the engine."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.config import RecordConfig
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect import recorder as recorder_module
+from vllm_npu_prep.inspect.record import Recorded, RecordGroup, read_record
+from vllm_npu_prep.inspect.recorder import StepRecorder
+from vllm_npu_prep.inspect.replay import record_files, replay_core, replay_oracle
+from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
+from vllm_npu_prep.prep.kernels import PADDING_ROWS
+from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.prep.padding import Padding
+
+NUM_REQS, MODEL_LEN, BLOCK_SIZE = 6, 96, 4
+
+
+class Decodes:
+    """Requests that grow by a token a step, in one staging buffer, and change rows now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        width = MODEL_LEN // BLOCK_SIZE
+        lengths = self.rng.integers(1, 20, NUM_REQS).astype(np.int32)
+        self.tables = BatchTables(
+            num_computed_tokens=lengths,
+            num_prompt_tokens=lengths.copy(),
+            num_tokens=lengths + np.int32(1),
+            token_ids=self.rng.integers(2, 500, (NUM_REQS, MODEL_LEN)).astype(np.int32),
+            block_entries=np.full((NUM_REQS + PADDING_ROWS) * width, 7777, np.int32),  # stale
+            max_num_blocks=np.array([width], np.int32),
+            block_sizes=np.array([BLOCK_SIZE], np.int32),
+            num_blocks=np.zeros((1, NUM_REQS), np.int32),
+            num_known_blocks=np.zeros((1, NUM_REQS), np.int32),
+            num_device_blocks=np.zeros((1, NUM_REQS), np.int32),
+        )
+        self.table = self.tables.block_table(0)
+        self.next_block = 1
+        self.layout = step_layout(NUM_REQS, NUM_REQS, 1)
+        buffer = np.zeros(-(-self.layout.nbytes(0, NUM_REQS * width) // 64) * 64, np.uint8)
+        self.arrays = self.layout.views(buffer)
+        self.steps: list[dict[str, list]] = []
+
+    def step(self):
+        """Prepare the next step, and note what it was."""
+        tables = self.tables
+        if self.steps:
+            tables.num_computed_tokens[:] += 1
+            tables.num_tokens[:] += 1
+        if len(self.steps) % 5 == 3:  # two requests change places: their rows are sent again
+            for array in (
+                tables.num_computed_tokens,
+                tables.num_prompt_tokens,
+                tables.num_tokens,
+                tables.token_ids,
+                self.table,
+                tables.num_blocks[0],
+            ):
+                array[[0, 4]] = array[[4, 0]]
+            tables.num_known_blocks[0, [0, 4]] = 0
+        for row, length in enumerate(tables.num_computed_tokens + 1):
+            while tables.num_blocks[0, row] * BLOCK_SIZE < length:
+                self.table[row, tables.num_blocks[0, row]] = self.next_block
+                tables.num_blocks[0, row] += 1
+                self.next_block += 1
+        batch = StepBatch(
+            tables, np.ones(NUM_REQS, np.int32), np.zeros(NUM_REQS, np.int32), NUM_REQS
+        )
+        step = prepare_step(batch, Padding(NUM_REQS, NUM_REQS), self.layout, self.arrays)
+        owned = np.arange(self.table.shape[1]) < tables.num_blocks[0][:, None]
+        self.steps.append(
+            {
+                "block_table": np.where(owned, self.table, 0).tolist(),
+                "input_ids": step.input_ids.tolist(),
+                "slot_mapping": step.slot_mapping().tolist(),
+                "seq_lens": step.seq_lens.tolist(),
+            }
+        )
+        return step
+
+    def record(self, recorder: StepRecorder, count: int) -> None:
+        for _ in range(count):
+            recorder.keep(self.step(), [f"request {row}" for row in range(NUM_REQS)])
+
+
+@pytest.fixture
+def make(tmp_path, seed):
+    """A recorder of `Decodes`, closed in the end."""
+    made = []
+
+    def recorder(steps: str, **options) -> tuple[StepRecorder, Decodes]:
+        decodes = Decodes(seed)
+        config = RecordConfig(dir=str(tmp_path / "records"), steps=steps, **options)
+        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE)
+        made.append(StepRecorder(config, decodes.tables, recorded, {"versions": {"vllm": "0"}}))
+        return made[-1], decodes
+
+    yield recorder
+    for each in made:
+        each.close()
+
+
+def check(folder: Path, decodes: Decodes, numbers: Sequence[int]) -> None:
+    """Files of these steps, and what is in them."""
+    files = record_files(folder)
+    assert [file.name for file in files] == [f"step-{number:06d}.npz" for number in numbers]
+    for file, number in zip(files, numbers):
+        record = read_record(file)
+        for name, expected in decodes.steps[number].items():
+            assert record.prepared[name].tolist() == expected, (name, number)
+        assert replay_core(record) is None and replay_oracle(record) is None
+    assert not list(folder.glob(".*"))
+
+
+def test_a_span_of_steps_is_written_as_it_comes(make, caplog):
+    recorder, decodes = make("4:9")
+    decodes.record(recorder, 6)
+    check(recorder.folder, decodes, range(4, 6))
+    with caplog.at_level(logging.INFO, logger=recorder_module.logger.name):
+        decodes.record(recorder, 20)
+    check(recorder.folder, decodes, range(4, 9))
+    assert [record.message for record in caplog.records] == [
+        f"Recording stopped: steps 4:9 are in {recorder.folder}"
+    ]
+    manifest = json.loads((recorder.folder / "manifest.json").read_text())
+    assert manifest == {
+        "format": 1,
+        "steps": "4:9",
+        "reason": "asked for",
+        "request_ids": "hashed",
+        "versions": {"vllm": "0"},
+    }
+
+
+def test_the_ring_holds_tables_as_they_were_at_each_step(make):
+    recorder, decodes = make("last 7")
+    decodes.record(recorder, 31)
+    assert not recorder.folder.exists()
+    assert recorder.dump("asked for").startswith("7 steps are in ")
+    check(recorder.folder, decodes, range(24, 31))
+    assert recorder.dump("asked for").startswith("no new step")
+    decodes.record(recorder, 9)
+    assert recorder.dump("asked for").startswith("7 steps are in ")
+    check(recorder.folder, decodes, [*range(24, 31), *range(33, 40)])
+
+
+def test_a_signal_writes_the_ring_also_between_two_lines_of_the_recorder(make, monkeypatch):
+    recorder, decodes = make("last 5")
+    decodes.record(recorder, 8)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    check(recorder.folder, decodes, range(3, 8))
+    of_step = recorder_module.KeptStep.of_step
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return of_step(*args)
+
+    monkeypatch.setattr(recorder_module.KeptStep, "of_step", interrupted)
+    decodes.record(recorder, 1)
+    check(recorder.folder, decodes, range(3, 9))
+    recorder.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_a_signal_that_somebody_listens_to_is_left_alone(make, caplog):
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        with caplog.at_level(logging.INFO, logger=recorder_module.logger.name):
+            recorder, decodes = make("last 5")
+        decodes.record(recorder, 2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [1] and not recorder.folder.exists()
+        assert "SIGUSR1 is taken" in caplog.text
+        recorder.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [1, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_memory_of_the_ring_is_bounded(make):
+    recorder, decodes = make("last 100000", max_bytes=1 << 16)
+    decodes.record(recorder, 70)
+    kept = sum(each.nbytes for each in recorder._ring)
+    assert (1 << 16) * 0.8 < kept <= 1 << 16
+    held = len(recorder._ring)
+    assert 5 < held < 70
+    recorder.dump("asked for")
+    check(recorder.folder, decodes, range(70 - held, 70))
+
+
+def test_files_take_no_more_than_max_bytes(make, caplog):
+    recorder, decodes = make("0:50", max_bytes=1 << 16)
+    decodes.record(recorder, 50)
+    files = record_files(recorder.folder)
+    sizes = [file.stat().st_size for file in files]
+    assert (1 << 16) - 2 * max(sizes) < sum(sizes) <= 1 << 16
+    check(recorder.folder, decodes, range(len(files)))
+    (line,) = [record.message for record in caplog.records]
+    assert line == f"Recording stopped: step {len(files)} would exceed max_bytes 65,536"
+
+
+@pytest.mark.parametrize("steps", ["0:50", "last 5"])
+def test_a_full_disk_stops_recording_with_one_line(make, caplog, monkeypatch, steps):
+    recorder, decodes = make(steps)
+    decodes.record(recorder, 2)
+    recorder.dump("asked for")
+    fsync = os.fsync
+    calls = []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    caplog.clear()
+    decodes.record(recorder, 3)
+    recorder.dump("asked for")
+    decodes.record(recorder, 3)
+    recorder.dump("asked for")
+    assert len(calls) == 2
+    stopped = [r.message for r in caplog.records if "stopped" in r.message]
+    assert len(stopped) == 1 and "step-000003.npz: No space left on device" in stopped[0]
+    check(recorder.folder, decodes, range(3))  # and nothing half written
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_small_file_system_that_fills_up(make, tmp_path, caplog):
+    folder = tmp_path / "records"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        recorder, decodes = make("0:100")
+        decodes.record(recorder, 30)
+        files = record_files(recorder.folder)
+        assert 1 <= len(files) < 30
+        check(recorder.folder, decodes, range(len(files)))
+        assert [r.message.count("No space left") for r in caplog.records] == [1]
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("place", ["of_step", "record"])
+def test_a_bug_in_the_recorder_is_one_line_in_the_log(make, caplog, monkeypatch, place):
+    recorder, decodes = make("1:50")
+
+    def broken(*_):
+        raise RuntimeError("a bug\nin two lines")
+
+    monkeypatch.setattr(recorder_module.KeptStep, place, broken)
+    decodes.record(recorder, 5)
+    recorder.dump("asked for")
+    assert [record.message for record in caplog.records] == [
+        "Recording stopped: RuntimeError: a bug in two lines"
+    ]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_start_up(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = RecordConfig(dir=str(tmp_path / "file" / "records"))
+    with pytest.raises(PrepError, match=r"npu_prep.record.dir.*Not a directory"):
+        StepRecorder(config, Decodes(0).tables, Recorded((), MaskForm.DENSE))
+
+
+def test_names_are_hashed_alike_within_a_run_only(make):
+    names = []
+    for _ in range(2):
+        recorder, decodes = make("0:2")
+        decodes.record(recorder, 2)
+        first, second = (read_record(f).settings.req_ids for f in record_files(recorder.folder)[:2])
+        assert first == second and len(set(first)) == NUM_REQS
+        recorder.folder.rename(recorder.folder.with_name(f"run {len(names)}"))
+        names.append(first)
+    assert not set(names[0]) & set(names[1])
+    recorder, decodes = make("0:1", request_ids="plain")
+    recorder.keep(decodes.step(), [f"a\nb{row}" for row in range(NUM_REQS)])
+    (file,) = record_files(recorder.folder)
+    assert read_record(file).settings.req_ids[1] == "a?b1"
+
+
+def test_replay_runs_without_importing_vllm_or_torch(make, tmp_path):
+    recorder, decodes = make("0:3")
+    decodes.record(recorder, 3)
+    code = (
+        "import sys; from vllm_npu_prep.cli import main\n"
+        f"code = main(['replay', {str(recorder.folder)!r}])\n"
+        "sys.exit(3 if 'vllm' in sys.modules or 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3 steps: core and oracle prepare what was recorded\n"
+
+
+@pytest.mark.parametrize("given", ["nothing here", "a bad file", "a bad step"])
+def test_bad_paths_are_one_line_and_exit_code_2(make, tmp_path, capsys, given):
+    recorder, decodes = make("0:1")
+    decodes.record(recorder, 1)
+    command = ["replay", str(recorder.folder)]
+    if given == "nothing here":
+        command[1] = str(tmp_path)
+        for file in recorder.folder.iterdir():
+            file.unlink()
+    elif given == "a bad file":
+        (recorder.folder / "step-000001.npz").write_bytes(b"PK")
+    else:
+        command += ["--step", "7"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-npu-prep: error: ") and error.count("\n") == 1
