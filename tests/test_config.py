@@ -19,7 +19,15 @@ def test_nothing_given_means_defaults():
 
 def test_keys_are_read():
     given = {"mask": "compressed", "mask_budget_bytes": 1 << 20, "triton_kernels": "keep"}
-    assert parse_config({"npu_prep": given}).model_dump() == {"attention": "auto", **given}
+    parsed = parse_config({"npu_prep": given}).model_dump()
+    assert parsed == {"attention": "auto", "record": None, **given}
+
+
+def test_steps_to_record_are_read():
+    record = parse_config({"npu_prep": {"record": {"dir": "/tmp/r", "steps": "100:200"}}}).record
+    assert (record.span, record.last, record.request_ids) == (range(100, 200), 0, "hashed")
+    record = parse_config({"npu_prep": {"record": {"dir": "/tmp/r"}}}).record
+    assert (record.span, record.last, record.max_bytes) == (None, 64, 256 << 20)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,32 @@ def test_keys_are_read():
         ({"npu_prep": {"mask_budget_bytes": "1GB"}}, ["npu_prep.mask_budget_bytes", "1GB"]),
         ({"npu_prep": {"mask_budget_bytes": -1}}, ["npu_prep.mask_budget_bytes"]),
         ({"npu_prep": {"triton_kernels": True}}, ["npu_prep.triton_kernels", "'keep'"]),
+        ({"npu_prep": {"record": {"steps": "0:9"}}}, ['"npu_prep.record.dir" is missing']),
+        (
+            {"npu_prep": {"record": {"dir": "r", "step": "0:9"}}},
+            [
+                '"npu_prep.record" has no key "step"',
+                'did you mean "steps"',
+                "dir, steps, max_bytes",
+            ],
+        ),
+        *(
+            (
+                {"npu_prep": {"record": {"dir": "r", "steps": steps}}},
+                ["npu_prep.record.steps", says],
+            )
+            for steps, says in [
+                ("9:9", '"100:200", or "last 64"'),
+                ("last", '"last 64"'),
+                ("last 0", '"last 64"'),
+                ("-1:4", '"100:200"'),
+                ("1:2\n", '"100:200"'),
+                (64, "valid string"),
+            ]
+        ),
+        ({"npu_prep": {"record": {"dir": "", "steps": "0:9"}}}, ["npu_prep.record.dir"]),
+        ({"npu_prep": {"record": {"dir": "r", "max_bytes": 1}}}, ["npu_prep.record.max_bytes"]),
+        ({"npu_prep": {"record": "r"}}, ["npu_prep.record", "'r'"]),
         ({"npu_prep": []}, ["object"]),
         ({"npu-prep": {}}, ['unknown section "npu-prep"', 'write "npu_prep"']),
     ],

@@ -26,7 +26,8 @@ from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.record import prepared_arrays, read_record
+from vllm_npu_prep.inspect.contract import prepared_arrays
+from vllm_npu_prep.inspect.record_file import read_record
 from vllm_npu_prep.inspect.replay import record_files, replay_core, replay_oracle
 
 

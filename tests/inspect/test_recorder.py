@@ -17,7 +17,9 @@ from vllm_npu_prep.cli import main
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect import recorder as recorder_module
-from vllm_npu_prep.inspect.record import Recorded, RecordGroup, read_record
+from vllm_npu_prep.inspect.kept_step import Recorded
+from vllm_npu_prep.inspect.record import RecordGroup
+from vllm_npu_prep.inspect.record_file import read_record
 from vllm_npu_prep.inspect.recorder import StepRecorder
 from vllm_npu_prep.inspect.replay import record_files, replay_core, replay_oracle
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step

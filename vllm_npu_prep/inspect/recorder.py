@@ -22,14 +22,9 @@ import numpy as np
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.record import (
-    FORMAT,
-    BlockTablesThen,
-    KeptStep,
-    Recorded,
-    RecordGroup,
-    write_whole,
-)
+from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded
+from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
+from vllm_npu_prep.inspect.record_file import write_whole
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 

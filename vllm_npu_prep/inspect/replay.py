@@ -102,7 +102,7 @@ class Difference:
 
 def replay_core(record: "StepRecord") -> Difference | None:
     """Prepare a step again by the pure core; the first difference."""
-    from vllm_npu_prep.inspect.record import prepared_arrays
+    from vllm_npu_prep.inspect.contract import prepared_arrays
     from vllm_npu_prep.prep.batch import prepare_step
     from vllm_npu_prep.prep.layout import ALIGNMENT
 
@@ -273,7 +273,7 @@ def _oracle_arrays(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
     """What the oracle says of a step, by a record's names; what it can't know is as recorded."""
-    from vllm_npu_prep.inspect.record import GROUP_LEVEL
+    from vllm_npu_prep.inspect.contract import GROUP_LEVEL
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
 
     settings = record.settings
@@ -411,7 +411,7 @@ def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, list[Dif
     PrepError
         For a file that is no record, or if there is no such step.
     """
-    from vllm_npu_prep.inspect.record import read_record
+    from vllm_npu_prep.inspect.record_file import read_record
 
     files = record_files(path)
     if step is not None:

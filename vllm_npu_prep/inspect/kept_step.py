@@ -1,0 +1,276 @@
+"""What is copied of a step while the engine runs on, so that a record can be made of it later."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from numba import carray
+
+from vllm_npu_prep.inspect.contract import prepared_arrays
+from vllm_npu_prep.inspect.record import RecordBatch, RecordGroup, RecordSettings, StepRecord
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
+from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
+from vllm_npu_prep.prep.kernels import PADDING_ROWS, compiled, pointer
+from vllm_npu_prep.prep.mask import MaskForm
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is the same for all records of an engine."""
+
+    groups: tuple[RecordGroup, ...]
+    mask: MaskForm
+
+
+@compiled
+def copy_step(
+    tables,  # int64, `vllm_npu_prep.prep.batch.BatchTables.addresses`
+    arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
+    num_scheduled_tokens,  # [num_reqs] int32
+    previous_rows,  # [num_reqs or more] int64
+    num_sampled_rows,
+    staged_size,
+    kept,  # int32, written: `KeptStep.parts`
+):
+    """Copy what is kept of a step, in one pass: a dozen calls of numpy took four times as long."""
+    reqs, model_len, groups = tables[0], tables[1], tables[2]
+    num_reqs = num_scheduled_tokens.shape[0]
+    computed = carray(pointer(tables[4]), reqs, np.int32)
+    num_tokens = carray(pointer(tables[6]), reqs, np.int32)
+    token_ids = carray(pointer(tables[7]), (reqs, model_len), np.int32)
+    num_blocks = carray(pointer(tables[11]), (groups, reqs), np.int32)
+    kept[:staged_size] = carray(pointer(arrays[8]), staged_size, np.int32)  # from `positions` on
+    end = staged_size
+    kept[end : end + num_reqs] = computed[:num_reqs]
+    end += num_reqs
+    kept[end : end + num_reqs] = carray(pointer(tables[5]), reqs, np.int32)[:num_reqs]
+    end += num_reqs
+    kept[end : end + num_reqs] = num_tokens[:num_reqs]
+    end += num_reqs
+    for group in range(groups):
+        kept[end : end + num_reqs] = num_blocks[group, :num_reqs]
+        end += num_reqs
+    if num_sampled_rows > 0:
+        for req in range(num_reqs):
+            kept[end + req] = previous_rows[req]
+        end += num_reqs
+    if arrays[3] > 0:  # there can be drafts
+        for req in range(num_reqs):
+            seq_len = computed[req] + num_scheduled_tokens[req]
+            kept[end + req] = token_ids[req, min(seq_len, num_tokens[req] - 1)]
+        end += num_reqs
+    for req in range(num_reqs):
+        first = computed[req]
+        for offset in range(num_scheduled_tokens[req]):
+            kept[end + offset] = token_ids[req, first + offset]
+        end += num_scheduled_tokens[req]
+
+
+@dataclass(slots=True)
+class KeptStep:
+    """Copies of what a step read and wrote, for a record to be made later.
+
+    Tables and staging buffers go on to the next step; `step` is kept for its sizes. Block tables
+    are not here, only the entries that were new to the device: they travelled with the step
+    (`BlockTablesThen`).
+    """
+
+    number: int
+    step: PreparedStep
+    req_ids: Sequence[str]
+    copied: np.ndarray  # int32, `parts` behind one another
+    mrope: tuple[list[np.ndarray], np.ndarray] | None  # prompts' positions, deltas, by row
+    placeholders: Placeholders
+    modalities: Sequence[str]  # of each run of placeholders
+    rows_with_embeds: Sequence[int]
+
+    @classmethod
+    def of_step(
+        cls,
+        number: int,
+        step: PreparedStep,
+        req_ids: Sequence[str],
+        placeholders: Placeholders = NO_PLACEHOLDERS,
+        modalities: Sequence[str] = (),
+        rows_with_embeds: Sequence[int] = (),
+    ) -> "KeptStep":
+        """Copy what is needed of a step that was just prepared.
+
+        Parameters
+        ----------
+        number
+            Of the step, since start-up.
+        step
+            The prepared step, in its buffer.
+        req_ids
+            Of the batch; kept as it is.
+        placeholders, modalities, rows_with_embeds
+            See `vllm_npu_prep.prep.embeds`; kept as they are.
+        """
+        batch, tables = step.batch, step.batch.tables
+        num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
+        has_samples, has_drafts = batch.num_sampled_rows > 0, step.layout.max_drafts > 0
+        columns = 3 + step.layout.num_groups + has_samples + has_drafts
+        size = staged_size + columns * num_reqs + batch.total_num_scheduled_tokens
+        copied = np.empty(size, np.int32)
+        copy_step(
+            tables.addresses,
+            step.arrays.addresses,
+            batch.num_scheduled_tokens,
+            batch.previous_rows,
+            batch.num_sampled_rows,
+            staged_size,
+            copied,
+        )
+        mrope = None
+        if tables.mrope is not None:
+            mrope = tables.mrope.prompts, tables.mrope.position_deltas[:num_reqs].copy()
+        return cls(number, step, req_ids, copied, mrope, placeholders, modalities, rows_with_embeds)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept, near enough."""
+        return self.copied.nbytes + 64 * len(self.req_ids)
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """What was copied: ``staged``, the buffer that travelled, and arrays of `RecordBatch`."""
+        batch, num_reqs = self.step.batch, self.step.num_reqs
+        num_groups = self.step.layout.num_groups
+        sizes = {
+            "staged": self.step.nbytes // 4,
+            "num_computed_tokens": num_reqs,
+            "num_prompt_tokens": num_reqs,
+            "num_tokens": num_reqs,
+            "num_blocks": num_groups * num_reqs,
+            "previous_rows": num_reqs if batch.num_sampled_rows else 0,
+            "next_token_ids": num_reqs if self.step.layout.max_drafts else 0,
+            "token_ids": batch.total_num_scheduled_tokens,
+        }
+        ends = np.cumsum(list(sizes.values()))[:-1]
+        parts = dict(zip(sizes, np.split(self.copied, ends)))
+        parts["num_blocks"] = parts["num_blocks"].reshape(num_groups, num_reqs)
+        parts["previous_rows"] = parts["previous_rows"].astype(np.int64)
+        return parts
+
+    @property
+    def staged(self) -> np.ndarray:
+        """The buffer that travelled, uint8, up to a multiple of 8 bytes."""
+        staged = self.parts()["staged"]
+        return np.pad(staged, (0, len(staged) % 2)).view(np.uint8)
+
+    def record(self, recorded: Recorded, req_ids: list[str], blocks: np.ndarray) -> StepRecord:
+        """Make the record.
+
+        Parameters
+        ----------
+        recorded
+            The engine's.
+        req_ids
+            Names to record for the requests.
+        blocks
+            int32, block tables as the device had them (`BlockTablesThen.entries`).
+        """
+        then, layout = self.step, self.step.layout
+        tables, padding = then.batch.tables, then.padding
+        settings = RecordSettings(
+            step=self.number,
+            req_ids=req_ids,
+            max_num_reqs=len(tables.token_ids),
+            max_model_len=tables.max_model_len,
+            chunked_prefill=tables.chunked_prefill,
+            mask=recorded.mask.value,
+            block_sizes=tables.block_sizes.tolist(),
+            max_num_blocks=tables.max_num_blocks.tolist(),
+            groups=list(recorded.groups),
+            total_num_scheduled_tokens=then.total_num_scheduled_tokens,
+            mode=cast(Any, padding.mode.value),
+            num_input_tokens=padding.num_input_tokens,
+            num_reqs_padded=padding.num_reqs_padded,
+            decode_query_len=padding.decode_query_len,
+            max_logits=layout.max_logits,
+            max_drafts=layout.max_drafts,
+            mrope_dims=layout.mrope_dims,
+            num_sampled_rows=then.batch.num_sampled_rows,
+            num_sampled_drafts=then.batch.num_sampled_drafts,
+            takes_embeds=then.batch.takes_embeds,
+            modalities=list(self.modalities),
+        )
+        placed, parts = self.placeholders, self.parts()
+        del parts["staged"]
+        batch = RecordBatch(
+            num_scheduled_tokens=then.batch.num_scheduled_tokens,
+            num_draft_tokens=then.batch.num_draft_tokens[: then.num_reqs],
+            block_ids=self._block_ids(tables, parts["num_blocks"], blocks),
+            placeholders=np.stack([placed.rows, placed.starts, placed.ends], axis=1),
+            rows_with_embeds=np.array(self.rows_with_embeds, np.int64),
+            **self._mrope_arrays(parts["num_computed_tokens"]),
+            **parts,
+        )
+        record = StepRecord(settings, batch, {})
+        step = replace(then, arrays=layout.views(self.staged), batch=record.step_batch()[0])
+        step.batch.takes_embeds = then.batch.takes_embeds
+        record.prepared.update(prepared_arrays(step, settings))
+        return record
+
+    @staticmethod
+    def _block_ids(tables: BatchTables, num_blocks: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Blocks that the requests own, group by group."""
+        found, first = [np.empty(0, np.int32)], 0
+        num_rows = len(tables.token_ids)
+        for width, owned in zip(tables.max_num_blocks.tolist(), num_blocks):
+            table = blocks[first : first + len(owned) * width].reshape(len(owned), width)
+            found.append(table[np.arange(width) < owned[:, None]])
+            first += (num_rows + PADDING_ROWS) * width
+        return np.concatenate(found)
+
+    def _mrope_arrays(self, num_computed_tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """M-RoPE positions of the prompts' tokens in the step."""
+        batch, dims = self.step.batch, self.step.layout.mrope_dims
+        total = batch.total_num_scheduled_tokens
+        positions = np.zeros((dims, total if dims else 0), np.int64)
+        if self.mrope is None:
+            return {
+                "mrope_positions": positions,
+                "mrope_lengths": np.empty(0, np.int64),
+                "mrope_position_deltas": np.empty(0, np.int64),
+            }
+        prompts, deltas = self.mrope
+        lengths, start = np.zeros(len(deltas), np.int64), 0
+        counts = batch.num_scheduled_tokens.tolist()
+        for req, (first, count) in enumerate(zip(num_computed_tokens.tolist(), counts)):
+            if prompts[req].ndim == 2:  # others count up from 0
+                lengths[req] = prompts[req].shape[1]
+                seen = prompts[req][:, first : first + count]
+                positions[:, start : start + seen.shape[1]] = seen
+            start += count
+        return {
+            "mrope_positions": positions,
+            "mrope_lengths": lengths,
+            "mrope_position_deltas": deltas,
+        }
+
+
+class BlockTablesThen:
+    """Block tables as the device had them some steps ago, moved on step by step.
+
+    A step brings the entries that are new to the device, so there is no need to copy whole tables.
+
+    Parameters
+    ----------
+    entries
+        int32, the tables of all groups (`BatchTables.block_entries`); moved on in place.
+    """
+
+    def __init__(self, entries: np.ndarray) -> None:
+        self.entries = entries
+
+    def move_on(self, kept: KeptStep) -> None:
+        """Enter what a step sent."""
+        step = kept.step
+        if not step.num_block_changes:
+            return
+        _, indices, ids = step.layout.tail(step.batch.num_targets, step.num_block_changes)
+        copied = kept.copied  # begins with the buffer
+        entries = copied[2 * indices.start : 2 * indices.stop].view(np.int64)
+        self.entries[entries] = copied[ids]

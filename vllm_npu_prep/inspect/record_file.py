@@ -1,0 +1,259 @@
+"""Reading and writing records. Nothing in a file is taken on trust: sizes are checked before memory
+is asked for, and values before compiled code, which looks at no bounds, sees them."""
+
+import json
+import math
+import os
+import re
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, RecordSettings, StepRecord
+from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.layout import targets_per_row
+
+MAX_RECORD_BYTES = 1 << 28
+"""Most bytes of a record's arrays: a step of 8192 tokens and 256 rows of blocks has 10 MB."""
+
+MAX_TOKEN_CELLS = 1 << 30
+MAX_BLOCK_CELLS = 1 << 25
+"""Most cells of the tables that a record is prepared on. They are zeros nobody touches, but for the
+step's own, and take address space, not memory."""
+ARRAY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(<i4|<i8|\|b1|\|u1|\|S[1-9]\d?)', "
+    rb"'fortran_order': False, 'shape': \(([\d, ]{0,100})\), \} *\n",
+    re.DOTALL,
+)
+"""How numpy begins the arrays that records hold; anything else is refused unread."""
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that nobody sees before it is complete.
+
+    Raises
+    ------
+    OSError
+        If it can't be written; nothing is left behind.
+    """
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path) -> StepRecord:
+    """Read and check a record.
+
+    Raises
+    ------
+    PrepError
+        One line: what is wrong with the file.
+    """
+    try:
+        arrays = _read_arrays(path)
+        settings = _read_settings(arrays)
+        batch = _read_batch(settings, arrays)
+    except PrepError as error:
+        raise PrepError(f"{path}: {error}") from None
+    return StepRecord(settings, batch, arrays)
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Arrays of an ``.npz`` by name. Nothing is unpickled, and no array is larger than it says."""
+    try:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            raise PrepError(f"larger than {MAX_RECORD_BYTES:,} bytes, which no record is")
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > MAX_RECORD_BYTES:
+                raise PrepError(f"holds more than {MAX_RECORD_BYTES:,} bytes, which no record does")
+            contents = {}
+            for member in members:
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise PrepError(f"{member.filename!r} is compressed as no record is")
+                with archive.open(member) as file:
+                    content = file.read(member.file_size + 1)
+                if len(content) != member.file_size or member.filename in contents:
+                    raise PrepError(f"{member.filename!r} is not what the archive says")
+                contents[member.filename] = content
+    except OSError as error:
+        raise PrepError(error.strerror or str(error)) from None
+    except PrepError:
+        raise
+    except Exception as error:  # zipfile lets all that its parts raise for odd bytes pass
+        raise PrepError(f"no record: {type(error).__name__}: {_one_line(error)}") from None
+    return {_member_name(name): _parse_array(name, each) for name, each in contents.items()}
+
+
+def _member_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z_.0-9]{1,80}\.npy", name):
+        raise PrepError(f"{_one_line(repr(name))} is no array of a record")
+    return name.removesuffix(".npy")
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())[:200]
+
+
+def _parse_array(name: str, content: bytes) -> np.ndarray:
+    """An array as `numpy.save` writes it, of few types and at most two dimensions."""
+    found = ARRAY_HEADER.match(content)
+    if found is None or len(found[0]) != 10 + int.from_bytes(content[8:10], "little"):
+        raise PrepError(f"{name} is no array that a record holds")
+    dtype = np.dtype(found[1].decode())
+    shape = tuple(int(size) for size in found[2].decode().replace(",", " ").split())
+    if len(shape) > 2 or math.prod(shape) * dtype.itemsize != len(content) - len(found[0]):
+        raise PrepError(f"{name} has not the size that it says")
+    return np.frombuffer(content, dtype, offset=len(found[0])).reshape(shape).copy()
+
+
+def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
+    """Take the settings out of a record's arrays and check them."""
+    if "settings" not in arrays or arrays["settings"].dtype != np.uint8:
+        raise PrepError("no record: it has no settings")
+    try:
+        data = json.loads(arrays.pop("settings").tobytes())
+    except (ValueError, RecursionError) as error:
+        raise PrepError(f"settings: not JSON: {_one_line(error)}") from None
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise PrepError(
+            f"a record of format {_one_line(repr(version))}; this version reads format {FORMAT}"
+        )
+    try:
+        settings = RecordSettings.model_validate(data)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(part) for part in detail["loc"])
+        raise PrepError(f"settings.{_one_line(where)}: {_one_line(detail['msg'])}") from None
+    _check_settings(settings)
+    return settings
+
+
+def _require(holds: Any, what: str) -> None:
+    if not holds:
+        raise PrepError(f"contradicts itself: {what}")
+
+
+def _check_settings(settings: RecordSettings) -> None:
+    """What no single setting shows, and what memory it would take."""
+    num_groups, widths = len(settings.block_sizes), settings.max_num_blocks
+    num_rows = settings.max_num_reqs + PADDING_ROWS
+    _require(len(widths) == num_groups, "a width of each block table")
+    _require(settings.num_reqs <= settings.max_num_reqs, "more requests than max_num_reqs")
+    _require(settings.num_reqs <= settings.num_reqs_padded, "more requests than num_reqs_padded")
+    tokens = settings.total_num_scheduled_tokens
+    _require(settings.num_reqs <= tokens <= settings.num_input_tokens, "tokens of the step")
+    _require(settings.max_logits <= settings.num_input_tokens, "max_logits")
+    _require(settings.max_drafts <= settings.num_input_tokens, "max_drafts")
+    _require(settings.num_sampled_rows <= 1 << 16, "num_sampled_rows")
+    for name, cells, most in (
+        ("token", settings.max_num_reqs * settings.max_model_len, MAX_TOKEN_CELLS),
+        ("block", num_rows * sum(widths), MAX_BLOCK_CELLS),
+    ):
+        _require(cells <= most, f"a {name} table of {cells:,} cells")
+    _require({g.group for g in settings.groups} >= set(range(num_groups)), "groups")
+    sizes = {g.attention_chunk_size for g in settings.groups if g.attention_chunk_size}
+    _require(len(sizes) <= 1, "attention chunks of several sizes")
+    for group in settings.groups:
+        chunk_size = group.attention_chunk_size
+        if chunk_size:
+            _require(group.group < num_groups, "chunks without a block table")
+            block_size = settings.block_sizes[group.group]
+            _require(chunk_size % block_size == 0, "chunks that are no whole blocks")
+            per_chunk = chunk_size // block_size
+            _require(not any(w % per_chunk for w in widths), "rows that are no whole chunks")
+    layout_bytes = settings.layout.nbytes(
+        settings.num_sampled_rows * targets_per_row(settings.num_sampled_drafts)
+    )
+    _require(layout_bytes <= MAX_RECORD_BYTES, f"arrays of {layout_bytes:,} bytes")
+
+
+def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> RecordBatch:
+    """Take what the step was prepared from out of a record's arrays and check it."""
+    reqs, tokens = settings.num_reqs, settings.total_num_scheduled_tokens
+    dims = settings.mrope_dims
+    shapes: dict[str, tuple[int | None, ...]] = {
+        f.name: (reqs,) for f in fields(RecordBatch) if f.name.startswith("num_")
+    }
+    shapes |= {
+        "previous_rows": (reqs if settings.num_sampled_rows else 0,),
+        "token_ids": (tokens,),
+        "next_token_ids": (reqs if settings.max_drafts else 0,),
+        "num_blocks": (len(settings.block_sizes), reqs),
+        "block_ids": (None,),
+        "mrope_positions": (dims, tokens if dims else 0),
+        "mrope_lengths": (reqs if dims else 0,),
+        "mrope_position_deltas": (reqs if dims else 0,),
+        "placeholders": (len(settings.modalities), 3),
+        "rows_with_embeds": (None,),
+    }
+    found = {}
+    for item in fields(RecordBatch):
+        name, shape = f"batch.{item.name}", shapes[item.name]
+        array = arrays.pop(name, None)
+        _require(array is not None, f"{name} is missing")
+        assert array is not None
+        dtype = np.int64 if item.name in WIDE else np.int32
+        fits = len(array.shape) == len(shape) and all(
+            want is None or want == size for want, size in zip(shape, array.shape)
+        )
+        if array.dtype != dtype or not fits:
+            raise PrepError(
+                f"{name} is {array.dtype} {list(array.shape)}, its settings say "
+                f"{np.dtype(dtype)} {['any' if s is None else s for s in shape]}"
+            )
+        found[item.name] = array
+    batch = RecordBatch(**found)
+    _check_batch(settings, batch)
+    return batch
+
+
+def _check_batch(settings: RecordSettings, batch: RecordBatch) -> None:
+    """What compiled code relies on, which looks at no bounds."""
+
+    def between(array: np.ndarray, least: Any, most: Any) -> bool:
+        return bool(((array >= least) & (array <= most)).all())
+
+    max_model_len = settings.max_model_len
+    for name in ("num_computed_tokens", "num_scheduled_tokens", "num_prompt_tokens"):
+        _require(between(getattr(batch, name), 0, max_model_len), name)
+    computed = batch.num_computed_tokens.astype(np.int64)
+    scheduled = batch.num_scheduled_tokens.astype(np.int64)
+    drafts = batch.num_draft_tokens.astype(np.int64)
+    seq_lens = computed + scheduled
+    _require(between(batch.num_tokens, 1, max_model_len), "num_tokens")
+    _require(between(scheduled, 1, max_model_len), "num_scheduled_tokens")
+    _require(between(seq_lens, 1, max_model_len), "tokens past max_model_len")
+    _require(scheduled.sum() == settings.total_num_scheduled_tokens, "num_scheduled_tokens")
+    _require(between(drafts, 0, scheduled - 1), "num_draft_tokens")
+    _require(drafts.sum() <= settings.max_drafts, "more drafts than max_drafts")
+    _require(drafts.sum() + len(drafts) <= settings.max_logits, "more logits than max_logits")
+    last_row = settings.num_sampled_rows - 1
+    _require(between(batch.previous_rows, NO_PREVIOUS_ROW, last_row), "previous_rows")
+    widths = np.array(settings.max_num_blocks, np.int64)[:, None]
+    block_sizes = np.array(settings.block_sizes, np.int64)[:, None]
+    _require(between(batch.num_blocks, 0, widths), "num_blocks")
+    num_blocks = batch.num_blocks.sum(axis=1, dtype=np.int64)
+    _require(num_blocks.sum() == len(batch.block_ids), "block_ids")
+    last_blocks = np.repeat((1 << 31) // block_sizes[:, 0] - 1, num_blocks)
+    _require(between(batch.block_ids, 0, last_blocks), "block_ids past 32 bits of slots")
+    _require(between(seq_lens, 0, widths * block_sizes), "sequences past their block tables")
+    _require(between(batch.mrope_lengths, 0, max_model_len), "mrope_lengths")
+    _require(between(batch.mrope_positions, -(1 << 40), 1 << 40), "mrope_positions")
+    _require(between(batch.mrope_position_deltas, -(1 << 40), 1 << 40), "mrope_position_deltas")
+    _require(between(batch.placeholders[:, 0], 0, len(drafts) - 1), "placeholders")
+    _require(between(batch.placeholders[:, 1:], 0, 1 << 40), "placeholders")
+    _require(between(batch.rows_with_embeds, 0, len(drafts) - 1), "rows_with_embeds")
