@@ -19,6 +19,7 @@ def test_nothing_given_means_defaults():
 
 def test_keys_are_read():
     given = {"mask": "compressed", "mask_budget_bytes": 1 << 20, "triton_kernels": "keep"}
+    given["check"] = "full"
     parsed = parse_config({"npu_prep": given}).model_dump()
     assert parsed == {"attention": "auto", "record": None, **given}
 
@@ -66,6 +67,7 @@ def test_steps_to_record_are_read():
         ({"npu_prep": {"record": {"dir": "", "steps": "0:9"}}}, ["npu_prep.record.dir"]),
         ({"npu_prep": {"record": {"dir": "r", "max_bytes": 1}}}, ["npu_prep.record.max_bytes"]),
         ({"npu_prep": {"record": "r"}}, ["npu_prep.record", "'r'"]),
+        ({"npu_prep": {"check": "yes"}}, ["npu_prep.check", "'cheap'", "'full'"]),
         ({"npu_prep": []}, ["object"]),
         ({"npu-prep": {}}, ['unknown section "npu-prep"', 'write "npu_prep"']),
     ],

@@ -86,6 +86,8 @@ class PrepConfig(BaseModel):
         vLLM's own are kept, which needs Triton on the device.
     record
         Which steps are recorded, None for none.
+    check
+        What is verified of each step before its launch (`vllm_npu_prep.inspect.check`).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -95,6 +97,7 @@ class PrepConfig(BaseModel):
     mask_budget_bytes: int = Field(default=256 << 20, ge=1 << 14, le=1 << 40)
     triton_kernels: Literal["replace", "keep"] = "replace"
     record: RecordConfig | None = None
+    check: Literal["off", "cheap", "full"] = "cheap"
 
 
 def parse_config(additional_config: object) -> PrepConfig:

@@ -24,11 +24,14 @@ from vllm_npu_prep.attention.kv_cache import (
 )
 from vllm_npu_prep.attention.local_attention import LocalBlockTables, unwrap_backends
 from vllm_npu_prep.attention.metadata import AscendMetadata, common_metadata
+from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.graph.runner import GraphRunner
+from vllm_npu_prep.inspect.check import StepCheck, make_check
 from vllm_npu_prep.inspect.metrics import StepMetrics
 from vllm_npu_prep.inspect.recorder import StepRecorder, make_recorder
+from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
@@ -86,6 +89,7 @@ class NPUModelRunner(GraphRunner):
         self.last_step: PreparedStep | None = None
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
+        self.step_check: StepCheck | None = None
 
     # ----------------------------------------------------------------- the step
 
@@ -136,7 +140,23 @@ class NPUModelRunner(GraphRunner):
         self.metrics.add(step, self.step_counts.last, self.staging.waits, started)
         if self.recorder is not None and step.num_reqs:
             self.recorder.keep(step, *self._names_and_embeds())
+        if self.step_check is not None:
+            self._check_step(self.step_check, scheduler_output)
         return self._sampling_inputs(step, staged.device)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Let the check follow the scheduler on its own; upstream's lists grow later."""
+        if self.step_check is not None:
+            self.step_check.follow(scheduler_output)
+        super()._update_states(scheduler_output)
+
+    def _check_step(self, check: StepCheck, scheduler_output: SchedulerOutput) -> None:
+        """Raise rather than launch a step that breaks a rule."""
+        try:
+            check.verify(self, scheduler_output)
+        except StepCheckError as error:
+            logger.error("%s", error)
+            raise
 
     def _step_batch(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -368,6 +388,7 @@ class NPUModelRunner(GraphRunner):
             )
         self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
         self.recorder = make_recorder(self, self.recorder)
+        self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
         """Groups without a cache, behind those that have one: a group decides what its layers see.

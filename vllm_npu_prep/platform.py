@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-from vllm_npu_prep.config import Decisions, decisions_of
+from vllm_npu_prep.config import Decisions, decisions_of, parse_config
 from vllm_npu_prep.device import (
     CPU_KIND,
     choose_device,
@@ -218,6 +218,7 @@ def _log_start_up(
         f"sizes         {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} "
         f"tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
+        f"check         {parse_config(vllm_config.additional_config).check}",
     ]
     if model.supports_multimodal_inputs:
         rope = ", M-RoPE" if model.uses_mrope else ""

@@ -44,7 +44,7 @@ def test_host_step_prints_no_number_when_the_runners_disagree():
         "    step.arrays.positions[7] += 1\n"
         "    return step\n"
         "model_runner.prepare_step = planted\n"
-        "sys.argv = ['host_step.py', '--steps', '3', '--case', 'decode-256']\n"
+        "sys.argv = ['host_step.py', '--steps', '3', '--case', 'decode-256', '--check', 'off']\n"
         "host_step.main()\n"
     )
     result = run("-c", plant)

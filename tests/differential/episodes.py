@@ -476,6 +476,8 @@ def play(episode: Episode, steps: int) -> Traffic:
     """Run an episode; raises at the first disagreement or broken invariant."""
     family = "Qwen3" if episode.family == "pooling" else episode.family
     settings = dict(episode.settings)
+    options = settings.get("additional_config", {}).get("npu_prep", {})
+    settings["additional_config"] = {"npu_prep": {"check": "full", **options}}
     if drafts := settings.get("speculative_config"):
         drafts = settings["speculative_config"] = dict(drafts)
         if "model" in drafts:

@@ -98,8 +98,10 @@ def test_a_fault_is_noticed(monkeypatch, fault, error):
         return step
 
     monkeypatch.setattr(model_runner, "prepare_step", planted)
+    episode = Episode.draw(5)
+    episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = "off"
     with pytest.raises(error):
-        play(Episode.draw(5), STEPS)
+        play(episode, STEPS)
 
 
 def with_mask(change):

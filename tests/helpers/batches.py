@@ -1,5 +1,6 @@
 """Random batches for property tests, and the same batch for the core and for the oracle."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,12 @@ from vllm_npu_prep.prep.batch import (
     prepare_step,
 )
 from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
+
+LOCAL_GROUPS = (0, 2)
+"""Groups with chunks; the one between them has none, and the first one's blocks."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,38 @@ def step_batch(
         num_draft_tokens=column(r.num_draft_tokens for r in requests),
         total_num_scheduled_tokens=sum(r.num_scheduled_tokens for r in requests),
     )
+
+
+def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
+    """The step of an engine with three groups; ids of the last are those of the first plus 1000."""
+    local = LocalGroups(batch.block_size * blocks_per_chunk, blocks_per_chunk, LOCAL_GROUPS)
+    step = step_batch(
+        batch.requests,
+        batch.block_size,
+        batch.max_model_len,
+        batch.chunked_prefill,
+        extra_columns=0,
+    )
+    table = step.tables.block_table(0)
+    table = np.pad(table, ((0, 0), (0, -table.shape[1] % blocks_per_chunk)))
+    tables = [
+        table,
+        np.pad(table, ((0, 0), (0, blocks_per_chunk))),
+        table + np.int32(1000) * (table > 0),
+    ]
+    step.tables = dataclasses.replace(
+        step.tables,
+        block_sizes=np.full(3, batch.block_size, np.int32),
+        local=local,
+        **device_has_all(tables),
+    )
+    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
+    if batch.capture_sizes is not None:
+        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
+        sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
+        padding = full_graph_padding(*sizes)
+    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, local=local)
+    return prepare_step(step, padding, layout)
 
 
 @st.composite

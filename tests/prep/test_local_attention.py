@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.batches import RandomBatch, random_batches, step_batch
-from vllm_npu_prep.prep.batch import PreparedStep, device_has_all, prepare_step
+from tests.helpers.batches import (
+    LOCAL_GROUPS,
+    RandomBatch,
+    local_step,
+    random_batches,
+    step_batch,
+)
+from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.local_attention import (
     LocalGroups,
@@ -20,47 +26,9 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
 from vllm_npu_prep.prep.padding import (
     Padding,
-    full_graph_padding,
     full_padding,
-    no_padding,
-    uniform_query_len,
 )
 from vllm_npu_prep.prep.state import AttentionState
-
-GROUPS = (0, 2)
-"""Groups with chunks; the one between them has none, and the first one's blocks."""
-
-
-def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
-    """The step of an engine with three groups; ids of the last are those of the first plus 1000."""
-    local = LocalGroups(batch.block_size * blocks_per_chunk, blocks_per_chunk, GROUPS)
-    step = step_batch(
-        batch.requests,
-        batch.block_size,
-        batch.max_model_len,
-        batch.chunked_prefill,
-        extra_columns=0,
-    )
-    table = step.tables.block_table(0)
-    table = np.pad(table, ((0, 0), (0, -table.shape[1] % blocks_per_chunk)))
-    tables = [
-        table,
-        np.pad(table, ((0, 0), (0, blocks_per_chunk))),
-        table + np.int32(1000) * (table > 0),
-    ]
-    step.tables = dataclasses.replace(
-        step.tables,
-        block_sizes=np.full(3, batch.block_size, np.int32),
-        local=local,
-        **device_has_all(tables),
-    )
-    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
-    if batch.capture_sizes is not None:
-        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
-        sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
-        padding = full_graph_padding(*sizes)
-    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, local=local)
-    return prepare_step(step, padding, layout)
 
 
 def gathered(step: PreparedStep) -> np.ndarray:
@@ -188,6 +156,6 @@ def test_more_virtual_requests_than_places_are_refused():
     request = OracleRequest(0, 16, 16, range(16), range(1, 9))
     step = local_step(RandomBatch([request], 2, 32, None, None, True), 1)
     assert step.local.num_reqs == 8
-    layout = step_layout(16, 1, 3, 4, local=LocalGroups(32, 1, GROUPS))
+    layout = step_layout(16, 1, 3, 4, local=LocalGroups(32, 1, LOCAL_GROUPS))
     with pytest.raises(ValueError, match="more virtual requests"):
         prepare_step(step.batch, Padding(16, 1), layout)

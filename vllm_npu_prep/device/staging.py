@@ -115,6 +115,8 @@ class StagingRing:
     steps, waits
         Steps that were staged, and how many of them found their buffer still in flight. Waiting is
         the exception.
+    turn
+        Index of the present step's buffer.
     """
 
     def __init__(self, device: Device, nbytes: int, depth: int = 2, pin_memory: bool = False):
@@ -127,15 +129,15 @@ class StagingRing:
         self._twin_int64 = device.native(self.twin.int64)
         self._copies = [device.copy_to_device(self.twin.bytes, s.host.bytes) for s in self.slots]
         self._on_device: dict[StepLayout, DeviceArrays] = {}
-        self._turn = 0
+        self.turn = 0
         self.steps = 0
         self.waits = 0
 
     def acquire(self, layout: StepLayout) -> StagedArrays:
         """Take the next buffer; its arrays are free to be written until `submit` sends them."""
         self.steps += 1
-        self._turn = self.steps % len(self.slots)
-        slot = self.slots[self._turn]
+        self.turn = self.steps % len(self.slots)
+        slot = self.slots[self.turn]
         if slot.event is not None:
             self.waits += self.device.wait_event(slot.event)
             slot.event = None
@@ -151,8 +153,8 @@ class StagingRing:
 
     def submit(self, nbytes: int) -> None:
         """Copy the first `nbytes` of the buffer to the device: the one copy of a step."""
-        self._copies[self._turn](nbytes)
-        self.slots[self._turn].event = self.device.record_event()
+        self._copies[self.turn](nbytes)
+        self.slots[self.turn].event = self.device.record_event()
 
     def place_sampled_tokens(self, layout: StepLayout, sampled_token_ids: torch.Tensor) -> None:
         """Put the last step's samples where they belong; `submit` has sent their targets.

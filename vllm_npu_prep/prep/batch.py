@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_npu_prep.prep.checks import find_fault
 from vllm_npu_prep.prep.kernels import PADDING_ROWS, book_tokens, fill_step_at
 from vllm_npu_prep.prep.layout import (
     ALIGNMENT,
@@ -482,5 +483,6 @@ def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> None:
         local=local,
         **device_has_all([table]),
     )
-    prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))
+    step = prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))
+    find_fault(step, np.zeros(2, np.int64))
     book_tokens(np.zeros(1, np.int64), table[0] > 0, one.copy(), table.copy(), table > 0)

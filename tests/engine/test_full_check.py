@@ -1,0 +1,367 @@
+"""The full check: faults of each kind, planted between the steps of a real runner, are named.
+
+That it stays silent in mixed traffic is seen wherever episodes are played (tests/differential).
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
+from vllm_npu_prep import model_runner
+from vllm_npu_prep.inspect.check import make_check
+from vllm_npu_prep.inspect.violation import StepCheckError
+from vllm_npu_prep.prep.state import AttentionState
+
+BLOCK_SIZE = 16
+PROMPT_A, PROMPT_B = list(range(2, 22)), list(range(30, 40))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+def settings(**others):
+    return {
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": 64,
+        "additional_config": {"npu_prep": {"check": "full", "mask": "dense"}},
+        **others,
+    }
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with engine(model, async_scheduling=False, **settings()) as llm:
+        yield llm
+
+
+class Steps:
+    """Two requests on a runner whose check begins anew: A owns blocks 1 and 2, B block 3."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        runner._update_states(scheduler_output({}, finished=set(runner.requests)))
+        runner.block_tables.clear()
+        runner.step_check = make_check("full", runner)
+        self.ids = {}
+
+    def first(self):
+        """Both prompts."""
+        new = [new_request("A", PROMPT_A, [1, 2]), new_request("B", PROMPT_B, [3])]
+        self.step({"A": 20, "B": 10}, new=new)
+        return self
+
+    def step(self, counts, **others):
+        output = scheduler_output(counts, **others)
+        prepare(self.runner, output)
+        bookkeep(self.runner, output, dict.fromkeys(counts, 7))
+
+    def decode(self, **others):
+        """Each samples once more."""
+        output = self.decoded(**others)
+        prepare(self.runner, output)
+        bookkeep(self.runner, output, dict.fromkeys(output.num_scheduled_tokens, 7))
+
+    def decoded(self, *, without=(), **others):
+        lengths = {"A": ([], 20, 1), "B": ([], 10, 1)}
+        cached = {req_id: state for req_id, state in lengths.items() if req_id not in without}
+        counts = dict.fromkeys(cached, 1) | others.pop("counts", {})
+        return scheduler_output(counts, cached=cached | others.pop("cached", {}), **others)
+
+    def table(self):
+        return self.runner.input_batch.block_table[0].block_table.np
+
+
+def another_ones_block(steps, monkeypatch):
+    steps.first().table()[0, 1] = 3
+    steps.decode()
+
+
+def freed_block(steps, monkeypatch):
+    steps.first().decode(without=["A"], finished={"A"})
+    row = steps.runner.input_batch.req_id_to_index["B"]
+    steps.table()[row, 0] = 2
+    steps.step({"B": 1}, cached={"B": ([], 11, 2)})
+
+
+def block_from_before_preemption(steps, monkeypatch):
+    steps.first()
+    output = steps.decoded(without=["A"])
+    output.preempted_req_ids = {"A"}
+    prepare(steps.runner, output)
+    bookkeep(steps.runner, output, {"B": 7})
+    output = scheduler_output({"A": 21, "B": 1}, cached={"A": ([], 0, 1), "B": ([], 11, 2)})
+    cached = output.scheduled_cached_reqs
+    cached.resumed_req_ids, cached.new_block_ids[0] = {"A"}, ([5, 6],)
+    add_row = steps.runner.block_tables.add_row
+
+    def add_old_row(block_ids, row):
+        add_row(([1, 2],) if block_ids == ([5, 6],) else block_ids, row)
+
+    monkeypatch.setattr(steps.runner.block_tables, "add_row", add_old_row)
+    prepare(steps.runner, output)
+
+
+def null_block(steps, monkeypatch):
+    steps.first().table()[0, 0] = 0
+    steps.decode()
+
+
+def block_of_nobody(steps, monkeypatch):
+    steps.first().table()[0, 1] = 33
+    steps.decode()
+
+
+def blocks_in_another_order(steps, monkeypatch):
+    steps.first().table()[0, :2] = [2, 1]
+    steps.decode()
+
+
+def forgotten_block(steps, monkeypatch):
+    steps.first()
+    monkeypatch.setattr(steps.runner.block_tables, "append_row", lambda *_: None)
+    steps.decode(cached={"A": ([4], 20, 1)})
+
+
+def slot_in_its_block(steps, monkeypatch):
+    in_step(monkeypatch, lambda step: step.arrays.slot_mapping.__setitem__((0, 3), 16))
+    steps.first()
+
+
+def slot_in_a_foreign_block(steps, monkeypatch):
+    in_step(monkeypatch, lambda step: step.arrays.slot_mapping.__setitem__((0, 3), 50))
+    steps.first()
+
+
+def cached_block_that_nobody_wrote(steps, monkeypatch):
+    new = [new_request("C", [*PROMPT_A[:16], 5], [7, 8], 16)]
+    steps.first().decode(counts={"C": 1}, new=new)
+
+
+def cached_block_with_other_tokens(steps, monkeypatch):
+    new = [new_request("C", [*PROMPT_A[:15], 5, 5], [1, 8], 16)]
+    steps.first().decode(counts={"C": 1}, new=new)
+
+
+def cached_block_that_was_written_over(steps, monkeypatch):
+    """B gets a block of A, which is gone; then C is told to find A's tokens there."""
+    steps.first().decode(without=["A"], finished={"A"}, cached={"B": ([1], 10, 1)})
+    steps.step({"B": 7}, cached={"B": ([], 11, 2)})
+    new = [new_request("C", [*PROMPT_A[:16], 5], [1, 8], 16)]
+    steps.step({"B": 1, "C": 1}, cached={"B": ([], 18, 3)}, new=new)
+
+
+def shared_block_written(steps, monkeypatch):
+    """C shares A's first block, and A is told to compute the end of it again."""
+    new = [new_request("C", [*PROMPT_A[:16], 5], [1, 8], 16)]
+    steps.first().decode(counts={"C": 1}, new=new)
+    steps.step({"A": 6, "C": 1}, cached={"A": ([], 15, 2), "C": ([], 17, 1)})
+
+
+def block_handed_out_twice(steps, monkeypatch):
+    new = [new_request("C", [5, 6], [3])]
+    steps.first().decode(counts={"C": 2}, new=new)
+
+
+def block_twice_in_a_row(steps, monkeypatch):
+    steps.step({"C": 20}, new=[new_request("C", PROMPT_A, [4, 4])])
+
+
+def counted_one_more(steps, monkeypatch):
+    update = steps.first().runner._update_states
+
+    def updated(output):
+        update(output)
+        steps.runner.input_batch.num_computed_tokens_cpu[1] += 1
+
+    monkeypatch.setattr(steps.runner, "_update_states", updated)
+    steps.decode()
+
+
+def prompt_changed(steps, monkeypatch):
+    in_batch(steps, monkeypatch, lambda batch: batch.token_ids_cpu.__setitem__((1, 4), 77))
+    steps.first()
+
+
+def sample_forgotten(steps, monkeypatch):
+    steps.first()
+    in_step(monkeypatch, lambda step: step.arrays.input_ids.__setitem__(1, 8))
+    steps.decode()
+
+
+def discarded(steps, monkeypatch):
+    steps.first()
+    in_step(monkeypatch, lambda step: step.arrays.discard_request_mask.__setitem__(1, True))
+    steps.decode()
+
+
+def logits_of_another_token(steps, monkeypatch):
+    in_step(monkeypatch, lambda step: step.arrays.logits_indices.__setitem__(0, 18))
+    steps.first()
+
+
+def wrong_state(steps, monkeypatch):
+    steps.first()
+    in_step(monkeypatch, lambda step: setattr(step, "attn_state", AttentionState.ChunkedPrefill))
+    steps.decode()
+
+
+def copied_in_part(steps, monkeypatch):
+    steps.first()
+    submit = steps.runner.staging.submit
+    monkeypatch.setattr(steps.runner.staging, "submit", lambda nbytes: submit(nbytes // 2))
+    steps.decode()
+
+
+def buffer_written_too_early(steps, monkeypatch):
+    steps.first()
+    sent = steps.runner._staged.np
+    in_step(monkeypatch, lambda step: sent.positions.__setitem__(0, 5))
+    steps.decode()
+
+
+def device_table_changed(steps, monkeypatch):
+    steps.first().runner.block_tables.device_rows(2)[0][1, 0] = 9
+    steps.decode()
+
+
+def in_step(monkeypatch, fault):
+    """Plant a fault in what is prepared, before it is sent."""
+    prepare_step = model_runner.prepare_step
+
+    def planted(*args):
+        step = prepare_step(*args)
+        fault(step)
+        return step
+
+    monkeypatch.setattr(model_runner, "prepare_step", planted)
+
+
+def in_batch(steps, monkeypatch, fault):
+    """Plant a fault in the batch that upstream made."""
+    update = steps.runner._update_states
+
+    def updated(output):
+        update(output)
+        fault(steps.runner.input_batch)
+
+    monkeypatch.setattr(steps.runner, "_update_states", updated)
+
+
+def in_metadata(change):
+    """Plant a fault in what layers are given."""
+
+    def fault(steps, monkeypatch):
+        _, builder, _ = steps.runner._builders[0]
+        build_step = builder.build_step
+
+        def built(*args):
+            metadata = build_step(*args)
+            return replace(metadata, **change(metadata))
+
+        monkeypatch.setattr(builder, "build_step", built)
+        steps.first()
+
+    return fault
+
+
+def flipped(mask):
+    mask = mask.clone()
+    mask[4, 2] = True
+    return mask
+
+
+def by(name, change):
+    return in_metadata(lambda metadata: {name: change(getattr(metadata, name))})
+
+
+OTHER_STATE = in_metadata(lambda metadata: {"attn_state": AttentionState.SpecDecoding})
+FAULTS = {
+    another_ones_block: ("write into another's block", "A", "block 3 of request B, allowed 2"),
+    freed_block: ("write after free", "B", "block 2, which request A gave back, allowed 3"),
+    block_from_before_preemption: ("stale block", "A", "block 1, which it had before"),
+    null_block: ("null block", "A", "given the null block, allowed 1"),
+    block_of_nobody: ("wrong block", "A", "block 33, which nobody was given"),
+    blocks_in_another_order: ("wrong block", "A", "block 2, another one of its own, allowed 1"),
+    forgotten_block: ("block table", "A", "given 2 blocks, allowed 3"),
+    slot_in_its_block: ("slot", "A, token 3, position 3", "given 16, allowed 19"),
+    slot_in_a_foreign_block: ("write into another's block", "A, token 3", "block 3 of request B"),
+    cached_block_that_nobody_wrote: ("use before write", "C, position 0", "of block 7 that nobody"),
+    cached_block_with_other_tokens: ("content", "C, position 15", "last written by request A"),
+    cached_block_that_was_written_over: ("content", "C, position 0", "written by request B"),
+    shared_block_written: ("write into another's block", "A, token 0", "also of request C"),
+    block_handed_out_twice: ("owners", "B", "block 3, also of request C"),
+    block_twice_in_a_row: ("owners", "C", "block 4 twice"),
+    counted_one_more: ("computed tokens", "B", "given 11, allowed 10"),
+    prompt_changed: ("prompt", "B, token 24, position 4", "given 77, allowed 34"),
+    sample_forgotten: ("input_ids", "B, token 1", "given 8, allowed 7"),
+    discarded: ("discard_request_mask", "B", "given True, allowed False"),
+    logits_of_another_token: ("logits_indices", "A", "given 18, allowed 19"),
+    wrong_state: ("state", None, "given ChunkedPrefill, allowed DecodeOnly"),
+    copied_in_part: ("device", None, "on the device is the host's"),
+    buffer_written_too_early: ("staging", None, "stays as it was sent"),
+    device_table_changed: ("device block table", "B", "block 9 at place 0, allowed 3"),
+    OTHER_STATE: ("state of layers", None, "given SpecDecoding, allowed PrefillNoCache"),
+    by("attn_mask", lambda mask: None): ("mask", None, "given None, allowed (20, 20)"),
+    by("attn_mask", flipped): ("mask", None, "row 4, column 2 of the mask"),
+    by("seq_lens_np", lambda lens: lens[1:]): ("lists of one length", None, "given [2, 1, 2, 2]"),
+    by("seq_lens", lambda lens: lens + 1): ("lengths on the device", None, "given [21, 11]"),
+    by("max_seq_len", lambda longest: longest - 1): ("longest sequence of layers", None, "19"),
+    by("slot_mapping", lambda slots: slots + 1): ("slots of layers", None, "given [17"),
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: getattr(plant, "__name__", "fault"))
+def test_a_planted_fault_is_named(llm, monkeypatch, plant):
+    steps = Steps(runner_of(llm))
+    with pytest.raises(StepCheckError) as raised:
+        plant(steps, monkeypatch)
+    rule, request, values = FAULTS[plant]
+    said = str(raised.value)
+    assert raised.value.rule == rule, said
+    assert said.startswith(f'step check "{rule}": ') and "\n" not in said
+    assert request is None or f"request {request}" in said, said
+    assert values in said, said
+
+
+def test_steps_without_a_fault_are_silent(llm):
+    """Also those that share, resume, grow, and begin where another one ended."""
+    steps = Steps(runner_of(llm)).first()
+    new = [new_request("C", [*PROMPT_A[:16], 5], [1, 8], 16)]
+    output = steps.decoded(counts={"C": 1}, new=new)
+    prepare(steps.runner, output)
+    bookkeep(steps.runner, output, dict.fromkeys("ABC", 7))
+    steps.step({"C": 1, "D": 17}, cached={"C": ([], 17, 1)}, finished={"A", "B"},
+               new=[new_request("D", PROMPT_A[:17], [2, 3], 0)])  # fmt: skip
+
+
+def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch):
+    """Under asynchronous scheduling, where it never was on the host."""
+    with engine(model, async_scheduling=True, **settings()) as llm:
+        steps = Steps(runner_of(llm)).first()
+        samples = steps.runner._last_samples
+        monkeypatch.setattr(steps.runner, "_last_samples", lambda: samples().flip(0) + 1)
+        with pytest.raises(StepCheckError, match="request A, token 0: given 8, allowed 7"):
+            steps.decode()
+        monkeypatch.undo()
+        steps = Steps(runner_of(llm)).first()
+        steps.runner.block_tables.previous_rows[:2] = [1, 0]
+        with pytest.raises(StepCheckError, match="request A: given 1, allowed 0"):
+            steps.decode()
+
+
+def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch, caplog):
+    """The cheap check is on unless it is switched off."""
+    prompts, params = [PROMPT_A, PROMPT_B], greedy(4)
+    in_step(monkeypatch, lambda step: step.arrays.input_ids.__setitem__(0, 1 << 20))
+    with engine(model, additional_config={"npu_prep": {"check": "off"}}) as llm:
+        assert runner_of(llm).step_check is None
+    with engine(model) as llm:
+        seen = []
+        monkeypatch.setattr(runner_of(llm), "_on_violation", seen.append)
+        with pytest.raises(StepCheckError, match=r'"vocabulary".*token 0: given 1048576') as raised:
+            generate(llm, prompts, params)
+        assert seen == [raised.value]

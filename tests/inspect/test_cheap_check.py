@@ -1,0 +1,223 @@
+"""The cheap check: silent on whatever is prepared, and loud on each kind of fault, by name."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.batches import RandomBatch, local_step, random_batches
+from vllm_npu_prep.inspect.check import RULES, explain_fault
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.checks import Rule, find_fault
+from vllm_npu_prep.prep.oracle import OracleRequest
+from vllm_npu_prep.prep.padding import GraphMode
+
+VOCAB = 150_000
+REQ_IDS = ["one", "two", "three"]
+
+
+def owned(step: PreparedStep) -> PreparedStep:
+    """The step with as many blocks for each request as it needs, as an engine has it."""
+    tables = step.batch.tables
+    for group, block_size in enumerate(tables.block_sizes.tolist()):
+        tables.num_blocks[group, : step.num_reqs] = -(-step.seq_lens // block_size)
+    return step
+
+
+def limits(step: PreparedStep) -> np.ndarray:
+    """Of a cache that just holds the blocks of the tables."""
+    tables = step.batch.tables
+    slots = [
+        (1 + tables.block_table(group).max()) * block_size
+        for group, block_size in enumerate(tables.block_sizes)
+    ]
+    return np.array([VOCAB, *slots], np.int64)
+
+
+@given(random_batches(), st.booleans())
+def test_prepared_steps_break_no_rule(batch, in_full_graph):
+    step = owned(batch.step())
+    if in_full_graph and batch.capture_sizes is not None:
+        step.padding = replace(step.padding, mode=GraphMode.FULL)
+    assert find_fault(step, limits(step)) is None
+
+
+@given(random_batches(), st.integers(1, 5))
+def test_virtual_requests_break_no_rule(batch, blocks_per_chunk):
+    step = owned(local_step(batch, blocks_per_chunk))
+    assert find_fault(step, limits(step)) is None
+
+
+def mixed_step(capture_size: int = 16) -> PreparedStep:
+    """A decode, two prompts of five tokens each, and padding, in a full graph with chunks of 8."""
+    requests = [
+        OracleRequest(9, 1, 4, list(range(10)), [3, 1, 2]),
+        OracleRequest(0, 5, 5, list(range(20, 25)), [5, 4]),
+        OracleRequest(6, 5, 20, list(range(40, 60)), [6, 9, 8]),
+    ]
+    step = owned(local_step(RandomBatch(requests, 4, 40, [capture_size], None, True), 2))
+    step.padding = replace(step.padding, mode=GraphMode.FULL)
+    assert find_fault(step, limits(step)) is None
+    return step
+
+
+def message(step: PreparedStep) -> str:
+    fault = find_fault(step, limits(step))
+    assert fault is not None, "nothing was noticed"
+    error = explain_fault(step, limits(step), fault, REQ_IDS)
+    assert error.rule == RULES[fault.rule][0]
+    return str(error)
+
+
+def beyond_max_model_len(step):
+    for lengths in (step.batch.tables.num_computed_tokens, step.arrays.num_computed_tokens):
+        lengths[0] = 40
+    step.arrays.seq_lens[0] = 41
+
+
+def without_its_last_block(step):
+    step.batch.tables.num_blocks[0, 2] -= 1
+
+
+def of_another_block(step):
+    step.arrays.slot_mapping[0, 0] += 4
+
+
+def virtual_requests_without_padding(step):
+    step.arrays.local_query_start_loc[step.local.num_reqs :] = 11
+
+
+def changed(name, index, value):
+    """A fault that writes one entry of an array."""
+
+    def fault(step):
+        getattr(step.arrays, name)[index] = value
+
+    return fault
+
+
+FAULTS = {
+    "starts late": (
+        changed("query_start_loc", 0, 1),
+        ["starts", "given 1, allowed 0"],
+    ),
+    "a query one longer": (
+        changed("query_start_loc", 2, 7),
+        ["query lengths", "request two", "given 1 to 7, allowed 5 scheduled"],
+    ),
+    "fewer tokens than were scheduled": (
+        lambda step: setattr(step.batch, "total_num_scheduled_tokens", 12),
+        ["end", "given 11, allowed 12"],
+    ),
+    "a length that is not what is computed": (
+        changed("seq_lens", 2, 12),
+        ["lengths", "request three", "given 12 of 6 computed, allowed 11 of 6"],
+    ),
+    "computed tokens of another step": (
+        changed("num_computed_tokens", 0, 8),
+        ["lengths", "request one", "given 10 of 8 computed, allowed 10 of 9"],
+    ),
+    "beyond max_model_len": (
+        beyond_max_model_len,
+        ["model length", "request one", "given 41, allowed up to max_model_len 40"],
+    ),
+    "beyond the request's blocks": (
+        without_its_last_block,
+        ["blocks", "request three", "group 0", "given 11, allowed up to 8 in its 2 blocks"],
+    ),
+    "a position off by one": (
+        changed("positions", 3, 3),
+        ["positions", "request two, token 3", "given 3, allowed 2"],
+    ),
+    "an id beyond the vocabulary": (
+        changed("input_ids", 7, VOCAB),
+        ["vocabulary", "request three, token 7", f"given {VOCAB}, allowed 0 to {VOCAB - 1}"],
+    ),
+    "a placeholder for an id": (
+        changed("input_ids", 0, -1),
+        ["vocabulary", "request one, token 0", "given -1"],
+    ),
+    "a slot of the null block": (
+        changed("slot_mapping", (0, 2), 3),
+        ["slots", "request two, token 2, KV-cache group 0", "given 3, allowed 4 to 39"],
+    ),
+    "a slot behind the cache": (
+        changed("slot_mapping", (1, 2), 40),
+        ["slots", "request two, token 2, KV-cache group 1", "given 40"],
+    ),
+    "a slot of another block": (
+        of_another_block,
+        ["table", "request one, token 0, KV-cache group 0", "given 13, allowed 9, in its block 2"],
+    ),
+    "a maximum of queries too small": (
+        lambda step: setattr(step, "max_query_len", 4),
+        ["longest query", "given 4, allowed 5"],
+    ),
+    "a maximum of lengths too small": (
+        lambda step: setattr(step, "max_seq_len", 10),
+        ["longest sequence", "given 10, allowed 11"],
+    ),
+    "logits of padding": (
+        changed("logits_indices", 2, 11),
+        ["logits", "given token 11 in [0, 5, 11], allowed rising, below 11"],
+    ),
+    "padding that writes": (
+        changed("slot_mapping", (2, 13), 4),
+        ["padding", "token 13, KV-cache group 2", "given 4, allowed -1"],
+    ),
+    "padding with a length": (
+        changed("seq_lens", 3, 2),
+        ["padding requests", "padding request 3", "length 2"],
+    ),
+    "a graph that ends early": (
+        changed("query_start_loc", -1, 11),
+        ["TND end", "given 11, allowed 16"],
+    ),
+    "virtual requests that fall": (
+        changed("local_query_start_loc", 2, 0),
+        ["local queries", "virtual request 1", "given 1 to 0"],
+    ),
+    "a virtual length beyond its chunk": (
+        changed("local_seq_lens", 0, 9),
+        ["local lengths", "virtual request 0", "given 9", "one chunk of 8"],
+    ),
+    "a graph of virtual requests that ends early": (
+        virtual_requests_without_padding,
+        ["local TND end", "given 11, allowed 16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_planted_fault_is_named(kind):
+    step = mixed_step()
+    plant, parts = FAULTS[kind]
+    plant(step)
+    said = message(step)
+    assert said.startswith(f'step check "{parts[0]}": ') and "\n" not in said
+    for part in parts[1:]:
+        assert part in said, said
+
+
+def test_virtual_requests_end_at_the_tokens_of_the_step():
+    step = mixed_step()
+    starts, last = step.arrays.local_query_start_loc, step.local.num_reqs
+    starts[last] -= 1
+    step.arrays.local_seq_lens[last - 1] -= 1
+    assert 'step check "local end"' in message(step)
+
+
+def test_only_samples_on_the_device_may_be_placeholders():
+    step = mixed_step()
+    step.batch.num_sampled_rows, step.batch.previous_rows = 3, np.array([1, -1, -1], np.int64)
+    step.arrays.input_ids[0] = -1
+    assert find_fault(step, limits(step)) is None
+    step.batch.previous_rows = np.array([-1, 0, -1], np.int64)
+    assert find_fault(step, limits(step)).rule == Rule.VOCABULARY
+
+
+def test_every_rule_has_a_fault():
+    planted = {parts[0] for _, parts in FAULTS.values()} | {"local end"}
+    assert planted == {name for name, _ in RULES.values()}

@@ -1,0 +1,232 @@
+"""``{"npu_prep": {"check": "off|cheap|full"}}``: what is verified of a step before its launch.
+
+``cheap`` is one compiled pass over the step's host arrays (`vllm_npu_prep.prep.checks`); ``full``
+is `vllm_npu_prep.inspect.full_check`. Neither needs the scheduler, which a server has in another
+process.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_npu_prep.inspect.ledger import LedgerGroup, SlotLedger
+from vllm_npu_prep.inspect.violation import StepCheckError, given_allowed
+from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_npu_prep.prep.batch import PreparedStep
+
+
+class StepCheck:
+    """The cheap check of a runner's steps.
+
+    Parameters
+    ----------
+    vocab_size
+        Token ids are below it.
+    num_slots
+        Slots of each KV-cache group.
+
+    Attributes
+    ----------
+    limits, limits_with_embeds
+        What `find_fault` is given for steps of token ids and for steps with embeddings.
+    """
+
+    def __init__(self, vocab_size: int, num_slots: list[int]) -> None:
+        self.limits = np.array([vocab_size, *num_slots], np.int64)
+        self.limits_with_embeds = self.limits.copy()
+        self.limits_with_embeds[0] = 1 << 31
+
+    def follow(self, scheduler_output: "SchedulerOutput") -> None:
+        """Learn what the scheduler decided, before the runner's tables do."""
+
+    def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
+        """Check the step that a runner has just prepared.
+
+        Raises
+        ------
+        StepCheckError
+            Names the rule, the request, the token, what was given and what is allowed.
+        """
+        step = runner.last_step
+        limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
+        fault = find_fault(step, limits)
+        if fault is not None:
+            raise explain_fault(step, limits, fault, runner.input_batch.req_ids)
+
+
+def make_check(level: str, runner: Any) -> StepCheck | None:
+    """The check of a runner whose KV cache is there.
+
+    Parameters
+    ----------
+    level
+        ``"off"``, ``"cheap"`` or ``"full"``.
+    runner
+        The model runner.
+
+    Returns
+    -------
+    StepCheck
+        None if nothing is to be checked.
+    """
+    if level == "off":
+        return None
+    vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
+    # Groups of encoder-only layers come behind those that have tables.
+    block_sizes = runner._tables.block_sizes.tolist()
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
+    num_slots = [cache.num_blocks * spec.block_size for spec in specs]
+    if level == "cheap":
+        return StepCheck(vocab_size, num_slots)
+    from vllm_npu_prep.inspect.full_check import FullCheck
+
+    groups = [ledger_group(spec, size) for spec, size in zip(specs, block_sizes)]
+    num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
+    ledger = SlotLedger(
+        groups,
+        num_blocks,
+        loads=runner.vllm_config.kv_transfer_config is not None,
+        counts_are_bounds=runner.use_async_spec_decode,
+    )
+    return FullCheck(vocab_size, num_slots, ledger)
+
+
+def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
+    """A KV-cache group for the ledger.
+
+    Parameters
+    ----------
+    spec
+        The group's ``KVCacheSpec``. One of full attention may have a window, too: its layers see
+        less, and nothing of it is freed.
+    block_size
+        Of its block table.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    pages = spec.block_size // block_size
+    for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
+        spec = each
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return LedgerGroup(block_size, pages, window, getattr(spec, "attention_chunk_size", None))
+
+
+def explain_fault(
+    step: "PreparedStep", limits: np.ndarray, fault: Fault, req_ids: list[str]
+) -> StepCheckError:
+    """A fault in words.
+
+    Parameters
+    ----------
+    step, limits
+        As `find_fault` got them.
+    fault
+        What it found.
+    req_ids
+        Of the batch, in order.
+    """
+    rule, req, token, group = fault
+    arrays, tables = step.arrays, step.batch.tables
+    if req < 0 <= token < step.total_num_scheduled_tokens:
+        req = int(np.searchsorted(arrays.query_start_loc[: step.num_reqs + 1], token, "right")) - 1
+    is_local = rule >= Rule.LOCAL_QUERY_LENS
+    starts = arrays.local_query_start_loc if is_local else arrays.query_start_loc
+    given: Any
+    allowed: Any
+    name, text = RULES[rule]
+    if rule == Rule.STARTS_AT_ZERO:
+        given, allowed = starts[0], 0
+    elif rule == Rule.QUERY_LENS:
+        given = f"{starts[req]} to {starts[req + 1]}"
+        allowed = f"{step.query_lens[req]} scheduled tokens of {step.num_input_tokens}"
+    elif rule in (Rule.ENDS_AT_TOKENS, Rule.LOCAL_ENDS_AT_TOKENS):
+        given = starts[step.num_reqs] if rule == Rule.ENDS_AT_TOKENS else starts[req + 1]
+        allowed = step.total_num_scheduled_tokens
+    elif rule == Rule.SEQ_LENS:
+        given = f"{arrays.seq_lens[req]} of {arrays.num_computed_tokens[req]} computed"
+        computed = int(tables.num_computed_tokens[req])
+        allowed = f"{computed + step.query_lens[req]} of {computed} computed"
+    elif rule == Rule.MODEL_LEN:
+        given, allowed = arrays.seq_lens[req], f"up to max_model_len {tables.max_model_len}"
+    elif rule == Rule.BLOCKS:
+        owned = int(tables.num_blocks[group, req])
+        given = arrays.seq_lens[req]
+        allowed = f"up to {owned * int(tables.block_sizes[group])} in its {owned} blocks"
+    elif rule == Rule.POSITIONS:
+        given = arrays.positions[token]
+        allowed = int(arrays.num_computed_tokens[req]) + token - int(starts[req])
+    elif rule == Rule.VOCABULARY:
+        given, allowed = arrays.input_ids[token], f"0 to {limits[0] - 1}"
+    elif rule == Rule.SLOTS:
+        given = arrays.slot_mapping[group, token]
+        allowed = f"{tables.block_sizes[group]} to {limits[1 + group] - 1}"
+    elif rule == Rule.LAST_SLOT:
+        given = arrays.slot_mapping[group, token]
+        block, offset = divmod(int(arrays.seq_lens[req]) - 1, int(tables.block_sizes[group]))
+        number = int(tables.block_table(group)[req, block])
+        allowed = f"{number * int(tables.block_sizes[group]) + offset}, in its block {number}"
+    elif rule == Rule.MAX_QUERY_LEN:
+        given, allowed = step.max_query_len, step.query_lens.max(initial=0)
+    elif rule == Rule.MAX_SEQ_LEN:
+        given, allowed = step.max_seq_len, step.seq_lens.max(initial=0)
+    elif rule == Rule.LOGITS:
+        given = f"token {token} in {step.logits_indices.tolist()}"
+        allowed = f"rising, below {step.total_num_scheduled_tokens}"
+        token = -1
+    elif rule == Rule.PADDING_TOKENS:
+        given, allowed = arrays.slot_mapping[group, token], "-1"
+    elif rule == Rule.PADDING_REQS:
+        given = f"tokens {starts[req]} to {starts[req + 1]}, length {arrays.seq_lens[req]}"
+        allowed = f"tokens that rise to {step.num_input_tokens} at most, length 0"
+    elif rule in (Rule.ENDS_AT_INPUT_TOKENS, Rule.LOCAL_ENDS_AT_INPUT_TOKENS):
+        given, allowed = starts[-1], step.num_input_tokens
+    elif rule == Rule.LOCAL_QUERY_LENS:
+        given = f"{starts[req]} to {starts[req + 1]}"
+        allowed = f"rising from 0 to {step.num_input_tokens} at most"
+    else:
+        given = arrays.local_seq_lens[req]
+        assert tables.local is not None
+        allowed = (
+            f"computed and scheduled tokens of one chunk of {tables.local.attention_chunk_size}"
+        )
+    who = None
+    if is_local and req >= 0:
+        text = f"{text} (virtual request {req})"
+    elif 0 <= req < step.num_reqs:
+        who = req_ids[req]
+    elif req >= 0:
+        text = f"{text} (padding request {req})"
+    where: dict[str, Any] = {"request": who, "token": token if token >= 0 else None}
+    return given_allowed(name, text, given, allowed, **where, group=group if group >= 0 else None)
+
+
+RULES: dict[Rule, tuple[str, str]] = {
+    Rule.STARTS_AT_ZERO: ("starts", "query_start_loc starts at 0"),
+    Rule.QUERY_LENS: ("query lengths", "query_start_loc rises by the scheduled tokens"),
+    Rule.ENDS_AT_TOKENS: ("end", "real requests end at total_num_scheduled_tokens"),
+    Rule.SEQ_LENS: ("lengths", "seq_lens are the computed and the scheduled tokens"),
+    Rule.MODEL_LEN: ("model length", "seq_lens stay within max_model_len"),
+    Rule.BLOCKS: ("blocks", "sequences fit the blocks that their request owns"),
+    Rule.POSITIONS: ("positions", "positions count on from the computed tokens"),
+    Rule.VOCABULARY: ("vocabulary", "input_ids are of the vocabulary"),
+    Rule.SLOTS: ("slots", "slots lie in the cache and not in the null block"),
+    Rule.LAST_SLOT: ("table", "a slot is the one that the block table names"),
+    Rule.MAX_QUERY_LEN: ("longest query", "max_query_len is the longest query's"),
+    Rule.MAX_SEQ_LEN: ("longest sequence", "max_seq_len is the longest sequence's"),
+    Rule.LOGITS: ("logits", "logits_indices are tokens of the step"),
+    Rule.PADDING_TOKENS: ("padding", "padding writes no slot"),
+    Rule.PADDING_REQS: ("padding requests", "padding requests have no length"),
+    Rule.ENDS_AT_INPUT_TOKENS: ("TND end", "query_start_loc of a full graph ends at its tokens"),
+    Rule.LOCAL_QUERY_LENS: ("local queries", "local_query_start_loc rises from 0"),
+    Rule.LOCAL_SEQ_LENS: ("local lengths", "local_seq_lens stay within a chunk"),
+    Rule.LOCAL_ENDS_AT_TOKENS: ("local end", "virtual requests end at the step's tokens"),
+    Rule.LOCAL_ENDS_AT_INPUT_TOKENS: (
+        "local TND end",
+        "local_query_start_loc of a full graph ends at its tokens",
+    ),
+}
+"""Each rule's name and text."""

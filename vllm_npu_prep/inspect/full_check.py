@@ -1,0 +1,381 @@
+"""``{"npu_prep": {"check": "full"}}``: every invariant of every step, slow and thorough.
+
+Every variable is compared with the oracle, what layers and the device are given is compared with
+what was prepared, and who owns and who wrote each slot is followed from step to step
+(`vllm_npu_prep.inspect.ledger`). It waits for the device in each step.
+"""
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_npu_prep.inspect.check import StepCheck
+from vllm_npu_prep.inspect.ledger import SlotLedger
+from vllm_npu_prep.inspect.violation import expect, given_allowed
+from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
+from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests, oracle_step
+from vllm_npu_prep.prep.padding import GraphMode
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_npu_prep.device.staging import StagedArrays
+    from vllm_npu_prep.prep.batch import PreparedStep
+
+MAX_MASK_ENTRIES = 1 << 24
+"""Entries up to which a dense mask is compared one by one; of larger ones the shape is."""
+
+SAMPLED_ON_DEVICE = ("input_ids_and_spare", "draft_token_ids")
+"""Arrays that are completed on the device, where samples are still there."""
+
+TOKEN_ARRAYS = ("positions", "req_indices", "query_pos", "token_indices")
+REQUEST_ARRAYS = (
+    "query_start_loc",
+    "cu_num_tokens",
+    "query_lens",
+    "seq_lens",
+    "num_computed_tokens",
+    "logits_indices",
+)
+DRAFT_ARRAYS = (
+    "target_logits_indices",
+    "bonus_logits_indices",
+    "cu_num_draft_tokens",
+    "cu_num_sampled_tokens",
+)
+"""Arrays that are compared with the oracle's, by name."""
+
+
+class FullCheck(StepCheck):
+    """Every invariant, across steps.
+
+    Parameters
+    ----------
+    vocab_size, num_slots
+        See `StepCheck`.
+    ledger
+        Follows the blocks of the engine.
+    """
+
+    def __init__(self, vocab_size: int, num_slots: list[int], ledger: SlotLedger) -> None:
+        super().__init__(vocab_size, num_slots)
+        self.ledger = ledger
+        self._sent: tuple[Any, int, int] | None = None  # a staging buffer as it was sent
+        self._compressed_mask: np.ndarray | None = None
+        self._req_ids: list[str] = []  # of the batch, in order
+
+    def follow(self, scheduler_output: "SchedulerOutput") -> None:
+        """Blocks change hands as the scheduler says."""
+        self.ledger.follow(scheduler_output)
+
+    def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
+        """Check everything about the step that a runner has just prepared."""
+        step, staged = runner.last_step, runner._staged
+        self._check_staging(runner.staging, step.nbytes)
+        super().verify(runner, scheduler_output)
+        if not step.num_reqs:  # a dummy run, all of it padding
+            return
+        self._req_ids = req_ids = runner.input_batch.req_ids
+        for row, req_id in enumerate(req_ids):
+            told = scheduler_output.num_scheduled_tokens.get(req_id)
+            expect("scheduled tokens", int(step.query_lens[row]), told, request=req_id)
+        input_ids = staged.device.input_ids.cpu().numpy()[: step.total_num_scheduled_tokens]
+        self._check_samples(runner, step, input_ids)
+        self.ledger.verify(step, req_ids, input_ids)
+        self._check_oracle(runner, step, input_ids)
+        self._check_device(runner, step, staged)
+        self.check_layers(runner, step)
+
+    def _check_staging(self, staging: Any, nbytes: int) -> None:
+        """What the last step sent is as it was sent; its copy may still be under way."""
+        if self._sent is not None and self._sent[0] is not staging.slots[staging.turn]:
+            slot, sent_bytes, checksum = self._sent
+            if zlib.crc32(slot.host_np[:sent_bytes]) != checksum:
+                raise given_allowed(
+                    "staging",
+                    "a staging buffer stays as it was sent until its turn comes again",
+                    "another content",
+                    f"the {sent_bytes} bytes that were sent",
+                )
+        slot = staging.slots[staging.turn]
+        self._sent = slot, nbytes, zlib.crc32(slot.host_np[:nbytes])
+
+    def _check_samples(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
+        """Samples that were still on the device went to the requests that they are of."""
+        batch = runner.input_batch
+        if not step.batch.num_sampled_rows:
+            return
+        sampled = batch.prev_sampled_token_ids[:, 0].cpu().numpy()
+        of_last_step = batch.prev_req_id_to_index or {}
+        for row, req_id in enumerate(batch.req_ids):
+            last = of_last_step.get(req_id, -1)
+            given = int(step.batch.previous_rows[row])
+            expect("row of the last step's sample", given, last, request=req_id)
+            if last >= 0:
+                token = int(step.query_start_loc[row + 1]) - 1
+                token -= int(step.batch.num_draft_tokens[row])
+                where = {"request": req_id, "token": token}
+                expect("last step's sample", int(input_ids[token]), int(sampled[last]), **where)
+                drafts = input_ids[token + 1 : int(step.query_start_loc[row + 1])].tolist()
+                if drafts:
+                    made = runner._draft_token_ids[last, : len(drafts)].clamp(min=0).tolist()
+                    expect("last step's drafts", drafts, made, **where)
+
+    def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
+        """All variables once more, token by token."""
+        tables, arrays = step.batch.tables, step.arrays
+        awaited = step.batch.num_sampled_rows > 0
+        for group in range(max(1, tables.num_groups)):
+            block_size = int(tables.block_sizes[group]) if tables.num_groups else 1
+            requests = [
+                self._oracle_request(runner, step, row, group, input_ids, awaited)
+                for row in range(step.num_reqs)
+            ]
+            expected = oracle_step(
+                requests,
+                block_size=block_size,
+                max_model_len=tables.max_model_len,
+                mask="compressed",
+                chunked_prefill=tables.chunked_prefill,
+                speculation=runner.speculative_config is not None,
+                mrope_dims=runner.mrope_dims,
+            )
+            if tables.num_groups:
+                for name in ("slot_mapping", "block_numbers", "block_offsets"):
+                    self._compare(step, name, getattr(step, name)(group), expected[name], group)
+                self._check_local(step, requests, group, block_size)
+            if group:
+                continue
+            for name in (*TOKEN_ARRAYS, *REQUEST_ARRAYS):
+                self._compare(step, name, getattr(step, name), expected[name])
+            if runner.mrope_dims:
+                for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
+                    self._compare(step, "mrope_positions", given, row)
+            if not step.batch.takes_embeds:
+                self._compare(step, "input_ids", input_ids, expected["input_ids"])
+            if runner.speculative_config is not None:
+                for name in DRAFT_ARRAYS:
+                    self._compare(step, name, getattr(step, name), expected[name])
+            for name in ("max_query_len", "max_seq_len"):
+                expect(name, int(getattr(step, name)), expected[name])
+            if step.padding.mode is not GraphMode.FULL:
+                expect("state", step.attn_state.name, expected["attn_state"])
+        known = tables.num_tokens[: step.num_reqs]
+        discard = arrays.discard_request_mask[: step.num_reqs]
+        self._compare(step, "discard_request_mask", discard, (step.seq_lens < known).tolist())
+
+    def _oracle_request(
+        self,
+        runner: Any,
+        step: "PreparedStep",
+        row: int,
+        group: int,
+        input_ids: np.ndarray,
+        awaited: bool,
+    ) -> OracleRequest:
+        tables, req_id = step.batch.tables, runner.input_batch.req_ids[row]
+        state = runner.requests[req_id]
+        drafts = int(step.batch.num_draft_tokens[row])
+        start, end = step.query_start_loc[row : row + 2].tolist()
+        seq_len = int(step.seq_lens[row])
+        # The host may know more than this step reads; what it awaits, the device has.
+        known = max(int(tables.num_tokens[row]), seq_len - drafts)
+        token_ids = tables.token_ids[row, : max(known, seq_len)].tolist()
+        if awaited and step.batch.previous_rows[row] >= 0:
+            token_ids[seq_len - end + start : seq_len] = input_ids[start:end].tolist()
+        blocks = [0] * seq_len
+        if tables.num_groups:
+            blocks = self.ledger.requests[req_id].blocks[group]
+        mrope = {}
+        if runner.mrope_dims and state.mrope_positions is not None:
+            mrope = {
+                "mrope_positions": state.mrope_positions.tolist(),
+                "mrope_position_delta": state.mrope_position_delta or 0,
+            }
+        return OracleRequest(
+            num_computed_tokens=seq_len - end + start,
+            num_scheduled_tokens=end - start,
+            num_prompt_tokens=state.num_prompt_tokens,
+            token_ids=token_ids[:known],
+            block_ids=blocks,
+            num_draft_tokens=drafts,
+            draft_token_ids=token_ids[seq_len - drafts : seq_len],
+            **mrope,
+        )
+
+    def _check_local(
+        self, step: "PreparedStep", requests: list[OracleRequest], group: int, block_size: int
+    ) -> None:
+        """Virtual requests of a group that has some."""
+        local = step.batch.tables.local
+        if local is None or group not in local.groups:
+            return
+        expected = oracle_local_requests(
+            requests, attention_chunk_size=local.attention_chunk_size, block_size=block_size
+        )
+        for name, given in step.local_requests(group).items():
+            if given.tolist() != expected[name]:
+                raise given_allowed(
+                    f"local {name}",
+                    f"{name} of virtual requests are the oracle's",
+                    given.tolist(),
+                    expected[name],
+                    group=group,
+                )
+
+    def _compare(
+        self,
+        step: "PreparedStep",
+        name: str,
+        given: np.ndarray,
+        expected: list[Any],
+        group: int | None = None,
+    ) -> None:
+        """An array of the step and the oracle's."""
+        pairs = list(zip(given.tolist(), expected))
+        index = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
+        if index is None:
+            expect(f"length of {name}", len(given), len(expected), group=group)
+            return
+        mine, other = pairs[index]
+        token = row = None
+        if len(expected) == step.total_num_scheduled_tokens and name not in REQUEST_ARRAYS:
+            token = index
+            row = int(np.searchsorted(step.query_start_loc, token, side="right")) - 1
+        elif len(expected) == step.num_reqs:
+            row = index
+        request = None if row is None else self._req_ids[row]
+        where: dict[str, Any] = {"request": request, "token": token, "group": group}
+        text = f"{name}[{index}] is the oracle's"
+        raise given_allowed(name, text, mine, other, **where)
+
+    def _check_device(self, runner: Any, step: "PreparedStep", staged: "StagedArrays") -> None:
+        """The device has what was prepared: arrays, and block tables as far as they are owned."""
+        for name in step.layout.arrays:
+            if name == "slot_mapping":
+                for group, slots in enumerate(staged.device.slot_mapping):
+                    expected = staged.np.slot_mapping[group]
+                    self._expect_copy(name, slots.cpu().numpy(), expected, group)
+            elif name not in SAMPLED_ON_DEVICE or not step.batch.num_sampled_rows:
+                given = getattr(staged.device, name).cpu().numpy()
+                expected = getattr(staged.np, name)
+                self._expect_copy(name, given, expected.reshape(given.shape))
+        rows = runner.block_tables.device_rows(step.padding.num_reqs_padded)
+        for group, on_device in enumerate(rows):
+            entries = on_device.cpu().numpy()
+            table = step.batch.tables.block_table(group)
+            for row in range(step.num_reqs):
+                owned = int(step.batch.tables.num_blocks[group, row])
+                for place in np.flatnonzero(entries[row, :owned] != table[row, :owned])[:1]:
+                    raise given_allowed(
+                        "device block table",
+                        "the device's block table is the host's",
+                        f"block {entries[row, place]} at place {place}",
+                        int(table[row, place]),
+                        request=self._req_ids[row],
+                        group=group,
+                    )
+            if step.padding.mode is GraphMode.FULL and entries[step.num_reqs :].any():
+                raise given_allowed(
+                    "device block table",
+                    "padding requests have the null block",
+                    entries[step.num_reqs :].tolist(),
+                    0,
+                    group=group,
+                )
+
+    @staticmethod
+    def _expect_copy(
+        name: str, given: np.ndarray, expected: np.ndarray, group: int | None = None
+    ) -> None:
+        for place in np.argwhere(given != expected)[:1]:
+            index = tuple(place.tolist())
+            raise given_allowed(
+                "device",
+                f"{name}{list(index)} on the device is the host's",
+                given[index],
+                expected[index],
+                group=group,
+            )
+
+    def check_layers(self, runner: Any, step: "PreparedStep") -> None:
+        """What the model's layers are given of the step: the state, the mask, the lists.
+
+        Raises
+        ------
+        StepCheckError
+            Names what differs from the step.
+        """
+        seen = runner._attn_metadata
+        named = sorted(name for _, _, names in runner._builders for name in names)
+        expect("layers", sorted(seen), named)
+        for group, builder, layer_names in runner._builders:
+            for metadata in {id(seen[name]): seen[name] for name in layer_names}.values():
+                where: dict[str, Any] = {"group": group}
+                expect("state of layers", metadata.attn_state.name, step.attn_state.name, **where)
+                self._check_mask(step, builder, metadata, group)
+                self._check_lists(step, builder, metadata, group)
+
+    def _check_mask(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
+        max_seq_len = step.max_seq_len
+        if builder.attention_chunk_size is not None and step.local is not None:
+            max_seq_len = step.local.max_seq_len
+        plan = plan_mask(
+            step.attn_state,
+            builder.decisions.mask_form,
+            step.num_input_tokens,
+            max_seq_len,
+            sliding_window=builder.sliding_window,
+            attention_chunk_size=builder.attention_chunk_size,
+            causal=builder.causal,
+        )
+        mask = metadata.attn_mask
+        shape = None if mask is None else tuple(mask.shape)
+        expect("mask", shape, plan.shape, group=group)
+        if mask is None or mask.numel() > MAX_MASK_ENTRIES:
+            return
+        if plan.kind is MaskKind.COMPRESSED:
+            if self._compressed_mask is None:
+                self._compressed_mask = build_mask(plan, step.positions)
+            expected = self._compressed_mask
+        else:
+            expected = build_mask(plan, step.positions)
+        assert expected is not None
+        for place in np.argwhere((mask != 0).cpu().numpy() != (expected != 0))[:1]:
+            row, column = place.tolist()
+            raise given_allowed(
+                "mask",
+                f"row {row}, column {column} of the mask",
+                "seen" if expected[row, column] else "masked",
+                "masked" if expected[row, column] else "seen",
+                group=group,
+            )
+
+    def _check_lists(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
+        """Queries, lengths, tables and slots fit together, on the host and on the device."""
+        starts, lengths = metadata.query_start_loc_np, metadata.seq_lens_np
+        is_full = step.padding.mode is GraphMode.FULL
+        where: dict[str, Any] = {"group": group}
+        rows = [len(starts) - 1, len(lengths), len(metadata.num_computed_tokens)]
+        if metadata.block_tables is not None:
+            rows.append(len(metadata.block_tables))
+        expect("lists of one length", rows, [rows[0]] * len(rows), **where)
+        expect("in a full graph", metadata.in_full_graph, is_full, **where)
+        on_device = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        expect("queries on the device", on_device[0], starts.tolist(), **where)
+        expect("lengths on the device", on_device[1], lengths.tolist(), **where)
+        end = step.num_input_tokens if is_full else step.total_num_scheduled_tokens
+        expect("queries of layers", int(starts[-1]), end, **where)
+        if builder.attention_chunk_size is None:
+            arrays = step.arrays
+            expect("queries of layers", starts.tolist(), arrays.query_start_loc.tolist(), **where)
+            expect("lengths of layers", lengths.tolist(), arrays.seq_lens.tolist(), **where)
+            expect("requests of layers", metadata.num_reqs, step.num_reqs, **where)
+        expect("padding of layers", lengths[metadata.num_reqs :].any(), False, **where)
+        longest = int(np.diff(starts[: metadata.num_reqs + 1]).max())
+        expect("longest query of layers", metadata.max_query_len, longest, **where)
+        expect("longest sequence of layers", metadata.max_seq_len, int(lengths.max()), **where)
+        if metadata.slot_mapping is not None:
+            slots = step.arrays.slot_mapping[group].tolist()
+            expect("slots of layers", metadata.slot_mapping.tolist(), slots, **where)

@@ -1,0 +1,476 @@
+"""Who owns each block and who wrote each slot, from step to step.
+
+A worker sees the scheduler's decisions only: which blocks a request gets, and that it finished or
+was preempted. That is enough to know what each block is for, apart from the runner's own tables.
+What a slot holds is named by a hash of the tokens up to it, as prefix caching names blocks: two
+requests with the same beginning may read the same slot, and no others.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_npu_prep.inspect.violation import StepCheckError, given_allowed
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    from vllm_npu_prep.prep.batch import PreparedStep
+
+NULL_BLOCK = 0
+UNKNOWN = -1
+"""A token that was sampled and never seen here."""
+
+NOBODY = 0
+"""What a slot holds that was never written."""
+
+LARGEST_CONTENT = 1 << 62
+"""Names of contents are below this, so that groups can be added to them."""
+
+
+@dataclass(frozen=True)
+class LedgerGroup:
+    """What the ledger has to know of a KV-cache group."""
+
+    block_size: int  # of the block tables, in tokens
+    blocks_per_page: int = 1  # blocks of the tables for each one that the scheduler hands out
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def first_needed(self, position: int) -> int:
+        """First position that the token at a position sees; what is before it may be freed."""
+        if self.sliding_window is not None:
+            return max(0, position - self.sliding_window + 1)
+        if self.attention_chunk_size is not None:
+            return position // self.attention_chunk_size * self.attention_chunk_size
+        return 0
+
+    def as_tables(self, block_ids: Iterable[int]) -> list[int]:
+        """Blocks as block tables have them."""
+        pages = self.blocks_per_page
+        return [page * pages + part for page in block_ids for part in range(pages)]
+
+
+@dataclass
+class _Request:
+    """A request as the scheduler told of it."""
+
+    seed: int  # of the hash of its tokens
+    prompt: list[int]  # UNKNOWN where a vector is given
+    contents: dict[int, int]  # what is at a position beside a token id: vectors, images
+    blocks: list[list[int]]  # by group
+    former: list[set[int]]  # blocks that it lost when it was preempted
+    num_computed_tokens: int = 0
+    num_cached: list[int] = field(default_factory=list)  # leading blocks that were cached, by group
+    begins: bool = True  # in this step, for the first time or again
+    tokens: list[int] = field(default_factory=list)  # as the model read them
+    chain: list[int] = field(default_factory=list)  # what a slot for each position holds
+    loaded: int = 0  # leading positions that a KV connector may have loaded
+
+    def extend_chain(self, end: int) -> None:
+        """Name what is at the positions up to `end`."""
+        for position in range(len(self.chain), end):
+            before = self.chain[-1] if self.chain else self.seed
+            what = self.contents.get(position, self.tokens[position])
+            self.chain.append(hash((before, what)) % LARGEST_CONTENT + 1)
+
+
+class SlotLedger:
+    """Owners and contents of all blocks of an engine.
+
+    Parameters
+    ----------
+    groups
+        The KV-cache groups, which share their blocks.
+    num_blocks
+        Blocks of each, of their tables.
+    loads
+        Whether a KV connector may fill blocks.
+    counts_are_bounds
+        Whether the scheduler counts drafts as accepted before they are verified.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LedgerGroup],
+        num_blocks: int,
+        loads: bool = False,
+        counts_are_bounds: bool = False,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.loads, self.counts_are_bounds = loads, counts_are_bounds
+        width = max((group.block_size for group in groups), default=1)
+        # [num_blocks, largest block size] int64, what each slot holds
+        self.contents = np.full((num_blocks, width), NOBODY, np.int64)
+        self.writers: dict[int, str] = {}  # last one, by block
+        self.freed: dict[int, str] = {}  # last one that gave a block back
+        self.requests: dict[str, _Request] = {}
+        self._handed_out: set[int] = set()  # blocks with nothing in them, in this step
+
+    # ----------------------------------------------------------------- the scheduler's word
+
+    def follow(self, output: "SchedulerOutput") -> None:
+        """Requests that leave, come and go on, and their blocks."""
+        for request in self.requests.values():
+            request.begins = False
+        self._handed_out.clear()
+        for req_id in output.finished_req_ids:
+            self._release(req_id)
+            self.requests.pop(req_id, None)
+        for req_id in output.preempted_req_ids or ():
+            self._release(req_id)
+        self._empty(output)
+        for new in output.scheduled_new_reqs:
+            self._release(new.req_id)
+            self.requests[new.req_id] = self._arrived(new)
+            self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for req_id, new_block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        ):
+            request = self._known(req_id)
+            if req_id in cached.resumed_req_ids:
+                self._release(req_id)
+                self._begin(req_id, new_block_ids or (), computed)
+            for group, block_ids in enumerate(
+                () if req_id in cached.resumed_req_ids else new_block_ids or ()
+            ):
+                mine = self.groups[group].as_tables(block_ids)
+                request.blocks[group].extend(mine)
+                self._handed_out.update(mine)
+            request.num_computed_tokens = computed
+            known = cached.all_token_ids.get(req_id, ())
+            request.tokens[: len(known)] = known
+
+    def _known(self, req_id: str) -> _Request:
+        if req_id not in self.requests:
+            raise given_allowed(
+                "requests",
+                "requests of a step are known",
+                "one that never came",
+                "none such",
+                request=req_id,
+            )
+        return self.requests[req_id]
+
+    def _arrived(self, new: "NewRequestData") -> _Request:
+        lora = new.lora_request
+        seed = hash((lora.lora_name, lora.lora_path)) if lora is not None else 1
+        contents: dict[int, int] = {}
+        is_token_ids = new.prompt_is_token_ids or [new.prompt_embeds is None] * new.prompt_len
+        prompt = list(new.prompt_token_ids or [UNKNOWN] * new.prompt_len)
+        if new.prompt_embeds is not None:
+            for position, is_id in enumerate(is_token_ids):
+                if not is_id:
+                    prompt[position] = UNKNOWN
+                    row = new.prompt_embeds[position].float().numpy()
+                    contents[position] = hash(row.tobytes())
+        for feature in new.mm_features:
+            place = feature.mm_position
+            for index in range(place.length):
+                contents[place.offset + index] = hash((feature.identifier, index))
+        empty: list[list[int]] = [[] for _ in self.groups]
+        return _Request(seed, prompt, contents, empty, [set() for _ in self.groups])
+
+    def _begin(self, req_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> None:
+        """Leading blocks are cached ones as far as tokens are computed, the others are empty."""
+        request = self.requests[req_id]
+        request.begins, request.num_computed_tokens = True, computed
+        request.tokens = request.tokens or request.prompt.copy()
+        request.chain.clear()
+        request.blocks = [g.as_tables(ids) for g, ids in zip(self.groups, block_ids)]
+        request.num_cached = [computed // group.block_size for group in self.groups]
+        request.loaded = computed if self.loads else 0
+        for blocks, former, cached in zip(request.blocks, request.former, request.num_cached):
+            former.difference_update(blocks)
+            self._handed_out.update(blocks[cached:])
+
+    def _release(self, req_id: str) -> None:
+        request = self.requests.get(req_id)
+        if request is None:
+            return
+        for blocks, former in zip(request.blocks, request.former):
+            former.update(blocks)
+            self.freed.update(dict.fromkeys(blocks, req_id))
+        request.blocks = [[] for _ in self.groups]
+
+    def _empty(self, output: "SchedulerOutput") -> None:
+        """Blocks that are zeroed or copied in front of the step."""
+        pages = self.groups[0].blocks_per_page if self.groups else 1
+        for block in output.new_block_ids_to_zero or ():
+            self.contents[block * pages : (block + 1) * pages] = NOBODY
+        for source, target in output.kv_cache_block_copies or ():
+            of_source = self.contents[source * pages : (source + 1) * pages]
+            self.contents[target * pages : (target + 1) * pages] = of_source
+
+    # ----------------------------------------------------------------- the step
+
+    def verify(self, step: "PreparedStep", req_ids: Sequence[str], input_ids: np.ndarray) -> None:
+        """Check what a step writes and reads, and note it.
+
+        Parameters
+        ----------
+        step
+            The prepared step.
+        req_ids
+            Of the batch, in order.
+        input_ids
+            Token ids as the model reads them, ``[total_num_scheduled_tokens]``.
+
+        Raises
+        ------
+        StepCheckError
+            Names the request and the token.
+        """
+        owners = self._owners()
+        self._tables = [step.batch.tables.block_table(i) for i in range(len(self.groups))]
+        for row, req_id in enumerate(req_ids):
+            self._feed(step, row, req_id, input_ids)
+            for group in range(len(self.groups)):
+                self._write(step, row, req_id, group, owners)
+        for row, req_id in enumerate(req_ids):  # which may read what others write in this step
+            for group in range(len(self.groups)):
+                self._read(step, row, req_id, group)
+
+    def _owners(self) -> dict[int, dict[str, bool]]:
+        """Requests that own each block, and whether they got it as a cached one.
+
+        What a window has left behind is nobody's, and tables may still name it.
+        """
+        owners: dict[int, dict[str, bool]] = {}
+        for req_id, request in self.requests.items():
+            for index, group in enumerate(self.groups):
+                first = group.first_needed(request.num_computed_tokens) // group.block_size
+                for place, block in enumerate(request.blocks[index][first:], first):
+                    if block == NULL_BLOCK:
+                        continue
+                    of_block = owners.setdefault(block, {})
+                    if req_id in of_block:
+                        raise given_allowed(
+                            "owners",
+                            "a request owns a block once",
+                            f"block {block} twice",
+                            "once",
+                            request=req_id,
+                            group=index,
+                        )
+                    of_block[req_id] = place < request.num_cached[index]
+        for block, of_block in owners.items():
+            fresh = [req_id for req_id, is_cached in of_block.items() if not is_cached]
+            others = [r for r in of_block if r not in fresh and not self.requests[r].begins]
+            if len(fresh) > 1 or (block in self._handed_out and fresh and others):
+                raise given_allowed(
+                    "owners",
+                    "requests share cached blocks only",
+                    f"block {block}, also of request {[*fresh[1:], *others][0]}",
+                    "a block of its own",
+                    request=fresh[0],
+                )
+        return owners
+
+    def _feed(self, step: "PreparedStep", row: int, req_id: str, input_ids: np.ndarray) -> None:
+        """Counts are the scheduler's, and tokens of the prompt are the prompt's."""
+        request = self._known(req_id)
+        computed, told = int(step.num_computed_tokens[row]), request.num_computed_tokens
+        if computed > told or (computed < told and not self.counts_are_bounds):
+            raise given_allowed(
+                "computed tokens",
+                "computed tokens are the scheduler's",
+                computed,
+                told,
+                request=req_id,
+            )
+        start, end = step.query_start_loc[row : row + 2].tolist()
+        fed: list[int] = input_ids[start:end].tolist()
+        for offset, token_id in enumerate(fed[: max(0, len(request.prompt) - computed)]):
+            position = computed + offset
+            expected = request.prompt[position]
+            if expected not in (token_id, UNKNOWN) and position not in request.contents:
+                raise given_allowed(
+                    "prompt",
+                    "input_ids in a prompt are the prompt's",
+                    token_id,
+                    expected,
+                    request=req_id,
+                    token=start + offset,
+                    position=position,
+                )
+        unknown = computed - len(request.tokens)
+        request.tokens += [UNKNOWN] * unknown
+        request.tokens[computed : computed + len(fed)] = fed
+        del request.chain[computed:]
+        self._adopt(request, computed)
+        request.extend_chain(computed + len(fed))
+
+    def _adopt(self, request: _Request, end: int) -> None:
+        """Positions whose tokens were never seen here hold what their slots say."""
+        while len(request.chain) < end:
+            position = len(request.chain)
+            is_unknown = request.tokens[position] == UNKNOWN and position not in request.contents
+            if not is_unknown or not self.groups:
+                request.extend_chain(position + 1)
+                continue
+            block, offset = divmod(position, self.groups[0].block_size)
+            request.chain.append(int(self.contents[request.blocks[0][block], offset]) or 1)
+
+    def _write(
+        self,
+        step: "PreparedStep",
+        row: int,
+        req_id: str,
+        index: int,
+        owners: dict[int, dict[str, bool]],
+    ) -> None:
+        group, request = self.groups[index], self.requests[req_id]
+        blocks, size = request.blocks[index], group.block_size
+        computed, end = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
+        owned = int(step.batch.tables.num_blocks[index, row])
+        named = self._tables[index][row, :owned].tolist()
+        if end > size * len(blocks):
+            raise given_allowed(
+                "blocks",
+                "sequences fit the blocks that their request owns",
+                end,
+                f"up to {size * len(blocks)}",
+                request=req_id,
+                group=index,
+            )
+        for place, (given, expected) in enumerate(zip(named, blocks)):
+            if given != expected:
+                raise self._misplaced("a block table names", req_id, index, given, expected, place)
+        if len(named) != len(blocks):
+            raise given_allowed(
+                "block table",
+                "a row of a block table is as long as its request's blocks",
+                f"{len(named)} blocks",
+                f"{len(blocks)}",
+                request=req_id,
+                group=index,
+            )
+        first = int(step.query_start_loc[row])
+        slots = step.slot_mapping(index)[first : first + end - computed].tolist()
+        for offset, slot in enumerate(slots):
+            position = computed + offset
+            block, expected = blocks[position // size], blocks[position // size] * size
+            if slot != expected + position % size:
+                wrong = slot // size
+                if wrong == block:
+                    raise given_allowed(
+                        "slot",
+                        "a slot is its position's",
+                        slot,
+                        expected + position % size,
+                        request=req_id,
+                        token=first + offset,
+                        position=position,
+                        group=index,
+                    )
+                raise self._misplaced(
+                    "a token is written to",
+                    req_id,
+                    index,
+                    wrong,
+                    block,
+                    position // size,
+                    first + offset,
+                    position,
+                    owners,
+                )
+            if block == NULL_BLOCK:
+                raise self._misplaced(
+                    "a token is written to",
+                    req_id,
+                    index,
+                    block,
+                    "a block of its own",
+                    0,
+                    first + offset,
+                    position,
+                )
+            for other, is_cached in owners.get(block, {}).items():
+                begins = is_cached and self.requests[other].begins
+                if other != req_id and not begins:
+                    raise given_allowed(
+                        "write into another's block",
+                        "a shared block is read only",
+                        f"block {block}, also of request {other}",
+                        "a block of its own",
+                        request=req_id,
+                        token=first + offset,
+                        position=position,
+                        group=index,
+                    )
+            self.contents[block, position % size] = request.chain[position] + index
+            self.writers[block] = req_id
+
+    def _misplaced(
+        self,
+        what: str,
+        req_id: str,
+        index: int,
+        block: int,
+        expected: object,
+        place: int,
+        token: int | None = None,
+        position: int | None = None,
+        owners: dict[int, dict[str, bool]] | None = None,
+    ) -> StepCheckError:
+        """What is wrong with a block in the place of another one."""
+        request = self.requests[req_id]
+        others = [r for r in (owners or self._owners()).get(block, {}) if r != req_id]
+        if block == NULL_BLOCK:
+            rule, given = "null block", "the null block"
+        elif block in request.former[index]:
+            rule, given = "stale block", f"block {block}, which it had before it was preempted"
+        elif others:
+            rule, given = "write into another's block", f"block {block} of request {others[0]}"
+        elif block in request.blocks[index]:
+            rule, given = "wrong block", f"block {block}, another one of its own"
+        elif block in self.freed:
+            rule = "write after free"
+            given = f"block {block}, which request {self.freed[block]} gave back"
+        else:
+            rule, given = "wrong block", f"block {block}, which nobody was given"
+        return given_allowed(
+            rule,
+            f"{what} the request's own block at place {place}",
+            given,
+            expected,
+            request=req_id,
+            token=token,
+            position=position,
+            group=index,
+        )
+
+    def _read(self, step: "PreparedStep", row: int, req_id: str, index: int) -> None:
+        group, request = self.groups[index], self.requests[req_id]
+        computed, end = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
+        first = group.first_needed(computed)
+        positions = np.arange(first, end)
+        blocks = np.array(request.blocks[index], np.int64)[positions // group.block_size]
+        offsets = positions % group.block_size
+        expected = np.array(request.chain[first:end], np.int64) + index
+        loaded = (positions < request.loaded) & (blocks != NULL_BLOCK)
+        self.contents[blocks[loaded], offsets[loaded]] = expected[loaded]
+        wrong = np.flatnonzero((self.contents[blocks, offsets] != expected) | (blocks == 0))
+        if not len(wrong):
+            return
+        position, block = int(positions[wrong[0]]), int(blocks[wrong[0]])
+        if block == NULL_BLOCK:
+            rule, given = "null block", "the null block"
+        elif self.contents[block, position % group.block_size] == NOBODY:
+            rule, given = "use before write", f"a slot of block {block} that nobody wrote"
+        else:
+            rule = "content"
+            given = f"a slot of block {block}, last written by request {self.writers.get(block)}"
+        raise given_allowed(
+            rule,
+            "attention reads what was written for the same tokens",
+            given,
+            "a slot that holds this position",
+            request=req_id,
+            position=position,
+            group=index,
+        )
