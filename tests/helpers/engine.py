@@ -13,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
 
 
+CHECK = os.environ.get("NPU_PREP_TEST_CHECK")
+"""Level of the step check in engines that don't choose one: the whole suite can run with "full"."""
+
 LLAMA4 = {
     "family": "Llama4",
     "intermediate_size_mlp": 128,
@@ -115,6 +118,9 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         "enforce_eager": True,
         "seed": 0,
     }
+    if CHECK:
+        options = settings.get("additional_config", {}).get("npu_prep", {})
+        settings["additional_config"] = {"npu_prep": {"check": CHECK, **options}}
     # An engine collects garbage some fifteen times, 0.3 s each with every module's objects to look
     # at. Only its own are looked at now: it neither freezes them nor thaws the others.
     gc.freeze()

@@ -88,7 +88,7 @@ def test_a_request_preempted_and_resumed_in_one_step_comes_back(runners):
 def test_a_request_left_out_of_a_step_comes_back(runners):
     start(runners)
     step(runners, scheduler_output({"b": 1}, cached={"b": ([], 5, 2)}), {"b": 22})
-    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([], 4, 2), "b": ([], 6, 3)})
+    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([9], 4, 2), "b": ([], 6, 3)})
     output.scheduled_cached_reqs.all_token_ids = {"a": [2, 3, 4, 10, 11]}
     step(runners, output, {"a": 12, "b": 23})
 

@@ -176,10 +176,9 @@ def check_step(
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
             awaited = end - 1 - num_draft_tokens[req]
         for token in range(start, end):
+            token_id = input_ids[token]
             if positions[token] != first + token - start:
                 return POSITIONS, req, token, -1
-        for token in range(start, end):
-            token_id = input_ids[token]
             if (token_id < 0 or token_id >= vocab_size) and token != awaited:
                 return VOCABULARY, req, token, -1
         longest_query = max(longest_query, query_len)
@@ -191,11 +190,13 @@ def check_step(
     for group in range(num_groups):
         block_size, num_slots = block_sizes[group], limits[1 + group]
         width = max_num_blocks[group]
+        per_block = 1.0 / block_size
         for req in range(num_reqs):
             if num_blocks[group, req] * block_size < seq_lens[req]:
                 return BLOCKS, req, -1, group
             last, token = seq_lens[req] - 1, query_start_loc[req + 1] - 1
-            block = last // block_size
+            # Exact below 2**31, and a division of integers would cost as much as all the rest.
+            block = int((last + 0.5) * per_block)
             slot = block_entries[table + req * width + block] * block_size
             if slot_mapping[group, token] != slot + last - block * block_size:
                 return LAST_SLOT, req, token, group
