@@ -266,7 +266,7 @@ class Traffic:
         self.pair.on_step = self.after_forward
         self.pair.on_output = self.after_sampling
         engine_core.model_executor.driver_worker.worker.model_runner = self.pair
-        self.invariants = Invariants(self.pair, self.scheduler, seed=episode.seed)
+        self.invariants = Invariants(self.pair, self.scheduler)
         self.tokenizer = llm.get_tokenizer()
         if "enable_prompt_embeds" in episode.settings:
             self.embedding = ours.get_model().model.embed_tokens.weight.detach()

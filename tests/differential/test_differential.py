@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.differential import invariants
 from tests.differential.episodes import Episode, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.upstream import DisagreementError
 from tests.helpers.engine import graphs
 from vllm_npu_prep import model_runner
+from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -79,16 +79,16 @@ def wrong_draft(step):
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
+    ("fault", "check", "error"),
     [
-        (wrong_position, DisagreementError),
-        (slot_of_another_block, DisagreementError),
-        (other_samples_discarded, DisagreementError),
-        (wrong_state, BrokenInvariantError),
-        (wrong_draft, DisagreementError),
+        (wrong_position, "off", DisagreementError),
+        (slot_of_another_block, "off", DisagreementError),
+        (other_samples_discarded, "off", DisagreementError),
+        (wrong_state, "full", StepCheckError),  # upstream has no states
+        (wrong_draft, "off", DisagreementError),
     ],
 )
-def test_a_fault_is_noticed(monkeypatch, fault, error):
+def test_a_fault_is_noticed(monkeypatch, fault, check, error):
     prepare = model_runner.prepare_step
 
     def planted(*args):
@@ -99,7 +99,7 @@ def test_a_fault_is_noticed(monkeypatch, fault, error):
 
     monkeypatch.setattr(model_runner, "prepare_step", planted)
     episode = Episode.draw(5)
-    episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = "off"
+    episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
     with pytest.raises(error):
         play(episode, STEPS)
 
@@ -142,18 +142,16 @@ def of_another_request(metadata, step):
 
 OTHER_STATE = {state: AttentionState((state + 1) % len(AttentionState)) for state in AttentionState}
 FAULTS_OF_LAYERS = {
-    "state": lambda metadata, step: {"attn_state": OTHER_STATE[step.attn_state]},
-    "a mask where one is due": with_mask(lambda mask: None),
-    "shape of the mask": with_mask(lambda mask: mask[:, 1:]),
+    "state of layers": lambda metadata, step: {"attn_state": OTHER_STATE[step.attn_state]},
+    "mask": with_mask(flipped),
     "dtype of the mask": with_mask(lambda mask: mask.float()),
-    "entries of the mask": with_mask(flipped),
     "lists of one length": with_list("seq_lens_np", lambda lens: lens[1:]),
     "queries on the device": with_list("query_start_loc_np", lambda starts: starts + 1),
     "lengths on the device": with_list("seq_lens_np", lambda lens: lens - 1),
-    "queries of layers end at their tokens": short_of_padding,
-    "table of a request": of_another_request,
+    "queries of layers": short_of_padding,
+    "device block table": of_another_request,
     "slots of layers": lambda metadata, step: {"slot_mapping": metadata.slot_mapping + 1},
-    "longest sequence": lambda metadata, step: {"max_seq_len": metadata.max_seq_len - 1},
+    "longest sequence of layers": lambda metadata, step: {"max_seq_len": metadata.max_seq_len - 1},
 }
 
 
@@ -171,13 +169,12 @@ def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
     """Each kind of it, in a step that is right; and a block that two requests own."""
     check, noticed = Invariants.check, set()
 
-    def expect(what, again, *args):
-        with pytest.raises(BrokenInvariantError, match=f"^{what}:"):
+    def expect(error, said, what, again, *args):
+        with pytest.raises(error, match=f"^{said}:"):
             again(*args)
         noticed.add(what)
 
     def check_with_faults(self, output):
-        monkeypatch.setattr(invariants, "MASKS_READ", "entries of the mask" not in noticed)
         check(self, output)
         step, watched, running = (
             self.runner.last_step,
@@ -189,12 +186,13 @@ def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
             metadata = next(iter(true.values()))
             if changes := FAULTS_OF_LAYERS[what](metadata, step):
                 watched.attn_metadata = dict.fromkeys(true, replace(metadata, **changes))
-                expect(what, self.check_layers, step)
+                expect(StepCheckError, f'step check "{what}"', what, self.check_layers, step)
         watched.attn_metadata = true
         if len(running) > 1 and (
             give_back := shared(*running[:2], self.scheduler.kv_cache_manager)
         ):
-            expect("shared blocks are cached", self.check_owners, output, {})
+            what = "shared blocks are cached"
+            expect(BrokenInvariantError, what, what, self.check_owners, output, {})
             give_back()
 
     monkeypatch.setattr(Invariants, "check", check_with_faults)

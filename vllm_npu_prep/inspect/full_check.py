@@ -84,8 +84,8 @@ class FullCheck(StepCheck):
         self._check_samples(runner, step, input_ids)
         self.ledger.verify(step, req_ids, input_ids)
         self._check_oracle(runner, step, input_ids)
-        self._check_device(runner, step, staged)
-        self.check_layers(runner, step)
+        self._check_device(step, staged)
+        self.check_layers(runner, step, runner._attn_metadata)
 
     def _check_staging(self, staging: Any, nbytes: int) -> None:
         """What the last step sent is as it was sent; its copy may still be under way."""
@@ -250,8 +250,8 @@ class FullCheck(StepCheck):
         text = f"{name}[{index}] is the oracle's"
         raise given_allowed(name, text, mine, other, **where)
 
-    def _check_device(self, runner: Any, step: "PreparedStep", staged: "StagedArrays") -> None:
-        """The device has what was prepared: arrays, and block tables as far as they are owned."""
+    def _check_device(self, step: "PreparedStep", staged: "StagedArrays") -> None:
+        """The device has the arrays that were prepared."""
         for name in step.layout.arrays:
             if name == "slot_mapping":
                 for group, slots in enumerate(staged.device.slot_mapping):
@@ -261,29 +261,6 @@ class FullCheck(StepCheck):
                 given = getattr(staged.device, name).cpu().numpy()
                 expected = getattr(staged.np, name)
                 self._expect_copy(name, given, expected.reshape(given.shape))
-        rows = runner.block_tables.device_rows(step.padding.num_reqs_padded)
-        for group, on_device in enumerate(rows):
-            entries = on_device.cpu().numpy()
-            table = step.batch.tables.block_table(group)
-            for row in range(step.num_reqs):
-                owned = int(step.batch.tables.num_blocks[group, row])
-                for place in np.flatnonzero(entries[row, :owned] != table[row, :owned])[:1]:
-                    raise given_allowed(
-                        "device block table",
-                        "the device's block table is the host's",
-                        f"block {entries[row, place]} at place {place}",
-                        int(table[row, place]),
-                        request=self._req_ids[row],
-                        group=group,
-                    )
-            if step.padding.mode is GraphMode.FULL and entries[step.num_reqs :].any():
-                raise given_allowed(
-                    "device block table",
-                    "padding requests have the null block",
-                    entries[step.num_reqs :].tolist(),
-                    0,
-                    group=group,
-                )
 
     @staticmethod
     def _expect_copy(
@@ -299,15 +276,22 @@ class FullCheck(StepCheck):
                 group=group,
             )
 
-    def check_layers(self, runner: Any, step: "PreparedStep") -> None:
+    def check_layers(self, runner: Any, step: "PreparedStep", seen: dict[str, Any]) -> None:
         """What the model's layers are given of the step: the state, the mask, the lists.
+
+        Parameters
+        ----------
+        runner, step
+            The runner and its step.
+        seen
+            `AscendMetadata` of each layer.
 
         Raises
         ------
         StepCheckError
             Names what differs from the step.
         """
-        seen = runner._attn_metadata
+        self._req_ids = runner.input_batch.req_ids
         named = sorted(name for _, _, names in runner._builders for name in names)
         expect("layers", sorted(seen), named)
         for group, builder, layer_names in runner._builders:
@@ -316,6 +300,7 @@ class FullCheck(StepCheck):
                 expect("state of layers", metadata.attn_state.name, step.attn_state.name, **where)
                 self._check_mask(step, builder, metadata, group)
                 self._check_lists(step, builder, metadata, group)
+                self._check_tables(step, builder, metadata, group)
 
     def _check_mask(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
         max_seq_len = step.max_seq_len
@@ -333,9 +318,14 @@ class FullCheck(StepCheck):
         mask = metadata.attn_mask
         shape = None if mask is None else tuple(mask.shape)
         expect("mask", shape, plan.shape, group=group)
-        if mask is None or mask.numel() > MAX_MASK_ENTRIES:
+        if mask is None:
             return
-        if plan.kind is MaskKind.COMPRESSED:
+        is_constant = plan.kind is MaskKind.COMPRESSED
+        dtype = "torch.int8" if is_constant else str(builder.masks.dtype)
+        expect("dtype of the mask", str(mask.dtype), dtype, group=group)
+        if mask.numel() > MAX_MASK_ENTRIES:
+            return
+        if is_constant:
             if self._compressed_mask is None:
                 self._compressed_mask = build_mask(plan, step.positions)
             expected = self._compressed_mask
@@ -379,3 +369,25 @@ class FullCheck(StepCheck):
         if metadata.slot_mapping is not None:
             slots = step.arrays.slot_mapping[group].tolist()
             expect("slots of layers", metadata.slot_mapping.tolist(), slots, **where)
+
+    def _check_tables(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
+        """The device's block tables are the host's as far as these are owned."""
+        if metadata.block_tables is None:
+            return
+        entries = metadata.block_tables.cpu().numpy()
+        if builder.attention_chunk_size is not None:
+            table = step.local_requests(group)["block_table"]
+            owned = np.full(len(table), table.shape[1])
+        else:
+            table = step.batch.tables.block_table(group)[: step.num_reqs]
+            owned = step.batch.tables.num_blocks[group, : step.num_reqs]
+        text = "the device's block table is the host's"
+        for row, count in enumerate(owned.tolist()):
+            for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:
+                given, allowed = f"block {entries[row, place]} at place {place}", table[row, place]
+                request = None if builder.attention_chunk_size else self._req_ids[row]
+                raise given_allowed(
+                    "device block table", text, given, allowed, request=request, group=group
+                )
+        if metadata.in_full_graph:
+            expect("null block of padding", entries[metadata.num_reqs :].any(), False, group=group)
