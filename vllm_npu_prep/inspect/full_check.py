@@ -376,8 +376,9 @@ class FullCheck(StepCheck):
             return
         entries = metadata.block_tables.cpu().numpy()
         if builder.attention_chunk_size is not None:
-            table = step.local_requests(group)["block_table"]
-            owned = np.full(len(table), table.shape[1])
+            local = step.local_requests(group)
+            table = local["block_table"]
+            owned = -(-local["seq_lens"] // step.batch.tables.block_sizes[group])
         else:
             table = step.batch.tables.block_table(group)[: step.num_reqs]
             owned = step.batch.tables.num_blocks[group, : step.num_reqs]
