@@ -371,6 +371,7 @@ def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkey
         )
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:" in r.getMessage())
     parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
+    parts += ("check         cheap",)
     for part in (*parts, "7 requests", "off           Inductor", "LoRA          3", "active-lora"):
         assert part in block
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
 from vllm_npu_prep import model_runner
-from vllm_npu_prep.inspect.check import make_check
+from vllm_npu_prep.inspect.check import StepCheck, make_check
 from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -353,13 +353,14 @@ def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch):
             steps.decode()
 
 
-def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch, caplog):
+def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch):
     """The cheap check is on unless it is switched off."""
     prompts, params = [PROMPT_A, PROMPT_B], greedy(4)
     in_step(monkeypatch, lambda step: step.arrays.input_ids.__setitem__(0, 1 << 20))
     with engine(model, additional_config={"npu_prep": {"check": "off"}}) as llm:
         assert runner_of(llm).step_check is None
-    with engine(model) as llm:
+    with engine(model, additional_config={}) as llm:
+        assert type(runner_of(llm).step_check) is StepCheck
         seen = []
         monkeypatch.setattr(runner_of(llm), "_on_violation", seen.append)
         with pytest.raises(StepCheckError, match=r'"vocabulary".*token 0: given 1048576') as raised:
