@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
-from tests.differential.episodes import Episode, play
+from tests.differential.episodes import MAX_MODEL_LEN, Episode, Traffic, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.upstream import DisagreementError
 from tests.helpers.engine import graphs
@@ -54,6 +55,36 @@ def test_every_array_decision_and_sample_agrees(number):
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
 def test_episodes_that_failed_once_agree(path):
     play(Episode(**json.loads(path.read_text())), STEPS)
+
+
+def test_a_request_reaches_the_context_s_end_beside_one_with_penalties(monkeypatch):
+    """Drafts that were rejected don't count, though lists of outputs are kept otherwise from then
+    on: its last token has room."""
+    plain = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    penalised = SamplingParams(presence_penalty=0.5, max_tokens=40, ignore_eos=True)
+
+    def act(self):
+        arrived = self.count["arrived"]
+        if arrived == 0 or (arrived == 1 and self.count["steps"] == 12):
+            length, params = (130, plain) if arrived == 0 else (5, penalised)
+            self.core.add_request(f"r{arrived}", {"prompt_token_ids": self.tokens(length)}, params)
+            self.count["arrived"] += 1
+
+    monkeypatch.setattr(Traffic, "act", act)
+    settings = {
+        "async_scheduling": True,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 96,
+        "additional_config": {},
+        "speculative_config": {
+            "method": "draft_model",
+            "num_speculative_tokens": 3,
+            "model": "other",
+        },
+    }
+    count = play(Episode(0, "Qwen3", settings), steps=20).count
+    assert count["finished"] == 2
+    assert count["drafts rejected"] > 30
 
 
 def wrong_position(step):

@@ -124,7 +124,24 @@ class UpstreamRunner(GPUModelRunner):
         here as it is in ours."""
         new_reqs, no_token = scheduler_output.scheduled_new_reqs, self.input_batch.vocab_size
         new_reqs[:] = [without_unknown_ids(new, no_token) for new in new_reqs]
-        return super()._update_states(scheduler_output)
+        correct_counts = super()._update_states(scheduler_output)
+        if self.use_async_spec_decode:
+            self._forget_rejected_tokens()
+        return correct_counts
+
+    def _forget_rejected_tokens(self) -> None:
+        """A row goes on counting drafts that were rejected: upstream's bug, mended here as in ours.
+
+        Under asynchronous scheduling a request's list of outputs is longer than the scheduler's
+        count, and its row is set back to that count, in which the last drafts are accepted. Once
+        a request with penalties or bad words is in the batch, lists are kept exact and rows are
+        no longer set back: each counts on from drafts that may have been rejected since, and
+        `_bookkeeping_sync` finds no room for the last tokens before the context's end.
+        """
+        batch, sampled = self.input_batch, self.input_batch.prev_req_id_to_index or {}
+        rows = [row for row, req_id in enumerate(batch.req_ids) if req_id in sampled]
+        known = batch.num_computed_tokens_cpu[rows] + 1  # and the sample on the device
+        batch.num_tokens_no_spec[rows] = np.minimum(batch.num_tokens_no_spec[rows], known)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         self.decision = super()._determine_batch_execution_and_padding(*args, **kwargs)[:2]
