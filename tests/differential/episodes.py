@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from examples.tiny_model import make_tokenizer
 from tests.differential.invariants import Invariants, hold
-from tests.differential.upstream import Pair
+from tests.differential.upstream import Pair, forget_unwritten_blocks
 from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, make_model, runner_of
@@ -259,6 +259,7 @@ class Traffic:
         self.rng = np.random.default_rng(episode.seed + 1)
         engine_core = self.core.engine_core.engine_core
         self.scheduler = engine_core.scheduler
+        forget_unwritten_blocks(self.scheduler)
         ours = runner_of(llm)
         if episode.reordered:
             ours.reorder_batch_threshold = 1

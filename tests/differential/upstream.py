@@ -165,6 +165,26 @@ class UpstreamRunner(GPUModelRunner):
         return result
 
 
+def forget_unwritten_blocks(scheduler: Any) -> None:
+    """What a request would have computed in the step that preempts it is taken from the cache.
+
+    Upstream's bug (vLLM issue 57580, pull request 43569), of the scheduler that both runners have:
+    blocks enter the prefix cache when a request's tokens are scheduled. By priority, a request may
+    be preempted later in the same step; nobody writes its tokens then, and whoever finds the blocks
+    in the cache, first of all itself, reads what was there before.
+    """
+    manager, preempt = scheduler.kv_cache_manager, scheduler._preempt_request
+
+    def preempt_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        for group in manager.coordinator.single_type_managers:
+            blocks = group.req_to_blocks[request.request_id]
+            unwritten = blocks[request.num_computed_tokens // group.block_size :]
+            manager.evict_blocks({block.block_id for block in unwritten})
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt_request
+
+
 def with_lengths_of_the_device(builder: Any) -> None:
     """Upstream's host lengths under speculation are upper bounds, which our attention can't take.
 
