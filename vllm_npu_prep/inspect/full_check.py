@@ -332,6 +332,9 @@ class FullCheck(StepCheck):
         else:
             expected = build_mask(plan, step.positions)
         assert expected is not None
+        # The constant has four million entries: they are compared where they are.
+        if is_constant and np.array_equal(mask.cpu().numpy(), expected):
+            return
         for place in np.argwhere((mask != 0).cpu().numpy() != (expected != 0))[:1]:
             row, column = place.tolist()
             raise given_allowed(
