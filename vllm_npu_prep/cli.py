@@ -47,7 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="prepare a scenario's step and show every variable by level"
     )
-    explain.add_argument("file", type=Path, metavar="FILE", help="a scenario, as JSON")
+    explain.add_argument(
+        "file", type=Path, metavar="FILE", help="a scenario, as JSON; a record, or a folder of some"
+    )
+    explain.add_argument("--step", type=int, metavar="N", help="which step of a folder of records")
     explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
     explain.add_argument("--request", metavar="ID", help="show one request only")
     explain.add_argument(
@@ -74,13 +77,13 @@ def _explain(args: argparse.Namespace) -> int:
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
     from vllm_npu_prep.inspect.files import write_whole
 
-    view = _view_of(args.file)
+    view = _view_of(args.file, args.step)
     if args.diff:
         if args.html or args.png or args.request or args.tokens:
             raise PrepError(
                 "--diff compares whole steps, and prints; of the others it takes --json"
             )
-        return _diff(view, _view_of(args.diff), args.json)
+        return _diff(view, _view_of(args.diff, args.step), args.json)
     if args.html:
         from vllm_npu_prep.inspect.page import explain_html
 
@@ -97,12 +100,22 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _view_of(path: Path) -> "StepView":
-    """The step of a file."""
+def _view_of(path: Path, step: int | None) -> "StepView":
+    """The step of a scenario, of a record, or of one of a folder's records."""
+    from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX, read_record, record_of
     from vllm_npu_prep.inspect.scenario import read_scenario
     from vllm_npu_prep.inspect.view import StepView
 
-    return StepView.of_scenario(read_scenario(path))
+    if not path.is_dir() and path.suffix != RECORD_SUFFIX:
+        if step is not None:
+            raise PrepError(f"--step {step}: {path} is a scenario, which has one step")
+        return StepView.of_scenario(read_scenario(path))
+    file = record_of(path, step)
+    record = read_record(file)
+    try:
+        return StepView.of_record(record, f"step {record.number} of {file}")
+    except PrepError as error:
+        raise PrepError(f"{file}: {error}") from None
 
 
 def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:

@@ -31,7 +31,6 @@ from vllm_npu_prep.graph.runner import GraphRunner
 from vllm_npu_prep.inspect.check import StepCheck, make_check
 from vllm_npu_prep.inspect.metrics import StepMetrics
 from vllm_npu_prep.inspect.recorder import StepRecorder, make_recorder
-from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.mask import MaskPlan
@@ -137,11 +136,7 @@ class NPUModelRunner(GraphRunner):
         if self.lora_config and step.num_reqs:  # dummy runs choose their own adapters
             self.set_active_loras(self.input_batch, num_scheduled_tokens, step.num_sampled_tokens)
         self.last_step, self._staged = step, staged
-        self.metrics.add(step, self.step_counts.last, self.staging.waits, started)
-        if self.recorder is not None and step.num_reqs:
-            self.recorder.keep(step, *self._names_and_embeds())
-        if self.step_check is not None:
-            self._check_step(self.step_check, scheduler_output)
+        self._observe(step, scheduler_output, started)
         return self._sampling_inputs(step, staged.device)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -150,13 +145,16 @@ class NPUModelRunner(GraphRunner):
             self.step_check.follow(scheduler_output)
         super()._update_states(scheduler_output)
 
-    def _check_step(self, check: StepCheck, scheduler_output: SchedulerOutput) -> None:
-        """Raise rather than launch a step that breaks a rule."""
-        try:
-            check.verify(self, scheduler_output)
-        except StepCheckError as error:
-            logger.error("%s", error)
-            raise
+    def _observe(
+        self, step: PreparedStep, scheduler_output: SchedulerOutput, started: float
+    ) -> None:
+        """Count the step, keep it for a record, and raise rather than launch what breaks a rule."""
+        kind = self.step_counts.last
+        self.metrics.add(step, kind, self.staging.waits, started)
+        if self.recorder is not None and step.num_reqs:
+            self.recorder.keep(step, kind, *self._names_and_embeds())
+        if self.step_check is not None:
+            self.step_check.verify(self, scheduler_output)
 
     def _step_batch(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray

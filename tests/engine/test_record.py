@@ -27,12 +27,13 @@ from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.replay import record_files, replay_core, replay_oracle
+from vllm_npu_prep.inspect.record_file import read_record, record_files
+from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.inspect.violation import StepCheckError
 
 
-def recording(folder: Path, steps: str, **options) -> dict:
-    return {"npu_prep": {"record": {"dir": str(folder), "steps": steps, **options}}}
+def recording(folder: Path, steps: str, check: str = "cheap", **options) -> dict:
+    return {"npu_prep": {"record": {"dir": str(folder), "steps": steps, **options}, "check": check}}
 
 
 def records_in(folder: Path) -> list:
@@ -173,7 +174,8 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
         model,
         block_size=16,
         max_num_batched_tokens=48,
-        additional_config=recording(tmp_path, "last 16"),
+        # Unchecked: the wrong step is launched, and another fault ends the engine
+        additional_config=recording(tmp_path, "last 16", check="off"),
     ) as llm:
         generate(llm, prompts_of(SEED, [5, 90, 32, 33]), greedy(8))
         llm.collective_rpc("dump_steps")
@@ -204,6 +206,34 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
     assert found.recorded == found.expected + 1
     assert main(["replay", str(tmp_path)]) == 1
     assert f"{len(differing)} of {len(records)} steps differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(tmp_path_factory, tmp_path, level):
+    model = make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+    prepare_step = model_runner.prepare_step
+
+    def wrong(*args):
+        step = prepare_step(*args)
+        if step.num_reqs == 3 and (step.seq_lens > 20).any():
+            step.arrays.slot_mapping[0, 1] += 1
+        return step
+
+    options = recording(tmp_path, "last 8", check=level, request_ids="plain")
+    with engine(model, block_size=4, max_model_len=64, additional_config=options) as llm:
+        with (
+            mock.patch.object(model_runner, "prepare_step", wrong),
+            pytest.raises(StepCheckError, match="token 1, KV-cache group 0: given") as raised,
+        ):
+            generate(llm, prompts_of(SEED, [7, 12, 3]), greedy(24))
+        last = runner_of(llm).recorder.steps - 1
+    *before, record = records_in(tmp_path)
+    assert record.number == last and len(before) == 7
+    check(before)
+    for found in (replay_core(record), replay_oracle(record)):
+        assert (found.variable, found.index) == ("slot_mapping", (1,))
+        assert (found.req_id, found.token) == (raised.value.request, raised.value.token)
+    assert main(["explain", str(tmp_path), "--step", str(last)]) == 0
 
 
 def test_images_and_mrope_positions_are_recorded(vision_models, tmp_path, seed):

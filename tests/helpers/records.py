@@ -8,6 +8,8 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.prep.mask import MaskForm
 
+EAGER = "eager: no graphs"
+
 
 def record_of(
     step: PreparedStep,
@@ -24,6 +26,6 @@ def record_of(
         tables.num_blocks[group] = (owned * width).max(axis=1)
     req_ids = [f"r{row}" for row in range(step.num_reqs)]
     modalities = ["image"] * len(placeholders.rows)
-    kept = KeptStep.of_step(number, step, req_ids, placeholders, modalities)
-    recorded = Recorded(groups, MaskForm(mask))
+    kept = KeptStep.of_step(number, step, EAGER, req_ids, placeholders, modalities)
+    recorded = Recorded(groups, MaskForm(mask), mask_itemsize=1)
     return kept.record(recorded, req_ids, tables.block_entries)

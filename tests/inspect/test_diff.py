@@ -89,7 +89,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "names"), CHANGES, ids=lambda value: "-".join(value))
+@pytest.mark.parametrize(("change", "names"), CHANGES, ids=lambda value: "-".join(sorted(value)))
 def test_settings_that_differ_are_named(change, names):
     assert {e["name"] for e in found(small(), small() | change)} == names
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.records import EAGER
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect import recorder as recorder_module
 from vllm_npu_prep.inspect.kept_step import Recorded
 from vllm_npu_prep.inspect.record import RecordGroup
-from vllm_npu_prep.inspect.record_file import read_record
+from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.recorder import StepRecorder
-from vllm_npu_prep.inspect.replay import record_files, replay_core, replay_oracle
+from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.kernels import PADDING_ROWS
 from vllm_npu_prep.prep.layout import step_layout
@@ -96,7 +97,7 @@ class Decodes:
 
     def record(self, recorder: StepRecorder, count: int) -> None:
         for _ in range(count):
-            recorder.keep(self.step(), [f"request {row}" for row in range(NUM_REQS)])
+            recorder.keep(self.step(), EAGER, [f"request {row}" for row in range(NUM_REQS)])
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def make(tmp_path, seed):
     def recorder(steps: str, **options) -> tuple[StepRecorder, Decodes]:
         decodes = Decodes(seed)
         config = RecordConfig(dir=str(tmp_path / "records"), steps=steps, **options)
-        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE)
+        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE, 1)
         made.append(StepRecorder(config, decodes.tables, recorded, {"versions": {"vllm": "0"}}))
         return made[-1], decodes
 
@@ -239,7 +240,10 @@ def test_a_full_disk_stops_recording_with_one_line(make, caplog, monkeypatch, st
     recorder.dump("asked for")
     assert len(calls) == 2
     stopped = [r.message for r in caplog.records if "stopped" in r.message]
-    assert len(stopped) == 1 and "step-000003.npz: No space left on device" in stopped[0]
+    assert (
+        len(stopped) == 1
+        and "step-000003.npz: can't be written: No space left on device" in stopped[0]
+    )
     check(recorder.folder, decodes, range(3))  # and nothing half written
 
 
@@ -282,7 +286,7 @@ def test_a_folder_that_cannot_be_made_is_refused_at_start_up(tmp_path):
     (tmp_path / "file").write_text("")
     config = RecordConfig(dir=str(tmp_path / "file" / "records"))
     with pytest.raises(PrepError, match=r"npu_prep.record.dir.*Not a directory"):
-        StepRecorder(config, Decodes(0).tables, Recorded((), MaskForm.DENSE))
+        StepRecorder(config, Decodes(0).tables, Recorded((), MaskForm.DENSE, 1))
 
 
 def test_names_are_hashed_alike_within_a_run_only(make):
@@ -296,7 +300,7 @@ def test_names_are_hashed_alike_within_a_run_only(make):
         names.append(first)
     assert not set(names[0]) & set(names[1])
     recorder, decodes = make("0:1", request_ids="plain")
-    recorder.keep(decodes.step(), [f"a\nb{row}" for row in range(NUM_REQS)])
+    recorder.keep(decodes.step(), EAGER, [f"a\nb{row}" for row in range(NUM_REQS)])
     (file,) = record_files(recorder.folder)
     assert read_record(file).settings.req_ids[1] == "a?b1"
 

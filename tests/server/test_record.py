@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.server.test_server import QUESTIONS, Server
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.replay import record_files
+from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 
 def replayed(path: Path, *flags: str) -> tuple[int, str]:

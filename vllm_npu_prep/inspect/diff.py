@@ -13,18 +13,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from vllm_npu_prep.inspect.explain import StepTable, print_folded, print_line
+from vllm_npu_prep.inspect.contract import SCALARS
+from vllm_npu_prep.inspect.explain import StepTable, group_level, print_folded, print_line
 from vllm_npu_prep.inspect.view import StepView
 
-SCALARS = (
-    "total_num_scheduled_tokens",
-    "num_input_tokens",
-    "num_reqs",
-    "max_query_len",
-    "max_seq_len",
-)
-REQUEST_LEVEL = ("num_computed_tokens", "query_lens", "seq_lens")
-GROUP_LEVEL = ("block_numbers", "block_offsets", "slot_mapping")
+REQUEST_VARIABLES = ("num_computed_tokens", "query_lens", "seq_lens")
+SLOT_VARIABLES = ("block_numbers", "block_offsets", "slot_mapping")
 LISTED = 6
 """Longer lists of values are shortened in the terminal; ``--json`` has all."""
 
@@ -133,12 +127,12 @@ def _request(view: StepView, row: int) -> dict[str, Any]:
     wanted = wanted[(wanted >= start) & (wanted < end)]
     out: dict[str, Any] = {
         "num_prompt_tokens": request.num_prompt_tokens,
-        **{name: int(getattr(step, name)[row]) for name in REQUEST_LEVEL},
+        **{name: int(getattr(step, name)[row]) for name in REQUEST_VARIABLES},
         "num_draft_tokens": int(step.batch.num_draft_tokens[row]),
         "multimodal": [[item.modality, item.offset, item.length] for item in request.items],
         "positions of logits_indices": step.positions[wanted].tolist(),
     }
-    for group in range(len(view.groups)):
+    for group in view.tables:
         name = f"block_table of group {group}" if len(view.groups) > 1 else "block_table"
         out[name] = view.blocks_owned(row, group).tolist()
     return out
@@ -173,7 +167,7 @@ def _virtual(view: StepView, group: int) -> dict[str, Any]:
     """Virtual requests of a group with chunked local attention."""
     if view.groups[group].attention_chunk_size is None or view.step.local is None:
         return {}
-    local = view.step.local_requests(group)
+    local = view.step.local_requests(view.tables[group])
     return {f"{name} of virtual requests": values.tolist() for name, values in local.items()}
 
 
@@ -216,9 +210,10 @@ def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]
     values = {"input_ids": step.input_ids[own]}
     for dim, positions in enumerate(step.mrope_positions):
         values[f"mrope_positions {dim}"] = positions[own]
-    for group in range(len(view.groups)):
+    for group in view.tables:
         where = f" of group {group}" if len(view.groups) > 1 else ""
-        values |= {f"{name}{where}": getattr(step, name)(group)[own] for name in GROUP_LEVEL}
+        of_group = group_level(view, group)
+        values |= {f"{name}{where}": of_group[name][own] for name in SLOT_VARIABLES}
     return step.positions[own], values
 
 

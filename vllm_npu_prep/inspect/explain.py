@@ -13,12 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.contract import (
+    GROUP_LEVEL,
+    REQUEST_LEVEL,
+    SCALARS,
+    TOKEN_LEVEL,
+    mask_arrays,
+)
 from vllm_npu_prep.inspect.view import StepView
-from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask
-
-FULL_MASK_CELLS = 4096
-"""Masks up to this many cells are shown cell by cell, larger ones by their first masked column."""
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
@@ -30,52 +33,40 @@ LISTED = 32
 LIST_WIDTH = 24
 """Lists of blocks that are longer may be broken to fit a terminal."""
 
-TOKEN_LEVEL = (
-    "req_indices",
-    "query_pos",
-    "positions",
-    "token_indices",
-    "input_ids",
-    "block_table_indices",
-    "block_numbers",
-    "block_offsets",
-    "slot_mapping",
-)
-REQUEST_LEVEL = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
+REQUEST_COLUMNS = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
+SLOT_COLUMNS = ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping")
 
 
-GROUP_LEVEL = ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping")
-"""Token-level variables that each KV-cache group has of its own."""
-
-
-def token_level(step: PreparedStep, group: int = 0) -> dict[str, np.ndarray]:
+def token_level(view: StepView) -> dict[str, np.ndarray]:
     """Token-level variables by name, each ``[total_num_scheduled_tokens]``."""
-    variables = {}
-    for name in TOKEN_LEVEL:
-        value = getattr(step, name)
-        variables[name] = value(group) if callable(value) else value
-    return variables
+    variables = {name: getattr(view.step, name) for name in TOKEN_LEVEL}
+    own = group_level(view, 0)
+    return variables | {name: own[name] for name in SLOT_COLUMNS if name in own}
+
+
+def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
+    """What a KV-cache group has of its own: its block table and variables of each token."""
+    table = view.groups[index].table
+    if table is None:
+        return {}
+    return {name: getattr(view.step, name)(table) for name in GROUP_LEVEL}
 
 
 def explain_json(view: StepView) -> dict[str, Any]:
     """Every variable of the step, by exactly the keys of the JSON contract."""
     step = view.step
-    out: dict[str, Any] = {name: value.tolist() for name, value in token_level(step).items()}
-    for name in (*REQUEST_LEVEL, "query_start_loc", "logits_indices"):
-        out[name] = getattr(step, name).tolist()
-    out["block_table"] = step.block_table().tolist()
-    out["total_num_scheduled_tokens"] = step.total_num_scheduled_tokens
-    out["num_input_tokens"] = step.num_input_tokens
-    out["num_reqs"] = step.num_reqs
-    out["max_query_len"] = step.max_query_len
-    out["max_seq_len"] = step.max_seq_len
+    out: dict[str, Any] = {name: value.tolist() for name, value in token_level(view).items()}
+    out |= {name: value.tolist() for name, value in group_level(view, 0).items()}
+    out |= {name: getattr(step, name).tolist() for name in REQUEST_LEVEL}
+    out |= {name: int(getattr(step, name)) for name in SCALARS}
     out["attn_state"] = step.attn_state.name
     out["attn_mask"] = _mask_json(view.groups[0].plan, step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
         for name in ("input_ids", "positions", "query_start_loc", "seq_lens"):
             out[f"{name}_padded"] = getattr(step.arrays, name).tolist()
-        out["slot_mapping_padded"] = step.arrays.slot_mapping[0].tolist()
+        if 0 in view.tables:
+            out["slot_mapping_padded"] = step.arrays.slot_mapping[view.tables[0]].tolist()
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
     if len(step.mrope_positions):
@@ -89,41 +80,28 @@ def explain_json(view: StepView) -> dict[str, Any]:
 def _group_json(view: StepView, index: int) -> dict[str, Any]:
     """What a KV-cache group has of its own."""
     step, group = view.step, view.groups[index]
-    out = {
+    out: dict[str, Any] = {
         "block_size": group.block_size,
         "sliding_window": group.sliding_window,
         "attention_chunk_size": group.attention_chunk_size,
-        "block_table": step.block_table(index).tolist(),
-        **{name: getattr(step, name)(index).tolist() for name in GROUP_LEVEL},
-        "attn_mask": _mask_json(group.plan, step.positions),
     }
-    if group.attention_chunk_size is not None:
-        local = step.local_requests(index).items()
+    out |= {name: value.tolist() for name, value in group_level(view, index).items()}
+    out["attn_mask"] = _mask_json(group.plan, step.positions)
+    if group.attention_chunk_size is not None and group.table is not None:
+        local = step.local_requests(group.table).items()
         out["local_requests"] = {name: value.tolist() for name, value in local}
     return out
 
 
 def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
+    arrays = mask_arrays(plan, positions)
     if plan.shape is None:
         return None
-    shape = list(plan.shape)
     if plan.kind == MaskKind.COMPRESSED:
-        return {"form": MaskForm.COMPRESSED.value, "shape": shape}
-    num_rows, max_seq_len = plan.shape
-    if num_rows * max_seq_len <= FULL_MASK_CELLS:
-        mask = build_mask(plan, positions)
-        assert mask is not None
-        return {"shape": shape, "masked": mask.astype(int).tolist()}
-    rows = np.arange(max_seq_len) if plan.kind == MaskKind.MATRIX else positions
-    if plan.kind == MaskKind.ROWS and plan.attention_chunk_size is not None:
-        rows = positions % plan.attention_chunk_size
-    padding = np.full(num_rows - len(rows), max_seq_len)
-    first_masked = np.concatenate([np.minimum(rows + 1, max_seq_len), padding])
-    out = {"shape": shape, "first_masked_position_by_row": first_masked.tolist()}
-    if plan.sliding_window is not None:
-        first_visible = np.maximum(rows + 1 - plan.sliding_window, 0)
-        out["first_visible_position_by_row"] = [*first_visible.tolist(), *(0 * padding).tolist()]
-    return out
+        return {"form": MaskForm.COMPRESSED.value, "shape": list(plan.shape)}
+    if "masked" in arrays:
+        arrays["masked"] = arrays["masked"].astype(np.int64)
+    return {name: array.tolist() for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -211,15 +189,20 @@ def summary(view: StepView) -> list[tuple[str, str]]:
     return [
         *lines,
         ("graph", view.graph),
-        ("padding", f"{tokens} tokens, {requests} requests"),
+        ("padding", f"{_count(tokens, 'token')}, {_count(requests, 'request')}"),
         ("input", view.model_input),
         (
             "sizes",
-            f"{step.num_reqs} requests, {step.total_num_scheduled_tokens} tokens, "
+            f"{_count(step.num_reqs, 'request')}, "
+            f"{_count(step.total_num_scheduled_tokens, 'token')}, "
             f"num_input_tokens {step.num_input_tokens}, max_query_len {step.max_query_len}, "
             f"max_seq_len {step.max_seq_len}",
         ),
     ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def request_table(view: StepView, selection: Selection) -> StepTable:
@@ -229,12 +212,15 @@ def request_table(view: StepView, selection: Selection) -> StepTable:
     for row in selection.requests:
         own = step.logits_indices
         own = own[(own >= starts[row]) & (own < starts[row + 1])]
-        values = (getattr(step, name)[row] for name in REQUEST_LEVEL)
-        touched = [_list(view.blocks_touched(row, group)) for group in range(len(view.groups))]
+        values = (getattr(step, name)[row] for name in REQUEST_COLUMNS)
+        owned = [str(np.count_nonzero(view.blocks_owned(row, group))) for group in view.tables]
+        touched = [_list(view.blocks_touched(row, group)) for group in view.tables]
         span = f"{starts[row]}:{starts[row + 1]}"
         logits = ", ".join(map(str, own))
-        rows.append([view.requests[row].req_id, *values, span, logits, "; ".join(touched)])
-    columns = ["req_id", *REQUEST_LEVEL, "query_start_loc", "logits_indices", "blocks_written"]
+        lists = "; ".join(owned), "; ".join(touched)
+        rows.append([view.requests[row].req_id, *values, span, logits, *lists])
+    columns = ["req_id", *REQUEST_COLUMNS, "query_start_loc", "logits_indices"]
+    columns += ["blocks_owned", "blocks_written"]
     return StepTable("request level", columns, rows)
 
 
@@ -250,11 +236,13 @@ def item_table(view: StepView, selection: Selection) -> StepTable:
 def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
     """Each token's line, with what each KV-cache group has of it."""
     step = view.step
-    variables = token_level(step)
+    variables = token_level(view)
     for dim, positions in enumerate(step.mrope_positions):
         variables[f"mrope_positions {dim}"] = positions
-    for index in range(1, len(view.groups)):
-        variables |= {f"{name} {index}": getattr(step, name)(index) for name in GROUP_LEVEL[1:]}
+    for index in view.tables:
+        if index:
+            own = group_level(view, index)
+            variables |= {f"{name} {index}": own[name] for name in SLOT_COLUMNS[1:]}
     chosen = np.asarray(tokens, np.int64)
     values = [chosen.tolist(), *(value[chosen].tolist() for value in variables.values())]
     rows = [list(row) for row in zip(*values)]
@@ -278,7 +266,7 @@ def block_table(view: StepView, selection: Selection, index: int) -> StepTable:
 
 def local_table(view: StepView, index: int) -> StepTable:
     """Virtual requests: what a group with chunked local attention sees of the step."""
-    local = view.step.local_requests(index)
+    local = view.step.local_requests(view.tables[index])
     starts = local["query_start_loc"].tolist()
     rows: list[list[object]] = [
         [f"{start}:{end}", length, computed, " ".join(map(str, blocks))]
@@ -317,7 +305,7 @@ def explain_text(
         If there is no such request, or no such token.
     """
     selection = select(view, req_id, tokens)
-    console.print(view.name, style="bold", markup=False, highlight=False)
+    console.print(view.name, style="bold", markup=False, highlight=False, soft_wrap=True)
     for name, text in summary(view):
         print_line(console, f"{name:<8}", text)
     print_folded(console, request_table(view, selection))
@@ -325,7 +313,8 @@ def explain_text(
     if items.rows:
         print_folded(console, items)
     print_folded(console, token_table(view, selection.tokens))
-    for index, group in enumerate(view.groups):
+    for index in view.tables:
+        group = view.groups[index]
         print_folded(console, block_table(view, selection, index))
         if group.attention_chunk_size is not None and req_id is None:
             print_folded(console, local_table(view, index))

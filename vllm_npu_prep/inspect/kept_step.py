@@ -21,6 +21,7 @@ class Recorded:
 
     groups: tuple[RecordGroup, ...]
     mask: MaskForm
+    mask_itemsize: int  # bytes of a cell of dense masks
 
 
 @compiled
@@ -78,6 +79,7 @@ class KeptStep:
 
     number: int
     step: PreparedStep
+    kind: str
     req_ids: Sequence[str]
     copied: np.ndarray  # int32, `parts` behind one another
     mrope: tuple[list[np.ndarray], np.ndarray] | None  # prompts' positions, deltas, by row
@@ -90,6 +92,7 @@ class KeptStep:
         cls,
         number: int,
         step: PreparedStep,
+        kind: str,
         req_ids: Sequence[str],
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
@@ -103,6 +106,8 @@ class KeptStep:
             Of the step, since start-up.
         step
             The prepared step, in its buffer.
+        kind
+            How it runs (`vllm_npu_prep.graph.counts.StepCounts.kind`).
         req_ids
             Of the batch; kept as it is.
         placeholders, modalities, rows_with_embeds
@@ -126,7 +131,9 @@ class KeptStep:
         mrope = None
         if tables.mrope is not None:
             mrope = tables.mrope.prompts, tables.mrope.position_deltas[:num_reqs].copy()
-        return cls(number, step, req_ids, copied, mrope, placeholders, modalities, rows_with_embeds)
+        return cls(
+            number, step, kind, req_ids, copied, mrope, placeholders, modalities, rows_with_embeds
+        )
 
     @property
     def nbytes(self) -> int:
@@ -180,11 +187,13 @@ class KeptStep:
             max_model_len=tables.max_model_len,
             chunked_prefill=tables.chunked_prefill,
             mask=recorded.mask.value,
+            mask_itemsize=cast(Any, recorded.mask_itemsize),
             block_sizes=tables.block_sizes.tolist(),
             max_num_blocks=tables.max_num_blocks.tolist(),
             groups=list(recorded.groups),
             total_num_scheduled_tokens=then.total_num_scheduled_tokens,
             mode=cast(Any, padding.mode.value),
+            kind=self.kind,
             num_input_tokens=padding.num_input_tokens,
             num_reqs_padded=padding.num_reqs_padded,
             decode_query_len=padding.decode_query_len,

@@ -120,7 +120,8 @@ def _tables(view: StepView, selection: Selection) -> Iterator[str]:
     if items.rows:
         yield from _table(items, [_line(row) for row in items.rows], MAX_REQUESTS, OPEN_REQUESTS)
     yield from _tokens(view, selection)
-    for index, group in enumerate(view.groups):
+    for index in view.tables:
+        group = view.groups[index]
         if group.attention_chunk_size is not None and len(selection.requests) == len(view.requests):
             local = local_table(view, index)
             rows = [_line(row) for row in local.rows]
@@ -244,7 +245,7 @@ def _name(req_id: str) -> str:
 
 def _token_lines(view: StepView, table: StepTable) -> list[str]:
     step, lines = view.step, []
-    slots = [step.slot_mapping(index) for index in range(len(view.groups))]
+    slots = [step.slot_mapping(table) for table in view.tables.values()]
     owners, positions = step.req_indices, step.positions
     for cells in table.rows:
         token = int(str(cells[0]))
@@ -311,7 +312,7 @@ def _block_maps(view: StepView, selection: Selection) -> Iterator[str]:
     requests = selection.requests
     if len(requests) > MAX_REQUESTS:
         requests = [*requests[: MAX_REQUESTS // 2], *requests[-MAX_REQUESTS // 2 :]]
-    for index, group in enumerate(view.groups):
+    for index in view.tables:
         yield f"<h2>KV blocks{group_title(view, index)}</h2>"
         if index == 0:
             parts = (
@@ -324,7 +325,7 @@ def _block_maps(view: StepView, selection: Selection) -> Iterator[str]:
         if len(requests) < len(selection.requests):
             hidden = len(selection.requests) - len(requests)
             yield f'<p class="note">{hidden:,} requests are left out: --request ID</p>'
-        size = group.block_size
+        size = view.groups[index].block_size
         body = f'<div class="requests" data-block-size="{size}">'
         body += "".join(_block_line(view, index, row) for row in block_rows(view, index, requests))
         body += "</div>"

@@ -116,7 +116,7 @@ def explain_png(
     for title, picture in distinct_masks(view, selection):
         if not _draw_mask(sheet, view, title, picture):
             break
-    for index in range(len(view.groups)):
+    for index in view.tables:
         if not _draw_blocks(sheet, view, index, selection):
             break
     return sheet.png()

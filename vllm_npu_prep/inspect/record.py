@@ -63,10 +63,14 @@ class RecordSettings(_Strict):
         Its number: how many came before it since start-up.
     max_num_reqs, max_model_len, block_sizes, max_num_blocks
         Of the engine's tables; the latter two for each KV-cache group that has one.
+    mask, mask_itemsize
+        Form of masks; bytes of a cell of dense ones.
     groups
         Layers that see the step alike, in the engine's order.
     mode, num_input_tokens, num_reqs_padded, decode_query_len
         See `vllm_npu_prep.prep.padding.Padding`.
+    kind
+        How the step ran, of an eager one why (`vllm_npu_prep.graph.counts.StepCounts.kind`).
     max_logits, max_drafts, mrope_dims
         See `vllm_npu_prep.prep.layout.StepLayout`.
     num_sampled_rows, num_sampled_drafts
@@ -84,11 +88,13 @@ class RecordSettings(_Strict):
     max_model_len: Positive
     chunked_prefill: bool = True
     mask: Literal["dense", "compressed"]
+    mask_itemsize: Literal[1, 2, 4]
     block_sizes: Annotated[list[BlockSize], Field(max_length=256)]
     max_num_blocks: Annotated[list[Positive], Field(max_length=256)]
     groups: Annotated[list[RecordGroup], Field(max_length=1024)]
     total_num_scheduled_tokens: Size
     mode: Literal["NONE", "PIECEWISE", "FULL"]
+    kind: Text
     num_input_tokens: Size
     num_reqs_padded: Size
     decode_query_len: Count

@@ -3,7 +3,6 @@ is asked for, and values before compiled code, which looks at no bounds, sees th
 
 import json
 import math
-import os
 import re
 import zipfile
 from dataclasses import fields
@@ -18,6 +17,7 @@ from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, RecordSettin
 from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
 
+RECORD_SUFFIX = ".npz"
 MAX_RECORD_BYTES = 1 << 28
 """Most bytes of a record's arrays: a step of 8192 tokens and 256 rows of blocks has 10 MB."""
 
@@ -33,24 +33,51 @@ ARRAY_HEADER = re.compile(
 """How numpy begins the arrays that records hold; anything else is refused unread."""
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that nobody sees before it is complete.
+def record_files(path: Path, step: int | None = None) -> list[Path]:
+    """Records at a path: a file, a run's folder, or a folder of runs.
+
+    Parameters
+    ----------
+    path
+        Where to look.
+    step
+        Number of the only step that is wanted.
 
     Raises
     ------
-    OSError
-        If it can't be written; nothing is left behind.
+    PrepError
+        If there are none.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    name = "step-*" if step is None else f"step-{step:06d}"
+    if path.is_file():
+        if step is None or path.stem == name:
+            return [path]
+        raise PrepError(f"--step {step}: {path} is a record of another one")
+    files = sorted(path.glob(f"{name}{RECORD_SUFFIX}"))
+    files = files or sorted(path.glob(f"*/{name}{RECORD_SUFFIX}"))
+    if not files:
+        raise PrepError(
+            f"{path}: no {name}{RECORD_SUFFIX} here; give a record, the folder of a run, or the "
+            'folder that "npu_prep.record.dir" named'
+        )
+    return files
+
+
+def record_of(path: Path, step: int | None = None) -> Path:
+    """The one record at a path; see `record_files`.
+
+    Raises
+    ------
+    PrepError
+        If there is none, or more than one.
+    """
+    files = record_files(path, step)
+    if len(files) > 1:
+        first, last = files[0].relative_to(path), files[-1].relative_to(path)
+        raise PrepError(
+            f"{path}: {len(files)} records, {first} to {last}; name one, or choose by --step N"
+        )
+    return files[0]
 
 
 def read_record(path: Path) -> StepRecord:

@@ -22,9 +22,9 @@ import numpy as np
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.files import write_whole
 from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded
 from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
-from vllm_npu_prep.inspect.record_file import write_whole
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 
@@ -101,6 +101,7 @@ class StepRecorder:
     def keep(
         self,
         step: PreparedStep,
+        kind: str,
         req_ids: list[str],
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
@@ -118,7 +119,7 @@ class StepRecorder:
             if req_ids != self._req_ids:  # a copy would touch every name, in every step
                 self._req_ids = list(req_ids)
             kept = KeptStep.of_step(
-                number, step, self._req_ids, placeholders, modalities, rows_with_embeds
+                number, step, kind, self._req_ids, placeholders, modalities, rows_with_embeds
             )
             self._ring.append(kept)
             self._ring_bytes += kept.nbytes
@@ -195,8 +196,8 @@ class StepRecorder:
         path = self.folder / f"step-{kept.number:06d}.npz"
         try:
             write_whole(path, content)
-        except OSError as error:
-            self._stop(f"{path}: {error.strerror or error}")
+        except PrepError as error:
+            self._stop(str(error))
 
     def _begin_folder(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -252,6 +253,7 @@ def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder 
     old
         The one that it had, which is closed.
     """
+    from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
 
     if old is not None:
@@ -276,7 +278,9 @@ def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder 
     return StepRecorder(
         config,
         runner._tables,
-        Recorded(tuple(groups), decisions.mask_form),
+        Recorded(
+            tuple(groups), decisions.mask_form, KERNEL_FAMILIES[decisions.attention].mask_itemsize
+        ),
         {"versions": _versions(), "config": _facts(vllm_config, decisions)},
         suffix,
     )

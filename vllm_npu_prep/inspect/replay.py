@@ -372,25 +372,6 @@ def _leave_out_samples(record: "StepRecord", out: dict[str, np.ndarray], total: 
 # ---------------------------------------------------------------------- the command
 
 
-def record_files(path: Path) -> list[Path]:
-    """Records at a path: a file, a run's folder, or a folder of runs.
-
-    Raises
-    ------
-    PrepError
-        If there are none.
-    """
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("step-*.npz")) or sorted(path.glob("*/step-*.npz"))
-    if not files:
-        raise PrepError(
-            f"{path}: no step-*.npz here; give a record, the folder of a run, or the folder that "
-            '"npu_prep.record.dir" named'
-        )
-    return files
-
-
 def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, list[Difference]]]:
     """Prepare recorded steps again.
 
@@ -411,14 +392,9 @@ def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, list[Dif
     PrepError
         For a file that is no record, or if there is no such step.
     """
-    from vllm_npu_prep.inspect.record_file import read_record
+    from vllm_npu_prep.inspect.record_file import read_record, record_files
 
-    files = record_files(path)
-    if step is not None:
-        files = [file for file in files if file.stem == f"step-{step:06d}"]
-        if not files:
-            raise PrepError(f"{path}: no record of step {step}")
-    for file in files:
+    for file in record_files(path, step):
         record = read_record(file)
         try:
             found = [replay_core(record), replay_oracle(record)]

@@ -1,10 +1,14 @@
-"""StepView: one prepared step as explain, pages and pictures read it, and why it is as it is."""
+"""StepView: one prepared step as explain, pages and pictures read it, and why it is as it is.
+
+It is made of a scenario, which is prepared, or of a record, which was: right or wrong.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
@@ -53,19 +57,37 @@ class RequestView:
 
 @dataclass(frozen=True)
 class GroupView:
-    """A KV-cache group."""
+    """Layers that see the step alike: a KV-cache group, or a part of one.
 
+    Attributes
+    ----------
+    table
+        Whose block table they use; None: layers without a KV cache.
+    block_size
+        Of that table; 0 without one.
+    plan
+        Their mask.
+    sliding_window, attention_chunk_size
+        None: they see all before a token.
+    mask_itemsize
+        Bytes of a cell of a dense mask.
+    causal
+        Whether tokens see only what is before them.
+    """
+
+    table: int | None
     block_size: int
     plan: MaskPlan
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-    mask_itemsize: int = 1  # bytes of one cell
+    mask_itemsize: int = 1
+    causal: bool = True
 
     @property
     def mask_bytes(self) -> int:
         """Bytes of its mask."""
         rows, columns = self.plan.shape or (0, 0)
-        return rows * columns * self.mask_itemsize
+        return rows * columns * (1 if self.plan.kind is MaskKind.COMPRESSED else self.mask_itemsize)
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ class StepView:
         """Prepare a scenario's step and plan the mask of each KV-cache group."""
         step = prepare_step(*scenario_batch(scenario))
         groups = []
-        for group in scenario.groups:
+        for table, group in enumerate(scenario.groups):
             local = step.local if group.attention_chunk_size is not None else None
             plan = plan_mask(
                 step.attn_state,
@@ -109,7 +131,9 @@ class StepView:
                 attention_chunk_size=group.attention_chunk_size,
             )
             groups.append(
-                GroupView(group.block_size, plan, group.sliding_window, group.attention_chunk_size)
+                GroupView(
+                    table, group.block_size, plan, group.sliding_window, group.attention_chunk_size
+                )
             )
         requests = [
             RequestView(
@@ -127,6 +151,51 @@ class StepView:
             _graph_of(scenario, step),
             bool(scenario.capture_sizes),
         )
+
+    @classmethod
+    def of_record(cls, record: StepRecord, name: str) -> "StepView":
+        """A recorded step as it was prepared.
+
+        Parameters
+        ----------
+        record
+            The step. Placeholders of its prompts' images are shown as runs.
+        name
+            For a heading.
+
+        Raises
+        ------
+        PrepError
+            If its arrays are not those of its settings.
+        """
+        settings, step = record.settings, record.step()
+        groups = []
+        for group, plan in zip(settings.groups, record.plans(step)):
+            has_table = group.group < len(settings.block_sizes)
+            groups.append(
+                GroupView(
+                    group.group if has_table else None,
+                    settings.block_sizes[group.group] if has_table else 0,
+                    plan,
+                    group.sliding_window,
+                    group.attention_chunk_size,
+                    settings.mask_itemsize,
+                    group.causal,
+                )
+            )
+        items: list[list[ItemView]] = [[] for _ in settings.req_ids]
+        for (row, start, end), kind in zip(record.batch.placeholders.tolist(), settings.modalities):
+            items[row].append(ItemView(kind, start, end - start))
+        requests = [
+            RequestView(req_id, num_prompt_tokens, of_row)
+            for req_id, num_prompt_tokens, of_row in zip(
+                settings.req_ids, record.batch.num_prompt_tokens.tolist(), items
+            )
+        ]
+        graph = settings.kind
+        if step.padding.mode is not GraphMode.NONE:
+            graph += f" of {step.num_input_tokens} tokens"
+        return cls(name, step, requests, groups, graph, padded=True)
 
     # ----------------------------------------------------------------- why
 
@@ -163,6 +232,8 @@ class StepView:
     def mask_reason(self, group: int) -> str:
         """Why a group's mask is what it is."""
         view = self.groups[group]
+        if not view.causal:
+            return "tokens see both ways"
         reason = MASK_RULES[view.plan.kind]
         if view.sliding_window is not None:
             return f"{reason}; a window of {view.sliding_window} narrows it"
@@ -177,16 +248,21 @@ class StepView:
         """Which of the two inputs the model gets (`vllm_npu_prep.prep.embeds`)."""
         return "inputs_embeds" if self.step.batch.takes_embeds else "input_ids"
 
+    @property
+    def tables(self) -> dict[int, int]:
+        """Groups that have a block table, and which."""
+        return {i: group.table for i, group in enumerate(self.groups) if group.table is not None}
+
     def blocks_owned(self, row: int, group: int = 0) -> np.ndarray:
         """Blocks of a request, the null block in place of freed ones."""
-        blocks = self.step.block_table(group)[row]
+        blocks = self.step.block_table(self.tables[group])[row]
         last = np.flatnonzero(blocks)
         return blocks[: last[-1] + 1] if len(last) else blocks[:0]
 
     def blocks_touched(self, row: int, group: int = 0) -> np.ndarray:
         """Blocks that the step writes for a request, in order, each once."""
         starts = self.step.query_start_loc
-        blocks = self.step.block_numbers(group)[starts[row] : starts[row + 1]]
+        blocks = self.step.block_numbers(self.tables[group])[starts[row] : starts[row + 1]]
         return blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
 
     def spans(self) -> list[dict[str, Any]]:

@@ -1,0 +1,154 @@
+"""``explain`` of records: a recorded step is shown as it was prepared, right or wrong."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.helpers import worked_examples
+from tests.helpers.records import record_of
+from tests.helpers.scenarios import small, view_of, with_an_image
+from tests.inspect.test_record import GROUPS, several_groups
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect.explain import explain_json, summary
+from vllm_npu_prep.inspect.record import RecordGroup, StepRecord
+from vllm_npu_prep.inspect.record_file import read_record
+from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.batch import prepare_step
+from vllm_npu_prep.prep.embeds import Placeholders
+
+
+def recorded(scenario: dict, number: int = 0, **more) -> StepRecord:
+    return record_of(prepare_step(*scenario_batch(parse_scenario(scenario))), number=number, **more)
+
+
+def in_a_folder(folder, *scenarios: dict) -> None:
+    for number, scenario in enumerate(scenarios, 7):
+        path = folder / f"step-{number:06d}.npz"
+        path.write_bytes(recorded(scenario, number).to_bytes())
+
+
+@pytest.mark.parametrize("name", [*worked_examples.NAMES, "several groups"])
+def test_a_record_is_explained_as_its_scenario(name, tmp_path):
+    scenario = several_groups() if name == "several groups" else worked_examples.load(name)[0]
+    scenario |= {"capture_sizes": [8, 256], "mask": "compressed"}
+    groups = GROUPS if name == "several groups" else GROUPS[:1]
+    path = tmp_path / "step-000000.npz"
+    path.write_bytes(recorded(scenario, groups=groups, mask="compressed").to_bytes())
+    view, expected = StepView.of_record(read_record(path), "a step"), view_of(scenario)
+    explained, contract = explain_json(view), explain_json(expected)
+    own = [request["req_id"] for request in scenario["requests"]]
+    assert explained == contract
+    names = {f"r{row}": req_id for row, req_id in enumerate(own)}  # hashed, in a real record
+
+    def reasons(of: StepView) -> list[tuple[str, str]]:
+        told = [(key, text) for key, text in summary(of) if key != "graph"]
+        if of is view:
+            told = [
+                (key, " ".join(names.get(word, word) for word in text.split(" ")))
+                for key, text in told
+            ]
+        return told
+
+    assert reasons(view) == reasons(expected)
+
+
+def test_images_of_a_record_are_shown():
+    scenario = with_an_image()
+    expected = view_of(scenario)
+    runs = [[(item.offset, item.end) for item in request.items] for request in expected.requests]
+    record = recorded(scenario, placeholders=Placeholders.of_rows(runs))
+    spans = StepView.of_record(record, "a step").spans()
+    assert [{**span, "req_id": None} for span in spans] == [
+        {**span, "req_id": None} for span in expected.spans()
+    ]
+    assert spans
+
+
+def test_dense_masks_have_the_bytes_of_their_kernels():
+    record = recorded(small())
+    settings = record.settings.model_copy(update={"mask_itemsize": 2})
+    view = StepView.of_record(StepRecord(settings, record.batch, record.prepared), "a step")
+    assert view.groups[0].mask_bytes == 2 * 5 * 8
+    assert dict(summary(view))["mask"].startswith("rows [5, 8], 80 bytes: ")
+
+
+def test_layers_without_a_cache_have_no_blocks(tmp_path, capsys, monkeypatch):
+    """Encoder-only layers beside a group that has blocks, and alone."""
+    monkeypatch.setenv("COLUMNS", "200")
+    both_ways = RecordGroup(group=1, causal=False)
+    record = recorded(small(), groups=(RecordGroup(group=0), both_ways))
+    path = tmp_path / "step-000000.npz"
+    path.write_bytes(record.to_bytes())
+    for flags in ([], ["--json"], ["--html", str(tmp_path / "a.html")]):
+        assert main(["explain", str(path), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "group 1: none: tokens see both ways" in text
+    assert text.count("system level") == 1
+    groups = json.loads(text.splitlines()[-1])["kv_cache_groups"]
+    assert ["slot_mapping" in group for group in groups] == [True, False]
+
+    step = prepare_step(*scenario_batch(parse_scenario(small())))
+    alone = StepView(
+        "a step",
+        step,
+        view_of(small()).requests,
+        [StepView.of_record(record, "").groups[1]],
+        "eager: no graphs",
+        False,
+    )
+    assert "slot_mapping" not in explain_json(alone)
+
+
+def test_a_wrong_step_is_shown_as_it_was(tmp_path, capsys):
+    path = tmp_path / "step-000000.npz"
+    path.write_bytes(recorded(small()).to_bytes())
+    record = read_record(path)
+    record.prepared["slot_mapping_padded"][3] += 1
+    record.prepared["attn_state"] = np.array("DecodeOnly", "S")
+    path.write_bytes(record.to_bytes())
+    assert main(["explain", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    right = explain_json(view_of(small()))
+    assert told["attn_state"] == "DecodeOnly"
+    assert told["slot_mapping"] == [
+        slot + (token == 3) for token, slot in enumerate(right["slot_mapping"])
+    ]
+
+
+def test_a_step_is_chosen_by_its_number(tmp_path, capsys):
+    decode = worked_examples.load("decode-only")[0]
+    in_a_folder(tmp_path, small(), decode)
+    assert main(["explain", str(tmp_path), "--step", "8"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"step 8 of {tmp_path / 'step-000008.npz'}\nstate   DecodeOnly")
+    assert "graph   eager: no graphs" in told
+    first, second = (str(tmp_path / f"step-00000{n}.npz") for n in (7, 8))
+    assert main(["explain", first, "--diff", second]) == 1
+    assert "ChunkedPrefill" in capsys.readouterr().out
+    assert main(["explain", first, "--diff", first]) == 0
+    scenario = tmp_path / "scenario.json"
+    scenario.write_text(json.dumps(decode))
+    capsys.readouterr()
+    for path, flags, expected in [
+        (tmp_path, [], "2 records, step-000007.npz to step-000008.npz; name one, or choose"),
+        (tmp_path, ["--step", "9"], "no step-000009.npz here"),
+        (first, ["--step", "8"], "a record of another one"),
+        (scenario, ["--step", "8"], "is a scenario, which has one step"),
+    ]:
+        assert main(["explain", str(path), *flags]) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
+
+
+def test_records_are_explained_without_importing_vllm_or_torch(tmp_path):
+    in_a_folder(tmp_path, small())
+    code = (
+        "import sys; from vllm_npu_prep.cli import main\n"
+        f"main(['explain', {str(tmp_path)!r}])\n"
+        "sys.exit(3 if 'vllm' in sys.modules or 'torch' in sys.modules else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
