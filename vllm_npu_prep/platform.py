@@ -207,7 +207,7 @@ def _log_start_up(
 ) -> None:
     """One short block: device, kernel family, mask form, graph mode and sizes, what is off."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    scheduler = vllm_config.scheduler_config
+    scheduler, config = vllm_config.scheduler_config, parse_config(vllm_config.additional_config)
     block_size = cache.block_size if cache.user_specified_block_size else "default (128)"
     lines = [
         f"device        {KIND.label} ({NPUPlatform.get_device_name()})",
@@ -218,8 +218,10 @@ def _log_start_up(
         f"sizes         {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} "
         f"tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
-        f"check         {parse_config(vllm_config.additional_config).check}",
+        f"check         {config.check}",
     ]
+    if config.record is not None:
+        lines.append(f"record        {config.record.steps}, in {config.record.dir}")
     if model.supports_multimodal_inputs:
         rope = ", M-RoPE" if model.uses_mrope else ""
         lines.append(

@@ -30,6 +30,7 @@ def test_a_served_run_is_recorded_by_signal_and_replayed(demo_model, tmp_path):
         with ThreadPoolExecutor(24) as pool:
             answers = list(pool.map(lambda pair: server.chat(pair[0]), asked))
         assert answers == [answer for _, answer in asked]
+        assert f"record        last 40, in {tmp_path / 'records'}" in server.log()
         found = re.search(r"Recording the last 40 steps.*kill -USR1 (\d+)", server.log())
         assert found is not None
         os.kill(int(found[1]), signal.SIGUSR1)
