@@ -1,7 +1,7 @@
 """Host time of a step beside upstream's V1 runner: same process, same schedule, step about.
 
-    python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--record]
-                                   [--growth FILE.png]
+    python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--growth FILE.png]
+                                   [--check off] [--record] [--looks]
 
 Both runners get every step, one after the other and each first in turn, and must leave the same
 arrays and tokens: where they don't, the benchmark stops and prints no number. Times are medians in
@@ -24,8 +24,9 @@ Upstream's metadata builder is one that hands on the common metadata as it is: t
 could be. Its slot mapping is this plugin's torch replacement of a Triton kernel, which can't run
 here: about a fifth of its time.
 
-With ``--record`` our runner keeps the last 64 steps for a record; ``keep_us`` is what that takes of
-each step's time, and ``keep_percent`` its share.
+Our steps are counted for metrics and cheaply checked, as they are by default (``--check off``: not
+checked), and with ``--record`` the last 64 are kept for a record. ``--looks`` times each of these
+by itself: ``count_us``, ``check_us``, ``keep_us``, and in percent of our step.
 """
 
 import argparse
@@ -51,19 +52,21 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
+from workloads import CASES, VOCAB, Case, Schedule, growth_cases
 
 from tests.helpers.demo import make_demo
 from tests.helpers.engine import engine, make_model, runner_of
-from tests.helpers.stepping import bookkeep, new_request, scheduler_output, upstream_twin
+from tests.helpers.stepping import bookkeep, upstream_twin
 
-SEED = 20240607
-VOCAB = 512
-BLOCK_SIZE = 128
 WARM_UP = 20
-GROWTH_REQUESTS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-GROWTH_PROMPTS = (16, 32, 64, 128, 256)
+LOOKS = {
+    "count": ("metrics", "add"),
+    "keep": ("recorder", "keep"),
+    "check": ("step_check", "verify"),
+}
+"""What looks at each of our steps: an attribute of the runner, and its method."""
 
 
 class MismatchError(Exception):
@@ -80,132 +83,6 @@ class CommonBuilder:
     ) -> CommonAttentionMetadata:
         """Hand on what there is."""
         return common_attn_metadata
-
-
-class Schedule:
-    """Decodes that stay and prompts that come and go, as a scheduler would give them.
-
-    Decodes begin at random lengths, so that a few of them get a new block in each step.
-    """
-
-    def __init__(self, case: "Case") -> None:
-        self.rng = np.random.default_rng(SEED)
-        self.num_prompts, self.prompt_len = case.num_prompts, case.prompt_len
-        self.num_drafts = case.num_drafts
-        self.lengths = {
-            f"d{i}": int(self.rng.integers(*case.first_len)) for i in range(case.num_decodes)
-        }  # tokens computed before the next step
-        self.num_blocks = {name: -(-(n + 1) // BLOCK_SIZE) for name, n in self.lengths.items()}
-        self.outputs = dict.fromkeys(self.lengths, 0)
-        self.prompts: list[str] = []
-        self.next_block = 1
-        self.steps = 0
-
-    def _blocks(self, count: int) -> list[int]:
-        first, self.next_block = self.next_block, self.next_block + count
-        return list(range(first, self.next_block))
-
-    def _prompt(self, name: str, length: int, num_computed_tokens: int) -> NewRequestData:
-        prompt = self.rng.integers(2, VOCAB, length).tolist()
-        blocks = self._blocks(-(-length // BLOCK_SIZE))
-        return new_request(name, prompt, blocks, num_computed_tokens)
-
-    def _grow(self, name: str, length: int) -> list[int]:
-        """New blocks of a request that is to hold so many tokens."""
-        before, self.num_blocks[name] = self.num_blocks[name], -(-length // BLOCK_SIZE)
-        return self._blocks(self.num_blocks[name] - before)
-
-    def sampled(self) -> dict[str, list[int]]:
-        """Tokens that the last step samples for each request: accepted drafts and the next one."""
-        tokens = {}
-        for name in (*self.lengths, *self.prompts):
-            drafts = self.drafts.get(name, [])
-            kept = int(self.rng.integers(len(drafts) + 1))
-            tokens[name] = [*drafts[:kept], int(self.rng.integers(2, VOCAB))]
-            if name in self.lengths:
-                self.lengths[name] += 1 + kept
-                self.outputs[name] += 1 + kept
-        return tokens
-
-    def step(self) -> SchedulerOutput:
-        """The next step."""
-        new, cached, self.drafts = [], {}, {}
-        if self.steps == 0:
-            new = [self._prompt(name, n + 1, n) for name, n in self.lengths.items()]
-        else:
-            cached = {
-                name: (
-                    self._grow(name, length + 1 + self.num_drafts),
-                    length,
-                    self.outputs[name],
-                )
-                for name, length in self.lengths.items()
-            }
-            if self.num_drafts:
-                rows = self.rng.integers(2, VOCAB, (len(self.lengths), self.num_drafts))
-                self.drafts = dict(zip(self.lengths, rows.tolist()))
-        finished = set(self.prompts)
-        self.prompts = [f"p{self.steps}-{i}" for i in range(self.num_prompts)]
-        new += [self._prompt(name, self.prompt_len, 0) for name in self.prompts]
-        counts = {name: 1 + len(self.drafts.get(name, ())) for name in self.lengths}
-        counts |= dict.fromkeys(self.prompts, self.prompt_len)
-        self.steps += 1
-        output = scheduler_output(counts, new=new, cached=cached, finished=finished)
-        output.scheduled_spec_decode_tokens = self.drafts
-        return output
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What a measured step holds."""
-
-    num_decodes: int
-    num_prompts: int = 0
-    prompt_len: int = 0
-    num_drafts: int = 0
-    whole_step: bool = False
-    first_len: tuple[int, int] = (64, 1024)
-    settings: tuple[tuple[str, Any], ...] = ()
-    num_layers: int = 1
-    mrope: bool = False
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests of a step."""
-        return self.num_decodes + self.num_prompts
-
-    def engine_settings(self) -> dict[str, Any]:
-        """Engine of just this size, unless `settings` says otherwise."""
-        num_tokens = self.num_decodes * (1 + self.num_drafts) + self.num_prompts * self.prompt_len
-        drafts = {
-            "method": "ngram",
-            "num_speculative_tokens": self.num_drafts,
-            "prompt_lookup_max": 2,
-        }
-        return {
-            **({"speculative_config": drafts} if self.num_drafts else {}),
-            "max_num_seqs": max(self.num_reqs, 256),
-            "max_num_batched_tokens": max(8192, num_tokens),
-            "max_model_len": 2048,
-            **dict(self.settings),
-        }
-
-    def kv_cache_bytes(self) -> int:
-        """Enough for one request of the longest kind; nothing is written to it."""
-        max_model_len = self.engine_settings()["max_model_len"]
-        return 256 * max_model_len * self.num_layers * 2 * (2 if self.mrope else 1)
-
-
-CASES = {
-    "decode-256": Case(256),
-    "decode-1024": Case(1024),
-    "prefill-8192": Case(0, 32, 256),
-    "mixed-2200": Case(200, 8, 250),
-    "step-256": Case(256, whole_step=True),
-    "drafts-256": Case(256, num_drafts=3),
-    "mrope-256": Case(256, num_layers=2, mrope=True),
-    "drafts-step": Case(256, num_drafts=3, whole_step=True),
-}
 
 
 class StubModel(torch.nn.Module):
@@ -327,7 +204,7 @@ class Timing:
 
     ours: np.ndarray
     upstream: np.ndarray
-    keep: np.ndarray  # of ours; empty without a recorder
+    looks: dict[str, np.ndarray]  # parts of ours, by name
 
     def row(self, case: str) -> dict[str, Any]:
         """The line of a case; least and most are ours."""
@@ -340,9 +217,9 @@ class Timing:
             "min_us": round(float(self.ours.min()), 1),
             "max_us": round(float(self.ours.max()), 1),
         }
-        if len(self.keep):
-            keep = float(np.median(self.keep))
-            row |= {"keep_us": round(keep, 1), "keep_percent": round(100 * keep / ours, 2)}
+        for name, times in self.looks.items():
+            part = float(np.median(times))
+            row |= {f"{name}_us": round(part, 1), f"{name}_%": round(100 * part / ours, 2)}
         return row
 
 
@@ -366,30 +243,35 @@ def twin_of(runner: Any) -> Any:
     return twin
 
 
-def time_recorder(recorder: Any) -> list[float]:
-    """Microseconds of each step that the recorder keeps, from now on."""
-    times: list[float] = []
-    if recorder is not None:
-        keep = recorder.keep
-
-        def timed(*args: Any) -> None:
-            start = time.perf_counter_ns()
-            keep(*args)
-            times.append((time.perf_counter_ns() - start) / 1e3)
-
-        recorder.keep = timed
+def time_looks(runner: Any) -> dict[str, list[float]]:
+    """Microseconds that what looks at a step takes of it, for all steps from now on."""
+    times: dict[str, list[float]] = {}
+    for name, (attribute, method) in LOOKS.items():
+        looker = getattr(runner, attribute)
+        if looker is not None:
+            times[name] = []
+            setattr(looker, method, _timed(getattr(looker, method), times[name]))
     return times
 
 
-def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
-    """Run one schedule through both runners."""
+def _timed(method: Any, times: list[float]) -> Any:
+    def timed(*args: Any) -> None:
+        start = time.perf_counter_ns()
+        method(*args)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+
+    return timed
+
+
+def measure(case: Case, ours: Any, upstream: Any, steps: int, looks: bool = False) -> Timing:
+    """Run one schedule through both runners; with `looks`, time what looks at our steps, too."""
     schedule = Schedule(case)
     runners = {"ours": ours, "upstream": upstream}
     if case.whole_step:
         for runner in runners.values():
             stub(runner)
     times: dict[str, list[float]] = {name: [] for name in runners}
-    keep = time_recorder(ours.recorder)
+    looking = time_looks(ours) if looks else {}
     for step in range(WARM_UP + steps):
         output = schedule.step()
         left = {}
@@ -405,7 +287,8 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int) -> Timing:
             if step >= WARM_UP:
                 times[name].append(elapsed)
         compare(left["ours"], left["upstream"])
-    return Timing(np.array(times["ours"]), np.array(times["upstream"]), np.array(keep[WARM_UP:]))
+    shares = {name: np.array(each[WARM_UP:]) for name, each in looking.items()}
+    return Timing(np.array(times["ours"]), np.array(times["upstream"]), shares)
 
 
 def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
@@ -456,16 +339,6 @@ def runners(
             yield ours, upstream
 
 
-def growth_cases() -> dict[str, Case]:
-    """Requests from 32 to 4096, tokens of prompts, and what a step must not depend on."""
-    cases = {f"{n} requests": Case(n) for n in GROWTH_REQUESTS}
-    cases |= {f"{32 * n} prompt tokens": Case(0, 32, n) for n in GROWTH_PROMPTS}
-    cases["256 requests, max_model_len 65536"] = Case(256, settings=(("max_model_len", 65536),))
-    cases["256 requests, max_num_seqs 4096"] = Case(256, settings=(("max_num_seqs", 4096),))
-    cases["256 requests, 32 layers"] = Case(256, num_layers=32)
-    return cases
-
-
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw time against requests and against prompt tokens."""
     import matplotlib
@@ -492,7 +365,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = Table("case", *(Column(name, justify="right") for name in columns))
     for row in rows:
         table.add_row(row["case"], *(f"{row[name]:,}" for name in columns))
-    Console(width=100).print(table)
+    Console(width=100 if len(columns) < 8 else 150).print(table)
 
 
 def main() -> None:
@@ -504,6 +377,7 @@ def main() -> None:
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--record", action="store_true", help="keep the last steps for a record")
     parser.add_argument("--check", choices=("off", "cheap"), default="cheap")
+    parser.add_argument("--looks", action="store_true", help="time what looks at our steps, too")
     parser.add_argument(
         "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
     )
@@ -520,7 +394,7 @@ def main() -> None:
             print(f"{name} ...", file=sys.stderr, flush=True)
             with runners(case, folder, args.async_scheduling, options) as (ours, upstream):
                 try:
-                    row = measure(case, ours, upstream, args.steps).row(name)
+                    row = measure(case, ours, upstream, args.steps, args.looks).row(name)
                 except MismatchError as error:
                     sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)

@@ -19,16 +19,18 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 def test_host_step_prints_one_object_a_line():
     cases = [word for case in CASES for word in ("--case", case)]
-    result = run("benchmarks/host_step.py", "--json", "--steps", "3", "--record", *cases)
+    result = run("benchmarks/host_step.py", "--json", "--steps", "3", "--record", "--looks", *cases)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["case"] for row in rows] == CASES
     for row in rows:
         assert set(row) == {
             *("case", "ours_us", "upstream_us", "ratio", "min_us", "max_us"),
-            *("keep_us", "keep_percent"),
+            *(f"{look}_{unit}" for look in ("count", "keep", "check") for unit in ("us", "%")),
         }
-        assert 0 < row["keep_us"] < row["ours_us"]
+        looks = [row[f"{look}_us"] for look in ("count", "keep", "check")]
+        assert min(looks) > 0
+        assert sum(looks) < row["ours_us"]
         assert 0 < row["min_us"] <= row["ours_us"] <= row["max_us"]
         assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
 
