@@ -88,7 +88,11 @@ pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(vers
 
 say "7/7 byte code and caches"
 "$venv/bin/python" -m compileall -q "$root/vllm_npu_prep"
-"$venv/bin/python" -c 'from vllm_npu_prep.prep.batch import warm_up; warm_up()'
+"$venv/bin/python" - <<'PYTHON'
+from vllm_npu_prep.inspect import kept_step
+from vllm_npu_prep.prep import batch
+kept_step.warm_up(batch.warm_up())
+PYTHON
 "$venv/bin/python" - <<'PYTHON' >/dev/null 2>&1 || true
 # vLLM inspects an architecture once, in a process of its own, and caches what it found.
 from vllm.model_executor.models import ModelRegistry

@@ -145,14 +145,13 @@ class ModelInputRunner(LoRARunner):
                 step, batch.is_token_ids, batch.req_prompt_embeds, self.dtype
             )
 
-    def _names_and_embeds(self) -> tuple[list[str], Placeholders, list[str], list[int]]:
+    def _names_and_embeds(self) -> tuple[Any, ...]:
         """What a record tells of requests beside the step: see `KeptStep.of_step`."""
-        return (
-            self.input_batch.req_ids,
-            self._placeholder_runs,
-            [run.feature.modality for run in self._runs],
-            list(self.input_batch.req_prompt_embeds),
-        )
+        batch = self.input_batch
+        if not (self._runs or batch.req_prompt_embeds):
+            return (batch.req_ids,)
+        modalities = [run.feature.modality for run in self._runs]
+        return batch.req_ids, self._placeholder_runs, modalities, list(batch.req_prompt_embeds)
 
     # ----------------------------------------------------------------- for the model
 

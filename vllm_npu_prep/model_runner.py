@@ -431,7 +431,9 @@ class NPUModelRunner(GraphRunner):
 
     def warm_up(self) -> None:
         """Load or compile what the first request would otherwise wait for."""
-        warm_up(self.mrope_dims, self.local_groups)
+        step = warm_up(self.mrope_dims, self.local_groups)
+        if self.recorder is not None:
+            self.recorder.warm_up(step)
 
     def shutdown(self) -> None:
         """Say how often preparation had to wait for the device."""

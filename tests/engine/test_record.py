@@ -27,6 +27,7 @@ from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.contract import prepared_arrays
+from vllm_npu_prep.inspect.kept_step import copy_step, enter_blocks
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.inspect.violation import StepCheckError
@@ -67,6 +68,8 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16),
     ) as llm:
         preempted, prepared = count_preemptions(llm), []
+        compiled = [copy_step.signatures.copy(), enter_blocks.signatures.copy()]
+        assert all(compiled)  # no request waits for that
         keep = runner_of(llm).recorder.keep
         runner_of(llm).recorder.keep = lambda step, *more: (
             prepared.append([step.slot_mapping(g).copy() for g in range(3)]),
@@ -74,6 +77,7 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         )
         generate(llm, prompts[:1], greedy(2))
         generate(llm, prompts, greedy(24))
+        assert [copy_step.signatures, enter_blocks.signatures] == compiled
     records = records_in(tmp_path)
     assert [record.number for record in records] == list(range(3, 50))
     assert sum(preempted.values())

@@ -23,7 +23,7 @@ import numpy as np
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.files import write_whole
-from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded
+from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded, warm_up
 from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
@@ -95,6 +95,10 @@ class StepRecorder:
         self._salt = os.urandom(16)
         if self._span is None:
             self._listen()
+
+    def warm_up(self, step: PreparedStep) -> None:
+        """Load or compile what the first step would otherwise wait for; `step` may be any."""
+        warm_up(step)
 
     # ----------------------------------------------------------------- each step
 

@@ -460,7 +460,7 @@ def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> L
     return LocalRequests(*sizes)
 
 
-def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> None:
+def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> PreparedStep:
     """Compile or load the compiled code, for the types that runners use.
 
     Parameters
@@ -469,6 +469,11 @@ def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> None:
         Dimensions of the model's M-RoPE positions.
     local
         The engine's groups with chunked local attention.
+
+    Returns
+    -------
+    PreparedStep
+        A small one, for what else has compiled code that reads steps.
     """
     if local is not None:
         local = LocalGroups(local.attention_chunk_size, 1, (0,))
@@ -486,3 +491,4 @@ def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> None:
     step = prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))
     find_fault(step, np.zeros(2, np.int64))
     book_tokens(np.zeros(1, np.int64), table[0] > 0, one.copy(), table.copy(), table > 0)
+    return step
