@@ -331,6 +331,7 @@ def test_bad_paths_are_one_line_and_exit_code_2(make, tmp_path, capsys, given):
         (recorder.folder / "step-000001.npz").write_bytes(b"PK")
     else:
         command += ["--step", "7"]
+    capsys.readouterr()  # what the recorder logged, if somebody has configured vLLM's loggers
     assert main(command) == 2
     error = capsys.readouterr().err
     assert error.startswith("vllm-npu-prep: error: ") and error.count("\n") == 1
