@@ -100,7 +100,7 @@ def test_drafts_are_scheduled_after_the_known_tokens():
 
 REASONS = {
     "all-prefill": "PrefillNoCache: nothing is computed for any request",
-    "chunked-prefill": "ChunkedPrefill: none of the other rules holds: 0 has 3 computed tokens, 2",
+    "chunked-prefill": "ChunkedPrefill: none of the other rules holds: request 0 has 3 computed ",
     "decode-only": "DecodeOnly: each request has one scheduled token",
     "mixed-200-tokens": "ChunkedPrefill: none of the other rules holds: ",
 }
@@ -124,7 +124,7 @@ def test_drafts_and_cached_prompts_decide_by_their_first_request():
     ]
     scenario["requests"][1]["token_ids"] = third["token_ids"][:6]
     scenario["requests"][1]["num_prompt_tokens"] = 5
-    assert view_of(scenario).state_reason.endswith(": 2 has 2 drafts")
+    assert view_of(scenario).state_reason.endswith(": request 2 has 2 drafts")
 
 
 def test_a_full_graph_has_the_state_that_it_was_captured_for():

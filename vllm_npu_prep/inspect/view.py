@@ -227,7 +227,7 @@ class StepView:
         if not len(rows):
             return ""
         row = int(rows[0])
-        return f"{self.requests[row].req_id} has {values[row]} {what}"
+        return f"request {self.requests[row].req_id} has {values[row]} {what}"
 
     def mask_reason(self, group: int) -> str:
         """Why a group's mask is what it is."""
