@@ -17,12 +17,12 @@ def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
     from vllm_npu_prep.ops import experts, routing
 
     if triton_kernels == "replace":
-        _replace_triton_kernels()
+        replace_triton_kernels()
     routing.register_operators()
     experts.register_method()
 
 
-def _replace_triton_kernels() -> None:
+def replace_triton_kernels() -> None:
     """Those of vLLM's own block tables, of drafters and of the rejection sampler."""
     from vllm_npu_prep.ops import drafting, rejection, slot_mapping
 
