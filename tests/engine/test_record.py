@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,9 +29,12 @@ from vllm_npu_prep import model_runner
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.kept_step import copy_step, enter_blocks
+from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.inspect.upstream import DRAFT_ARRAYS, UpstreamReplay
 from vllm_npu_prep.inspect.violation import StepCheckError
+from vllm_npu_prep.prep import batch, oracle
 
 
 def recording(folder: Path, steps: str, check: str = "cheap", **options) -> dict:
@@ -41,12 +45,38 @@ def records_in(folder: Path) -> list:
     return [read_record(path) for path in record_files(folder)]
 
 
-def check(records: list) -> None:
-    """Core and oracle prepare what was recorded, and a view gets the step as it was."""
+ALWAYS_COMPARED = {
+    "input_ids",
+    "input_ids_padded",
+    "positions",
+    "query_start_loc",
+    "seq_lens",
+    "max_seq_len",
+    "num_computed_tokens",
+    "discard_request_mask_padded",
+    "logits_indices",
+    "slot_mapping",
+    "slot_mapping_padded",
+    "block_table",
+}
+"""Arrays that upstream's runner has in every step."""
+
+
+def check(records: list, *compared: str) -> None:
+    """All three prepare what was recorded, and a view gets the step as it was.
+
+    `compared` are arrays that upstream has, too, in some of the steps.
+    """
+    upstream, names = UpstreamReplay(), set()
     for record in records:
         assert replay_core(record) is None and replay_oracle(record) is None
+        assert upstream.first_difference(record) is None
+        said = upstream.prepare(record)
+        assert set(said) >= ALWAYS_COMPARED
+        names |= {name for name, array in said.items() if array.size}
         again = prepared_arrays(record.step(), record.settings)
         assert all(np.array_equal(again[name], each) for name, each in record.prepared.items())
+    assert names >= set(compared)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +118,14 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         for group, slots in enumerate(prepared[record.number]):
             got = record.prepared[f"kv_cache_groups.{group}.slot_mapping"]
             assert np.array_equal(got, slots)
-    check(records)
+    check(
+        records,
+        *(
+            f"kv_cache_groups.{g}.{name}"
+            for g in range(3)
+            for name in ("slot_mapping", "block_table")
+        ),
+    )
     (manifest,) = tmp_path.glob("*/manifest.json")
     told = json.loads(manifest.read_text())
     assert told["config"]["max_model_len"] == 96 and "vllm" in told["versions"]
@@ -102,9 +139,9 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
     changed = record.prepared["kv_cache_groups.1.slot_mapping"]
     changed[-1] += 1
     path.write_bytes(record.to_bytes())
-    assert main(["replay", str(tmp_path), "--step", "23", "--json"]) == 1
+    assert main(["replay", str(tmp_path), "--step", "23", "--json", "--upstream"]) == 1
     told = json.loads(capsys.readouterr().out)
-    for difference, by in zip(told["first"], ("core", "oracle"), strict=True):
+    for difference, by in zip(told["first"], ("core", "oracle", "upstream"), strict=True):
         assert difference == {
             "step": 23,
             "by": by,
@@ -156,7 +193,31 @@ def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, async
     if asynchronous:
         assert any(record.prepared["is_on_device"].any() for record in on_device)
         assert any(record.batch.token_ids.min() < 0 for record in on_device)
-    check(records)
+        check(
+            records, "is_on_device", "sampled_token_targets", *(f"{n}_padded" for n in DRAFT_ARRAYS)
+        )
+        change_targets(on_device)
+    else:
+        check(records, *(f"{n}_padded" for n in DRAFT_ARRAYS))
+
+
+def change_targets(records: list) -> None:
+    """Samples and drafts that the device would put elsewhere are found by upstream."""
+    upstream, changed = UpstreamReplay(), set()
+    for record in records:
+        spare = record.settings.layout.place("input_ids_and_spare")
+        spare += record.settings.num_input_tokens
+        for place, target in enumerate(record.prepared["sampled_token_targets"]):
+            if target == spare:
+                continue
+            wrong = dict(record.prepared)
+            wrong["sampled_token_targets"] = record.prepared["sampled_token_targets"].copy()
+            wrong["sampled_token_targets"][place] = spare
+            found = upstream.first_difference(StepRecord(record.settings, record.batch, wrong))
+            assert (found.variable, found.index) == ("sampled_token_targets", (place,))
+            assert (found.recorded, found.expected) == (spare, target)
+            changed.add(place % (1 + 2 * record.settings.num_sampled_drafts))
+    assert changed == set(range(7))  # a row has a sample, three drafts, the drafts once more
 
 
 def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
@@ -164,7 +225,7 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
 ):
     """A bug in preparation is recorded, and found beside neither device nor model."""
     model = make_model(tmp_path_factory.mktemp("llama4"), **LLAMA4)
-    prepare_step = model_runner.prepare_step
+    prepare_step, oracle_step = batch.prepare_step, oracle.oracle_step
 
     def wrong(*args):
         step = prepare_step(*args)
@@ -173,6 +234,15 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
             step.arrays.slot_mapping[:, token] += 1
             step.arrays.seq_lens[2] += 1
         return step
+
+    def wrong_oracle(requests, **settings):
+        said = oracle_step(requests, **settings)
+        if len(requests) == 3 and max(said["seq_lens"]) > 60:
+            token = said["query_start_loc"][1]
+            for name, place in (("slot_mapping", token), ("seq_lens", 2)):
+                said[name][place] += 1
+                said[f"{name}_padded"][place] += 1
+        return said
 
     with engine(
         model,
@@ -183,7 +253,10 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
     ) as llm:
         generate(llm, prompts_of(SEED, [5, 90, 32, 33]), greedy(8))
         llm.collective_rpc("dump_steps")
-        check(records_in(tmp_path))
+        records = records_in(tmp_path)
+        chunked = [name for name in records[0].prepared if "local_requests." in name]
+        assert len(chunked) >= 7
+        check(records, *chunked, "local_seq_lens_padded", "local_query_start_loc_padded")
         runner = runner_of(llm)
         sample = runner._sample
 
@@ -211,6 +284,19 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
     assert main(["replay", str(tmp_path)]) == 1
     assert f"{len(differing)} of {len(records)} steps differ" in capsys.readouterr().out
 
+    # A bug that the core and the oracle share
+    with (
+        mock.patch.object(batch, "prepare_step", wrong),
+        mock.patch.object(oracle, "oracle_step", wrong_oracle),
+    ):
+        assert main(["replay", str(tmp_path)]) == 0
+        assert "core and oracle prepare what was recorded" in capsys.readouterr().out
+        assert main(["replay", str(tmp_path), "--upstream"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"{len(differing)} of {len(records)} steps differ, first in ")
+    assert told[1:] == [str(replace(found, by="upstream"))]
+    assert told[1].endswith(f"recorded {found.recorded}, upstream says {found.expected}")
+
 
 @pytest.mark.parametrize("level", ["cheap", "full"])
 def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(tmp_path_factory, tmp_path, level):
@@ -234,7 +320,8 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(tmp_path_factory, t
     *before, record = records_in(tmp_path)
     assert record.number == last and len(before) == 7
     check(before)
-    for found in (replay_core(record), replay_oracle(record)):
+    for prepare_again in (replay_core, replay_oracle, UpstreamReplay().first_difference):
+        found = prepare_again(record)
         assert (found.variable, found.index) == ("slot_mapping", (1,))
         assert (found.req_id, found.token) == (raised.value.request, raised.value.token)
     assert main(["explain", str(tmp_path), "--step", str(last)]) == 0
@@ -257,4 +344,4 @@ def test_images_and_mrope_positions_are_recorded(vision_models, tmp_path, seed):
         (record.prepared["mrope_positions"][0] != record.prepared["mrope_positions"][2]).any()
         for record in records
     )
-    check(records)
+    check(records, "mrope_positions", "mrope_positions_padded")
