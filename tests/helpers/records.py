@@ -1,5 +1,7 @@
 """Records of steps that no engine made."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_npu_prep.inspect.kept_step import KeptStep, Recorded
@@ -17,6 +19,7 @@ def record_of(
     mask: str = "dense",
     number: int = 0,
     placeholders: Placeholders = NO_PLACEHOLDERS,
+    rows_with_embeds: Sequence[int] = (),
 ) -> StepRecord:
     """As a recorder makes it, of a step that `prepare_step` gave a buffer of its own."""
     tables = step.batch.tables
@@ -26,6 +29,8 @@ def record_of(
         tables.num_blocks[group] = (owned * width).max(axis=1)
     req_ids = [f"r{row}" for row in range(step.num_reqs)]
     modalities = ["image"] * len(placeholders.rows)
-    kept = KeptStep.of_step(number, step, EAGER, req_ids, placeholders, modalities)
+    kept = KeptStep.of_step(
+        number, step, EAGER, req_ids, placeholders, modalities, rows_with_embeds
+    )
     recorded = Recorded(groups, MaskForm(mask), mask_itemsize=1)
     return kept.record(recorded, req_ids, tables.block_entries)

@@ -143,6 +143,25 @@ def test_groups_chunks_mrope_and_images_come_back(tmp_path):
         assert np.array_equal(restored.local_requests(2)[name], array)
 
 
+def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
+    """The table has one that is none, the device token 0; other ids of the request are compared."""
+    batch, padding = scenario_batch(parse_scenario(worked_examples.load("chunked-prefill")[0]))
+    batch.takes_embeds = True
+    row, first = 2, int(batch.tables.num_computed_tokens[2])
+    batch.tables.token_ids[row, first : first + 2] = 512
+    step = prepare_step(batch, padding)
+    start = int(step.query_start_loc[row])
+    step.input_ids[start : start + 2] = 0  # `vllm_npu_prep.prompt_embeds`
+    record = through_a_file(record_of(step, rows_with_embeds=[row]), tmp_path)
+    assert record.prepared["input_ids"][start : start + 2].tolist() == [0, 0]
+    assert replay_core(record) is None and replay_oracle(record) is None
+    step.input_ids[start + 2] += 1
+    record = record_of(step, rows_with_embeds=[row])
+    assert replay_core(record).index == replay_oracle(record).index == (start + 2,)
+    step.input_ids[start + 2] -= 1
+    assert replay_core(record_of(step)).index == (start,)  # a prompt of ids
+
+
 # ---------------------------------------------------------------------- hostile files
 
 

@@ -235,10 +235,23 @@ class KeptStep:
             **parts,
         )
         record = StepRecord(settings, batch, {})
-        step = replace(then, arrays=layout.views(self.staged), batch=record.step_batch()[0])
+        arrays = layout.views(self.staged)
+        batch.token_ids[self._embedded(record, arrays.input_ids)] = 0
+        step = replace(then, arrays=arrays, batch=record.step_batch()[0])
         step.batch.takes_embeds = then.batch.takes_embeds
         record.prepared.update(prepared_arrays(step, settings))
         return record
+
+    @staticmethod
+    def _embedded(record: StepRecord, input_ids: np.ndarray) -> np.ndarray:
+        """Tokens, bool ``[T]``, that a prompt gives as embeddings: the device got token 0 there.
+
+        The table has an id that is none (`vllm_npu_prep.prompt_embeds`), which nobody prepares.
+        """
+        batch = record.batch
+        reqs = np.repeat(np.arange(record.settings.num_reqs), batch.num_scheduled_tokens)
+        in_prompt = record.scheduled_positions < batch.num_prompt_tokens[reqs]
+        return in_prompt & np.isin(reqs, batch.rows_with_embeds) & (input_ids[: len(reqs)] == 0)
 
     @staticmethod
     def _block_ids(tables: BatchTables, num_blocks: np.ndarray, blocks: np.ndarray) -> np.ndarray:
