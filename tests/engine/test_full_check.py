@@ -338,6 +338,16 @@ def test_steps_without_a_fault_are_silent(llm):
                new=[new_request("D", PROMPT_A[:17], [2, 3], 0)])  # fmt: skip
 
 
+def test_blocks_of_a_preempted_request_may_go_to_another_at_once(llm):
+    steps = Steps(runner_of(llm)).first()
+    output = steps.decoded(
+        without=["A"], counts={"E": 17}, new=[new_request("E", PROMPT_A[:17], [1, 2], 0)]
+    )
+    output.preempted_req_ids = {"A"}
+    prepare(steps.runner, output)
+    bookkeep(steps.runner, output, dict.fromkeys("BE", 7))
+
+
 def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch):
     """Under asynchronous scheduling, where it never was on the host."""
     with engine(model, async_scheduling=True, **settings()) as llm:
@@ -361,8 +371,6 @@ def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch):
         assert runner_of(llm).step_check is None
     with engine(model, additional_config={}) as llm:
         assert type(runner_of(llm).step_check) is StepCheck
-        seen = []
-        monkeypatch.setattr(runner_of(llm), "_on_violation", seen.append)
         with pytest.raises(StepCheckError, match=r'"vocabulary".*token 0: given 1048576') as raised:
             generate(llm, prompts, params)
-        assert seen == [raised.value]
+    assert (raised.value.rule, raised.value.token) == ("vocabulary", 0)

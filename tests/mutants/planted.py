@@ -25,6 +25,9 @@ WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[window
 CHUNKS = ("tests/prep/test_local_attention.py",)
 CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 VISION = ("tests/engine/test_multimodal.py",)
+RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
+CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -1176,5 +1179,83 @@ MUTANTS = [
         "    if not len(placeholders.rows):\n        return False\n    return len",
         "    return True or len",
         VISION,
+    ),
+    Mutant(
+        "drafts behind images rotate by what is about to be written",
+        "speculation.py",
+        "return buffer.copy_(following)",
+        "return buffer.copy_(positions + 1)",
+        VISION,
+    ),
+    Mutant(
+        "a request id that comes back at once keeps its old images",
+        "model_inputs.py",
+        "if req_id in known and req_id not in new",
+        "if req_id in known",
+        ("tests/runner/test_model_inputs.py",),
+    ),
+    Mutant(
+        "records have the block tables of before the ring",
+        "inspect/kept_step.py",
+        "entries[indices[place]] = staged[first + place]",
+        "pass",
+        RECORDS,
+    ),
+    Mutant(
+        "records name the requests of the first step",
+        "inspect/recorder.py",
+        "if req_ids != self._req_ids:",
+        "if not self._req_ids:",
+        (*RECORDS, "tests/engine/test_record.py"),
+    ),
+    Mutant(
+        "an archive is read however much it holds",
+        "inspect/record_file.py",
+        "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:",
+        "if False:",
+        RECORDS,
+    ),
+    Mutant(
+        "steps are not checked",
+        "model_runner.py",
+        "self.step_check.verify(self, scheduler_output)",
+        "pass",
+        CHECKS,
+    ),
+    Mutant(
+        "preempted requests keep their blocks in the ledger",
+        "inspect/ledger.py",
+        "        for req_id in output.preempted_req_ids or ():\n"
+        "            self._release(req_id)\n",
+        "",
+        CHECKS,
+    ),
+    Mutant(
+        "a block that was given back is nobody's",
+        "inspect/ledger.py",
+        "            self.freed.update(dict.fromkeys(blocks, req_id))\n",
+        "",
+        CHECKS,
+    ),
+    Mutant(
+        "explain names the last request that a rule holds for",
+        "inspect/view.py",
+        "row = int(rows[0])",
+        "row = int(rows[-1])",
+        PAGES,
+    ),
+    Mutant(
+        "a page traces tokens to the first group's slots only",
+        "inspect/page.py",
+        "[step.slot_mapping(table) for table in view.tables.values()]",
+        "[step.slot_mapping(0) for table in view.tables.values()]",
+        PAGES,
+    ),
+    Mutant(
+        "metrics count padding as tokens",
+        "inspect/metrics.py",
+        "self._tokens[0] += num_tokens",
+        "self._tokens[0] += step.num_input_tokens",
+        ("tests/inspect/test_metrics.py", "tests/server/test_server.py"),
     ),
 ]
