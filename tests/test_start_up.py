@@ -25,6 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def configure(model):
+    engine_config(model)  # vLLM sets its loggers up with its first config
     return lambda folder=model, **settings: engine_config(folder, **settings)
 
 
@@ -369,11 +370,22 @@ def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkey
             additional_config={"npu_prep": {"mask": "compressed"}},
             compilation_config={"backend": "inductor"},
         )
-    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:" in r.getMessage())
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
     parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
     parts += ("check         cheap",)
     for part in (*parts, "7 requests", "off           Inductor", "LoRA          3", "active-lora"):
         assert part in block
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_start_up_warns_of_priorities_beside_a_prefix_cache(configure, caplog, monkeypatch, caches):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        configure(  # of a size of its own: what was said once is not said again
+            scheduling_policy="priority", enable_prefix_caching=caches, max_num_seqs=11 + caches
+        )
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
+    assert ("note          priority scheduling may leave blocks" in block) == caches
 
 
 @pytest.mark.parametrize(

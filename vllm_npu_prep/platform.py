@@ -168,7 +168,7 @@ class NPUPlatform(Platform):
         decisions = decisions_of(vllm_config)
         refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)
         switched_off += _switch_off(vllm_config)
-        notes = graph_config.settle_sizes(vllm_config, KIND)
+        notes = graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
         if vllm_config.shutdown_timeout == 0:
             # Zero kills the engine process at once, which vLLM then reports as a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
@@ -181,6 +181,17 @@ class NPUPlatform(Platform):
 
             share_folder()
             _log_start_up(vllm_config, decisions, notes, switched_off)
+
+
+def _known_faults(vllm_config: "VllmConfig") -> list[str]:
+    """What upstream gets wrong with these settings, out of this plugin's reach; a line each."""
+    caches = vllm_config.cache_config.enable_prefix_caching
+    if caches and vllm_config.scheduler_config.policy == "priority":
+        return [
+            "priority scheduling may leave blocks in the prefix cache that nobody wrote, and "
+            "answers go wrong (vLLM issue 57580); --no-enable-prefix-caching avoids it"
+        ]
+    return []
 
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:
