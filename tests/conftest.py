@@ -6,6 +6,8 @@ from pathlib import Path
 # Where torch_npu is installed without Ascend libraries, `import torch` fails unless told not to
 # load it. Under the emulator (vllm-npu-prep emulate) this is set already.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# vLLM would describe this machine to its makers at every engine's start, which takes seconds of it.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
