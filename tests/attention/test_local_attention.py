@@ -12,8 +12,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from vllm.v1.worker.utils import AttentionGroup
 
 from tests.conftest import EXAMPLES
-from tests.helpers.batches import random_batches
-from tests.prep.test_local_attention import GROUPS, local_step
+from tests.helpers.batches import LOCAL_GROUPS, local_step, random_batches
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local_groups
 from vllm_npu_prep.device.cpu import CPUDevice
@@ -38,7 +37,7 @@ def test_virtual_requests_equal_upstreams(batch, blocks_per_chunk):
     batch = dataclasses.replace(batch, capture_sizes=None)
     step = local_step(batch, blocks_per_chunk)
     tables = tables_of(step)
-    for group in GROUPS:
+    for group in LOCAL_GROUPS:
         starts = torch.from_numpy(step.query_start_loc.copy())
         common = CommonAttentionMetadata(
             query_start_loc=starts,
