@@ -45,6 +45,7 @@ bench: install ## host time of a step beside upstream's runner, its growth (grow
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
 	$(PY) benchmarks/host_step.py
 	$(PY) benchmarks/host_step.py --growth growth.png
+	$(PY) benchmarks/looking_costs.py
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/device_counts.py
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/graph_replay.py
 

@@ -35,6 +35,16 @@ def test_host_step_prints_one_object_a_line():
         assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
 
 
+def test_looking_costs_are_parts_of_a_decode_step():
+    command = ["benchmarks/looking_costs.py", "--json", "--requests", "4", "--steps", "5"]
+    result = run(*command)
+    assert result.returncode == 0, result.stderr[-2000:]
+    row = json.loads(result.stdout.splitlines()[-1])
+    looks = [row[f"{look}_us"] for look in ("count", "keep", "check")]
+    assert row["requests"] == 4 and min(looks) > 0
+    assert sum(looks) < row["step_us"]
+
+
 def test_host_step_prints_no_number_when_the_runners_disagree():
     plant = (
         "import sys; sys.path.insert(0, 'benchmarks')\n"
