@@ -166,6 +166,10 @@ class Episode:
             settings["enable_prompt_embeds"] = True
         if family == "Qwen3" and rng.random() < 0.4:
             settings |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
+            if "speculative_config" in settings:  # vLLM wants room for the drafts of all requests
+                drafts = settings["speculative_config"]
+                room = max_num_seqs * (1 + drafts["num_speculative_tokens"])
+                settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], room)
         return cls(seed, family, settings, bool(rng.random() < 0.2))
 
     def parts(self) -> set[str]:
@@ -433,6 +437,10 @@ class Traffic:
         self.count["cached prefix"] += sum(
             new.num_computed_tokens > 0 for new in output.scheduled_new_reqs
         )
+        if ours.speculative_config and not ours._input_fits_in_drafter(ours.last_step):
+            # Upstream's drafter leaves the whole batch out, and has holes in its cache behind that
+            for req_id in output.num_scheduled_tokens:
+                self.features.get(self.name_of(req_id), set()).add("drafter left out")
         features = {"any"}
         for req_id in output.num_scheduled_tokens:
             features |= self.features.get(self.name_of(req_id), set())
