@@ -3,24 +3,32 @@
 # make install, CI and the container all run this file.
 #
 #   scripts/install.sh [--venv DIR] [--extras test,npu] [--python PYTHON]
+#                      [--no-editable] [--steps environment,torch,...]
 #
-# Running it again is quick and safe: it does nothing when nothing has changed.
+# Running it again is quick and safe: it does nothing when nothing has changed. With --steps it does
+# these, whatever was done before: a layer of an image holds one or some of them.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv
 extras=test
 python=${PYTHON:-}
+editable=--editable
+all_steps=environment,torch,vllm,torchvision,plugin,emulator,caches
+steps=$all_steps
 while [ $# -gt 0 ]; do
   case $1 in
     --venv) venv=$2; shift 2 ;;
     --extras) extras=$2; shift 2 ;;
     --python) python=$2; shift 2 ;;
+    --no-editable) editable=; shift ;;
+    --steps) steps=$2; shift 2 ;;
     *) echo "install: unknown option $1 (see the top of $0)" >&2; exit 2 ;;
   esac
 done
 
 say() { printf '\033[1minstall:\033[0m %s\n' "$*"; }
+heading() { say "$number/$num_steps $*"; }
 fail() { echo "install: $*" >&2; exit 1; }
 
 is_supported() {
@@ -35,68 +43,116 @@ if [ -z "$python" ]; then
 fi
 is_supported "$python" || fail "$python is not Python 3.11 or 3.12 with venv"
 
+version() { sed -n "s/^$1==//p" "$root/constraints.txt"; }
+pip() { "$venv/bin/python" -m pip "$@"; }
+pip_install() { pip install --quiet --constraint "$root/constraints.txt" "$@"; }
+# -P: what is installed, not what lies in the folder this is run from. No NPU may be needed here.
+run() { TORCH_DEVICE_BACKEND_AUTOLOAD=0 NPU_PREP_DEVICE=cpu "$venv/bin/python" -P "$@"; }
+
+remove() {
+  local name
+  for name in "$@"; do
+    ! pip show --quiet "$name" 2>/dev/null || pip uninstall --quiet --yes "$name"
+  done
+}
+
+step_environment() {
+  heading "environment $venv ($("$python" --version))"
+  "$python" -m venv "$venv"
+  pip_install pip
+}
+
+step_torch() {
+  heading "torch $(version torch) and build tools"
+  pip_install "torch==$(version torch)" setuptools setuptools-scm setuptools-rust wheel packaging \
+    cmake ninja jinja2
+  if ls "$venv"/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1; then
+    say "    this is a CUDA build: the CPU fallback runs with it, the emulated Ascend runtime does not."
+    say "    For that, name an index or a folder with CPU builds in PIP_EXTRA_INDEX_URL or"
+    say "    PIP_FIND_LINKS, and run: make clean install"
+  fi
+}
+
+step_vllm() {
+  heading "vLLM $(version vllm), built without device kernels (about a minute)"
+  # Isolation would fetch several gigabytes of CUDA packages only to build nothing with them.
+  VLLM_VERSION_OVERRIDE=$(version vllm) VLLM_TARGET_DEVICE=empty \
+    pip_install --no-build-isolation --no-binary vllm "vllm==$(version vllm)"
+  # It drives neither an Ascend NPU nor the CPU, costs start-up time, and would stand in the way of
+  # triton-ascend, which has the same import name.
+  remove triton
+}
+
+step_torchvision() {
+  heading "torchvision $(version torchvision), for models that read images and videos"
+  # Its dependencies would be CUDA packages, and another torch. Where the index has no build for
+  # this torch, the plugin makes it importable (vllm_npu_prep/compat.py).
+  pip_install --no-deps "torchvision==$(version torchvision)"
+}
+
+step_plugin() {
+  heading "vllm_npu_prep${extras:+ with extras: $extras}"
+  PYTHONWARNINGS=ignore pip_install --no-build-isolation $editable "$root${extras:+[$extras]}"
+  remove triton
+}
+
+step_emulator() {
+  heading "torch_npu $(version torch_npu), beside the environment, for the emulated Ascend runtime"
+  # Not in site-packages: there, "import torch" would load it and fail for want of Ascend libraries.
+  pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
+}
+
+step_caches() {
+  heading "byte code and caches"
+  local package
+  package=$(run -c 'import vllm_npu_prep; print(*vllm_npu_prep.__path__)')
+  # numba compares times of files to the last digit, and layers of an image keep whole seconds.
+  [ "$editable" ] || find "$package" -name '*.py' -exec touch -d "@$(date +%s)" {} +
+  run -m compileall -q "$package"
+  run - <<'PYTHON'
+from vllm_npu_prep.inspect import kept_step
+from vllm_npu_prep.prep import batch
+kept_step.warm_up(batch.warm_up())
+PYTHON
+  run - <<'PYTHON' >/dev/null 2>&1 || true
+# vLLM inspects an architecture once, in a process of its own, and caches what it found.
+from vllm.model_executor.models import ModelRegistry
+ModelRegistry.models["Qwen3ForCausalLM"].inspect_model_cls()
+PYTHON
+}
+
+# Not among all: whoever changes the code needs these, whoever serves does not.
+step_trim() {
+  heading "without build tools"
+  remove cmake ninja setuptools-rust setuptools-scm wheel
+}
+
+for step in ${steps//,/ }; do
+  case ,$all_steps,trim, in
+    *,"$step",*) ;;
+    *) fail "unknown step $step; there are $all_steps,trim" ;;
+  esac
+done
+
 stamp=$venv/.installed
-want=$( { "$python" --version; echo "$extras"; cat "$0" "$root/constraints.txt" "$root/setup.py"; } | sha256sum)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-  exit 0
+want=
+if [ "$steps" = "$all_steps" ]; then
+  want=$( { "$python" --version; echo "$extras$editable"; cat "$0" "$root/constraints.txt" "$root/setup.py"; } | sha256sum)
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+    exit 0
+  fi
 fi
 start=$SECONDS
 # Nothing of another environment may leak in, and byte code has to be written.
 unset PYTHONPATH PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-version() { sed -n "s/^$1==//p" "$root/constraints.txt"; }
-pip_install() { "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" "$@"; }
-
-say "1/7 environment $venv ($("$python" --version))"
-"$python" -m venv "$venv"
 rm -f "$stamp"
-
-say "2/7 torch $(version torch) and build tools"
-pip_install pip
-pip_install "torch==$(version torch)" setuptools setuptools-scm setuptools-rust wheel packaging \
-  cmake ninja jinja2
-
-if ls "$venv"/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1; then
-  say "    this is a CUDA build: the CPU fallback runs with it, the emulated Ascend runtime does not."
-  say "    For that, name an index or a folder with CPU builds in PIP_EXTRA_INDEX_URL or"
-  say "    PIP_FIND_LINKS, and run: make clean install"
-fi
-
-say "3/7 vLLM $(version vllm), built without device kernels (about a minute)"
-# Isolation would fetch several gigabytes of CUDA packages only to build nothing with them.
-VLLM_VERSION_OVERRIDE=$(version vllm) VLLM_TARGET_DEVICE=empty \
-  pip_install --no-build-isolation --no-binary vllm "vllm==$(version vllm)"
-# It drives neither an Ascend NPU nor the CPU, costs start-up time, and would stand in the way of
-# triton-ascend, which has the same import name.
-"$venv/bin/python" -m pip uninstall --quiet --yes triton
-
-say "4/7 vllm_npu_prep with extras: $extras"
-PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable "$root[$extras]"
-if "$venv/bin/python" -m pip show --quiet triton 2>/dev/null; then
-  "$venv/bin/python" -m pip uninstall --quiet --yes triton
-fi
-
-say "5/7 torchvision $(version torchvision), for models that read images and videos"
-# Its dependencies would be CUDA packages, and another torch. Where the index has no build for this
-# torch, the plugin makes it importable (vllm_npu_prep/compat.py).
-pip_install --no-deps "torchvision==$(version torchvision)"
-
-say "6/7 torch_npu $(version torch_npu), beside the environment, for the emulated Ascend runtime"
-# Not in site-packages: there, "import torch" would load it and fail for want of Ascend libraries.
-pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
-
-say "7/7 byte code and caches"
-"$venv/bin/python" -m compileall -q "$root/vllm_npu_prep"
-"$venv/bin/python" - <<'PYTHON'
-from vllm_npu_prep.inspect import kept_step
-from vllm_npu_prep.prep import batch
-kept_step.warm_up(batch.warm_up())
-PYTHON
-"$venv/bin/python" - <<'PYTHON' >/dev/null 2>&1 || true
-# vLLM inspects an architecture once, in a process of its own, and caches what it found.
-from vllm.model_executor.models import ModelRegistry
-ModelRegistry.models["Qwen3ForCausalLM"].inspect_model_cls()
-PYTHON
-echo "$want" >"$stamp"
+num_steps=$(wc -w <<<"${steps//,/ }")
+number=0
+for step in ${steps//,/ }; do
+  number=$((number + 1))
+  "step_$step"
+done
+[ -z "$want" ] || echo "$want" >"$stamp"
 say "done in $((SECONDS - start)) s"
