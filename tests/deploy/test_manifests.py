@@ -1,0 +1,189 @@
+"""The compose files and Kubernetes manifests of examples/deploy."""
+
+import json
+import os
+import re
+import subprocess
+from functools import lru_cache
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.deploy.test_dockerfile import tool
+from tests.helpers.deploy import (
+    COMPOSE,
+    KUBERNETES,
+    documents,
+    entry_point,
+    pods,
+    serve_flags,
+)
+
+PODS = {name: (replicas, spec) for name, replicas, spec in pods()}
+SECONDS_TO_END = 10
+"""What is left for processes to end, after requests got their time."""
+GRACE = re.compile(r"(?:(\d+)m)?(?:(\d+)s)?")
+GIVEN = {
+    **{"MODELS": "/data/models", "MODEL": "Qwen3-8B", "HEAD": "10.0.0.1", "IP": "10.0.0.1"},
+    "INTERFACE": "eth0",
+}
+
+
+def flag(flags: list[str], name: str) -> int:
+    values = [int(word.split("=")[1]) for word in flags if word.startswith(f"--{name}=")]
+    return values[0] if values else 1
+
+
+def compose(path, *arguments, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [tool("docker-compose"), "-f", path, "--profile", "*", "config", *arguments],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@lru_cache
+def services():
+    """Name and configuration of each service, as compose itself reads it."""
+    found = {}
+    for path in COMPOSE:
+        ran = compose(path, "--format", "json", **GIVEN)
+        assert ran.returncode == 0, ran.stderr
+        for name, service in json.loads(ran.stdout)["services"].items():
+            found[f"{path.name} {name}"] = service
+    return found
+
+
+def command_of(part: dict[str, Any]) -> list[str]:
+    """Whole command of a compose service, or of a container of a pod."""
+    if "args" in part:
+        return [*(part.get("command") or entry_point()), *part["args"]]
+    return [*(part.get("entrypoint") or entry_point()), *(part.get("command") or [])]
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_manifests_follow_the_schemas_of_kubernetes(path):
+    assert documents(path)
+    for document in documents(path):
+        kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_have_what_a_server_needs(name):
+    _, spec = PODS[name]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["supplementalGroups"]
+    assert not pod["enableServiceLinks"]
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts) == set(volumes)
+    assert mounts["shared-memory"] == "/dev/shm"
+    assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
+    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "models"
+    assert int(container["resources"]["limits"]["huawei.com/Ascend910"]) >= 1
+    assert "startupProbe" in container and "livenessProbe" in container
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_end_gracefully(name):
+    pod = PODS[name][1]["template"]["spec"]
+    [container] = pod["containers"]
+    flags = serve_flags(command_of(container))
+    [sleep, seconds] = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    drain = flag(flags, "shutdown-timeout") if flags else 0
+    assert drain != 1
+    needed = int(seconds) + drain + SECONDS_TO_END
+    assert pod["terminationGracePeriodSeconds"] >= needed
+    if flags:
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports["http"] == 8000 and "--port" not in " ".join(flags)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_workers_outlive_the_head_that_drains():
+    head, worker = (
+        PODS[f"several-hosts.yaml ray-{role}"][1]["template"]["spec"] for role in ("head", "worker")
+    )
+    drain = flag(serve_flags(command_of(head["containers"][0])), "shutdown-timeout")
+    seconds = [
+        int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+        for pod in (head, worker)
+    ]
+    assert seconds[1] >= seconds[0] + drain + SECONDS_TO_END
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_a_pod_has_as_many_npus_as_ranks(path):
+    ranks, cards, claimed = 0, 0, 0
+    for name, (replicas, spec) in PODS.items():
+        if not name.startswith(path.name + " "):
+            continue
+        [container] = spec["template"]["spec"]["containers"]
+        limit = int(container["resources"]["limits"]["huawei.com/Ascend910"])
+        cards += replicas * limit
+        claimed += sum(
+            int(count) for count in re.findall(r'"NPU": (\d+)', " ".join(command_of(container)))
+        )
+        flags = serve_flags(command_of(container)) or []
+        if flags:
+            ranks += flag(flags, "tensor-parallel-size") * flag(flags, "pipeline-parallel-size")
+            across = "--distributed-executor-backend=ray" in flags
+            assert across == (path.name == "several-hosts.yaml")
+    assert ranks == cards
+    assert claimed == (cards if path.name == "several-hosts.yaml" else 0)
+
+
+def test_compose_reads_its_files_and_servers_end_gracefully():
+    for name, service in services().items():
+        if name.startswith("common.yaml"):
+            continue
+        assert service["init"] and service["cap_drop"] == ["ALL"], name
+        assert any(volume["target"] == "/models" for volume in service["volumes"]), name
+        devices = [device["source"] for device in service.get("devices", [])]
+        cards = [device for device in devices if re.fullmatch(r"/dev/davinci\d+", device)]
+        command = command_of(service)
+        flags = serve_flags(command)
+        if flags is not None:
+            minutes, seconds = GRACE.fullmatch(service["stop_grace_period"]).groups("0")
+            drain = flag(flags, "shutdown-timeout")
+            assert drain > 1
+            assert int(minutes) * 60 + int(seconds) >= drain + SECONDS_TO_END, name
+            hosts = flag(flags, "pipeline-parallel-size")
+            ranks = flag(flags, "tensor-parallel-size") * hosts
+            assert len(cards) * hosts == (0 if name.startswith("cpu") else ranks), name
+        if "NPU" in " ".join(command):
+            assert f'"NPU": {len(cards)}' in " ".join(command), name
+        if cards:
+            assert {"/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= set(devices)
+            assert service["group_add"] == ["1000"], name
+    assert {name.split(".")[0] for name in services()} == {
+        *("common", "cpu", "one-card", "several-cards", "several-hosts"),
+    }
+
+
+def test_compose_names_what_is_missing():
+    path = next(path for path in COMPOSE if path.name == "one-card.yaml")
+    ran = compose(path, "--quiet", **{**GIVEN, "MODEL": ""})
+    assert ran.returncode != 0 and "a folder in MODELS" in ran.stderr
+
+
+def test_vllm_takes_every_flag_of_the_manifests():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    commands = [command_of(service) for service in services().values()]
+    commands += [
+        command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()
+    ]
+    parsed = [parser.parse_args(flags) for flags in map(serve_flags, commands) if flags]
+    assert len(parsed) == 7
+    assert {args.shutdown_timeout for args in parsed} == {60}
+    assert all((args.model_tag or "").startswith("/models/") for args in parsed)

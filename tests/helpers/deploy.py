@@ -1,0 +1,86 @@
+"""The Dockerfile in parts, and the commands of the manifests."""
+
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "examples" / "deploy"
+COMPOSE = sorted((DEPLOY / "compose").glob("*.yaml"))
+KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+
+
+@dataclass
+class Stage:
+    """A stage of the Dockerfile: its base and its instructions, as (name, value)."""
+
+    base: str
+    name: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def all(self, *names: str) -> list[str]:
+        return [value for name, value in self.instructions if name in names]
+
+
+def read_dockerfile() -> tuple[dict[str, str], dict[str, Stage]]:
+    """Arguments before the first stage, and the stages by name."""
+    text = (ROOT / "Dockerfile").read_bytes()
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    stage = None
+    for part in DockerfileParser(fileobj=io.BytesIO(text)).structure:
+        name, value = part["instruction"], part["value"]
+        if name == "COMMENT":
+            continue
+        if name == "FROM":
+            base, name = re.fullmatch(r"(\S+) AS (\S+)", value).groups()
+            stage = stages[name] = Stage(base, name)
+        elif stage is not None:
+            stage.instructions.append((name, value))
+        else:
+            assert name == "ARG"
+            key, _, default = value.partition("=")
+            arguments[key] = expanded(default, arguments)
+    return arguments, stages
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """`text` with ``$NAME`` and ``${NAME}`` replaced, by nothing where unknown."""
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], ""), text)
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def pods() -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Name, replicas and specification of every pod that the manifests make."""
+    for path in KUBERNETES:
+        for document in documents(path):
+            spec = document["spec"]
+            if "template" in spec:
+                yield f"{path.name} {document['metadata']['name']}", spec["replicas"], spec
+
+def serve_flags(command: list[str]) -> list[str] | None:
+    """Arguments of the ``vllm serve`` in a command; None if there is none."""
+    if command[-2:-1] == ["-c"]:
+        command = shlex.split(command[-1])
+    if command[:1] and command[0].endswith("entrypoint.sh"):
+        command = command[1:]
+    for at in range(len(command)):
+        if command[at : at + 2] == ["vllm", "serve"]:
+            return command[at + 2 :]
+    return None
+
+
+def entry_point() -> list[str]:
+    """What the images run before the arguments that they are given."""
+    return json.loads(read_dockerfile()[1]["ascend"].all("ENTRYPOINT")[-1])
