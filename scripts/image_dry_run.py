@@ -95,7 +95,7 @@ class Build:
         self.args, self.made = args, {}
         self.given = dict(item.split("=", 1) for item in args.build_arg)
         text = io.BytesIO((ROOT / "Dockerfile").read_bytes())
-        parts = [part for part in DockerfileParser(fileobj=text).structure]
+        parts = list(DockerfileParser(fileobj=text).structure)
         self.stages: dict[str, list[tuple[str, str]]] = {}
         self.globals: dict[str, str] = {}
         current = None

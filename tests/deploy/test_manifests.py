@@ -180,9 +180,7 @@ def test_vllm_takes_every_flag_of_the_manifests():
 
     parser = make_arg_parser(FlexibleArgumentParser())
     commands = [command_of(service) for service in services().values()]
-    commands += [
-        command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()
-    ]
+    commands += [command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()]
     parsed = [parser.parse_args(flags) for flags in map(serve_flags, commands) if flags]
     assert len(parsed) == 7
     assert {args.shutdown_timeout for args in parsed} == {60}

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -138,7 +137,7 @@ def test_the_health_check_asks_the_address_that_is_served(command, url):
 
 def test_health_is_the_servers_answer(tmp_path):
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             self.send_response(answers[self.path])
             self.end_headers()
 
@@ -188,7 +187,7 @@ def test_the_packages_of_build_tools_are_removed_and_nothing_else(tmp_path):
     for name in tools:
         write_command(tmp_path / name, "")
     cases = "".join(f'*/{name}) echo "{package}: $2" ;; ' for name, package in tools.items())
-    write_command(tmp_path / "dpkg", f'case $2 in {cases} *) exit 1 ;; esac')
+    write_command(tmp_path / "dpkg", f"case $2 in {cases} *) exit 1 ;; esac")
     write_command(tmp_path / "apt-get", f'echo "$@" >{tmp_path}/log')
     for name in ("readlink", "sort", "cut", "dirname", "env", "bash"):
         (tmp_path / name).symlink_to(shutil.which(name))

@@ -69,6 +69,7 @@ def pods() -> Iterator[tuple[str, int, dict[str, Any]]]:
             if "template" in spec:
                 yield f"{path.name} {document['metadata']['name']}", spec["replicas"], spec
 
+
 def serve_flags(command: list[str]) -> list[str] | None:
     """Arguments of the ``vllm serve`` in a command; None if there is none."""
     if command[-2:-1] == ["-c"]:
