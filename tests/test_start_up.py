@@ -84,7 +84,49 @@ REFUSED = {
     "weights on the host": ({"cpu_offload_gb": 1}, ["weight offloading", "device memory"]),
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
     "experts of another backend": ({"moe_backend": "triton"}, ["--moe-backend triton"]),
-    "several ranks": ({"tensor_parallel_size": 2}, ["more than one rank (2)"]),
+    "a cache over several ranks": (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        ["context parallelism", "whole requests"],
+    ),
+    "ranks of another launcher": (
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+        ["--distributed-executor-backend external_launcher", "started by mp"],
+    ),
+    "experts exchanged by CUDA kernels": (
+        {
+            "folder": ("Qwen3Moe", EXPERTS),
+            "data_parallel_size": 2,
+            "all2all_backend": "deepep_low_latency",
+        },
+        ["--all2all-backend deepep_low_latency", "CUDA"],
+    ),
+    "asynchronous stages": (
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+        ["--async-scheduling over pipeline stages", "V1 runner"],
+    ),
+    "drafts over stages": (
+        {
+            "pipeline_parallel_size": 2,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        },
+        ["speculation over pipeline stages", "--tensor-parallel-size"],
+    ),
+    "KV connector on several ranks": (
+        {
+            "tensor_parallel_size": 2,
+            "kv_transfer_config": {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": "kv"},
+            },
+            "enable_chunked_prefill": False,
+        },
+        ["KV connector ExampleConnector on several ranks", "each rank has a part"],
+    ),
+    "more cache than memory, on several ranks": (
+        {"kv_cache_memory_bytes": 1 << 50, "tensor_parallel_size": 2},
+        ["--kv-cache-memory-bytes", "each of 2 ranks", "free"],
+    ),
     "chunks of prompts that are pooled whole": (
         {**MEAN_POOLING, "enable_chunked_prefill": True},
         ["--enable-chunked-prefill", "whole prompts"],
@@ -274,6 +316,16 @@ def test_kernels_of_triton_are_kept_where_it_drives_an_npu(configure, monkeypatc
     refuse_unsupported(vllm_config, KERNEL_FAMILIES["fia"], device.NPU_KIND)
     with pytest.raises(PrepError, match="the CPU fallback has no Triton"):
         refuse_unsupported(vllm_config, KERNEL_FAMILIES["reference"], device.CPU_KIND)
+
+
+def test_ranks_beyond_the_npus_of_a_host_are_refused(configure, monkeypatch):
+    monkeypatch.setattr("vllm_npu_prep.limits.device_name", lambda device_type: "Ascend910B1")
+    monkeypatch.setattr("vllm_npu_prep.limits.visible_devices", lambda device_type: 2)
+    family = KERNEL_FAMILIES["fia"]
+    refuse_unsupported(configure(dtype="bfloat16", tensor_parallel_size=2), family, device.NPU_KIND)
+    vllm_config = configure(dtype="bfloat16", tensor_parallel_size=2, data_parallel_size=2)
+    with pytest.raises(PrepError, match=r"4 ranks on this host: 2 NPUs .* ASCEND_RT_VISIBLE"):
+        refuse_unsupported(vllm_config, family, device.NPU_KIND)
 
 
 def test_another_vllm_is_refused(monkeypatch):

@@ -4,8 +4,15 @@ from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.families import KernelFamily
 from vllm_npu_prep.config import SECTION, parse_config
-from vllm_npu_prep.device import CPU_KIND, DeviceKind, device_name, free_memory
+from vllm_npu_prep.device import (
+    CPU_KIND,
+    DeviceKind,
+    device_name,
+    free_memory,
+    visible_devices,
+)
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.ranks import ranks_on_host
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -66,10 +73,21 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
         raise PrepError(
             f"--kv-cache-dtype {cache.cache_dtype}: only auto is supported (the model's dtype)"
         )
-    asked = cache.kv_cache_memory_bytes
-    if asked and kind == CPU_KIND and asked > free_memory():
+    num_ranks, visible = (
+        ranks_on_host(vllm_config.parallel_config),
+        visible_devices(kind.device_type),
+    )
+    if visible is not None and num_ranks > visible and not vllm_config.parallel_config.use_ray:
         raise PrepError(
-            f"--kv-cache-memory-bytes {asked:,}: only {free_memory():,} bytes of the host are free"
+            f"{num_ranks} ranks on this host: {visible} NPUs are visible, and each rank needs its "
+            f"own; lower the tensor, pipeline or data parallel size, or see {kind.visible_env_var}"
+        )
+    asked = cache.kv_cache_memory_bytes
+    if asked and kind == CPU_KIND and asked * num_ranks > free_memory():
+        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        raise PrepError(
+            f"--kv-cache-memory-bytes {asked:,}{each}: only {free_memory():,} bytes of the host "
+            "are free"
         )
     if cache.user_specified_block_size and cache.block_size % family.block_size_multiple:
         raise PrepError(
@@ -90,6 +108,7 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             "CPU fallback"
         )
     unsupported = _unsupported_features(vllm_config, model)
+    unsupported += _unsupported_ranks(vllm_config, model)
     unsupported += _unsupported_transfer(vllm_config, family)
     unsupported += _unsupported_speculation(vllm_config, family)
     if model.supports_multimodal_inputs:
@@ -204,6 +223,50 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
                 "share /tmp with everybody",
             ),
         ]
+    return [(feature, reason) for applies, feature, reason in checks if applies]
+
+
+def _unsupported_ranks(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
+    """What several ranks were asked for and is refused, with reasons."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    has_stages = parallel.pipeline_parallel_size > 1
+    checks = [
+        (
+            parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
+            "context parallelism",
+            "every rank caches whole requests",
+        ),
+        (
+            parallel.distributed_executor_backend == "external_launcher",
+            "--distributed-executor-backend external_launcher",
+            "ranks are started by mp, or by Ray",
+        ),
+        (
+            parallel.enable_eplb or parallel.enable_elastic_ep,
+            "--enable-eplb" if parallel.enable_eplb else "--enable-elastic-ep",
+            "experts stay with the ranks that loaded them",
+        ),
+        (
+            parallel.use_all2all and parallel.all2all_backend != "allgather_reducescatter",
+            f"--all2all-backend {parallel.all2all_backend}",
+            "its kernels are CUDA's; leave the flag out",
+        ),
+        (
+            has_stages and bool(vllm_config.scheduler_config.async_scheduling),
+            "--async-scheduling over pipeline stages",
+            "vLLM's V1 runner does not support it; leave the flag out",
+        ),
+        (
+            has_stages and vllm_config.speculative_config is not None,
+            "speculation over pipeline stages",
+            "drafts are prepared where the model is whole; use --tensor-parallel-size",
+        ),
+        (
+            transfer is not None and transfer.kv_connector is not None and parallel.world_size > 1,
+            f"KV connector {transfer.kv_connector if transfer else None} on several ranks",
+            "its files are named by layers, of which each rank has a part",
+        ),
+    ]
     return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
@@ -442,11 +505,6 @@ def _unsupported_features(vllm_config: "VllmConfig", model: "ModelConfig") -> li
             vllm_config.weight_transfer_config is not None,
             "--weight-transfer-config",
             "its engines speak to CUDA devices; collective_rpc reload_weights reads a folder",
-        ),
-        (
-            parallel.world_size_across_dp > 1,
-            f"more than one rank ({parallel.world_size_across_dp})",
-            "set tensor, pipeline and data parallel sizes to 1",
         ),
         (
             cache.kv_sharing_fast_prefill,

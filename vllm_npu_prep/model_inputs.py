@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.utils import set_mm_embedding_modality
+from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_npu_prep.lora import LoRARunner
@@ -87,10 +89,6 @@ class ModelInputRunner(LoRARunner):
         super().__init__(vllm_config, device)
         # Upstream would give the model embeddings in every step, out of graphs' reach.
         self.enable_prompt_embeds = False
-        self._is_whole_model = not (
-            self.model_config.is_encoder_decoder
-            or vllm_config.parallel_config.pipeline_parallel_size > 1
-        )
         self.mrope_tables: MropeTables | None = None
         if self.uses_mrope:
             self.mrope_tables = MropeTables(self.mrope_num_dims, self.max_num_reqs)
@@ -156,19 +154,28 @@ class ModelInputRunner(LoRARunner):
     # ----------------------------------------------------------------- for the model
 
     def _preprocess(
-        self, scheduler_output: "SchedulerOutput", num_input_tokens: int, *args: Any, **kwargs: Any
+        self,
+        scheduler_output: "SchedulerOutput",
+        num_input_tokens: int,
+        intermediate_tensors: IntermediateTensors | None = None,
     ) -> tuple[Any, ...]:
-        """The step goes in as it was prepared; upstream slices and clears what is right."""
-        if not self._is_whole_model:
-            return super()._preprocess(scheduler_output, num_input_tokens, *args, **kwargs)
+        """The step goes in as it was prepared; upstream slices and clears what is right.
+
+        Later stages of a pipeline read what the stage before them made, and never embed.
+        """
         model_kwargs = self._init_model_kwargs()
+        positions = self.mrope_positions.gpu if self.uses_mrope else self.positions
+        input_ids, inputs_embeds = self.input_ids.gpu, None
+        if not get_pp_group().is_first_rank:
+            received = self.sync_and_gather_intermediate_tensors(
+                num_input_tokens, intermediate_tensors, sync_self=True
+            )
+            return input_ids, None, positions, received, model_kwargs, None
         if scheduler_output.scheduled_encoder_inputs:
             self._execute_mm_encoder(scheduler_output)
-        input_ids, inputs_embeds = self.input_ids.gpu, None
         if self._has_embeds:
             inputs_embeds = self._embed(scheduler_output, input_ids)
             input_ids = None
-        positions = self.mrope_positions.gpu if self.uses_mrope else self.positions
         return input_ids, inputs_embeds, positions, None, model_kwargs, None
 
     @property

@@ -82,6 +82,7 @@ class NPUModelRunner(GraphRunner):
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
         self._uses_mla = self.model_config.use_mla  # a property that looks far, 30 us a step
+        self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
         self._attn_metadata: dict[str, AscendMetadata] | None = None
         self._is_padding: torch.Tensor | None = None
         self._slots: tuple[Any, ...] | None = None
@@ -276,15 +277,19 @@ class NPUModelRunner(GraphRunner):
             slots = self._slots = (self.positions, by_group, by_layer)
         return slots[1:]
 
-    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Padding came with the step; dummy runs without a graph take upstream's.
 
         The last thing that upstream asks for before the forward pass of a step or of a dummy run.
+        Routers read it. Those that choose experts for the tokens of several ranks get none, and
+        treat padding as tokens: the mask would be of this rank's tokens, at other rows.
         """
         if self._is_padding is None:
-            return super()._prepare_padding_mask(*args, **kwargs)
-        self._check_padding()
-        return self._is_padding
+            is_padding = super()._prepare_padding_mask(*args, **kwargs)
+        else:
+            self._check_padding()
+            is_padding = self._is_padding
+        return None if self._experts_see_other_tokens else is_padding
 
     def _build_attention_metadata(
         self, *args: Any, **kwargs: Any

@@ -40,7 +40,7 @@ class NPUPlatform(Platform):
     dispatch_key = KIND.dispatch_key
     dist_backend = KIND.dist_backend
     ray_device_key = "NPU"
-    device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    device_control_env_var = KIND.visible_env_var
     simple_compile_backend = graph_config.COMPILE_BACKEND
 
     @property
@@ -138,6 +138,11 @@ class NPUPlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         """Defaults that vLLM would choose for other devices."""
         graph_config.set_defaults(vllm_config)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """What exchanges tensors between ranks: HCCL on NPUs, gloo on the CPU fallback."""
+        return "vllm_npu_prep.device.communicator.NPUCommunicator"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:

@@ -11,6 +11,7 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.mem_utils import format_gib
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
@@ -23,6 +24,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.scopes import StepScopes
 from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
+from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -48,13 +50,17 @@ class NPUWorker(Worker):
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
-        self.prep_device = make_device(self.device_config.device_type, self.local_rank)
+        assigned = self.parallel_config.assigned_physical_gpu_ids
+        if assigned is not None:  # --device-ids, or this engine's share under data parallelism
+            set_assigned_physical_gpu_ids(assigned)
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+        self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,
             self.distributed_init_method,
-            self.local_rank,
+            index,  # of which process groups make their device
             current_platform.dist_backend,
         )
         set_random_seed(self.model_config.seed)
@@ -97,7 +103,8 @@ class NPUWorker(Worker):
         if asked:
             size, why = asked, "as given"
         elif self.prep_device.computes_on_host:
-            size, why = min(CPU_KV_CACHE_BYTES, free // 2), "default of the CPU fallback"
+            share = free // 2 // ranks_on_host(self.parallel_config)
+            size, why = min(CPU_KV_CACHE_BYTES, share), "default of the CPU fallback"
         else:
             kept_free = int(total * (1 - self.cache_config.gpu_memory_utilization))
             size, why = free - peak - kept_free, "by --gpu-memory-utilization"
@@ -159,7 +166,8 @@ class NPUWorker(Worker):
         scopes.remove()
         if not folder or "://" in folder:  # another profiler, or a folder of torch's own making
             return
-        path = Path(folder) / f"npu_prep_rank{self.rank}.{time.time_ns()}.trace.json"
+        rank = rank_across_engines(self.parallel_config)
+        path = Path(folder) / f"npu_prep_rank{rank}.{time.time_ns()}.trace.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             scopes.write_trace(path)

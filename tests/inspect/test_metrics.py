@@ -17,7 +17,7 @@ from vllm_npu_prep.prep.state import AttentionState
 
 CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(served_model_name="m"),
-    parallel_config=SimpleNamespace(data_parallel_index=3),
+    parallel_config=SimpleNamespace(data_parallel_index=3, rank=0),
 )
 OWN = "engine=3 model_name=m"
 
@@ -51,6 +51,14 @@ def folder(request, tmp_path, monkeypatch):
     monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
     monkeypatch.setenv(request.param, str(tmp_path))
     return tmp_path
+
+
+def test_other_ranks_of_an_engine_count_for_themselves_only(folder):
+    parallel = SimpleNamespace(data_parallel_index=3, rank=1)
+    config = SimpleNamespace(model_config=CONFIG.model_config, parallel_config=parallel)
+    decode = step(AttentionState.DecodeOnly, 5, 8)
+    StepMetrics(config).add(decode, "full graph", 0, perf_counter())
+    assert not scraped(folder)
 
 
 def test_a_step_is_counted_once_in_each_way(folder):

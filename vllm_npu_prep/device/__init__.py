@@ -33,6 +33,8 @@ class DeviceKind:
         Key of torch's dispatcher.
     dist_backend
         Backend of collectives.
+    visible_env_var
+        Variable that lists the devices that a process may use.
     pin_memory
         Whether host memory can be page-locked for it.
     dtypes
@@ -46,16 +48,30 @@ class DeviceKind:
     label: str
     dispatch_key: str
     dist_backend: str
+    visible_env_var: str
     pin_memory: bool
     dtypes: tuple[torch.dtype, ...]
     graph_streams: int | None = None
 
 
 CPU_KIND = DeviceKind(
-    "cpu", "CPU fallback", "CPU", "gloo", False, (torch.bfloat16, torch.float16, torch.float32)
+    device_type="cpu",
+    label="CPU fallback",
+    dispatch_key="CPU",
+    dist_backend="gloo",
+    visible_env_var="NPU_PREP_NO_SUCH_DEVICES",  # the host is one device to any number of ranks
+    pin_memory=False,
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
 )
 NPU_KIND = DeviceKind(
-    "npu", "Ascend NPU", "PrivateUse1", "hccl", True, (torch.bfloat16, torch.float16), 1800
+    device_type="npu",
+    label="Ascend NPU",
+    dispatch_key="PrivateUse1",
+    dist_backend="hccl",
+    visible_env_var="ASCEND_RT_VISIBLE_DEVICES",
+    pin_memory=True,
+    dtypes=(torch.bfloat16, torch.float16),
+    graph_streams=1800,
 )
 
 
@@ -183,6 +199,15 @@ def total_memory(device_type: str, index: int = 0) -> int:
 
         return npu.total_memory(index)
     return psutil.virtual_memory().total
+
+
+def visible_devices(device_type: str) -> int | None:
+    """Devices that this host's ranks can share out; None: as many as they like."""
+    if device_type == "npu":
+        from vllm_npu_prep.device import npu
+
+        return npu.visible_devices()
+    return None
 
 
 def graph_pool(device_type: str) -> Any:

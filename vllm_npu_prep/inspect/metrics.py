@@ -95,7 +95,7 @@ def expose() -> None:
 
 
 class StepMetrics:
-    """Counts of one worker.
+    """Counts of one engine, kept by its first rank: all of its ranks prepare the same steps.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class StepMetrics:
         }
         folder = os.environ.get(SHARED_ENV_VAR) or os.environ.get(FOLDER_ENV_VAR)
         self._files: dict[str, MmapedDict] = {}
-        if folder is not None:
+        if folder is not None and vllm_config.parallel_config.rank == 0:
             try:
                 self._files = {kind: _open(folder, kind) for kind in ("counter", "histogram")}
             except OSError as error:

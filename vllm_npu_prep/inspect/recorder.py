@@ -27,6 +27,7 @@ from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded,
 from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
+from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -276,9 +277,7 @@ def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder 
         )
         for group, builder, _ in runner._builders
     )
-    suffix = ""
-    if parallel.world_size_across_dp > 1:
-        suffix = f"-rank{parallel.data_parallel_rank * parallel.world_size + parallel.rank}"
+    suffix = f"-rank{rank_across_engines(parallel)}" if is_one_of_several(parallel) else ""
     return StepRecorder(
         config,
         runner._tables,

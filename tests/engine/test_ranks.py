@@ -1,0 +1,154 @@
+"""Engines of several ranks: tokens are those of transformers, and ranks agree on every step."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine import REPLAYED, graphs, make_model
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.prompts import prompts_of
+from tests.helpers.ranks import Ranks, serve_on_ranks
+
+NUM_TOKENS = 12
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRAPHS = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
+TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+EXPERTS = {"enable_expert_parallel": True}
+LAYOUTS = {
+    "tensors": (TP2 | GRAPHS, {}),
+    "stages": (PP2 | graphs("FULL_DECODE_ONLY", 1, 4, 8), {"num_hidden_layers": 3}),
+    "tensors and stages": (TP2 | PP2, {}),
+    "experts": (TP2 | EXPERTS | {"async_scheduling": False}, {"family": "Mixtral", **MIXTRAL}),
+}
+
+
+async def all_at_once(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens of all prompts and what every rank tells; then some steps that sample by chance."""
+    await ranks.ask("probe_watch")
+    tokens = await ranks.generate(prompts, NUM_TOKENS)
+    sampled = await ranks.generate(prompts[:3], 8, temperature=1.0)
+    asked = ("facts", "noted", "counts")
+    told = {name: await ranks.ask(f"probe_{name}") for name in asked}
+    return {"tokens": tokens, "sampled": sampled, **told}
+
+
+def check_that_ranks_agree(noted: list[list[dict[str, Any]]], num_steps: int) -> None:
+    """Every rank prepared the same steps, array by array, and padded them as was decided."""
+    first, *others = noted
+    assert len(first) >= num_steps
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert theirs == mine
+    for step in first:
+        assert step["padding"] == [step["num_tokens"], step["mode"]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_transformers_and_ranks_agree_on_every_step(tmp_path, seed, layout):
+    """Chunks, mixed steps and decodes, whose samples every rank places on its own."""
+    settings, model = LAYOUTS[layout]
+    folder = make_model(tmp_path, **model)
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    got = serve_on_ranks(folder, settings, partial(all_at_once, prompts=prompts))
+    expected = reference(folder, prompts, NUM_TOKENS)
+    check_varied(expected)
+    assert got["tokens"] == expected
+    assert len({token for row in got["sampled"] for token in row}) > 8
+    check_that_ranks_agree(got["noted"], NUM_TOKENS + 8)
+
+    facts, stages = got["facts"], settings.get("pipeline_parallel_size", 1)
+    num_ranks = stages * settings.get("tensor_parallel_size", 1)
+    assert [fact["rank"] for fact in facts] == list(range(num_ranks))
+    assert len({fact["pid"] for fact in facts}) == num_ranks
+    assert len({fact["num_blocks"] for fact in facts}) == 1
+    assert len({fact["seed"] for fact in facts}) == 1
+    layers = sum(fact["num_layers"] for fact in facts[:: num_ranks // stages])
+    assert layers == model.get("num_hidden_layers", 2)
+    if "compilation_config" in settings:
+        kinds = REPLAYED[settings["compilation_config"]["cudagraph_mode"]]
+        assert all(kinds <= set(counts) for counts in got["counts"])
+
+
+async def one_engine_idles(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
+    """Engine 1 gets a prompt and caches it; idles while engine 0 works; goes on from its cache."""
+    both = await ranks.generate(prompts, NUM_TOKENS)
+    cached = await ranks.generate(prompts[:1], NUM_TOKENS, engine=1)
+    await ranks.ask("probe_watch")
+    before = await ranks.ask("probe_cache")
+    alone = await ranks.generate(prompts[1:], NUM_TOKENS, engine=0)
+    after = await ranks.ask("probe_cache")
+    again = await ranks.generate(prompts[:1], NUM_TOKENS, engine=1)
+    told = {name: await ranks.ask(f"probe_{name}") for name in ("facts", "noted")}
+    return {
+        "tokens": {"both": both, "cached": cached, "alone": alone, "again": again},
+        "caches": {"before": before, "after": after},
+        **told,
+    }
+
+
+ENGINES = {
+    "experts": {"data_parallel_size": 2, **EXPERTS, **GRAPHS},
+    "experts, eager": {"data_parallel_size": 2},
+    "experts and tensors": {"data_parallel_size": 2, **TP2, **EXPERTS},
+}
+
+
+@pytest.mark.parametrize("layout", ENGINES)
+def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing(
+    tmp_path, seed, layout
+):
+    """Mixtral: the ranks of all engines have its experts, so that none can step alone."""
+    settings = ENGINES[layout]
+    folder = make_model(tmp_path, "Mixtral", **MIXTRAL)
+    prompts = prompts_of(seed, [140, 3, 60, 17])
+    got = serve_on_ranks(folder, settings, partial(one_engine_idles, prompts=prompts))
+    expected = reference(folder, prompts, NUM_TOKENS)
+    check_varied(expected)
+    assert got["tokens"] == {
+        "both": expected,
+        "cached": expected[:1],
+        "alone": expected[1:],
+        "again": expected[:1],
+    }
+
+    num_ranks = settings.get("tensor_parallel_size", 1)
+    working, idle = got["noted"][:num_ranks], got["noted"][num_ranks:]
+    for ranks in (working, idle):
+        for other in ranks[1:]:
+            assert other == ranks[0]
+    decided = [[(s["mode"], s["across"]) for s in steps[0]] for steps in (working, idle)]
+    assert all(theirs == mine for mine, theirs in zip(*decided)), "engines agree on every step"
+    kinds = Counter((a["is_dummy"], b["is_dummy"]) for a, b in zip(working[0], idle[0]))
+    assert kinds[False, True] >= NUM_TOKENS and kinds[True, False] >= NUM_TOKENS
+    assert not kinds[False, False], "requests went to one engine at a time"
+    for step in (*working[0], *idle[0]):
+        assert step["is_dummy"] or step["padding"] == [step["num_tokens"], step["mode"]]
+    if "compilation_config" in settings:
+        assert {"FULL", "PIECEWISE"} <= {mode for mode, _ in decided[0]}
+        padded = [step for step in working[0] if step["mode"] != "NONE"]
+        assert all(len(set(step["across"])) == 1 for step in padded)
+
+    before, after = (got["caches"][when] for when in ("before", "after"))
+    assert after[num_ranks:] == before[num_ranks:], "the idle engine's cache is as it was"
+    assert after[:num_ranks] != before[:num_ranks]
+
+
+async def each_engine_alone(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
+    """The same prompts to each engine."""
+    await ranks.ask("probe_watch")
+    tokens = [await ranks.generate(prompts, NUM_TOKENS, engine=engine) for engine in (0, 1)]
+    return {"tokens": tokens, "noted": await ranks.ask("probe_noted")}
+
+
+def test_engines_without_experts_know_nothing_of_one_another(tmp_path, seed):
+    folder = make_model(tmp_path)
+    prompts = prompts_of(seed, [3, 90, 17])
+    traffic = partial(each_engine_alone, prompts=prompts)
+    got = serve_on_ranks(folder, {"data_parallel_size": 2}, traffic)
+    expected = reference(folder, prompts, NUM_TOKENS)
+    assert got["tokens"] == [expected, expected]
+    for steps in got["noted"]:
+        assert len(steps) >= NUM_TOKENS
+        assert not any(step["is_dummy"] or step["across"] for step in steps)

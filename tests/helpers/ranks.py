@@ -1,0 +1,202 @@
+"""Engines of several ranks, each in processes of its own, and what happened on every rank.
+
+Engines start in children of one process that has vLLM imported and computed nothing, which is what
+a fork needs: threads of a parent don't come along.
+"""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
+
+SECONDS = 240
+"""Time that an engine gets to start, to answer and to stop."""
+
+DEFAULTS = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "kv_cache_memory_bytes": 16 << 20,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "seed": 0,
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "tests.helpers.ranks.RankProbe",
+    "additional_config": {"npu_prep": {"check": "full"}},
+}
+PRELOADED = ["vllm.v1.engine.async_llm", "vllm_npu_prep.worker", "tests.helpers.ranks"]
+
+
+def in_a_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of this module returns in a fork of a process that only imported vLLM."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        return pool.submit(function, *args).result(SECONDS)
+
+
+def serve_on_ranks(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
+    """Start an engine as a server does, and let an async function talk to it.
+
+    Parameters
+    ----------
+    model
+        Its folder.
+    settings
+        Of the engine.
+    traffic
+        Called with `Ranks`; what it returns is returned.
+    """
+    return in_a_fresh_process(_serve, model, settings, traffic)
+
+
+def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+
+    async def run() -> Any:
+        args = AsyncEngineArgs(model=str(model), **{**DEFAULTS, **settings})
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            return await traffic(Ranks(llm))
+        finally:
+            llm.shutdown()
+
+    return asyncio.run(run())
+
+
+class Ranks:
+    """An engine of several ranks."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm, self._num_requests = llm, 0
+
+    async def generate(
+        self, prompts: list[list[int]], max_tokens: int, engine: int | None = None, **params: Any
+    ) -> list[list[int]]:
+        """Greedy tokens of all prompts together; `engine` is one of data parallelism."""
+        return await asyncio.gather(
+            *(self._generate(prompt, max_tokens, engine, params) for prompt in prompts)
+        )
+
+    async def _generate(
+        self, prompt: list[int], max_tokens: int, engine: int | None, params: dict[str, Any]
+    ) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            **{"temperature": 0, "ignore_eos": True, "detokenize": False, **params},
+            max_tokens=max_tokens,
+        )
+        self._num_requests += 1
+        stream = self.llm.generate(
+            {"prompt_token_ids": prompt},
+            sampling,
+            request_id=str(self._num_requests),
+            data_parallel_rank=engine,
+        )
+        tokens: list[int] = []
+        async for output in stream:
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `RankProbe` returns on every rank."""
+        core = self.llm.engine_core
+        if hasattr(core, "call_utility_all_async"):
+            answers = await core.call_utility_all_async("collective_rpc", method, None, args)
+        else:
+            answers = [await core.call_utility_async("collective_rpc", method, None, args)]
+        return [answer for engine in answers for answer in engine]
+
+
+class RankProbe:
+    """Methods that vLLM adds to a worker, for `Ranks.ask`."""
+
+    def probe_facts(self) -> dict[str, Any]:
+        """Who and where this rank is, and how large its cache is."""
+        import torch
+
+        runner = self.model_runner
+        return {
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "device": str(runner.device),
+            "num_blocks": runner.kv_cache_config.num_blocks,
+            "num_layers": len(runner.attn_groups[0][0].layer_names),
+            "seed": torch.initial_seed(),
+        }
+
+    def probe_watch(self) -> None:
+        """From now on, note each step and each dummy run."""
+        runner = self.model_runner
+        self.probe_steps: list[dict[str, Any]] = []
+        prepare, decide = runner._prepare_inputs, runner._determine_batch_execution_and_padding
+
+        def prepare_inputs(*args: Any) -> Any:
+            result = prepare(*args)
+            if runner.last_step.num_reqs:
+                self.probe_steps.append(_step_of(runner))
+            return result
+
+        def determine(*args: Any, **kwargs: Any) -> Any:
+            decided = decide(*args, **kwargs)
+            if runner._in_dummy_run:
+                self.probe_steps.append({"is_dummy": True})
+            mode, descriptor, _, across, _ = decided
+            self.probe_steps[-1] |= {
+                "mode": mode.name,
+                "num_tokens": descriptor.num_tokens,
+                "across": None if across is None else across.tolist(),
+            }
+            return decided
+
+        runner._prepare_inputs = prepare_inputs
+        runner._determine_batch_execution_and_padding = determine
+
+    def probe_noted(self) -> list[dict[str, Any]]:
+        """What was noted."""
+        return self.probe_steps
+
+    def probe_cache(self) -> list[str]:
+        """A digest of each block of the KV cache but the null block."""
+        planes = [plane.flatten(1) for plane in self.model_runner.kv_caches]
+        return [
+            blake2b(b"".join(plane[block].numpy().tobytes() for plane in planes)).hexdigest()
+            for block in range(1, len(planes[0]))
+        ]
+
+    def probe_counts(self) -> dict[str, int]:
+        """How steps ran."""
+        return dict(self.model_runner.step_counts.by_kind)
+
+
+def _step_of(runner: Any) -> dict[str, Any]:
+    """A step as it lies on the device: what every array holds, by its name."""
+    step, arrays = runner.last_step, runner._staged.device
+    digests = {}
+    for name, value in vars(arrays).items():
+        tensors = value if isinstance(value, tuple) else (value,)
+        data = b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)
+        digests[name] = blake2b(data, digest_size=8).hexdigest()
+    tables = runner.block_tables.device_rows(step.padding.num_reqs_padded)
+    rows = b"".join(table[: step.num_reqs].cpu().numpy().tobytes() for table in tables)
+    digests["block tables"] = blake2b(rows, digest_size=8).hexdigest()
+    return {
+        "is_dummy": False,
+        "state": step.attn_state.name,
+        "num_reqs": step.num_reqs,
+        "padding": [step.padding.num_input_tokens, step.padding.mode.name],
+        "arrays": digests,
+    }

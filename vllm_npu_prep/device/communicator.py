@@ -1,0 +1,109 @@
+"""What vLLM's process groups exchange beside torch's own collectives: pieces of unequal size.
+
+The same on NPUs (HCCL) and on the CPU fallback (gloo): plain collectives of torch on pieces of one
+size, padded where they differ, which either backend has. HCCL was never tried.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+
+class NPUCommunicator(DeviceCommunicatorBase):
+    """One rank's end of a process group.
+
+    Experts under data parallelism see the tokens of all ranks: gathered before them, and what they
+    made summed and scattered behind them (vLLM's ``allgather_reducescatter``).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.use_all2all:
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+
+    def all_gatherv(
+        self,
+        input_: torch.Tensor | list[torch.Tensor],
+        dim: int = 0,
+        sizes: list[int] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Pieces of all ranks behind one another.
+
+        Parameters
+        ----------
+        input_
+            This rank's, ``[sizes[rank], ...]``, or several of that length.
+        dim
+            0.
+        sizes
+            Length of each rank's piece; None: they are equal.
+
+        Returns
+        -------
+        torch.Tensor or list of torch.Tensor
+            ``[sum(sizes), ...]`` for each input.
+        """
+        assert dim == 0, "vLLM gathers tokens, which come first"
+        if isinstance(input_, list):
+            return [self._gather_rows(each, sizes) for each in input_]
+        return self._gather_rows(input_, sizes)
+
+    def _gather_rows(self, rows: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+        sizes = sizes or [len(rows)] * self.world_size
+        most = max(sizes)
+        gathered = rows.new_empty(self.world_size * most, *rows.shape[1:])
+        dist.all_gather_single(gathered, _pad(rows, most), group=self.device_group)
+        if min(sizes) == most:
+            return gathered
+        pieces = gathered.split(most)
+        return torch.cat([piece[:size] for piece, size in zip(pieces, sizes)])
+
+    def reduce_scatterv(
+        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        """This rank's piece of the sum of all ranks' inputs.
+
+        Parameters
+        ----------
+        input_
+            ``[sum(sizes), ...]``.
+        dim
+            0.
+        sizes
+            Length of each rank's piece; None: they are equal.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[sizes[rank], ...]``.
+        """
+        assert dim == 0, "vLLM scatters tokens, which come first"
+        sizes = sizes or [len(input_) // self.world_size] * self.world_size
+        most = max(sizes)
+        if min(sizes) < most:
+            input_ = torch.cat([_pad(piece, most) for piece in input_.split(sizes)])
+        mine = input_.new_empty(most, *input_.shape[1:])
+        dist.reduce_scatter_tensor(mine, input_.contiguous(), group=self.device_group)
+        return mine[: sizes[self.rank_in_group]]
+
+    def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokens and their router's logits from all ranks, as ``AgRsAll2AllManager`` has it."""
+        assert self.all2all_manager is not None
+        return self.all2all_manager.dispatch_router_logits(*args, **kwargs)
+
+    def combine(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """This rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` has it."""
+        assert self.all2all_manager is not None
+        return self.all2all_manager.combine(*args, **kwargs)
+
+
+def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Zeros behind `rows`, ``[length, ...]``; contiguous."""
+    if len(rows) == length:
+        return rows.contiguous()
+    return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, length - len(rows)))
