@@ -54,7 +54,7 @@ def test_table_of_a_made_up_host(name, tmp_path):
             "container_without_driver_files",
             {"driver", "device nodes", "driver files", "npu-smi", "torch_npu", "vllm"}
             | {"import torch", "ASCEND_RT_VISIBLE_DEVICES"},
-            {"CANN", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "HCCL_*"},
+            {"CANN", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH"},
         ),
         ("cuda_host", set(), {"platform"}),
         ("ascend_310p", {"npu-smi"}, {"npu-smi's driver", "health"}),
@@ -119,12 +119,35 @@ def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
         ("ASCEND_HOME_PATH", "/opt/gone", "failure", "set_env.sh"),
         ("LD_LIBRARY_PATH", "/usr/lib", "warning", "set_env.sh"),
         ("NUMBA_CACHE_DIR", "/var/cache/numba", "ok", ""),
+        ("HCCL_CONNECT_TIMEOUT", "600", "ok", ""),
+        ("HCCL_CONNECT_TIMEOUT", "60", "failure", "from 120 to 7200"),
+        ("HCCL_EXEC_TIMEOUT", "0", "ok", ""),
+        ("HCCL_EXEC_TIMEOUT", "long", "failure", "whole number"),
+        ("HCCL_BUFFSIZE", "0", "failure", "from 1 on"),
+        ("HCCL_IF_BASE_PORT", "80", "failure", "from 1024 to 65520"),
+        ("HCCL_IF_IP", "eth0", "failure", "IP address"),
+        ("VLLM_HOST_IP", "fe80::1", "ok", ""),
+        ("HCCL_SOCKET_FAMILY", "ipv6", "failure", "AF_INET or AF_INET6"),
+        ("HCCL_SOCKET_IFNAME", "enp", "ok", ""),
+        ("HCCL_SOCKET_IFNAME", "=enp1s0,eth9", "ok", ""),
+        ("HCCL_SOCKET_IFNAME", "=enp", "failure", "enp1s0, lo"),
+        ("HCCL_SOCKET_IFNAME", "^lo", "ok", ""),
+        ("HCCL_SOCKET_IFNAME", "^=enp1s0,lo", "failure", "enp1s0, lo"),
+        ("GLOO_SOCKET_IFNAME", "lo", "ok", ""),
+        ("GLOO_SOCKET_IFNAME", "enp", "failure", "enp1s0, lo"),
     ],
 )
 def test_environment_variables(variable, value, status, said, tmp_path):
     finding = changed(tmp_path, environment=hosts.SOURCED | {variable: value})[variable]
     assert finding.status == status
     assert said in finding.do
+
+
+def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
+    environment = {"HCCL_ALGO": "x", "HCCL_RDMA_TC": "1"}
+    finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
+    assert finding.status == "ok"
+    assert "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
 
 
 def test_what_is_set_is_not_listed_as_unset(tmp_path):

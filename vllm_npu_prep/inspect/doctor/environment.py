@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_npu_prep.inspect.doctor.collectives import collective_findings
 from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
 from vllm_npu_prep.inspect.doctor.host import Host, set_env_of
 
@@ -44,10 +45,7 @@ def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterat
     if host.needs_npu:
         yield _libraries(host, cann)
         yield _cann_home(host, cann)
-    collectives = [name for name in sorted(host.environment) if name.startswith("HCCL_")]
-    if collectives:
-        do = "nothing: they tune what ranks exchange, and the plugin runs one rank"
-        yield warning("HCCL_*", ", ".join(collectives), do)
+    yield from collective_findings(host)
     unset = [name for name in (*VALUES, VISIBLE_DEVICES, CACHE) if name not in host.environment]
     if unset:
         yield ok("not set", ", ".join(unset))
