@@ -135,6 +135,7 @@ def prepare_process() -> None:
     if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
         _silence_accelerator_calls()
         _let_servers_stop_quietly()
+        _let_servers_fail_with_their_engine()
         _refuse_vision_without_torchvision()
 
 
@@ -198,6 +199,7 @@ def _let_servers_stop_quietly() -> None:
 
     @functools.wraps(upstream_shutdown)
     def shutdown(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
+        self.was_told_to_stop = True
         upstream_shutdown(self, *args, **kwargs)
         handler = getattr(self, "output_handler", None)
         if handler is not None and not handler.get_loop().is_closed():
@@ -210,6 +212,38 @@ def _let_servers_stop_quietly() -> None:
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
     AsyncLLM.shutdown = shutdown
+
+
+def _let_servers_fail_with_their_engine() -> None:
+    """A server whose engine died, of whatever rank, ends with exit code 1 and says so last.
+
+    Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
+    fails would not. With several API servers their parent notices on its own.
+    """
+    entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
+    if entry is None or hasattr(entry.serve_http, "__wrapped__"):  # no server; or done
+        return
+    upstream = entry.serve_http
+
+    @functools.wraps(upstream)
+    async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
+        stopped = await upstream(app, *args, **kwargs)
+        engine = app.state.engine_client
+        if not engine.errored or getattr(engine, "was_told_to_stop", False):
+            return stopped
+
+        async def fail() -> None:
+            await stopped
+            print(
+                "vllm_npu_prep: error: the engine died, and the server ends with it; the first "
+                "error above says why",
+                file=sys.stderr,
+            )
+            raise SystemExit(1)
+
+        return fail()
+
+    entry.serve_http = serve_http
 
 
 def _refuse_vision_without_torchvision() -> None:
