@@ -17,7 +17,8 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from examples.tiny_model import make_tokenizer
 from tests.differential.invariants import Invariants, hold
-from tests.differential.upstream import Pair, forget_unwritten_blocks
+from tests.differential.pair import Pair
+from tests.differential.upstream import forget_unwritten_blocks
 from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, make_model, runner_of

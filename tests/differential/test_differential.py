@@ -12,7 +12,7 @@ from vllm import SamplingParams
 
 from tests.differential.episodes import MAX_MODEL_LEN, Episode, Traffic, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
-from tests.differential.upstream import DisagreementError
+from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.inspect.violation import StepCheckError

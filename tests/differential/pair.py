@@ -1,0 +1,344 @@
+"""Every step run by our runner and by upstream's; what they prepared and sampled is compared."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from tests.differential.upstream import UpstreamRunner
+
+GREATEST_LOGITS_DIFFERENCE = 1e-4
+"""Padding of a graph changes how a product of matrices is cut, hence the last bits."""
+
+
+class DisagreementError(AssertionError):
+    """The two runners prepared or sampled something else."""
+
+
+class Watched:
+    """What a runner hands to its model in a step, by upstream's names, on the host.
+
+    `passes` is the same of its drafter's passes.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.passes: list[dict[str, Any]] = []
+        self.seen: dict[str, Any] = {}
+        self.attn_metadata: dict[str, Any] = {}  # of each layer
+        self.logits: torch.Tensor | None = None
+        self.decision: Any = None
+        self.took_embeds = False
+        prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
+        decide = runner._determine_batch_execution_and_padding
+
+        def prepare_inputs(*args: Any) -> Any:
+            self.prepared = prepare(*args)
+            return self.prepared
+
+        def determine(*args: Any, **kwargs: Any) -> Any:
+            decision = decide(*args, **kwargs)
+            self.decision = decision[:2]
+            return decision
+
+        def model_forward(*args: Any, **kwargs: Any) -> Any:
+            self.seen = self._arrays(**kwargs)
+            self.attn_metadata = dict(get_forward_context().attn_metadata)
+            return forward(*args, **kwargs)
+
+        def sample_logits(logits: torch.Tensor | None, *args: Any) -> Any:
+            self.logits = None if logits is None else logits.clone()
+            return sample(logits, *args)
+
+        runner._prepare_inputs = prepare_inputs
+        runner._determine_batch_execution_and_padding = determine
+        runner._model_forward = model_forward
+        runner._sample = sample_logits
+        if hasattr(getattr(runner, "drafter", None), "_draft_attn_layer_names"):
+            self._watch_drafter(runner.drafter)
+
+    def _watch_drafter(self, drafter: Any) -> None:
+        """A pass builds its metadata, fills its inputs, then asks for the slots of its layers."""
+        build, get_slots = (
+            drafter.build_per_group_and_layer_attn_metadata,
+            drafter._get_slot_mapping,
+        )
+        built: list[Any] = []
+
+        def build_metadata(*args: Any, **kwargs: Any) -> Any:
+            result = build(*args, **kwargs)
+            built[:] = result[0]
+            return result
+
+        def get_slot_mapping(*args: Any, **kwargs: Any) -> Any:
+            slots = get_slots(*args, **kwargs)
+            for metadata in built:  # none in a dummy run
+                total = metadata.num_actual_tokens
+                self.passes.append(
+                    {
+                        "input_ids": drafter.input_ids[:total].tolist(),
+                        "positions": drafter.positions[:total].tolist(),
+                        "hidden_states": drafter.hidden_states[:total].clone(),
+                        "slot_mapping": {name: s[:total].tolist() for name, s in slots.items()},
+                        "query_start_loc": metadata.query_start_loc.tolist(),
+                        "query_start_loc_np": metadata.query_start_loc_np.tolist(),
+                        "seq_lens": metadata.seq_lens.tolist(),
+                        "seq_lens_np": metadata.seq_lens_np.tolist(),
+                        "max_seq_len": metadata.max_seq_len,
+                    }
+                )
+            built.clear()
+            return slots
+
+        drafter.build_per_group_and_layer_attn_metadata = build_metadata
+        drafter._get_slot_mapping = get_slot_mapping
+
+    def _arrays(
+        self,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        runner, batch = self.runner, self.runner.input_batch
+        reqs = batch.num_reqs
+        total = int(runner.query_start_loc.np[reqs])
+        logits_indices, spec, max_num_sampled_tokens = self.prepared
+        arrays = {
+            "req_ids": list(batch.req_ids),
+            "positions": positions[..., :total].tolist(),
+            "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
+            "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
+            "seq_lens": runner.seq_lens[:reqs].tolist(),
+            "seq_lens_cpu": self._seq_lens_cpu(reqs),
+            "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
+            "discard_request_mask": runner.discard_request_mask.gpu[:reqs].tolist(),
+            "discard_request_mask_cpu": runner.discard_request_mask.np[:reqs].tolist(),
+            "logits_indices": logits_indices.tolist(),
+            "max_num_sampled_tokens": max_num_sampled_tokens,
+            "spec_decode_metadata": None
+            if spec is None
+            else {k: v.tolist() if torch.is_tensor(v) else v for k, v in vars(spec).items()},
+            "block_table": [
+                [row[:owned].tolist() for row, owned in zip(rows, table.num_blocks_per_row)]
+                for table in batch.block_table.block_tables
+                for rows in [table.get_device_tensor(reqs)]
+            ],
+            "slot_mapping": {
+                name: slots[:total].tolist()
+                for name, slots in (get_forward_context().slot_mapping or {}).items()
+            },
+            "other arguments": sorted(name for name, value in others.items() if value is not None),
+        }
+        if runner.lora_config is not None:
+            (wrapper,) = self.lora_wrappers(runner)
+            arrays["token_lora_indices"] = wrapper.token_lora_indices[:total].tolist()
+            arrays["sampler_indices"] = wrapper.sampler_indices.tolist()
+        self.took_embeds = inputs_embeds is not None
+        if runner.model_config.enable_prompt_embeds or runner.supports_mm_inputs:
+            # Upstream's steps of such engines all take embeddings.
+            inputs_embeds = (
+                runner.model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            )
+        if inputs_embeds is not None:  # ids under embeddings are nobody's
+            arrays["inputs_embeds"] = inputs_embeds[:total].tolist()
+        else:
+            arrays["input_ids"] = input_ids[:total].tolist()
+        return arrays
+
+    def _seq_lens_cpu(self, reqs: int) -> list[int]:
+        """Lengths on the host, but where upstream has none: it counts drafts as accepted there."""
+        runner = self.runner
+        if runner.use_async_spec_decode and isinstance(runner, UpstreamRunner):
+            return runner.seq_lens[:reqs].tolist()
+        return runner.optimistic_seq_lens_cpu[:reqs].tolist()
+
+    @staticmethod
+    def lora_wrappers(runner: Any) -> list[Any]:
+        """Where a step's adapters are kept; both runners have the same."""
+        return list(runner.lora_manager._adapter_manager.punica_wrapper_mapping.values())
+
+
+class Pair:
+    """A worker's model runner that runs every step twice and compares.
+
+    Everything else is ours; what it returns are our results.
+    """
+
+    def __init__(self, ours: Any) -> None:
+        self.ours, self.upstream = ours, UpstreamRunner(ours)
+        layers = ours.compilation_config.static_forward_context
+        self.caches = {
+            runner: {name: layers[name].kv_cache for name in self.upstream.caches}
+            for runner in (ours,)
+        }
+        self.caches[self.upstream] = self.upstream.caches
+        self.watched = {runner: Watched(runner) for runner in (ours, self.upstream)}
+        self.on_step: Any = lambda scheduler_output: None
+        self.on_output: Any = lambda output, drafts: None
+        self.drafts: dict[str, int] = {}  # of the last step, by request
+        self.steps = 0
+        self.fault: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ours, name)
+
+    @contextlib.contextmanager
+    def running(self, runner: Any) -> Iterator[None]:
+        """Bind the runner's cache to the layers; random numbers start anew for both."""
+        layers = self.ours.compilation_config.static_forward_context
+        for name, cache in self.caches[runner].items():
+            layers[name].kv_cache = cache
+        torch.default_generator.manual_seed(self.steps)
+        yield
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fault is not None:  # of sampling, which vLLM only looks at later
+            raise self.fault
+        self.steps += 1
+        theirs_output = copy.deepcopy(scheduler_output)  # runners keep and extend its lists
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if self.upstream.drafts_by_model and not self.watched[self.ours].passes:
+            drafts = {}  # zeros, because the drafter had no room
+        self.drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()}
+        with self.running(self.upstream):
+            theirs = self.upstream.execute_model(theirs_output, *args, **kwargs)
+        with self.running(self.ours):
+            ours = self.ours.execute_model(scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._compare_step()
+            self._forget_places()
+            self.on_step(scheduler_output)
+        if ours is None or theirs is None:
+            check("result of execute_model", ours, theirs)
+            return None
+        return self._compare_results(ours, theirs)
+
+    def _forget_places(self) -> None:
+        """A request that a step left out has places in the next one, and none of its drafts."""
+        seen = self.watched[self.ours].seen
+        if (spec := seen["spec_decode_metadata"]) is not None:
+            ids = iter(spec["draft_token_ids"])
+            for req_id, count in zip(seen["req_ids"], spec["num_draft_tokens"]):
+                if -1 in [next(ids) for _ in range(count)]:
+                    self.drafts.pop(req_id, None)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        try:
+            return self._sample_both(grammar_output)
+        except Exception as error:
+            self.fault = error
+            raise
+
+    def _sample_both(self, grammar_output: Any) -> Any:
+        for watched in self.watched.values():
+            watched.passes.clear()
+        with self.running(self.upstream):
+            theirs = self.upstream.sample_tokens(copy.deepcopy(grammar_output))
+        with self.running(self.ours):
+            ours = self.ours.sample_tokens(grammar_output)
+        mine, others = (self.watched[each].logits for each in (self.ours, self.upstream))
+        close("logits", flat([mine]), flat([others]))
+        self._compare_drafts()
+        return self._compare_results(ours, theirs)
+
+    def _compare_drafts(self) -> None:
+        """What both drafters were given in each of their passes, and what they made of it."""
+        ours, theirs = (self.watched[each].passes for each in (self.ours, self.upstream))
+        check("draft passes", len(ours), len(theirs))
+        for index, (mine, others) in enumerate(zip(ours, theirs)):
+            name = f"hidden_states of draft pass {index}"
+            close(name, flat([mine.pop("hidden_states")]), flat([others.pop("hidden_states")]))
+            for name in mine:
+                check(f"{name} of draft pass {index}", mine[name], others[name])
+        check(
+            "drafts", as_lists(self.ours._draft_token_ids), as_lists(self.upstream._draft_token_ids)
+        )
+        for name in ("_draft_prob_req_ids", "prev_num_spec_tokens"):
+            check(name, getattr(self.ours, name), getattr(self.upstream, name))
+        probs = self.ours._draft_probs, self.upstream._draft_probs
+        close("draft probabilities", *(flat([each]) for each in probs))
+
+    def take_draft_token_ids(self) -> Any:
+        ours, theirs = self.ours.take_draft_token_ids(), self.upstream.take_draft_token_ids()
+        check("drafts", ours and vars_of(ours), theirs and vars_of(theirs))
+        return ours
+
+    def _compare_step(self) -> None:
+        ours, theirs = (self.watched[each].seen for each in (self.ours, self.upstream))
+        check("names", sorted(ours), sorted(theirs))
+        for name in ours:
+            check(name, ours[name], theirs[name])
+        if not self.watched[self.ours].took_embeds:
+            decided = self.watched[self.ours].decision
+            check("graph and padding", decided, self.upstream.decision)
+
+    def _compare_results(self, ours: Any, theirs: Any) -> Any:
+        if isinstance(ours, AsyncModelRunnerOutput):
+            return PairOutput(self, ours, theirs)
+        self.compare_outputs(ours, theirs, self.drafts)
+        return ours
+
+    def compare_outputs(
+        self, ours: ModelRunnerOutput, theirs: ModelRunnerOutput, drafts: dict[str, int]
+    ) -> None:
+        """Sampled tokens and log-probabilities; logits say how near a wrong token was."""
+        for name in ("req_ids", "req_id_to_index", "sampled_token_ids"):
+            check(name, getattr(ours, name), getattr(theirs, name))
+        check("pooled", is_there(ours.pooler_output), is_there(theirs.pooler_output))
+        close("pooled", flat(ours.pooler_output), flat(theirs.pooler_output))
+        close("logprobs", flat(ours.logprobs), flat(theirs.logprobs))
+        mine, others = ours.prompt_logprobs_dict, theirs.prompt_logprobs_dict
+        check("requests with prompt logprobs", sorted(mine), sorted(others))
+        for req_id in mine:
+            close("prompt logprobs", flat(mine[req_id]), flat(others[req_id]))
+        self.on_output(ours, drafts)
+
+
+class PairOutput(AsyncModelRunnerOutput):
+    """Both runners' asynchronous outputs."""
+
+    def __init__(self, pair: Pair, ours: Any, theirs: Any) -> None:
+        self.pair, self.ours, self.theirs = pair, ours, theirs
+        self.drafts = pair.drafts
+
+    def get_output(self) -> ModelRunnerOutput:
+        ours, theirs = self.ours.get_output(), self.theirs.get_output()
+        self.pair.compare_outputs(ours, theirs, self.drafts)
+        return ours
+
+
+def check(name: str, ours: Any, theirs: Any) -> None:
+    if ours != theirs:
+        raise DisagreementError(f"{name}: ours {ours!r}, upstream's {theirs!r}")
+
+
+def close(name: str, ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    check(f"shapes of {name}", [a.shape for a in ours], [a.shape for a in theirs])
+    for mine, other in zip(ours, theirs):
+        if not np.allclose(mine, other, rtol=1e-4, atol=GREATEST_LOGITS_DIFFERENCE):
+            raise DisagreementError(f"{name}: ours {mine}, upstream's {other}")
+
+
+def is_there(values: Any) -> Any:
+    return None if values is None else [value is None for value in values]
+
+
+def flat(values: Any) -> list[np.ndarray]:
+    """Numbers of a (named) tuple or list of arrays, tensors, lists and Nones."""
+    if values is None:
+        return []
+    return [np.asarray(value, np.float64) for value in values if value is not None]
+
+
+def as_lists(values: Any) -> Any:
+    return values.tolist() if torch.is_tensor(values) else values
+
+
+def vars_of(record: Any) -> dict[str, Any]:
+    return dict(vars(record))
