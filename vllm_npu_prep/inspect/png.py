@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,15 @@ from vllm_npu_prep.inspect.view import StepView
 WIDTH = 1200
 MARGIN = 24
 MAX_HEIGHT = 6000
-"""Pixels of a PNG file; what doesn't fit is left out, and a line says so."""
+"""Most pixels of a PNG file; what doesn't fit is left out, and a line says so."""
 
 MASK_WIDTH, MASK_HEIGHT = 760, 480
-LABEL_WIDTH = 190
+LABEL_WIDTH, LABEL_HEIGHT = 190, 16
 BLOCK_WIDTH, SLOTS_HEIGHT, BLOCK_HEIGHT = 60, 18, 40
+MIN_CELL = 14
+"""Cells of a mask that are smaller than this have neither borders nor numbers."""
 
 INK, FAINT, LINE, EMPTY = (28, 33, 39), (102, 112, 128), (200, 206, 214), (238, 240, 243)
-LEGEND = "pale: computed before, strong: written by the step, pink: image or video, 0: freed"
 
 
 class _Sheet:
@@ -44,20 +45,34 @@ class _Sheet:
                 "--png needs Pillow: pip install pillow; --html needs nothing"
             ) from None
         self.y = MARGIN
+        self.right = 0.0  # of all that is drawn
+        self.label_width = 0  # what names need, LABEL_WIDTH at most
+        self._labels: dict[str, str] = {}
         self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
         self.calls: list[Callable[[Any], object]] = []  # each draws with what Pillow gives
 
     def text(self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK) -> None:
         """Some words, at a place."""
         font = self.fonts[size]
+        self.right = max(self.right, x + font.getlength(text))
         self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
 
     def label(self, y: float, name: str, fill: Colour) -> None:
         """A name left of what it names."""
-        most = 40
-        while self.fonts[13].getlength(_fitting(name, most)) > LABEL_WIDTH - 8:
-            most -= 1
-        self.text(MARGIN, y, _fitting(name, most), 13, fill)
+        self.text(MARGIN, y, self._short(name), 13, fill)
+
+    def make_place(self, names: Iterable[str]) -> None:
+        """Place for names left of what they name."""
+        widths = (self.fonts[13].getlength(self._short(name)) for name in names)
+        self.label_width = round(max(widths, default=0)) + LABEL_HEIGHT
+
+    def _short(self, name: str) -> str:
+        if name not in self._labels:
+            most = 40
+            while self.fonts[13].getlength(_fitting(name, most)) > LABEL_WIDTH - LABEL_HEIGHT:
+                most -= 1
+            self._labels[name] = _fitting(name, most)
+        return self._labels[name]
 
     def lines(self, text: str, size: int = 13, fill: Colour = INK) -> None:
         """A paragraph, below what is there."""
@@ -69,6 +84,7 @@ class _Sheet:
         self, box: tuple[float, float, float, float], fill: Colour | None, outline: Colour | None
     ) -> None:
         """A rectangle."""
+        self.right = max(self.right, box[2])
         self.calls.append(lambda draw: draw.rectangle(box, fill=fill, outline=outline))
 
     def picture(self, x: int, y: int, pixels: np.ndarray, size: tuple[int, int]) -> None:
@@ -82,7 +98,8 @@ class _Sheet:
         """The file."""
         from PIL import Image, ImageDraw
 
-        image = Image.new("RGB", (WIDTH, self.y + MARGIN), "white")
+        width = min(round(self.right) + MARGIN, WIDTH)
+        image = Image.new("RGB", (width, self.y + MARGIN), "white")
         draw = ImageDraw.Draw(image)
         for call in self.calls:
             call(draw)
@@ -110,6 +127,7 @@ def explain_png(
     """
     selection = select(view, req_id, tokens)
     sheet = _Sheet()
+    sheet.make_place(["position 0", *(view.requests[row].req_id for row in selection.requests)])
     sheet.lines(_fitting(view.name, 90), 20)
     for name, text in summary(view)[: 1 + len(view.groups)]:
         sheet.lines(f"{name}: {text}")
@@ -142,14 +160,23 @@ def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture |
     shape = min(max(rows / columns, 0.12), 1)  # as of the page: long sides are shortened
     width = min(MASK_WIDTH, round(MASK_HEIGHT / shape), max(40 * columns, 60))
     height = max(round(width * shape), 16)
-    left, top = MARGIN + LABEL_WIDTH, sheet.y
+    left, top = MARGIN + sheet.label_width, sheet.y
     sheet.box((left - 1, top - 1, left + width, top + height), EMPTY, LINE)
     sheet.picture(left, top, picture.pixels, (width, height))
-    for row, name, colour in _row_names(view, picture):
-        sheet.label(top + height * row / rows, name, colour)
+    for y, name, colour in _row_names(view, picture, height):
+        sheet.label(top + y, name, colour)
+    _number_rows(sheet, view, picture, (left, top, left + width, top + height))
     sheet.y = top + height + 4
-    sheet.text(left, sheet.y, "position 0", 11, FAINT)
-    if columns > 1 and width > 160:
+    if width / columns >= MIN_CELL:
+        name = "position" if picture.attention_chunk_size is None else "in its chunk"
+        sheet.text(MARGIN, sheet.y, name, 11, FAINT)
+        for column in range(columns):
+            middle = left + width * (column + 0.5) / columns
+            sheet.text(
+                middle - sheet.fonts[11].getlength(str(column)) / 2, sheet.y, str(column), 11, FAINT
+            )
+    else:
+        sheet.text(left, sheet.y, "position 0", 11, FAINT)
         sheet.text(left + width - 34, sheet.y, str(columns - 1), 11, FAINT)
     sheet.y += 20
     caption = f"{title}{rows} rows, {columns} columns: {picture.caption}. Coloured: may attend."
@@ -157,21 +184,56 @@ def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture |
     return True
 
 
-def _row_names(view: StepView, picture: MaskPicture) -> list[tuple[int, str, Colour]]:
-    """Rows of a mask with the name that stands beside them: of requests, as far as there is place.
+def _number_rows(
+    sheet: _Sheet, view: StepView, picture: MaskPicture, box: tuple[int, int, int, int]
+) -> None:
+    """Borders of a mask's cells, and which token or position each row is, where they fit."""
+    left, top, right, bottom = box
+    rows, columns = picture.num_rows, picture.num_columns
+    cell = (bottom - top) / rows
+    if cell < MIN_CELL or (right - left) / columns < MIN_CELL:
+        return
+    for column in range(1, columns):
+        x = left + (right - left) * column / columns
+        sheet.box((x, top, x, bottom - 1), (255, 255, 255), None)
+    positions = view.step.positions[picture.first :]
+    for row in range(rows):
+        y = top + cell * row
+        if row:
+            sheet.box((left, y, right - 1, y), (255, 255, 255), None)
+        name = f"position {row}"
+        if not picture.by_position:
+            name = "padding"
+            if row < len(positions):
+                name = f"token {picture.first + row}, position {positions[row]}"
+        sheet.text(right + 8, y + cell / 2 - 7, name, 11, FAINT)
 
-    Those with many rows come first.
+
+def _row_names(
+    view: StepView, picture: MaskPicture, height: int
+) -> list[tuple[float, str, Colour]]:
+    """Names of requests that stand beside the rows of a mask, and how far down.
+
+    Where there is no place for all, those with many rows come first.
     """
+    rows = picture.num_rows
     if picture.by_position:
-        return [(0, "position 0", FAINT)]
-    starts = np.clip(view.step.query_start_loc - picture.first, 0, picture.num_rows)
-    lengths, apart = np.diff(starts), picture.num_rows / 30
-    names: list[tuple[int, str, Colour]] = []
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        begin = int(starts[row])
-        if lengths[row] and all(abs(begin - other) >= apart for other, _, _ in names):
-            names.append((begin, view.requests[row].req_id, request_colour(row)))
-    return names
+        return [] if height / rows >= MIN_CELL else [(0, "position 0", FAINT)]
+    starts = np.clip(view.step.query_start_loc - picture.first, 0, rows)
+    present = np.flatnonzero(np.diff(starts))
+    names = [view.requests[row].req_id for row in present]
+    colours = [request_colour(row) for row in present.tolist()]
+    places = starts[present] * height / rows
+    if len(present) * LABEL_HEIGHT <= height:  # moved down where they are close, and up at the end
+        steps = np.arange(len(present)) * LABEL_HEIGHT
+        places = np.maximum.accumulate(places - steps) + steps
+        places = np.minimum(places, height - LABEL_HEIGHT - steps[::-1])
+        return list(zip(places.tolist(), names, colours))
+    chosen: list[int] = []
+    for place in np.argsort(-np.diff(starts)[present], kind="stable").tolist():
+        if all(abs(places[place] - places[other]) >= LABEL_HEIGHT for other in chosen):
+            chosen.append(place)
+    return [(float(places[place]), names[place], colours[place]) for place in chosen]
 
 
 def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection) -> bool:
@@ -179,9 +241,13 @@ def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection
     sheet.y += 14
     size = view.groups[index].block_size
     sheet.lines(f"KV blocks{group_title(view, index) or f', block size {size}'}")
-    sheet.lines(LEGEND, 11, FAINT)
-    per_line = (WIDTH - 2 * MARGIN - LABEL_WIDTH) // BLOCK_WIDTH
-    for line in block_rows(view, index, selection.requests):
+    lines = block_rows(view, index, selection.requests)
+    last = max((block.number for line in lines for block in line.blocks), default=0)
+    slot_width = (BLOCK_WIDTH - 6) / size
+    numbered = sheet.fonts[11].getlength(str((last + 1) * size - 1)) + 4 <= slot_width
+    _draw_legend(sheet, view, numbered)
+    per_line = (WIDTH - 2 * MARGIN - sheet.label_width) // BLOCK_WIDTH
+    for line in lines:
         places = len(line.blocks) + len(line.folded)
         if _full(sheet, BLOCK_HEIGHT * -(-places // per_line)):
             return False
@@ -194,18 +260,42 @@ def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection
                 column = 0
                 sheet.y += BLOCK_HEIGHT
             column += 1
-            return MARGIN + LABEL_WIDTH + (column - 1) * BLOCK_WIDTH, sheet.y
+            return MARGIN + sheet.label_width + (column - 1) * BLOCK_WIDTH, sheet.y
 
         for block in line.blocks:
             if block.place in line.folded:
                 x, y = place()
                 sheet.text(x + 4, y + 15, f"+{line.folded[block.place]:,}", 11, FAINT)
-            _draw_block(sheet, *place(), block, size, request_colour(line.row))
+            _draw_block(sheet, *place(), block, size, request_colour(line.row), numbered)
         sheet.y += BLOCK_HEIGHT
     return True
 
 
-def _draw_block(sheet: _Sheet, x: int, y: int, block: Block, size: int, colour: Colour) -> None:
+def _draw_legend(sheet: _Sheet, view: StepView, numbered: bool) -> None:
+    """What the colours of slots mean, of those that the step can have, and what the numbers do."""
+    colour = request_colour(0)
+    parts = [(_pale(colour), "computed before"), (colour, "written by the step"), (EMPTY, "empty")]
+    if any(request.items for request in view.requests):
+        parts.append((ITEM_COLOUR, "image or video"))
+    x = float(MARGIN)
+    for fill, text in parts:
+        sheet.box((x, sheet.y + 2, x + 14, sheet.y + 11), fill, LINE)
+        sheet.text(x + 20, sheet.y, text, 11, FAINT)
+        x += 20 + sheet.fonts[11].getlength(text) + 16
+    numbers = "numbers: the block above (0: freed)" + ", slots inside" * numbered
+    sheet.text(x, sheet.y, numbers, 11, FAINT)
+    sheet.y += 20
+
+
+def _pale(colour: Colour) -> Colour:
+    red, green, blue = ((part + 2 * 255) // 3 for part in colour)
+    return red, green, blue
+
+
+def _draw_block(
+    sheet: _Sheet, x: int, y: int, block: Block, size: int, colour: Colour, numbered: bool
+) -> None:
+    """A block under its number, and what its slots hold; their numbers in them if asked for."""
     width, top = BLOCK_WIDTH - 6, y + 14
     sheet.text(x, y, str(block.number), 11, FAINT)
     sheet.box((x, top, x + width, top + SLOTS_HEIGHT), EMPTY, None)
@@ -215,8 +305,7 @@ def _draw_block(sheet: _Sheet, x: int, y: int, block: Block, size: int, colour: 
         sheet.box((left, top + above, max(left, right), top + SLOTS_HEIGHT), fill, None)
 
     if block.computed:
-        red, green, blue = ((part + 2 * 255) // 3 for part in colour)
-        part(0, block.computed, (red, green, blue))
+        part(0, block.computed, _pale(colour))
     if block.written is not None:
         part(*block.written, colour)
     for item in block.items:
@@ -225,6 +314,13 @@ def _draw_block(sheet: _Sheet, x: int, y: int, block: Block, size: int, colour: 
         tick = x + width * slot / size
         sheet.box((tick, top, tick, top + SLOTS_HEIGHT), (255, 255, 255), None)
     sheet.box((x, top, x + width, top + SLOTS_HEIGHT), None, FAINT if block.shared else LINE)
+    font = sheet.fonts[11]
+    low, high = block.written or (0, 0)
+    for slot in range(size) if numbered and block.number else ():
+        name = str(block.number * size + slot)
+        middle = x + width * (slot + 0.5) / size
+        fill: Colour = (255, 255, 255) if low <= slot < high else FAINT
+        sheet.text(middle - font.getlength(name) / 2, top + 3, name, 11, fill)
 
 
 def _fitting(name: str, most: int) -> str:
