@@ -1,0 +1,91 @@
+"""What pages show and say of steps is what `explain` shows and says of them."""
+
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.docs import figures
+
+PAGES = figures.pages()
+TRANSLATED = [page for page in PAGES if page.with_suffix(".zh.md").exists()]
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [page.name for page in pages]
+
+
+def test_there_are_pages_in_both_languages():
+    assert "how-a-step-is-prepared.md" in names(TRANSLATED)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_regions_are_what_explain_prints(page):
+    """Written anew by ``python -m tests.docs.figures``; look at what changes."""
+    text = page.read_text()
+    assert len(figures.REGION.findall(text)) == text.count("<!-- end -->") > 0
+    assert figures.written(text) == text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_pictures_are_what_explain_draws(page):
+    drawn = figures.pictures(page)
+    shown = {page.parent / match["path"] for match in figures.PICTURE.finditer(page.read_text())}
+    assert shown == set(drawn)
+    for path, picture in drawn.items():
+        assert np.array_equal(pixels(path.read_bytes()), pixels(picture)), path.name
+        assert len(picture) < 64 << 10, path.name
+
+
+def pixels(picture: bytes) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(picture)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_what_the_prose_says_with_an_equals_sign_holds_for_the_step_above(page):
+    text = page.read_text()
+    broken = [line for line in without_blocks(text).splitlines() if line.count("`") % 2]
+    assert not broken  # over two lines: would not be found
+    found = list(figures.formulas(text))
+    assert found
+    for formula in found:
+        first, *others = formula.values()
+        assert others
+        for other in others:
+            assert figures.same(first, other), (formula, first, other)
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=names(TRANSLATED))
+def test_a_translation_has_the_same_headings_regions_pictures_and_formulas(page):
+    text, other = page.read_text(), page.with_suffix(".zh.md").read_text()
+    for of_page in (headings, markers, images, formulas, tables):
+        assert of_page(text) == of_page(other), of_page.__name__
+    assert re.search(r"[\u4e00-\u9fff]{20}", other)
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^(#+) ", without_blocks(text), re.MULTILINE)
+
+
+def markers(text: str) -> list[str]:
+    return [match[0] for match in figures.MARKER.finditer(text)]
+
+
+def images(text: str) -> list[str]:
+    return [match["path"] for match in figures.PICTURE.finditer(text)]
+
+
+def formulas(text: str) -> list[figures.Formula]:
+    return list(figures.formulas(text))
+
+
+def tables(text: str) -> list[int]:
+    """Columns of each line of each table."""
+    return [line.count("|") for line in without_blocks(text).splitlines() if line[:1] == "|"]
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
