@@ -32,7 +32,7 @@ from vllm_npu_prep.inspect.view import StepView
 ROOT = Path(__file__).parents[2]
 WIDTH = 86
 MARKER = re.compile(r"<!-- explain (?P<command>[^|\n]+?)(?: \| (?P<part>[^\n]+))? -->\n")
-REGION = re.compile(MARKER.pattern + r"(?P<body>```console\n.*?```\n)?<!-- end -->\n", re.DOTALL)
+REGION = re.compile(MARKER.pattern + r"(?P<body>```text\n.*?```\n)?<!-- end -->\n", re.DOTALL)
 FORMULA = re.compile(r"(?<!`)`([^`\n]+ = [^`\n]+)`(?!`)")
 PICTURE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)]+)\)")
 
@@ -68,7 +68,7 @@ def shown(command: str, part: str | None) -> str:
     while not lines[-1]:
         lines.pop()
     dots = ["..."] if part and part != "summary" else []
-    return "\n".join(["```console", f"$ vllm-npu-prep explain {command}", *dots, *lines, "```", ""])
+    return "\n".join(["```text", f"$ vllm-npu-prep explain {command}", *dots, *lines, "```", ""])
 
 
 def written(text: str) -> str:
