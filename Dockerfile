@@ -14,28 +14,25 @@ ARG PYTHON_IMAGE=python:${PYTHON_VERSION}-slim
 
 # ------------------------------------------------------------------------------ libraries
 # Everything but the plugin: a layer for what changes seldom, above it what changes more often. A
-# stage sees files only that its steps read. Package indexes, certificates and passwords come in the
-# secret pip.conf, which no layer keeps.
+# stage sees files only that its steps read; of the plugin, which a stand-in is for, what it needs.
+# Package indexes, certificates and passwords come in the secret pip.conf, which no layer keeps.
 
 # hadolint ignore=DL3006
 FROM ${CANN_IMAGE} AS ascend-libraries
-ARG SOC
 ARG PYTHON_VERSION
 ARG EXTRAS=npu,ray
 WORKDIR /src
-COPY scripts/image.sh scripts/
-RUN scripts/image.sh soc "$SOC"
 COPY scripts/install.sh scripts/
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --steps environment,torch,vllm,torchvision
-COPY setup.py pyproject.toml README.md ./
-COPY vllm_npu_prep/__init__.py vllm_npu_prep/
+COPY setup.py pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
+    mkdir vllm_npu_prep && touch README.md && echo '__version__ = "0"' >vllm_npu_prep/__init__.py \
+    && scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --no-editable --extras "$EXTRAS" --steps plugin,trim
 
 # hadolint ignore=DL3006
@@ -49,11 +46,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --steps environment,torch,vllm,torchvision
-COPY setup.py pyproject.toml README.md ./
-COPY vllm_npu_prep/__init__.py vllm_npu_prep/
+COPY setup.py pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
+    mkdir vllm_npu_prep && touch README.md && echo '__version__ = "0"' >vllm_npu_prep/__init__.py \
+    && scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --no-editable --extras "$EXTRAS" --steps plugin,trim
 
 # --------------------------------------------------------------------------------- images
@@ -61,12 +58,14 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 # hadolint ignore=DL3006
 FROM ${CANN_IMAGE} AS ascend
+ARG SOC
 ARG PYTHON_VERSION
 # Owner and group of /dev/davinci* on the host: `stat -c '%u %g' /dev/davinci0`
 ARG NPU_UID=1000
 ARG NPU_GID=1000
 RUN --mount=type=bind,source=scripts/image.sh,target=/mnt/image.sh \
-    /mnt/image.sh remove-build-tools && /mnt/image.sh user HwHiAiUser "$NPU_UID" "$NPU_GID"
+    /mnt/image.sh soc "$SOC" && /mnt/image.sh remove-build-tools \
+    && /mnt/image.sh user HwHiAiUser "$NPU_UID" "$NPU_GID"
 COPY --from=ascend-libraries /opt/npu_prep /opt/npu_prep
 ENV PATH=/opt/npu_prep/bin:$PATH \
     NUMBA_CACHE_DIR=/opt/npu_prep/cache/numba \

@@ -34,8 +34,11 @@ def health_url(command: str) -> str | None:
 
 def main() -> int:
     """Ask once."""
-    folder = os.environ.get("TMPDIR", tempfile.gettempdir())
-    url = health_url(Path(folder, "npu_prep_command").read_text())
+    file = Path(os.environ.get("TMPDIR", tempfile.gettempdir()), "npu_prep_command")
+    if not file.exists():
+        print("the entry point has started nothing yet", file=sys.stderr)
+        return 1
+    url = health_url(file.read_text())
     if url is None:
         return 0
     # The certificate is made out to another name than the one that is asked here.

@@ -94,6 +94,14 @@ step_plugin() {
   heading "vllm_npu_prep${extras:+ with extras: $extras}"
   PYTHONWARNINGS=ignore pip_install --no-build-isolation $editable "$root${extras:+[$extras]}"
   remove triton
+  # numba compares times of files to the last digit, and layers of an image keep whole seconds.
+  [ "$editable" ] || run - <<'PYTHON'
+import os, pathlib, time
+import vllm_npu_prep
+now = int(time.time())
+for path in pathlib.Path(vllm_npu_prep.__file__).parent.rglob("*.py"):
+    os.utime(path, (now, now))
+PYTHON
 }
 
 step_emulator() {
@@ -106,8 +114,6 @@ step_caches() {
   heading "byte code and caches"
   local package
   package=$(run -c 'import vllm_npu_prep; print(*vllm_npu_prep.__path__)')
-  # numba compares times of files to the last digit, and layers of an image keep whole seconds.
-  [ "$editable" ] || find "$package" -name '*.py' -exec touch -d "@$(date +%s)" {} +
   run -m compileall -q "$package"
   run - <<'PYTHON'
 from vllm_npu_prep.inspect import kept_step

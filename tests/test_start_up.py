@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.engine import LLAMA4, engine_config, make_model
 from tests.helpers.windows import SHARED_LAYERS
 from vllm_npu_prep import compat, device
@@ -473,6 +474,19 @@ def test_bad_config_gets_one_line_and_no_traceback_from_vllm_serve(model):
     line = 'has no key "mask_budget" (did you mean "mask_budget_bytes"?)'
     assert line in run.stderr.splitlines()[-1]
     assert "Traceback" not in run.stderr
+
+
+def test_vllm_takes_every_flag_of_the_manifests():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    commands = [command_of(service) for service in services().values()]
+    commands += [command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()]
+    parsed = [parser.parse_args(flags) for flags in map(serve_flags, commands) if flags]
+    assert len(parsed) == 7
+    assert {args.shutdown_timeout for args in parsed} == {60}
+    assert all((args.model_tag or "").startswith("/models/") for args in parsed)
 
 
 @pytest.mark.parametrize(

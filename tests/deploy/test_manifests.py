@@ -1,67 +1,30 @@
 """The compose files and Kubernetes manifests of examples/deploy."""
 
-import json
-import os
 import re
-import subprocess
-from functools import lru_cache
-from typing import Any
 
 import kubernetes_validate
 import pytest
 
-from tests.deploy.test_dockerfile import tool
 from tests.helpers.deploy import (
     COMPOSE,
+    GIVEN,
     KUBERNETES,
+    PODS,
+    command_of,
+    compose,
     documents,
-    entry_point,
-    pods,
     serve_flags,
+    services,
 )
 
-PODS = {name: (replicas, spec) for name, replicas, spec in pods()}
 SECONDS_TO_END = 10
 """What is left for processes to end, after requests got their time."""
 GRACE = re.compile(r"(?:(\d+)m)?(?:(\d+)s)?")
-GIVEN = {
-    **{"MODELS": "/data/models", "MODEL": "Qwen3-8B", "HEAD": "10.0.0.1", "IP": "10.0.0.1"},
-    "INTERFACE": "eth0",
-}
 
 
 def flag(flags: list[str], name: str) -> int:
     values = [int(word.split("=")[1]) for word in flags if word.startswith(f"--{name}=")]
     return values[0] if values else 1
-
-
-def compose(path, *arguments, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [tool("docker-compose"), "-f", path, "--profile", "*", "config", *arguments],
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@lru_cache
-def services():
-    """Name and configuration of each service, as compose itself reads it."""
-    found = {}
-    for path in COMPOSE:
-        ran = compose(path, "--format", "json", **GIVEN)
-        assert ran.returncode == 0, ran.stderr
-        for name, service in json.loads(ran.stdout)["services"].items():
-            found[f"{path.name} {name}"] = service
-    return found
-
-
-def command_of(part: dict[str, Any]) -> list[str]:
-    """Whole command of a compose service, or of a container of a pod."""
-    if "args" in part:
-        return [*(part.get("command") or entry_point()), *part["args"]]
-    return [*(part.get("entrypoint") or entry_point()), *(part.get("command") or [])]
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
@@ -82,6 +45,7 @@ def test_pods_have_what_a_server_needs(name):
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert set(mounts) == set(volumes)
+    assert ("/etc/hccn.conf" in mounts.values()) == name.startswith("several-hosts")
     assert mounts["shared-memory"] == "/dev/shm"
     assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
     assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "models"
@@ -163,6 +127,8 @@ def test_compose_reads_its_files_and_servers_end_gracefully():
         if cards:
             assert {"/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= set(devices)
             assert service["group_add"] == ["1000"], name
+        across = name.startswith("several-hosts")
+        assert across == any(mount["source"] == "/etc/hccn.conf" for mount in service["volumes"])
     assert {name.split(".")[0] for name in services()} == {
         *("common", "cpu", "one-card", "several-cards", "several-hosts"),
     }
@@ -172,16 +138,3 @@ def test_compose_names_what_is_missing():
     path = next(path for path in COMPOSE if path.name == "one-card.yaml")
     ran = compose(path, "--quiet", **{**GIVEN, "MODEL": ""})
     assert ran.returncode != 0 and "a folder in MODELS" in ran.stderr
-
-
-def test_vllm_takes_every_flag_of_the_manifests():
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser())
-    commands = [command_of(service) for service in services().values()]
-    commands += [command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()]
-    parsed = [parser.parse_args(flags) for flags in map(serve_flags, commands) if flags]
-    assert len(parsed) == 7
-    assert {args.shutdown_timeout for args in parsed} == {60}
-    assert all((args.model_tag or "").startswith("/models/") for args in parsed)

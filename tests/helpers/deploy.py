@@ -2,10 +2,15 @@
 
 import io
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
 COMPOSE = sorted((DEPLOY / "compose").glob("*.yaml"))
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+GIVEN = {
+    **{"MODELS": "/data/models", "MODEL": "Qwen3-8B", "HEAD": "10.0.0.1", "IP": "10.0.0.1"},
+    "INTERFACE": "eth0",
+}
 
 
 @dataclass
@@ -61,6 +70,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
+def tool(name: str) -> str:
+    """A program of this environment, or of the host."""
+    found = Path(sys.executable).with_name(name)
+    return str(found) if found.exists() else str(shutil.which(name))
+
+
 def pods() -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Name, replicas and specification of every pod that the manifests make."""
     for path in KUBERNETES:
@@ -68,6 +83,9 @@ def pods() -> Iterator[tuple[str, int, dict[str, Any]]]:
             spec = document["spec"]
             if "template" in spec:
                 yield f"{path.name} {document['metadata']['name']}", spec["replicas"], spec
+
+
+PODS = {name: (replicas, spec) for name, replicas, spec in pods()}
 
 
 def serve_flags(command: list[str]) -> list[str] | None:
@@ -85,3 +103,33 @@ def serve_flags(command: list[str]) -> list[str] | None:
 def entry_point() -> list[str]:
     """What the images run before the arguments that they are given."""
     return json.loads(read_dockerfile()[1]["ascend"].all("ENTRYPOINT")[-1])
+
+
+def compose(path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """What ``docker compose config`` says of a file."""
+    return subprocess.run(
+        [tool("docker-compose"), "-f", path, "--profile", "*", "config", *arguments],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@lru_cache
+def services() -> dict[str, dict[str, Any]]:
+    """Name and configuration of each service, as compose itself reads it."""
+    found = {}
+    for path in COMPOSE:
+        ran = compose(path, "--format", "json", **GIVEN)
+        assert ran.returncode == 0, ran.stderr
+        for name, service in json.loads(ran.stdout)["services"].items():
+            found[f"{path.name} {name}"] = service
+    return found
+
+
+def command_of(part: dict[str, Any]) -> list[str]:
+    """Whole command of a compose service, or of a container of a pod."""
+    if "args" in part:
+        return [*(part.get("command") or entry_point()), *part["args"]]
+    return [*(part.get("entrypoint") or entry_point()), *(part.get("command") or [])]
