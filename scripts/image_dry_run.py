@@ -209,7 +209,7 @@ class Build:
 def serve(stage: Stage, model: Path) -> None:
     """Start the image with a model, ask it, and stop it."""
     mounts = [(model.resolve(), "/models/model")]
-    flags = ["/models/model", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    flags = ["/models/model", "--dtype", "float32", "--max-model-len", "512"]
     flags += ["--kv-cache-memory-bytes", "67108864", "--shutdown-timeout", "30"]
     stage.environment |= {"OMP_NUM_THREADS": "1"}
     print(f"== {shlex.join([*stage.entry, *flags])}", flush=True)
@@ -242,7 +242,14 @@ def look(stage: Stage) -> None:
     if found.stdout:
         raise SystemExit(f"build tools in the image: {found.stdout.decode()}")
     cache = "/opt/npu_prep/cache"
-    script = f"id; test -w {cache}/numba; ! test -w /opt/npu_prep/bin; find {cache} -name '*.nbi'"
+    script = f"""
+        id
+        [ "$(id -u)" != 0 ]
+        [ -w {cache}/numba ]
+        [ ! -w /opt/npu_prep/bin ]
+        find {cache} -name '*.nbi' | grep .
+        find {cache}/vllm -type f | grep .
+    """
     subprocess.run(stage.enter(["bash", "-ec", script]), check=True)
 
 
