@@ -17,7 +17,6 @@ ARG PYTHON_IMAGE=python:${PYTHON_VERSION}-slim
 # stage sees files only that its steps read; of the plugin, which a stand-in is for, what it needs.
 # Package indexes, certificates and passwords come in the secret pip.conf, which no layer keeps.
 
-# hadolint ignore=DL3006
 FROM ${CANN_IMAGE} AS ascend-libraries
 ARG PYTHON_VERSION
 ARG EXTRAS=npu,ray
@@ -35,7 +34,6 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --no-editable --extras "$EXTRAS" --steps plugin,trim
 
-# hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS cpu-libraries
 ARG PYTHON_VERSION
 ARG EXTRAS=
@@ -56,7 +54,6 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # --------------------------------------------------------------------------------- images
 # The plugin is installed here, on top of the libraries: a change of it is a small layer.
 
-# hadolint ignore=DL3006
 FROM ${CANN_IMAGE} AS ascend
 ARG SOC
 ARG PYTHON_VERSION
@@ -83,7 +80,6 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=20m --retries=3 \
 ENTRYPOINT ["/opt/npu_prep/bin/entrypoint.sh", "vllm", "serve"]
 CMD ["--help"]
 
-# hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS cpu
 ARG PYTHON_VERSION
 RUN --mount=type=bind,source=scripts/image.sh,target=/mnt/image.sh \

@@ -11,7 +11,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv
-extras=test
+extras="test"
 python=${PYTHON:-}
 editable=--editable
 all_steps=environment,torch,vllm,torchvision,plugin,emulator,caches
