@@ -26,7 +26,7 @@ from pathlib import Path
 from dockerfile_parse import DockerfileParser
 
 ROOT = Path(__file__).parents[1]
-SECONDS_TO_START = 300
+SECONDS_TO_START = 900
 QUESTION = (
     "import json, sys, urllib.request as r;"
     "body = {'model': sys.argv[1], 'max_tokens': 8, 'prompt': 'What is a block?'};"
