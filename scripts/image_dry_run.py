@@ -26,7 +26,7 @@ from pathlib import Path
 from dockerfile_parse import DockerfileParser
 
 ROOT = Path(__file__).parents[1]
-SECONDS_TO_START = 900
+SECONDS_TO_START, SECONDS_TO_END = 900, 120
 QUESTION = (
     "import json, sys, urllib.request as r;"
     "body = {'model': sys.argv[1], 'max_tokens': 8, 'prompt': 'What is a block?'};"
@@ -208,12 +208,15 @@ class Build:
 
 def serve(stage: Stage, model: Path) -> None:
     """Start the image with a model, ask it, and stop it."""
-    mounts = [(model.resolve(), "/models/model")]
+    # Whoever made it, the image's user has to read it: libraries write weights with mode 0600.
+    stage.inside("/models").mkdir(exist_ok=True)
+    subprocess.run(["cp", "-rT", model, stage.inside("/models/model")], check=True)
+    subprocess.run(["chmod", "-R", "a+rX", stage.inside("/models")], check=True)
     flags = ["/models/model", "--dtype", "float32", "--max-model-len", "512"]
     flags += ["--kv-cache-memory-bytes", "67108864", "--shutdown-timeout", "30"]
     stage.environment |= {"OMP_NUM_THREADS": "1"}
     print(f"== {shlex.join([*stage.entry, *flags])}", flush=True)
-    server = subprocess.Popen(stage.enter([*stage.entry, *flags], mounts))
+    server = subprocess.Popen(stage.enter([*stage.entry, *flags]))
     start = time.monotonic()
     check = stage.enter(stage.health)
     try:
@@ -228,7 +231,11 @@ def serve(stage: Stage, model: Path) -> None:
         subprocess.run(stage.enter(ask), check=True)
     finally:
         server.send_signal(signal.SIGTERM)
-        code = server.wait(60)
+        try:
+            code = server.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            raise
     print(f"== ended with {code} on SIGTERM", flush=True)
     if code:
         raise SystemExit(1)
