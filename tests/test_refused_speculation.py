@@ -63,7 +63,7 @@ REFUSED = {
     ),
     "argmax by rank": (
         {"method": "draft_model", "use_local_argmax_reduction": True},
-        ["use_local_argmax_reduction", "rank"],
+        ["use_local_argmax_reduction", "whole logits"],
     ),
     "another backend": (
         {"method": "draft_model", "attention_backend": "TRITON_ATTN"},

@@ -86,7 +86,7 @@ REFUSED = {
     "weights fetched ahead": ({"offload_group_size": 2}, ["weight offloading"]),
     "experts of another backend": ({"moe_backend": "triton"}, ["--moe-backend triton"]),
     "a cache over several ranks": (
-        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
         ["context parallelism", "whole requests"],
     ),
     "ranks of another launcher": (
@@ -314,6 +314,7 @@ def test_kernels_of_triton_are_kept_where_it_drives_an_npu(configure, monkeypatc
     vllm_config.additional_config = {"npu_prep": {"triton_kernels": "keep"}}
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
     monkeypatch.setattr("vllm_npu_prep.limits.device_name", lambda device_type: "Ascend910B1")
+    monkeypatch.setattr("vllm_npu_prep.ranks.visible_devices", lambda device_type: 1)
     refuse_unsupported(vllm_config, KERNEL_FAMILIES["fia"], device.NPU_KIND)
     with pytest.raises(PrepError, match="the CPU fallback has no Triton"):
         refuse_unsupported(vllm_config, KERNEL_FAMILIES["reference"], device.CPU_KIND)
@@ -321,12 +322,24 @@ def test_kernels_of_triton_are_kept_where_it_drives_an_npu(configure, monkeypatc
 
 def test_ranks_beyond_the_npus_of_a_host_are_refused(configure, monkeypatch):
     monkeypatch.setattr("vllm_npu_prep.limits.device_name", lambda device_type: "Ascend910B1")
-    monkeypatch.setattr("vllm_npu_prep.limits.visible_devices", lambda device_type: 2)
+    monkeypatch.setattr("vllm_npu_prep.ranks.visible_devices", {"npu": 2}.get)
+    monkeypatch.setattr("vllm_npu_prep.ranks.has_collectives", lambda device_type: True)
     family = KERNEL_FAMILIES["fia"]
     refuse_unsupported(configure(dtype="bfloat16", tensor_parallel_size=2), family, device.NPU_KIND)
     vllm_config = configure(dtype="bfloat16", tensor_parallel_size=2, data_parallel_size=2)
     with pytest.raises(PrepError, match=r"4 ranks on this host: 2 NPUs .* ASCEND_RT_VISIBLE"):
         refuse_unsupported(vllm_config, family, device.NPU_KIND)
+
+
+def test_ranks_of_npus_that_nothing_connects_are_refused(configure, monkeypatch):
+    """As on the emulated runtime, which has devices and no HCCL."""
+    monkeypatch.setattr("vllm_npu_prep.limits.device_name", lambda device_type: "Ascend910B1")
+    monkeypatch.setattr("vllm_npu_prep.ranks.visible_devices", {"npu": 4}.get)
+    monkeypatch.setattr("vllm_npu_prep.ranks.has_collectives", {"cpu": True, "npu": False}.get)
+    family, kind = KERNEL_FAMILIES["fia"], device.NPU_KIND
+    refuse_unsupported(configure(dtype="bfloat16", data_parallel_size=2), family, kind)
+    with pytest.raises(PrepError, match=r"2 ranks of one engine: libhccl.*CANN.*CPU fallback"):
+        refuse_unsupported(configure(dtype="bfloat16", tensor_parallel_size=2), family, kind)
 
 
 def test_another_vllm_is_refused(monkeypatch):

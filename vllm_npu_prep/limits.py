@@ -4,15 +4,9 @@ from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.families import KernelFamily
 from vllm_npu_prep.config import SECTION, parse_config
-from vllm_npu_prep.device import (
-    CPU_KIND,
-    DeviceKind,
-    device_name,
-    free_memory,
-    visible_devices,
-)
+from vllm_npu_prep.device import CPU_KIND, DeviceKind, device_name, free_memory
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ranks import ranks_on_host
+from vllm_npu_prep.ranks import ranks_on_host, refuse_ranks_without_device, unsupported_ranks
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -73,15 +67,8 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
         raise PrepError(
             f"--kv-cache-dtype {cache.cache_dtype}: only auto is supported (the model's dtype)"
         )
-    num_ranks, visible = (
-        ranks_on_host(vllm_config.parallel_config),
-        visible_devices(kind.device_type),
-    )
-    if visible is not None and num_ranks > visible and not vllm_config.parallel_config.use_ray:
-        raise PrepError(
-            f"{num_ranks} ranks on this host: {visible} NPUs are visible, and each rank needs its "
-            f"own; lower the tensor, pipeline or data parallel size, or see {kind.visible_env_var}"
-        )
+    refuse_ranks_without_device(vllm_config.parallel_config, kind)
+    num_ranks = ranks_on_host(vllm_config.parallel_config)
     asked = cache.kv_cache_memory_bytes
     if asked and kind == CPU_KIND and asked * num_ranks > free_memory():
         each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
@@ -108,7 +95,7 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
             "CPU fallback"
         )
     unsupported = _unsupported_features(vllm_config, model)
-    unsupported += _unsupported_ranks(vllm_config, model)
+    unsupported += unsupported_ranks(vllm_config)
     unsupported += _unsupported_transfer(vllm_config, family)
     unsupported += _unsupported_speculation(vllm_config, family)
     if model.supports_multimodal_inputs:
@@ -226,50 +213,6 @@ def _unsupported_transfer(vllm_config: "VllmConfig", family: KernelFamily) -> li
     return [(feature, reason) for applies, feature, reason in checks if applies]
 
 
-def _unsupported_ranks(vllm_config: "VllmConfig", model: "ModelConfig") -> list[tuple[str, str]]:
-    """What several ranks were asked for and is refused, with reasons."""
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    has_stages = parallel.pipeline_parallel_size > 1
-    checks = [
-        (
-            parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
-            "context parallelism",
-            "every rank caches whole requests",
-        ),
-        (
-            parallel.distributed_executor_backend == "external_launcher",
-            "--distributed-executor-backend external_launcher",
-            "ranks are started by mp, or by Ray",
-        ),
-        (
-            parallel.enable_eplb or parallel.enable_elastic_ep,
-            "--enable-eplb" if parallel.enable_eplb else "--enable-elastic-ep",
-            "experts stay with the ranks that loaded them",
-        ),
-        (
-            parallel.use_all2all and parallel.all2all_backend != "allgather_reducescatter",
-            f"--all2all-backend {parallel.all2all_backend}",
-            "its kernels are CUDA's; leave the flag out",
-        ),
-        (
-            has_stages and bool(vllm_config.scheduler_config.async_scheduling),
-            "--async-scheduling over pipeline stages",
-            "vLLM's V1 runner does not support it; leave the flag out",
-        ),
-        (
-            has_stages and vllm_config.speculative_config is not None,
-            "speculation over pipeline stages",
-            "drafts are prepared where the model is whole; use --tensor-parallel-size",
-        ),
-        (
-            transfer is not None and transfer.kv_connector is not None and parallel.world_size > 1,
-            f"KV connector {transfer.kv_connector if transfer else None} on several ranks",
-            "its files are named by layers, of which each rank has a part",
-        ),
-    ]
-    return [(feature, reason) for applies, feature, reason in checks if applies]
-
-
 def multimodal_inputs(model: "ModelConfig") -> list[str]:
     """Kinds of input beside text that requests may have: what the model takes, unless forbidden."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -381,7 +324,7 @@ def _unsupported_speculation(
         (
             speculative.use_local_argmax_reduction,
             "use_local_argmax_reduction",
-            "it is for more than one rank",
+            "every rank sees whole logits, and drafts from them; leave the key out",
         ),
         (
             speculative.attention_backend is not None,

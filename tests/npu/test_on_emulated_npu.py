@@ -193,6 +193,8 @@ REFUSED = {
         "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
         "enable_chunked_prefill": False,
     },
+    "4 ranks on this host: 2 NPUs are visible": {"tensor_parallel_size": 4},
+    "no HcclGetRootInfo": {"pipeline_parallel_size": 2},
 }
 
 CONFIGURE = """
@@ -211,7 +213,7 @@ for settings in {settings!r}:
 
 def test_what_an_npu_cannot_run_is_refused(model):
     code = CONFIGURE.format(settings=list(REFUSED.values()), model=str(model))
-    result = emulate("-c", code)
+    result = emulate("-c", code, options=("--devices", "2"))
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     lines = [line for line in result.stdout.splitlines() if line.startswith("REFUSED")]
     assert len(lines) == len(REFUSED)

@@ -210,6 +210,15 @@ def visible_devices(device_type: str) -> int | None:
     return None
 
 
+def has_collectives(device_type: str) -> bool:
+    """Whether ranks on such devices can exchange anything."""
+    if device_type == "npu":
+        from vllm_npu_prep.device import npu
+
+        return npu.has_collectives()
+    return True
+
+
 def graph_pool(device_type: str) -> Any:
     """Handle of a memory pool for graphs; None on the CPU."""
     if device_type == "npu":

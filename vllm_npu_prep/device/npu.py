@@ -1,6 +1,7 @@
 """Ascend NPUs through torch_npu."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,14 @@ from vllm_npu_prep import compat
 def visible_devices() -> int:
     """NPUs that this process may use."""
     return torch_npu.npu.device_count()
+
+
+def has_collectives() -> bool:
+    """Whether there is an HCCL: a library of that name may be empty."""
+    try:
+        return hasattr(ctypes.CDLL("libhccl.so"), "HcclGetRootInfo")
+    except OSError:  # torch_npu found it elsewhere
+        return True
 
 
 def soc_name(device_id: int = 0) -> str:
