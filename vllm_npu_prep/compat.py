@@ -220,15 +220,15 @@ def _let_servers_fail_with_their_engine() -> None:
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
     fails would not. With several API servers their parent notices on its own.
     """
-    entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
+    entry: Any = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
     if entry is None or hasattr(entry.serve_http, "__wrapped__"):  # no server; or done
         return
     upstream = entry.serve_http
 
     @functools.wraps(upstream)
     async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = app.state.engine_client  # gone when the app is
         stopped = await upstream(app, *args, **kwargs)
-        engine = app.state.engine_client
         if not engine.errored or getattr(engine, "was_told_to_stop", False):
             return stopped
 

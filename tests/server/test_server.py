@@ -87,28 +87,32 @@ class Server:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
 
-    def request(self, method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
+    def request(
+        self, method: str, path: str, body: dict | None = None, **headers: str
+    ) -> tuple[int, bytes]:
         connection = self.connect()
         try:
             payload = json.dumps(body) if body is not None else None
-            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", **headers}
+            connection.request(method, path, payload, headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
             connection.close()
 
-    def choice(self, question: str, **params) -> dict:
+    def choice(self, question: str, engine: int | None = None, **params) -> dict:
         messages = [{"role": "user", "content": question}]
         body = {"messages": messages, "temperature": 0, "max_tokens": 64, **params}
-        status, answer = self.request("POST", "/v1/chat/completions", body)
+        headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+        status, answer = self.request("POST", "/v1/chat/completions", body, **headers)
         assert status == 200, answer
         return json.loads(answer)["choices"][0]
 
     def chat(self, question: str, **params) -> str:
         return self.choice(question, **params)["message"]["content"]
 
-    def metrics(self) -> dict[str, float]:
-        """The plugin's samples at ``/metrics``: name and labels of its own, to value."""
+    def metrics(self, engine: int = 0) -> dict[str, float]:
+        """The plugin's samples of an engine at ``/metrics``: name and own labels, to value."""
         status, text = self.request("GET", "/metrics")
         assert status == 200
         samples = {}
@@ -116,7 +120,8 @@ class Server:
             for sample in family.samples:
                 if sample.name.startswith("vllm:npu_prep_"):
                     labels = dict(sample.labels)
-                    assert labels.pop("engine") == "0"
+                    if labels.pop("engine") != str(engine):
+                        continue
                     assert labels.pop("model_name") == self.model_name
                     own = "".join(f" {key}={value}" for key, value in labels.items())
                     name = sample.name.removeprefix("vllm:npu_prep_") + own
