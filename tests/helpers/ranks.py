@@ -66,7 +66,7 @@ def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     # An engine collects garbage some fifteen times in each of its processes, with every module's
-    # objects to look at, 4 s of each. Only its own are looked at now, in its forks, too.
+    # objects to look at: two thirds of a start. Only its own are looked at now, in its forks, too.
     gc.freeze()
 
     async def run() -> Any:
