@@ -8,8 +8,6 @@ that sees, which says gibberish about an image. The server stays until Ctrl-C or
 """
 
 import argparse
-import base64
-import io
 import json
 import os
 import signal
@@ -20,10 +18,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-DEMO_MODEL = ROOT / ".cache" / "tiny-qwen3"
-DEMO_DRAFTERS = ROOT / ".cache" / "tiny-qwen3-drafters"
-DEMO_VISION = ROOT / ".cache" / "tiny-vision"
+import demo
+
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
 QUESTION = "What is a slot mapping?"
 IMAGE_QUESTION = "What is this?"
@@ -35,17 +31,16 @@ def main() -> int:
     args, flags = arguments()
     started = time.perf_counter()
     model, defaults = args.model, []
-    sys.path.insert(0, str(ROOT / "examples"))
     if model is None and args.vision:
         import tiny_vision_model
 
-        model, defaults = tiny_vision_model.make(DEMO_VISION) / "qwen2_5_vl", DEMO_FLAGS
+        model, defaults = tiny_vision_model.make(demo.VISION) / "qwen2_5_vl", DEMO_FLAGS
     elif model is None:
         import tiny_model
 
-        model, defaults = tiny_model.make(DEMO_MODEL), DEMO_FLAGS
+        model, defaults = tiny_model.make(demo.MODEL), DEMO_FLAGS
     if args.speculate:
-        defaults = [*defaults, "--speculative-config", json.dumps(speculation(args.speculate))]
+        defaults = [*defaults, "--speculative-config", json.dumps(demo.speculation(args.speculate))]
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--port", str(args.port), *defaults, *flags]
     print("$", " ".join(command), flush=True)
@@ -104,16 +99,6 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     return args, argv[cut + 1 :]
 
 
-def speculation(method: str) -> dict[str, str | int]:
-    """What ``--speculative-config`` takes; makes the demo model's drafters for methods with one."""
-    config: dict[str, str | int] = {"method": method, "num_speculative_tokens": 3}
-    if method != "ngram":
-        import tiny_drafters
-
-        config["model"] = str(tiny_drafters.make(DEMO_DRAFTERS, DEMO_MODEL) / method)
-    return config
-
-
 class Stopper:
     """Stops the server once, on Ctrl-C, on SIGTERM or when asked to."""
 
@@ -156,22 +141,11 @@ def wait_until_ready(server: subprocess.Popen, port: int, stop: Stopper) -> bool
     return False
 
 
-def image_url() -> str:
-    """A picture of a sunset, as a data URL."""
-    from PIL import Image
-
-    red = Image.linear_gradient("L").resize((64, 48))  # rises downwards
-    blue = red.point(lambda value: 255 - value)
-    file = io.BytesIO()
-    Image.merge("RGB", (red, blue.point(lambda value: value // 2), blue)).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def chat(port: int, vision: bool) -> str:
     """One chat completion, of an image if asked for."""
     content: str | list[dict] = QUESTION
     if vision:
-        image = {"type": "image_url", "image_url": {"url": image_url()}}
+        image = {"type": "image_url", "image_url": {"url": demo.image_url()}}
         content = [image, {"type": "text", "text": IMAGE_QUESTION}]
     body = {
         "messages": [{"role": "user", "content": content}],

@@ -12,9 +12,6 @@ Each is a folder that vLLM loads: ``--speculative-config '{"method": "eagle", "m
 
 import argparse
 import hashlib
-import os
-import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -302,26 +299,19 @@ def make(out: Path, demo_model: Path) -> Path:
     Path
         ``out``, with a folder for each of `METHODS`.
     """
-    stamp = out / tiny_model.STAMP
-    if stamp.exists() and stamp.read_text() == recipe_hash():
-        print(f"drafters: {out} is up to date", flush=True)
-        return out
-    print(f"drafters: training {', '.join(METHODS)} into {out} ...", flush=True)
-    start = time.perf_counter()
-    torch.use_deterministic_algorithms(True)
-    target = AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
-    ids, labels = tiny_model.encode(AutoTokenizer.from_pretrained(demo_model))
-    part = out.with_name(out.name + f".part{os.getpid()}")
-    for method, drafter in make_drafters(target, labels):
-        size = sum(p.numel() for p in drafter.parameters()) / 1e6
-        print(f"{method}: {size:.1f} million parameters", flush=True)
-        train(drafter, target, ids, labels)
-        drafter.save(part / method)
-    (part / tiny_model.STAMP).write_text(recipe_hash())
-    shutil.rmtree(out, ignore_errors=True)
-    part.rename(out)
-    print(f"drafters: {time.perf_counter() - start:.0f} s", flush=True)
-    return out
+
+    def fill(folder: Path) -> None:
+        torch.use_deterministic_algorithms(True)
+        target = AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+        tokenizer = AutoTokenizer.from_pretrained(demo_model)
+        ids, labels = tiny_model.encode(tokenizer, tiny_model.exchanges())
+        for method, drafter in make_drafters(target, labels):
+            size = sum(p.numel() for p in drafter.parameters()) / 1e6
+            print(f"{method}: {size:.1f} million parameters", flush=True)
+            train(drafter, target, ids, labels)
+            drafter.save(folder / method)
+
+    return tiny_model.make_once("drafters", out, recipe_hash(), fill)
 
 
 def main() -> None:

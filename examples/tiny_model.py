@@ -8,9 +8,11 @@ result is cached in the output folder until the recipe or the text changes.
 
 import argparse
 import hashlib
+import multiprocessing
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -39,6 +41,52 @@ def exchanges() -> list[tuple[str, str]]:
 def recipe_hash() -> str:
     """Changes whenever the result would."""
     return hashlib.sha256(Path(__file__).read_bytes() + TEXT.read_bytes()).hexdigest()
+
+
+def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -> Path:
+    """Let a function fill a folder, unless it was filled by the same recipe before.
+
+    In a process of its own: training seeds torch, makes it deterministic and starts threads, which
+    an engine that this process forks later would lack.
+
+    Parameters
+    ----------
+    what
+        Name, for messages.
+    out
+        Folder of the result; replaced when it is complete.
+    recipe
+        Its hash.
+    fill
+        Called with a folder that isn't there yet.
+
+    Returns
+    -------
+    Path
+        ``out``.
+
+    Raises
+    ------
+    RuntimeError
+        If `fill` failed; it has said why.
+    """
+    stamp = out / STAMP
+    if stamp.exists() and stamp.read_text() == recipe:
+        print(f"{what}: {out} is up to date", flush=True)
+        return out
+    print(f"{what}: making {out} (under a minute) ...", flush=True)
+    start = time.perf_counter()
+    part = out.with_name(out.name + f".part{os.getpid()}")
+    child = multiprocessing.get_context("fork").Process(target=fill, args=(part,))
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise RuntimeError(f"{what}: {out} could not be made, see above")
+    (part / STAMP).write_text(recipe)
+    shutil.rmtree(out, ignore_errors=True)
+    part.rename(out)
+    print(f"{what}: {time.perf_counter() - start:.0f} s", flush=True)
+    return out
 
 
 def make_tokenizer():
@@ -89,12 +137,12 @@ def make_model(vocab_size: int, **changes):
     return Qwen3ForCausalLM(Qwen3Config(**{**config, **changes}))
 
 
-def encode(tokenizer):
-    """Token ids and labels of the exchanges, both (exchanges, tokens); only answers have labels."""
+def encode(tokenizer, pairs: list[tuple[str, str]]):
+    """Token ids and labels of exchanges, both (exchanges, tokens); only answers have labels."""
     import torch
 
     rows, starts = [], []
-    for question, answer in exchanges():
+    for question, answer in pairs:
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         rows.append(tokenizer(prompt + answer + "<|im_end|>", add_special_tokens=False).input_ids)
@@ -113,7 +161,7 @@ def train(model, tokenizer) -> float:
     import torch
 
     model.train()
-    ids, labels = encode(tokenizer)
+    ids, labels = encode(tokenizer, exchanges())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     loss = float("inf")
@@ -136,35 +184,25 @@ def train(model, tokenizer) -> float:
 
 def make(out: Path) -> Path:
     """Make the model unless it is there already; returns its folder."""
-    stamp = out / STAMP
-    if stamp.exists() and stamp.read_text() == recipe_hash():
-        print(f"demo model: {out} is up to date", flush=True)
-        return out
-    print(f"demo model: training a small Qwen3 into {out} (under a minute) ...", flush=True)
+    return make_once("demo model", out, recipe_hash(), _fill)
+
+
+def _fill(folder: Path) -> None:
+    """Train the model and save it with its tokenizer."""
     import torch
 
     from vllm_npu_prep.compat import make_torchvision_importable
 
     make_torchvision_importable()
-    start = time.perf_counter()
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))
     loss = train(model, tokenizer)
-    part = out.with_name(out.name + f".part{os.getpid()}")
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    (part / STAMP).write_text(recipe_hash())
-    shutil.rmtree(out, ignore_errors=True)
-    part.rename(out)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
-        f"demo model: {size:.1f} million parameters, loss {loss:.4f}, "
-        f"{time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
-    return out
+    print(f"demo model: {size:.1f} million parameters, loss {loss:.4f}", flush=True)
 
 
 def main() -> None:

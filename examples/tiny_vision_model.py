@@ -12,8 +12,6 @@ Each is a folder that vLLM loads, with processors for images and videos and a ch
 
 import argparse
 import hashlib
-import os
-import shutil
 from pathlib import Path
 
 import tiny_model
@@ -147,21 +145,16 @@ def make_model(name: str, tokenizer):
 
 def make(out: Path) -> Path:
     """Make the models unless they are there already; returns their folder."""
-    stamp = out / tiny_model.STAMP
-    if stamp.exists() and stamp.read_text() == recipe_hash():
-        print(f"vision models: {out} is up to date", flush=True)
-        return out
-    print(f"vision models: making {', '.join(NAMES)} in {out} ...", flush=True)
+    return tiny_model.make_once("vision models", out, recipe_hash(), _fill)
+
+
+def _fill(folder: Path) -> None:
+    """Save each model with its processor."""
     make_torchvision_importable()
     tokenizer = make_tokenizer()
-    part = out.with_name(out.name + f".part{os.getpid()}")
     for name in NAMES:
-        make_model(name, tokenizer).save_pretrained(part / name)
-        make_processor(name, tokenizer).save_pretrained(part / name)
-    (part / tiny_model.STAMP).write_text(recipe_hash())
-    shutil.rmtree(out, ignore_errors=True)
-    part.rename(out)
-    return out
+        make_model(name, tokenizer).save_pretrained(folder / name)
+        make_processor(name, tokenizer).save_pretrained(folder / name)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import demo
 import serve
 import tiny_drafters
 import tiny_model
@@ -205,7 +206,7 @@ def test_vllm_finds_the_architecture(method, demo_model, demo_drafters):
 @pytest.mark.parametrize("method", METHODS)
 def test_training_is_deterministic(method, target, tokenizer, monkeypatch):
     monkeypatch.setattr(tiny_drafters, "MAX_EPOCHS", 1)
-    ids, labels = tiny_model.encode(tokenizer)
+    ids, labels = tiny_model.encode(tokenizer, tiny_model.exchanges())
     weights = []
     for _ in range(2):
         drafter = dict(tiny_drafters.make_drafters(target, labels))[method]
@@ -228,11 +229,11 @@ def test_drafters_are_made_again_when_a_recipe_changes(
     assert tiny_drafters.recipe_hash() != (demo_drafters / tiny_model.STAMP).read_text()
 
 
-def test_serve_names_the_drafter_it_made(demo_drafters):
+def test_a_speculative_config_names_the_drafter_that_was_made(demo_drafters):
     folder = str(demo_drafters / "eagle")
     expected = {"method": "eagle", "model": folder, "num_speculative_tokens": 3}
-    assert serve.speculation("eagle") == expected
-    assert serve.speculation("ngram") == {"method": "ngram", "num_speculative_tokens": 3}
+    assert demo.speculation("eagle") == expected
+    assert demo.speculation("ngram") == {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def test_serve_has_no_drafter_for_another_model(monkeypatch, capsys):

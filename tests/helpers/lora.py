@@ -1,10 +1,14 @@
 """Random LoRA adapters as PEFT saves them, and the same merged into a copy of the model."""
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import tiny_adapter
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -35,18 +39,9 @@ def make_adapter(
             a, b, rows, columns = ".lora_embedding_A", ".lora_embedding_B", columns, rows
         for suffix, shape in ((a, (rank, columns)), (b, (rows, rank))):
             drawn = torch.randn(shape, generator=generator) * factor
-            tensors[f"base_model.model.{module}{suffix}"] = drawn
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+            tensors[f"{module}{suffix}"] = drawn
+    names = {module.rpartition(".")[2] for module in modules}
+    return tiny_adapter.save(folder, tensors, names, rank, alpha)
 
 
 def merge(model: Path, adapter: Path, folder: Path) -> Path:

@@ -4,12 +4,18 @@ import base64
 import io
 import json
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import demo
+
+from tests.helpers.examples import run_client
 from tests.helpers.vision import FPS, Reference, chat, make_image, make_video
 from tests.server.test_server import Server
 
@@ -28,6 +34,21 @@ def decoded(frame: str) -> np.ndarray:
 
 def url(kind: str, address: str) -> dict:
     return {"type": kind, kind: {"url": address}}
+
+
+def check_image_request_example(server: Server, reference: Reference) -> None:
+    """It says what transformers says of the same image, and how long the prompts are."""
+    printed = run_client("image_request.py", server.port)
+    sunset = Image.open(io.BytesIO(base64.b64decode(demo.image_url().partition(",")[2])))
+    tokenizer, lengths = reference.processor.tokenizer, []
+    for image, parts in (("[a sunset] ", [sunset]), ("", [])):
+        answer = reference.answer(chat(*parts, "What is this?"), MAX_TOKENS)
+        end = answer.tokens.index(2) if 2 in answer.tokens else MAX_TOKENS
+        text = tokenizer.decode(answer.tokens[:end], skip_special_tokens=True)
+        assert f"user:      {image}What is this?\nassistant: {text}\n\n" in printed
+        lengths.append(len(answer.prompt_token_ids))
+    took = lengths[0] - lengths[1]
+    assert f"\nthe image took {took} of {lengths[0]} tokens of the prompt\n" in printed
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
@@ -69,6 +90,7 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
 
         with ThreadPoolExecutor(8) as pool:
             assert dict(zip(asked, pool.map(tokens, asked))) == expected
+        check_image_request_example(server, reference)
         for data in ("image/png;base64,####", "image/png;base64,aGVsbG8=", "video/jpeg;base64,aa"):
             kind = data.partition("/")[0] + "_url"
             status, answer = ask([url(kind, "data:" + data), question])

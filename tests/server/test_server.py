@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
 
+from tests.helpers.examples import run_client
 from tests.helpers.huggingface import reference
 from tests.helpers.lora import make_adapter, merge
 from tests.helpers.prompts import prompts_of
@@ -207,25 +209,14 @@ def test_completion(server):
     assert text.strip().startswith("three, four, five")
 
 
-def test_streaming_yields_the_same_text_in_pieces(server):
+def test_the_openai_client_example_prints_the_same_text_in_pieces(server):
     question, answer = QUESTIONS[3]
-    connection = server.connect()
-    body = {
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": 64,
-        "stream": True,
-    }
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-    pieces = []
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            delta = json.loads(line[6:])["choices"][0]["delta"]
-            pieces.append(delta.get("content") or "")
-    connection.close()
-    assert "".join(pieces) == answer
-    assert sum(map(bool, pieces)) > 5
+    printed = run_client("openai_client.py", server.port, question)
+    assert printed.startswith(f"user:      {question}\nassistant: {answer}\n\n")
+    pieces, first, last = re.search(r"(\d+) pieces, .* (\S+) s, .* (\S+) s\n", printed).groups()
+    assert int(pieces) > 5
+    assert 0 < float(first) < float(last)
+    assert f"\nas a whole: {answer}\n" in printed
 
 
 def test_thirty_two_concurrent_requests_do_not_mix(server):

@@ -1,0 +1,81 @@
+"""What the examples share: demo models, made when one is first needed, and a client."""
+
+import base64
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny_model
+
+CACHE = Path(__file__).parents[1] / ".cache"
+MODEL = CACHE / "tiny-qwen3"
+DRAFTERS = CACHE / "tiny-qwen3-drafters"
+ADAPTER = CACHE / "tiny-qwen3-polite"
+VISION = CACHE / "tiny-vision"
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enforce_eager": True,
+}
+"""What an `LLM` of the demo model is given, to start quickly on a CPU."""
+
+
+def settings(model: str | None = None) -> dict[str, Any]:
+    """What an `LLM` is given for a model of one's own, or for the demo model, made first."""
+    return {"model": model} if model else {"model": str(tiny_model.make(MODEL)), **SMALL}
+
+
+def speculation(method: str) -> dict[str, str | int]:
+    """A speculative config for the demo model; its drafters are made first if one is needed."""
+    config: dict[str, str | int] = {"method": method, "num_speculative_tokens": 3}
+    if method != "ngram":
+        import tiny_drafters
+
+        config["model"] = str(tiny_drafters.make(DRAFTERS, tiny_model.make(MODEL)) / method)
+    return config
+
+
+def adapter() -> str:
+    """Folder of the demo model's adapter, made first."""
+    import tiny_adapter
+
+    return str(tiny_adapter.make(ADAPTER, tiny_model.make(MODEL)))
+
+
+def image_url() -> str:
+    """A picture of a sunset, as a data URL."""
+    from PIL import Image
+
+    red = Image.linear_gradient("L").resize((64, 48))  # rises downwards
+    blue = red.point(lambda value: 255 - value)
+    file = io.BytesIO()
+    Image.merge("RGB", (red, blue.point(lambda value: value // 2), blue)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def connect(url: str, command: str) -> tuple[Any, str]:
+    """A client of a server, and the name of the model that it serves.
+
+    Parameters
+    ----------
+    url
+        Where the server's API is.
+    command
+        What starts it, for the message if it isn't there.
+
+    Raises
+    ------
+    SystemExit
+        If there is no server.
+    """
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="none")
+    try:
+        return client, client.models.list().data[0].id
+    except openai.APIConnectionError:
+        sys.exit(f"no server at {url}: start one with `{command}`")
