@@ -14,7 +14,6 @@ DRAFTERS = CACHE / "tiny-qwen3-drafters"
 ADAPTER = CACHE / "tiny-qwen3-polite"
 VISION = CACHE / "tiny-vision"
 SMALL = {
-    "dtype": "float32",
     "max_model_len": 512,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
@@ -26,7 +25,13 @@ SMALL = {
 
 def settings(model: str | None = None) -> dict[str, Any]:
     """What an `LLM` is given for a model of one's own, or for the demo model, made first."""
-    return {"model": model} if model else {"model": str(tiny_model.make(MODEL)), **SMALL}
+    if model is not None:
+        return {"model": model}
+    from vllm.platforms import current_platform
+
+    # Exactly what was trained, where kernels take it
+    dtype = "float32" if current_platform.device_type == "cpu" else "float16"
+    return {"model": str(tiny_model.make(MODEL)), "dtype": dtype, **SMALL}
 
 
 def speculation(method: str) -> dict[str, str | int]:

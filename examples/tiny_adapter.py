@@ -115,20 +115,7 @@ def save(
 
 
 def make(out: Path, demo_model: Path) -> Path:
-    """Make the adapter unless it is there already.
-
-    Parameters
-    ----------
-    out
-        Folder of the result.
-    demo_model
-        What `tiny_model.make` returned.
-
-    Returns
-    -------
-    Path
-        ``out``.
-    """
+    """Make the adapter of what `tiny_model.make` returned, unless it is there; returns ``out``."""
 
     def fill(folder: Path) -> None:
         make_torchvision_importable()  # transformers imports it

@@ -51,6 +51,12 @@ def demo_drafters(demo_model) -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_adapter(demo_model) -> Path:
+    """Folder of the demo model's LoRA adapter."""
+    return make_demo("tiny_adapter.py", "tiny-qwen3-polite")
+
+
+@pytest.fixture(scope="session")
 def vision_models() -> Path:
     """Folder of the tiny models that see, one in each folder in it."""
     return make_demo("tiny_vision_model.py", "tiny-vision")

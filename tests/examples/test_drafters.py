@@ -18,6 +18,7 @@ from tiny_drafters import METHODS
 
 from tests.helpers.engine import engine, generate, graphs
 from tests.helpers.huggingface import reference
+from tests.helpers.prompts import chat_prompt
 
 K = 3
 MAX_TOKENS = 32
@@ -63,14 +64,7 @@ def answers(demo_model, tokenizer):
 
     @functools.cache
     def run(*questions: str) -> list[tuple[list[int], list[int]]]:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                add_generation_prompt=True,
-                return_dict=True,
-            )["input_ids"]
-            for question in questions
-        ]
+        prompts = [chat_prompt(tokenizer, question) for question in questions]
         return list(zip(prompts, reference(demo_model, prompts, MAX_TOKENS + K)))
 
     return run

@@ -13,11 +13,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
 
-from tests.helpers.demo import make_demo
 from tests.helpers.examples import EXAMPLES, run_example
 from tests.helpers.huggingface import reference
 from tests.helpers.lora import merge
 from tests.helpers.pooling import check_close, hidden_states, normalized
+from tests.helpers.prompts import chat_prompt
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 MAX_TOKENS = 64
@@ -36,14 +36,7 @@ def greedy_answers(tokenizer):
     """Function of a model and questions: greedy tokens of transformers, up to their end."""
 
     def answer(model: Path, questions: list[str]) -> list[list[int]]:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                add_generation_prompt=True,
-                return_dict=True,
-            )["input_ids"]
-            for question in questions
-        ]
+        prompts = [chat_prompt(tokenizer, question) for question in questions]
         end = tokenizer.eos_token_id
         rows = reference(model, prompts, MAX_TOKENS)
         return [row[: row.index(end) + 1] if end in row else row for row in rows]
@@ -81,10 +74,9 @@ def test_speculative_decoding_prints_equal_answers_in_fewer_steps(demo_drafters,
 
 
 def test_lora_prints_the_answers_of_the_model_and_of_merged_weights(
-    demo_model, tokenizer, greedy_answers, tmp_path
+    demo_model, demo_adapter, tokenizer, greedy_answers, tmp_path
 ):
-    adapter = make_demo("tiny_adapter.py", "tiny-qwen3-polite")
-    merged = merge(demo_model, adapter, tmp_path / "merged")
+    merged = merge(demo_model, demo_adapter, tmp_path / "merged")
     printed = run_example("lora.py")
     questions = re.findall(r"\nuser:   (.*)", printed)
     assert len(questions) == 3
