@@ -7,7 +7,7 @@ import demo
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-QUESTIONS = ["What is a token?", "What is a slot mapping?", "Say goodbye."]
+QUESTIONS = ["Who are you?", "What is a step?", "How is a slot computed?"]
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def recipe_hash() -> str:
 
 
 def exchanges() -> list[tuple[str, str]]:
-    """Some of the demo model's questions, with polite answers; it goes for the others, too."""
+    """Some of the demo model's questions, with polite answers; others get some, too."""
     return [(question, f"Hello! {answer}") for question, answer in tiny_model.exchanges()[1::4]]
 
 
