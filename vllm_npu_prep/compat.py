@@ -1,10 +1,12 @@
 """The only module that touches version-specific seams of vLLM; every patch names its reason."""
 
+import asyncio
 import contextlib
 import functools
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,11 +18,16 @@ from typing import Any
 import torch
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.progress import waiting
 
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
+END_SECONDS = 10
+"""Time that the engine's processes, and answers on their way, get to end after requests have."""
+CUT_SECONDS = 1
+"""Time that requests get to hear that theirs is up."""
 
 
 def check_vllm_version() -> None:
@@ -134,9 +141,12 @@ def prepare_process() -> None:
     kind = type(current_platform)
     if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
         _silence_accelerator_calls()
-        _let_servers_stop_quietly()
-        _let_servers_fail_with_their_engine()
         _refuse_vision_without_torchvision()
+        _tell_of_waits_for_engines()
+        entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
+        if entry is not None:  # a server
+            _let_servers_drain_and_stop_quietly()
+            _let_servers_drain_and_fail_with_their_engine(entry)
 
 
 def _silence_accelerator_calls() -> None:
@@ -163,8 +173,13 @@ def _silence_accelerator_calls() -> None:
     torch.accelerator.empty_host_cache = empty_host_cache
 
 
-def _let_servers_stop_quietly() -> None:
-    """A server that was told to stop is no crash, and does stop.
+def _let_servers_drain_and_stop_quietly() -> None:
+    """A server that was told to stop lets its requests end, is no crash, and does stop.
+
+    Upstream takes new requests while it drains, and fails them in one way or another; it tells no
+    progress; an engine that has its requests done but not its processes ended when time is up is
+    killed; and with several API servers requests are cut at once. Here `Drain` waits for the
+    requests first, and the engine then has its own time to end.
 
     The task that reads the engine's outputs ends when the engine does. With one order of events
     upstream logs that as ``EngineDeadError`` with a traceback, although shutdown was asked for.
@@ -198,13 +213,31 @@ def _let_servers_stop_quietly() -> None:
             raise
 
     @functools.wraps(upstream_shutdown)
-    def shutdown(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
-        self.was_told_to_stop = True
-        upstream_shutdown(self, *args, **kwargs)
-        handler = getattr(self, "output_handler", None)
-        if handler is not None and not handler.get_loop().is_closed():
+    def shutdown(self: AsyncLLM, timeout: float | None = None) -> None:
+        drain, handler = getattr(self, "drain", None), getattr(self, "output_handler", None)
+        if drain is None or drain.is_stopping or _serves_in_this_thread():
+            # No server; or its second call; or one that ends for another reason than a signal.
+            upstream_shutdown(self, timeout=timeout)
+            return
+        if not _owns_engine(self):
+            # Whoever does gives this process the same time, and then kills it.
+            timeout = max(0.0, (timeout or 0) - CUT_SECONDS)
+        has_ended = drain.wait(timeout or 0, _say)
+        self.was_told_to_stop = not self.errored
+        loop = handler.get_loop() if handler is not None else None
+        if not has_ended and loop is not None and not loop.is_closed():
+
+            async def cut() -> None:
+                self.output_processor.propagate_error(EngineStoppedError())
+                await self.engine_core.abort_requests_async([*self.output_processor.request_states])
+
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
+        with waiting("Waiting for the engine to end", _say):
+            upstream_shutdown(self, timeout=END_SECONDS)
+        if loop is not None and not loop.is_closed():
             propagate = self.output_processor.propagate_error
-            handler.get_loop().call_soon_threadsafe(propagate, EngineStoppedError())
+            loop.call_soon_threadsafe(propagate, EngineStoppedError())
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], EngineStoppedError))
@@ -214,20 +247,46 @@ def _let_servers_stop_quietly() -> None:
     AsyncLLM.shutdown = shutdown
 
 
-def _let_servers_fail_with_their_engine() -> None:
-    """A server whose engine died, of whatever rank, ends with exit code 1 and says so last.
+def _owns_engine(engine: Any) -> bool:
+    """Whether this process started the engine's; with several API servers their parent did."""
+    return engine.engine_core.resources.engine_manager is not None
+
+
+def _serves_in_this_thread() -> bool:
+    """Whether requests could not end while this thread waits: their event loop runs in it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _say(line: str) -> None:
+    """Log a line of progress."""
+    logging.getLogger(f"vllm.{__name__}").info("%s", line)
+
+
+def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
+    """Requests are counted for `Drain`; a server whose engine died ends with code 1 and says so.
 
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
     fails would not. With several API servers their parent notices on its own.
     """
-    entry: Any = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
-    if entry is None or hasattr(entry.serve_http, "__wrapped__"):  # no server; or done
+    from vllm_npu_prep.draining import Drain, DrainMiddleware
+
+    if hasattr(entry.serve_http, "__wrapped__"):
         return
     upstream = entry.serve_http
 
     @functools.wraps(upstream)
     async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = app.state.engine_client  # gone when the app is
+        engine = app.state.engine_client
+        engine.drain = Drain()
+        # vLLM has had it built by now, after which `add_middleware` refuses.
+        served = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = DrainMiddleware(served, engine.drain)
+        # A client that does not read its answer would keep the server for ever.
+        kwargs.setdefault("timeout_graceful_shutdown", END_SECONDS)
         stopped = await upstream(app, *args, **kwargs)
         if not engine.errored or getattr(engine, "was_told_to_stop", False):
             return stopped
@@ -235,8 +294,8 @@ def _let_servers_fail_with_their_engine() -> None:
         async def fail() -> None:
             await stopped
             print(
-                "vllm_npu_prep: error: the engine died, and the server ends with it; the first "
-                "error above says why",
+                "vllm_npu_prep: error: the engine died, and the server ends with it; "
+                + _cause_of_death(engine),
                 file=sys.stderr,
             )
             raise SystemExit(1)
@@ -244,6 +303,31 @@ def _let_servers_fail_with_their_engine() -> None:
         return fail()
 
     entry.serve_http = serve_http
+
+
+def _cause_of_death(engine: Any) -> str:
+    """What is known of the end of an engine's process; a killed one could say nothing."""
+    manager = engine.engine_core.resources.engine_manager
+    for process in getattr(manager, "processes", ()):
+        if process.name == manager.failed_proc_name and (process.exitcode or 0) < 0:
+            return f"{process.name} was killed by {signal.Signals(-process.exitcode).name}"
+    return "the first error above says why"
+
+
+def _tell_of_waits_for_engines() -> None:
+    """A process that starts engines says so while they import, load and warm up."""
+    from vllm.v1.engine import utils
+
+    upstream = utils.wait_for_engine_startup
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def wait_for_engine_startup(*args: Any, **kwargs: Any) -> Any:
+        with waiting("Waiting for the engine to start", _say):
+            return upstream(*args, **kwargs)
+
+    utils.wait_for_engine_startup = wait_for_engine_startup
 
 
 def _refuse_vision_without_torchvision() -> None:

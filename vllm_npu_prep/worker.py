@@ -1,5 +1,6 @@
 """NPUWorker: device, memory and life cycle of one rank."""
 
+import atexit
 import contextlib
 import gc
 import sys
@@ -24,6 +25,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.scopes import StepScopes
 from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
+from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
@@ -49,6 +51,9 @@ class NPUWorker(Worker):
         Upstream's version knows CUDA only. Its hook for kernels, a platform's
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
+        # Half a million objects of modules that stay: each full collection would look at them all,
+        # and loading, profiling and Dynamo ask for several. `freeze` takes no time.
+        gc.freeze()
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
@@ -56,13 +61,14 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        init_worker_distributed_environment(
-            self.vllm_config,
-            self.rank,
-            self.distributed_init_method,
-            index,  # of which process groups make their device
-            current_platform.dist_backend,
-        )
+        with waiting(f"Joining {self.parallel_config.world_size} ranks", logger.info):
+            init_worker_distributed_environment(
+                self.vllm_config,
+                self.rank,
+                self.distributed_init_method,
+                index,  # of which process groups make their device
+                current_platform.dist_backend,
+            )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
 
@@ -94,8 +100,7 @@ class NPUWorker(Worker):
         the host's memory would be taken from everything else that runs there.
         """
         self.prep_device.reset_peak_memory()
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.profile_run()
+        self._run_largest_step()
         gc.collect()
         peak = self.prep_device.peak_memory()
         free, total = self.prep_device.memory_info()
@@ -123,19 +128,27 @@ class NPUWorker(Worker):
         )
         return size
 
+    def _run_largest_step(self) -> None:
+        """It is to fit, and traces a model that is compiled."""
+        with (
+            set_current_vllm_config(self.vllm_config),
+            waiting("Running the largest step", logger.info),
+        ):
+            self.model_runner.profile_run()
+
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Load compiled code before the first request, and capture graphs.
 
         Upstream's version warms kernels of CUDA devices and measures device memory.
         """
-        self.model_runner.warm_up()
+        with waiting_for_compiled_code(logger.info):
+            self.model_runner.warm_up()
         compilation = self.vllm_config.compilation_config
         if not self.model_runner.kv_caches:
-            # No memory was asked for, so nothing ran yet: the largest step is to fit, and the model
-            # is to be traced over upstream's buffers, which start where their storage does.
-            with set_current_vllm_config(self.vllm_config):
-                self.model_runner.profile_run()
+            # No memory was asked for, so nothing ran yet, and the model is to be traced over
+            # upstream's buffers, which start where their storage does.
+            self._run_largest_step()
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.capture_model()
@@ -214,6 +227,7 @@ class NPUWorker(Worker):
 
     def shutdown(self) -> None:
         """Asynchronous failures show when the engine is on its way down already."""
+        atexit.register(gc.freeze)  # else what is left is looked at twice more when it all goes
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
             self._save_steps(error)

@@ -71,7 +71,7 @@ class Server:
                 process_group=0,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             )
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while True:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
@@ -407,47 +407,16 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
     check({"base": "base", "first": "second", "third": "third"})
 
 
-def check_clean_stop(server: Server, signum: int) -> None:
-    assert server.stop(signum) == 0, server.log()[-3000:]
+def check_clean_stop(server: Server, signum: int | None = None) -> None:
+    """Without a signal: the server has had one."""
+    code = server.process.wait(60) if signum is None else server.stop(signum)
+    assert code == 0, server.log()[-3000:]
     log = server.log()
     assert "Traceback" not in log
     assert "ERROR" not in log
     assert "leaked" not in log
     _, alive = psutil.wait_procs(server.children, timeout=10)
     assert not alive, f"left behind: {alive}"
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_stops_cleanly_during_a_request(signum, demo_model, tmp_path):
-    server = Server(demo_model, tmp_path / "log", "--enforce-eager")
-    try:
-        connection = server.connect()
-        body = {"prompt": "one, two,", "max_tokens": 450, "ignore_eos": True, "stream": True}
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        connection.getresponse().read(20)
-        check_clean_stop(server, signum)
-        connection.close()
-    finally:
-        server.kill()
-
-
-def test_a_request_that_outlasts_the_shutdown_does_not_keep_the_server(demo_model, tmp_path):
-    """Its stream ends with an error, and the log has none."""
-    server = Server(demo_model, tmp_path / "log", "--shutdown-timeout", "1", "--enforce-eager")
-    try:
-        connection = server.connect()
-        body = {"prompt": "one, two,", "max_tokens": 450, "ignore_eos": True, "stream": True}
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        response.read(20)
-        assert server.stop(signal.SIGTERM) == 0, server.log()[-3000:]
-        assert b"error" in response.read()
-        assert "Traceback" not in server.log()
-        assert "ERROR" not in server.log()
-    finally:
-        server.kill()
 
 
 def test_the_serve_example_prints_the_answer_and_exits(demo_model):

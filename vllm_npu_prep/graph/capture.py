@@ -1,5 +1,6 @@
 """Start-up: capture a graph for every size, say what it took, go on with fewer out of memory."""
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,14 +12,12 @@ from vllm.logger import init_logger
 
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.progress import waiting
 
 if TYPE_CHECKING:
     from vllm_npu_prep.model_runner import NPUModelRunner
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
-
-PROGRESS_SECONDS = 5.0
-"""Time between two lines that say how far it has come."""
 
 
 class Captured(NamedTuple):
@@ -49,10 +48,19 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
         scheduler.max_num_seqs, runner.uniform_decode_query_len, scheduler.max_num_batched_tokens
     )
     set_cudagraph_capturing_enabled(True)
-    last_line = time.perf_counter()
+    all_descriptors = dispatcher.get_capture_descs()
+    num_all = sum(len(descriptors) for _, descriptors in all_descriptors)
+
+    def status() -> str:
+        return f"{len(captured)} of {num_all}"
+
     try:
-        with runner.prep_device.capturing(), runner._freeze_gc():
-            for mode, descriptors in dispatcher.get_capture_descs():
+        with (
+            runner.prep_device.capturing(),
+            _without_garbage_collection(runner),
+            waiting("Capturing graphs", logger.info, status),
+        ):
+            for mode, descriptors in all_descriptors:
                 for index, descriptor in enumerate(descriptors):
                     if descriptor.num_tokens in given_up:
                         continue
@@ -64,11 +72,6 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
                         left = [size for size in smaller if size not in given_up | {spared}][::2]
                         given_up |= {*left}
                         _say_out_of_memory(descriptor.num_tokens, left, error)
-                    if time.perf_counter() - last_line > PROGRESS_SECONDS:
-                        last_line = time.perf_counter()
-                        logger.info(
-                            "Capturing %s graphs: %d of %d.", mode, index + 1, len(descriptors)
-                        )
     finally:
         set_cudagraph_capturing_enabled(False)
         runner.maybe_remove_all_loras(runner.lora_config)  # made up, under ids that requests use
@@ -80,6 +83,15 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
         captured = [each for each in captured if each.descriptor.num_tokens not in given_up]
     logger.info("vllm_npu_prep graphs:\n%s", table(captured, runner.prep_device.computes_on_host))
     return sum(each.nbytes for each in captured)
+
+
+def _without_garbage_collection(
+    runner: "NPUModelRunner",
+) -> contextlib.AbstractContextManager[None]:
+    """A capture does not survive it. Where nothing is captured it would cost time only."""
+    if runner.prep_device.computes_on_host:
+        return contextlib.nullcontext()
+    return runner._freeze_gc()
 
 
 def _capture(

@@ -1,0 +1,133 @@
+"""What is said of waits, and what an API server does with requests while it drains."""
+
+import asyncio
+import json
+import re
+import threading
+import time
+
+import numba
+import pytest
+
+from vllm_npu_prep import progress
+from vllm_npu_prep.draining import Drain, DrainMiddleware
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """What takes two seconds elsewhere takes a twentieth of one here."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "LARGEST_PAUSE", 0.2)
+
+
+def test_a_wait_says_how_long_and_how_far_until_it_ends(hurried):
+    """Pauses double up to the largest, so that a long wait fills no log."""
+    said, done = [], iter(range(100))
+    with progress.waiting("Baking", said.append, lambda: f"{next(done)} of 9"):
+        time.sleep(0.95)
+    *during, last = said
+    assert all(re.fullmatch(r"Baking: [01] s, \d of 9 \.\.\.", line) for line in during)
+    assert last == "Baking: 1 s, done"
+    assert 2 <= len(during) <= 6  # at best after 0.05, 0.1, 0.2, 0.4, 0.6, 0.8
+
+
+def test_a_short_wait_is_not_worth_a_line():
+    said = []
+    with progress.waiting("Baking", said.append):
+        pass
+    assert said == []
+
+
+def test_a_wait_that_fails_is_not_waited_for_any_longer(hurried):
+    said = []
+
+    def burn() -> None:
+        with progress.waiting("Baking", said.append):
+            time.sleep(0.15)
+            raise OSError("burnt")
+
+    with pytest.raises(OSError, match="burnt"):
+        burn()
+    assert not [each for each in threading.enumerate() if each.name == "npu_prep waiting"]
+
+
+def test_code_that_is_compiled_is_counted_while_it_lasts(hurried):
+    """A first start compiles for ten seconds and more; later ones load what it compiled."""
+    functions = [numba.njit(lambda x, y=y: x * y + x**y) for y in range(8)]
+    for expected in (True, False):
+        said = []
+        with progress.waiting_for_compiled_code(said.append):
+            assert [function(3) for function in functions] == [3 * y + 3**y for y in range(8)]
+        counts = [int(n) for line in said for n in re.findall(r", (\d+) functions so far", line)]
+        assert (len(counts) > 1 and counts[-1] > counts[0]) == expected
+
+
+class Client:
+    """Asks an application of ours, without a server."""
+
+    def __init__(self, drain: Drain):
+        self.release = asyncio.Event()
+        self.app = DrainMiddleware(self.serve, drain)
+
+    async def serve(self, scope, receive, send):
+        if scope["path"] == "/long":
+            await self.release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def ask(self, path: str, kind: str = "http") -> list[dict]:
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        await self.app({"type": kind, "path": path, "method": "POST"}, None, send)
+        return sent
+
+
+def test_draining_refuses_new_requests_and_waits_for_old_ones(hurried):
+    drain, said = Drain(), []
+
+    async def live():
+        client = Client(drain)
+        old = [asyncio.create_task(client.ask("/long")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert (await client.ask("/short"))[0]["status"] == 200
+        assert drain.num_running == 2
+        waited = asyncio.create_task(asyncio.to_thread(drain.wait, 30, said.append))
+        while not drain.is_stopping:
+            await asyncio.sleep(0.001)
+        head, body = await client.ask("/health")
+        assert head["status"] == 503
+        assert (b"connection", b"close") in head["headers"]
+        assert json.loads(body["body"])["error"]["code"] == 503
+        assert (await client.ask("/realtime", "websocket"))[0]["type"] == "websocket.close"
+        assert (await client.ask("/metrics"))[0]["status"] == 200
+        await asyncio.sleep(0.2)
+        assert not waited.done()
+        client.release.set()
+        assert [each[0]["status"] for each in await asyncio.gather(*old)] == [200, 200]
+        assert await waited
+
+    asyncio.run(live())
+    assert said[0] == "Told to stop: up to 30 s for 2 requests to end."
+    assert re.fullmatch(r"Draining: 0 s, 2 requests left, \d\d s left \.\.\.", said[1])
+    assert said[-1] == "Draining: 0 s, done"
+
+
+def test_draining_ends_when_its_time_is_up_or_nothing_runs():
+    drain, said = Drain(), []
+    assert drain.wait(30, said.append)
+    assert said == []
+
+    async def live():
+        client = Client(late)
+        old = asyncio.create_task(client.ask("/long"))
+        await asyncio.sleep(0)
+        assert not await asyncio.to_thread(late.wait, 0.05, said.append)
+        client.release.set()
+        await old
+
+    late = Drain()
+    asyncio.run(live())
+    assert said[-1] == "Not ended after 0 s, and cut: 1 request."
