@@ -9,31 +9,20 @@ and numba's cache have to be there; the first run is thrown away.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[1]
 UNIT = "import vllm"
 FLAGS = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
-WORKER = {
-    "init_device": "device, process group, kernels, runner",
-    "load_model": "load the model",
-    "determine_available_memory": "largest step, traced by Dynamo",
-    "compile_or_warm_up_model": "compiled code, graphs",
-}
-OURS = (
-    "plugin: choose the platform, prepare a process",
-    "plugin: import its worker",
-    "plugin: check the config",
-    "plugin: load compiled code",
-    "plugin: graphs of the stand-in",
-)
 
 
 class Clock:
@@ -41,73 +30,68 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.collecting: dict[str, float] = {}
         self.open: list[list] = []  # name, began, seconds of phases inside
+        gc.callbacks.append(self._on_collection)
 
-    def begin(self, name: str) -> None:
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block as this phase."""
         self.open.append([name, time.process_time(), 0.0])
-
-    def end(self) -> None:
-        name, began, inside = self.open.pop()
-        spent = time.process_time() - began
-        self.seconds[name] = self.seconds.get(name, 0.0) + spent - inside
-        if self.open:
-            self.open[-1][2] += spent
+        try:
+            yield
+        finally:
+            _, began, inside = self.open.pop()
+            spent = time.process_time() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - inside
+            if self.open:
+                self.open[-1][2] += spent
 
     def watch(self, owner: object, method: str, name: str) -> None:
         """Count each call of a method as a phase."""
-        upstream = getattr(owner, method)
+        setattr(owner, method, self.phase(name)(getattr(owner, method)))
 
-        def watched(*args, **kwargs):
-            self.begin(name)
-            try:
-                return upstream(*args, **kwargs)
-            finally:
-                self.end()
-
-        setattr(owner, method, watched)
-
-    def on_collection(self, phase: str, info: dict) -> None:
-        """Garbage collections that somebody asked for are full ones."""
-        if info["generation"] == 2:
-            self.begin("full garbage collections") if phase == "start" else self.end()
+    def _on_collection(self, when: str, info: dict) -> None:
+        if when == "start":
+            self.collection_began = time.process_time()
+        elif self.open:
+            name = self.open[-1][0]
+            spent = time.process_time() - self.collection_began
+            self.collecting[name] = self.collecting.get(name, 0.0) + spent
 
 
-def measure(model: str, flags: list[str]) -> dict[str, float]:
-    """Start an engine in this process, and stop it."""
+def measure(model: str, flags: list[str]) -> dict[str, list[float]]:
+    """Start an engine in this process: seconds of each phase, and of its garbage collections."""
     clock = Clock()
-    gc.callbacks.append(clock.on_collection)
-    clock.begin(UNIT)
-    import vllm  # noqa: F401
-
-    clock.end()
-    clock.begin("import the rest of vLLM")
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.worker import gpu_worker  # noqa: F401
-
-    clock.end()
-    clock.begin("plugin: import its worker")
-    from vllm_npu_prep import compat, worker
-    from vllm_npu_prep.graph import runner
-
-    clock.end()
-    clock.watch(compat, "prepare_process", OURS[0])
-    clock.watch(current_platform, "check_and_update_config", OURS[2])
-    clock.watch(worker.NPUModelRunner, "warm_up", OURS[3])
-    clock.watch(runner, "capture_graphs", OURS[4])
-    for method, name in WORKER.items():
-        clock.watch(worker.NPUWorker, method, name)
+    with clock.phase(UNIT):
+        import vllm
+    with clock.phase("import the rest of vLLM"):
+        import vllm.entrypoints.cli.main  # noqa: F401 (as processes of a server do)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.worker import gpu_worker  # noqa: F401
+    with clock.phase("plugin: import its worker"):
+        from vllm_npu_prep import compat, worker
+        from vllm_npu_prep.graph import runner
+    for owner, method, name in (
+        (compat, "prepare_process", "plugin: prepare the process"),
+        (current_platform, "check_and_update_config", "plugin: check the config"),
+        (worker.NPUWorker, "init_device", "make the device and the runner"),
+        (worker.NPUWorker, "load_model", "load the model"),
+        (worker.NPUWorker, "determine_available_memory", "run the largest step, with Dynamo"),
+        (worker.NPUModelRunner, "warm_up", "plugin: load compiled code"),
+        (runner, "capture_graphs", "plugin: graphs of the stand-in"),
+    ):
+        clock.watch(owner, method, name)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     args = parser.parse_args(["--model", model, *FLAGS, *flags])
-    clock.begin("config, scheduler, KV cache, the rest")
-    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
-    clock.end()
-    clock.begin("stop")
-    engine.engine_core.shutdown()
-    clock.end()
-    return clock.seconds
+    with clock.phase("the rest: config, scheduler, KV cache"):
+        engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+    found = {name: [clock.seconds[name], clock.collecting.get(name, 0.0)] for name in clock.seconds}
+    del engine  # held until here: its end is no part of the start
+    return found
 
 
 def main() -> None:
@@ -134,20 +118,19 @@ def main() -> None:
             command, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
         runs.append(json.loads(done.stdout.splitlines()[-1]))
-    runs = runs[1:]
-    rows = {
-        name: (median(run[name] for run in runs), median(run[name] / run[UNIT] for run in runs))
-        for name in runs[0]
-    }
+    del runs[0]
     if args.json:
-        print(json.dumps(rows))
+        for run in runs:
+            print(json.dumps(run))
         return
-    width = max(map(len, rows))
-    print(f"{'':{width}}      s  of `{UNIT}`")
-    for name, (seconds, ratio) in rows.items():
-        print(f"{name:{width}}  {seconds:5.2f}  {ratio:6.2f}")
-    total = [sum(each.values()) for each in runs]
-    print(f"{'together':{width}}  {median(total):5.2f}")
+    width = max(map(len, runs[0]))
+    print(f"{'seconds of the processor':{width}}  total  collecting  total, of `{UNIT}`")
+    for run in runs:
+        run["together"] = [sum(each) for each in zip(*run.values())]
+    for name in runs[0]:
+        seconds, collecting = (median(run[name][i] for run in runs) for i in (0, 1))
+        ratio = median(run[name][0] / run[UNIT][0] for run in runs)
+        print(f"{name:{width}}  {seconds:5.2f}  {collecting:10.2f}  {ratio:5.2f}")
 
 
 if __name__ == "__main__":

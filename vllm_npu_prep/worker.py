@@ -51,9 +51,7 @@ class NPUWorker(Worker):
         Upstream's version knows CUDA only. Its hook for kernels, a platform's
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
-        # Half a million objects of modules that stay: each full collection would look at them all,
-        # and loading, profiling and Dynamo ask for several. `freeze` takes no time.
-        gc.freeze()
+        gc.freeze()  # modules: collections while loading and profiling need not look at them
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
