@@ -16,9 +16,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
 
 import demo
+
+from vllm_npu_prep.progress import waiting
 
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
 QUESTION = "What is a slot mapping?"
@@ -116,7 +119,8 @@ class Stopper:
 
     def finish(self) -> int:
         """Wait for the server's end; a server that ends unasked is a failure."""
-        code = self.server.wait()
+        with waiting("Waiting for the server to stop", say) if self.requested else nullcontext():
+            code = self.server.wait()
         if code or self.requested:
             return code
         print("the server ended by itself", file=sys.stderr)
@@ -132,13 +136,19 @@ class Stopper:
 def wait_until_ready(server: subprocess.Popen, port: int, stop: Stopper) -> bool:
     """Poll the health check; False if the server ended or was told to stop."""
     deadline = time.monotonic() + START_SECONDS
-    while server.poll() is None and not stop.requested and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+    with waiting("Waiting for the server", say):
+        while server.poll() is None and not stop.requested and time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
+                    return True
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
     return False
+
+
+def say(line: str) -> None:
+    """Print at once, between the server's own lines."""
+    print(line, flush=True)
 
 
 def chat(port: int, vision: bool) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.progress import waiting
 
 NATIVE = Path(__file__).parent / "native"
 SUPPORTED_TORCH_NPU = ("2.13.0",)
@@ -52,12 +53,18 @@ def ensure_built() -> Path:
     folder = _cache_folder() / _key(target)
     if (folder / LAUNCHER_LIBRARY).exists():
         return folder
-    print(f"npu-emulator: building into {folder} (once) ...", file=sys.stderr, flush=True)
+    _say(f"building into {folder} (once) ...")
     start = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed: a second process that builds at the same time does no harm.
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        _build(target, Path(scratch))
+        num_sources = sum(path.suffix == ".cpp" for path in _sources())
+
+        def status() -> str:
+            return f"{len([*Path(scratch).glob('*.o')])} of {num_sources} files"
+
+        with waiting("compiling", _say, status):
+            _build(target, Path(scratch))
         try:
             os.rename(scratch, folder)
         except OSError:
@@ -65,8 +72,12 @@ def ensure_built() -> Path:
                 raise
         else:
             Path(scratch).mkdir()  # for the context manager to remove
-    print(f"npu-emulator: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    _say(f"built in {time.monotonic() - start:.0f} s")
     return folder
+
+
+def _say(line: str) -> None:
+    print(f"npu-emulator: {line}", file=sys.stderr, flush=True)
 
 
 def _find_target() -> Target:
