@@ -83,10 +83,10 @@ def test_sigterm_drains_and_the_next_server_gives_the_same_answers(demo_model, t
 
 def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, tmp_path):
     """Told by Ctrl-C. Its stream ends with an error; the log tells progress and has none."""
-    flags = ("--shutdown-timeout", "3", "--enforce-eager", "--max-model-len", "8192")
+    flags = ("--shutdown-timeout", "3", "--enforce-eager", "--max-model-len", "4096")
     server = Server(demo_model, tmp_path / "log", *flags)
     try:
-        running = stream(server, 8000)
+        running = stream(server, 4000)
         began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         rest = running.read()
