@@ -27,7 +27,7 @@ def test_a_wait_says_how_long_and_how_far_until_it_ends(hurried):
         time.sleep(0.95)
     *during, last = said
     assert all(re.fullmatch(r"Baking: [01] s, \d of 9 \.\.\.", line) for line in during)
-    assert last == "Baking: 1 s, done"
+    assert last == "Baking: 1 s in all"
     assert 2 <= len(during) <= 6  # at best after 0.05, 0.1, 0.2, 0.4, 0.6, 0.8
 
 
@@ -112,7 +112,7 @@ def test_draining_refuses_new_requests_and_waits_for_old_ones(hurried):
     asyncio.run(live())
     assert said[0] == "Told to stop: up to 30 s for 2 requests to end."
     assert re.fullmatch(r"Draining: 0 s, 2 requests left, \d\d s left \.\.\.", said[1])
-    assert said[-1] == "Draining: 0 s, done"
+    assert said[-1] == "Draining: 0 s in all"
 
 
 def test_draining_ends_when_its_time_is_up_or_nothing_runs():

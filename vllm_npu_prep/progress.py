@@ -44,7 +44,7 @@ def waiting(
         teller.join()  # no line of it comes after its end
         seconds = time.monotonic() - start
         if seconds > FIRST_SECONDS:
-            say(f"{what}: {seconds:.0f} s, done")
+            say(f"{what}: {seconds:.0f} s in all")
 
 
 @contextlib.contextmanager
