@@ -19,7 +19,8 @@ test test-fast test-all: export OMP_NUM_THREADS := 1
 test test-fast test-all: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-all bench throughput soak mutants image-dry-run lint format clean
+.PHONY: help install serve test test-fast test-all bench throughput soak mutants image-dry-run compat seams lint format \
+  clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -68,6 +69,16 @@ soak: install ## random traffic through our runner and upstream's; MINUTES=, SEE
 
 mutants: install ## plant bugs one at a time; the suite has to catch each
 	$(PY) -m tests.mutants
+
+VLLM ?=
+compat: install .cache/tiny-qwen3 ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
+	@[ -n "$(VLLM)" ] || { echo "compat: which release? make compat VLLM=0.33.0" >&2; exit 2; }
+	@PYTHON=$(PY) scripts/compat.sh $(VLLM) .cache/compat/$(VLLM)
+	@.cache/compat/$(VLLM)/bin/python -m tests.compat --start .cache/tiny-qwen3 \
+	  --log .cache/compat/$(VLLM).log
+
+seams: install ## write tests/compat/seams.txt, when the code uses other names of vLLM or the pin moved
+	@$(PY) -m tests.compat --write
 
 BASE ?= .cache/image/base
 image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plain folders with chroot and tried; as root; BASE=, ARGS="--secret pip.conf"

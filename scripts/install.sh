@@ -3,7 +3,7 @@
 # make install, CI and the container all run this file.
 #
 #   scripts/install.sh [--venv DIR] [--extras test,npu] [--python PYTHON]
-#                      [--no-editable] [--steps environment,torch,...]
+#                      [--no-editable] [--steps environment,torch,...] [--constraints FILE]
 #
 # Running it again is quick and safe: it does nothing when nothing has changed. With --steps it does
 # these, whatever was done before: a layer of an image holds one or some of them.
@@ -13,6 +13,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv
 extras="test"
 python=${PYTHON:-}
+constraints=$root/constraints.txt
 editable=--editable
 all_steps=environment,torch,vllm,torchvision,plugin,emulator,caches
 steps=$all_steps
@@ -23,6 +24,7 @@ while [ $# -gt 0 ]; do
     --python) python=$2; shift 2 ;;
     --no-editable) editable=; shift ;;
     --steps) steps=$2; shift 2 ;;
+    --constraints) constraints=$2; shift 2 ;;
     *) echo "install: unknown option $1 (see the top of $0)" >&2; exit 2 ;;
   esac
 done
@@ -43,9 +45,9 @@ if [ -z "$python" ]; then
 fi
 is_supported "$python" || fail "$python is not Python 3.11 or 3.12 with venv"
 
-version() { sed -n "s/^$1==//p" "$root/constraints.txt"; }
+version() { sed -n "s/^$1==//p" "$constraints"; }
 pip() { "$venv/bin/python" -m pip "$@"; }
-pip_install() { pip install --quiet --constraint "$root/constraints.txt" "$@"; }
+pip_install() { pip install --quiet --constraint "$constraints" "$@"; }
 # -P: what is installed, not what lies in the folder this is run from. No NPU may be needed here.
 run() { TORCH_DEVICE_BACKEND_AUTOLOAD=0 NPU_PREP_DEVICE=cpu "$venv/bin/python" -P "$@"; }
 
@@ -143,7 +145,7 @@ done
 stamp=$venv/.installed
 want=
 if [ "$steps" = "$all_steps" ]; then
-  want=$( { "$python" --version; echo "$extras$editable"; cat "$0" "$root/constraints.txt" "$root/setup.py"; } | sha256sum)
+  want=$( { "$python" --version; echo "$extras$editable"; cat "$0" "$constraints" "$root/setup.py"; } | sha256sum)
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     exit 0
   fi

@@ -342,10 +342,14 @@ def test_ranks_of_npus_that_nothing_connects_are_refused(configure, monkeypatch)
         refuse_unsupported(configure(dtype="bfloat16", tensor_parallel_size=2), family, kind)
 
 
-def test_another_vllm_is_refused(monkeypatch):
+def test_another_vllm_is_refused_unless_it_is_to_be_tried(monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1+empty")
     with pytest.raises(PrepError, match=r"vLLM 0\.99\.1 is installed.*supports 0\.32\.0"):
         compat.check_vllm_version()
+    monkeypatch.setenv("NPU_PREP_ANY_VLLM", "1")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    compat.check_vllm_version()
+    assert "vLLM 0.99.1 was not tested with vllm_npu_prep" in caplog.text
 
 
 def test_defaults_that_start_up_decides(configure):

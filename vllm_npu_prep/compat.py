@@ -24,6 +24,7 @@ from vllm_npu_prep.progress import waiting
 
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
+ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
 V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
 END_SECONDS = 10
@@ -35,13 +36,21 @@ CUT_SECONDS = 1
 def check_vllm_version() -> None:
     """Refuse a vLLM whose seams were not tested.
 
+    ``NPU_PREP_ANY_VLLM=1`` lets it be tried, with a warning.
+
     Raises
     ------
     PrepError
         If the installed vLLM is not among `SUPPORTED_VLLM`.
     """
     version = metadata.version("vllm").partition("+")[0]
-    if version not in SUPPORTED_VLLM:
+    if version in SUPPORTED_VLLM:
+        return
+    if os.environ.get(ANY_VLLM_ENV_VAR) == "1":
+        logging.getLogger("vllm").warning(
+            "%s=1: vLLM %s was not tested with vllm_npu_prep.", ANY_VLLM_ENV_VAR, version
+        )
+    else:
         raise PrepError(
             f"vLLM {version} is installed, vllm_npu_prep supports {', '.join(SUPPORTED_VLLM)}: "
             f"pip install vllm=={SUPPORTED_VLLM[-1]} as the README says"

@@ -1,0 +1,44 @@
+"""The plugin imports and starts beside the pinned vLLM; what doesn't is said in a line each."""
+
+import subprocess
+import sys
+
+from tests.compat import __main__ as command
+from tests.compat.start import PREFIX, failing_imports, failing_start
+
+
+def test_every_module_imports_and_an_engine_with_graphs_generates(demo_model):
+    assert failing_imports() == []
+    assert failing_start(demo_model) == []
+
+
+def test_a_module_that_does_not_import_is_named_with_the_reason(monkeypatch):
+    monkeypatch.delitem(sys.modules, "vllm_npu_prep.kv_transfer", raising=False)
+    connector = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+    monkeypatch.delattr(connector, raising=False)
+    monkeypatch.setitem(sys.modules, connector, None)
+    (line,) = failing_imports()
+    assert line.startswith(f"import of kv_transfer: ModuleNotFoundError: import of {connector}")
+    assert line.endswith("(kv_transfer.py:16)")
+
+
+def test_an_engine_that_does_not_start_is_one_line(tmp_path):
+    (line,) = failing_start(tmp_path / "no-model")
+    assert line.startswith("start: ") and "no-model" in line and "\n" not in line
+
+
+def test_a_process_that_dies_or_hangs_is_one_line(tmp_path, monkeypatch):
+    def ends_with(code: str) -> list[str]:
+        def run(*args, **kwargs):
+            return popen([sys.executable, "-c", code], **kwargs)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return command.start_apart(tmp_path, tmp_path / "log")
+
+    popen = subprocess.run
+    assert ends_with("import os; os.abort()") == ["start: the process ended with code -6"]
+    said = f"print({PREFIX!r} + 'start: why'); print('else'); raise SystemExit(1)"
+    assert ends_with(said) == ["start: why"]
+    assert "else" in (tmp_path / "log").read_text()
+    monkeypatch.setattr(command, "SECONDS", 0.5)
+    assert ends_with("import time; time.sleep(60)") == ["start: not done after 0.5 s"]

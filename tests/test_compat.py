@@ -1,0 +1,292 @@
+"""Seams between the plugin and vLLM: the pinned one has them all, and what is missing is named."""
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.compat import __main__ as command
+from tests.compat import changes
+from tests.compat.requirements import unmet
+from tests.compat.seams import Seam, Uses, installed
+from tests.compat.source import Module, Sources
+
+ROOT = Path(__file__).parents[1]
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+@pytest.fixture(scope="module")
+def uses():
+    return Uses(installed())
+
+
+def beside(uses: Uses, tmp_path: Path, edits: dict[str, tuple[str, str]]) -> Uses:
+    """The plugin beside a vLLM in which one text of some modules stands for another."""
+    sources = uses.sources.only(*uses.sources.packages)
+    sources._modules.update(uses.sources._modules)
+    for number, (name, (old, new)) in enumerate(edits.items()):
+        text = uses.sources.module(name).path.read_text()
+        assert old in text
+        path = tmp_path / f"{number}.py"
+        path.write_text(text.replace(old, new, 1))
+        sources._modules[name] = Module(name, path)
+    planted = copy.copy(uses)
+    planted.sources = sources
+    return planted
+
+
+def test_the_pinned_vllm_has_every_seam_of_the_snapshot(uses):
+    assert [str(each) for each in changes.changes(changes.read(), uses)] == []
+
+
+def test_the_snapshot_holds_what_the_code_uses(uses):
+    assert changes.stale(changes.read(), uses) == [], "run: make seams"
+
+
+def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_them(uses, tmp_path):
+    edits = {
+        RUNNER: ("def _sync_device(self)", "def _wait_for_device(self, stream)"),
+        "vllm.v1.worker.gpu_worker": ("def init_device(self)", "def init_device(self, stream)"),
+        "vllm.v1.worker.utils": ("def bind_kv_cache(", "def bind_kv_caches("),
+        "vllm.v1.worker.worker_base": ("class CompilationTimes", "class Times"),
+        "vllm.v1.worker.gpu_input_batch": ("self.num_tokens_no_spec =", "self.lengths ="),
+        "vllm.utils.mem_utils": ("def format_gib(", "def gib("),
+        "vllm.v1.core.kv_cache_utils": ("def ", "def format_gib(b: int) -> str: ...\n\n\ndef "),
+    }
+    found = changes.changes(changes.read(), beside(uses, tmp_path, edits))
+    lines = [" ".join(str(change).split()) for change in found]
+    batch = "vllm.v1.worker.gpu_input_batch.InputBatch"
+    expected = [
+        "gone vllm.utils.mem_utils.format_gib now vllm.v1.core.kv_cache_utils.format_gib "
+        "in worker.py",
+        f"gone {batch}.num_tokens_no_spec in bookkeeping.py, model_runner.py, speculation.py",
+        f"gone {RUNNER}.GPUModelRunner._sync_device in model_runner.py",
+        "gone vllm.v1.worker.utils.bind_kv_cache in model_runner.py",
+        "gone vllm.v1.worker.worker_base.CompilationTimes with encoder, language_model "
+        "in worker.py",
+        "changed vllm.v1.worker.gpu_worker.Worker.init_device was (self) is (self, stream) "
+        "in worker.py",
+    ]
+    assert lines == expected
+
+
+PLUGIN = {
+    "compat.py": """
+        import sys
+        import torch
+        from vllm.engine import Engine
+
+        def patch():
+            entry = sys.modules.get("vllm.server")
+            entry.serve = None
+            torch.accelerator.synchronize = None
+            prefix = "vllm.kernels"
+            return {f"{prefix}.gather": None}
+
+        def started(engine: Engine) -> bool:
+            return engine.config.size > 1 and hasattr(engine, "clock")
+    """,
+    "runner.py": """
+        from typing import TYPE_CHECKING
+        from vllm.engine import Engine
+
+        if TYPE_CHECKING:
+            from vllm.config import Config
+
+        class Runner(Engine):
+            kind = "npu"
+
+            def __init__(self, config: "Config"):
+                super().__init__(config)
+                self.clock = self.own = 0
+
+            def step(self, *args):
+                for request in self.requests:
+                    request.left
+                self.own_too()
+                return [each.name for each in self.batch.rows()]
+
+            def own_too(self):
+                from vllm.config import Config
+                return Config(size=2)
+    """,
+}
+UPSTREAM = {
+    "__init__.py": "",
+    "server.py": "async def serve(app, port=80): ...",
+    "kernels.py": "def gather(): ...\ndef scatter(): ...",
+    "config.py": """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            size: int
+            unused: int = 0
+    """,
+    "batch.py": """
+        class Row:
+            name: str
+            unused: str
+
+        class Wide(Row):
+            left: int
+
+        class Batch:
+            def rows(self) -> list[Row]: ...
+    """,
+    "base.py": """
+        from .batch import Batch, Row
+
+        class Base:
+            kind: str
+
+            def __init__(self, config):
+                self.batch = Batch()
+                self.requests: dict[int, Row] | list[Row] = []
+                self.clock, self.unused = 0, 0
+
+            def unused_too(self): ...
+    """,
+    "engine.py": """
+        from vllm.base import Base
+        from vllm.config import Config
+
+        class Engine(Base):
+            @property
+            def config(self) -> Config: ...
+
+            def step(self, *, budget: int = 7) -> None: ...
+    """,
+}
+SEAMS = {
+    "torch.accelerator.synchronize": ": (device=None)",
+    "vllm.batch.Batch.rows": ": (self) -> list[Row]",
+    "vllm.batch.Row.name": ": str",
+    "vllm.config.Config": ": class",
+    "vllm.config.Config.size": ": int",
+    "vllm.engine.Engine": ": class",
+    "vllm.engine.Engine.__init__": ": (self, config)",
+    "vllm.engine.Engine.batch": " = Batch(...)",
+    "vllm.engine.Engine.clock": "",
+    "vllm.engine.Engine.config": ": property -> Config",
+    "vllm.engine.Engine.kind": ": str",
+    "vllm.engine.Engine.requests": ": dict[int, Row] | list[Row]",
+    "vllm.engine.Engine.step": ": (self, *, budget=7) -> None",
+    "vllm.kernels": ": module",
+    "vllm.kernels.gather": ": ()",
+    "vllm.server": ": module",
+    "vllm.server.serve": ": async (app, port=80)",
+}
+
+
+def package(folder: Path, files: dict[str, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        indent = len(text) - len(text.lstrip(" \n")) - 1 if text.startswith("\n") else 0
+        lines = [line[indent:] for line in text.splitlines()]
+        (folder / name).write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A small plugin and what it rests on."""
+    torch = package(tmp_path / "torch", {"__init__.py": ""})
+    accelerator = {"__init__.py": "def synchronize(device=None): ..."}
+    package(torch / "accelerator", accelerator)
+    folders = {
+        "vllm": package(tmp_path / "vllm", UPSTREAM),
+        "torch": torch,
+        "vllm_npu_prep": package(tmp_path / "vllm_npu_prep", {"__init__.py": "", **PLUGIN}),
+    }
+    return lambda: Uses(Sources(folders))
+
+
+def test_what_counts_as_a_seam(small):
+    snapshot = changes.snapshot_of(small())
+    assert {str(seam): signature for seam, signature in snapshot.items()} == SEAMS
+
+
+def test_a_snapshot_is_read_as_it_was_written(small, tmp_path):
+    snapshot = changes.snapshot_of(small())
+    changes.write(snapshot, "1.2.3", tmp_path / "seams.txt")
+    assert changes.read(tmp_path / "seams.txt") == snapshot
+    assert changes.version_of(tmp_path / "seams.txt") == "1.2.3"
+
+
+def test_a_seam_that_the_snapshot_lacks_and_one_that_nothing_uses_are_named(small, tmp_path):
+    snapshot = changes.snapshot_of(small())
+    runner = tmp_path / "vllm_npu_prep" / "runner.py"
+    text = runner.read_text()
+    runner.write_text(text.replace("each.name", "each.unused").replace('kind = "npu"', "pass"))
+    assert changes.stale(snapshot, small()) == [
+        "new      vllm.batch.Row.unused  in runner.py",
+        "unused   vllm.batch.Row.name",
+        "unused   vllm.engine.Engine.kind",
+    ]
+
+
+def test_a_class_that_moved_is_followed_unless_it_is_imported_from_its_old_place(small, tmp_path):
+    snapshot = changes.snapshot_of(small())
+    upstream = tmp_path / "vllm"
+    (upstream / "batch.py").rename(upstream / "rows.py")
+    base, engine = upstream / "base.py", upstream / "engine.py"
+    base.write_text(base.read_text().replace(".batch import", ".rows import"))
+    assert changes.changes(snapshot, small()) == []
+    (upstream / "engine.py").rename(upstream / "core.py")
+    assert [str(each) for each in changes.changes(snapshot, small())] == [
+        "gone     vllm.engine.Engine\n"
+        "         now vllm.core.Engine\n"
+        "         in  compat.py, runner.py"
+    ]
+    assert not engine.exists()
+
+
+def test_the_command_prints_the_list_and_fails(uses, monkeypatch, capsys):
+    snapshot = changes.read()
+    monkeypatch.setattr(command, "Uses", lambda sources: uses)
+    monkeypatch.setattr(changes, "read", lambda: snapshot)
+    monkeypatch.setattr(sys, "argv", ["compat"])
+    assert command.main() == 0
+    assert ": 0 gone, 0 changed, of " in capsys.readouterr().out
+    snapshot[Seam(f"{RUNNER}.GPUModelRunner", "_gone")] = ": (self)"
+    assert command.main() == 1
+    first, files, last = capsys.readouterr().out.splitlines()
+    assert first == f"gone     {RUNNER}.GPUModelRunner._gone"
+    assert files.strip() == "in  no file by that name"
+    assert ": 1 gone, 0 changed, of " in last
+
+
+def test_requirements_that_are_not_met_are_named(monkeypatch):
+    assert unmet() == {}
+    asked = ["numpy>=999", "no-such-package>1", "torch>=2", 'pip>999; extra == "more"']
+    monkeypatch.setattr(metadata, "requires", lambda package: asked)
+    assert unmet() == {"numpy>=999": metadata.version("numpy"), "no-such-package>1": None}
+
+
+def test_a_release_that_does_not_exist_is_one_line_with_those_that_do(tmp_path):
+    source = tmp_path / "vllm-9.1.0"
+    source.mkdir()
+    (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.1.0\n")
+    shutil.make_archive(str(source), "gztar", tmp_path, "vllm-9.1.0")
+    run = subprocess.run(
+        [ROOT / "scripts" / "compat.sh", "9.2.0", tmp_path / "environment"],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(tmp_path),
+            "PIP_CONFIG_FILE": os.devnull,
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line == "compat: the package index has no source of vLLM 9.2.0; it has 9.1.0"
+    assert not (tmp_path / "environment").exists()
