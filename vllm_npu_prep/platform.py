@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from vllm_npu_prep import ray_cluster
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.config import Decisions, decisions_of, parse_config
 from vllm_npu_prep.device import (
@@ -40,6 +41,8 @@ class NPUPlatform(Platform):
     dispatch_key = KIND.dispatch_key
     dist_backend = KIND.dist_backend
     ray_device_key = "NPU"
+    # Workers of a host see all of its NPUs and take the one that Ray gave them, as under mp.
+    ray_noset_device_env_vars = ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",)
     device_control_env_var = KIND.visible_env_var
     simple_compile_backend = graph_config.COMPILE_BACKEND
 
@@ -184,6 +187,8 @@ class NPUPlatform(Platform):
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
             from vllm_npu_prep.inspect.metrics import share_folder
 
+            if vllm_config.parallel_config.use_ray:
+                ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
             share_folder()
             _log_start_up(vllm_config, decisions, notes, switched_off)
 
@@ -236,6 +241,16 @@ def _log_start_up(
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
     ]
+    parallel = vllm_config.parallel_config
+    if parallel.use_ray or parallel.world_size_across_dp > 1:
+        sizes = (
+            (parallel.tensor_parallel_size, "tensor parallel"),
+            (parallel.pipeline_parallel_size, "stages"),
+            (parallel.data_parallel_size, "engines"),
+        )
+        ranks = " x ".join(f"{size} {name}" for size, name in sizes if size > 1) or "1"
+        by = "ray" if parallel.use_ray else parallel.distributed_executor_backend
+        lines.append(f"ranks         {ranks}, started by {by}, over {KIND.dist_backend}")
     if config.record is not None:
         lines.append(f"record        {config.record.steps}, in {config.record.dir}")
     if model.supports_multimodal_inputs:

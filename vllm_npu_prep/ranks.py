@@ -29,7 +29,9 @@ def is_one_of_several(parallel_config: Any) -> bool:
 
 
 def ranks_on_host(parallel_config: Any) -> int:
-    """Workers that this host runs."""
+    """Workers that this host runs; with Ray only they themselves know, and others hear of one."""
+    if parallel_config.use_ray:
+        return max(1, len(parallel_config.assigned_physical_gpu_ids or ()))
     engines = max(1, parallel_config.data_parallel_size_local)
     return parallel_config.local_world_size * engines
 

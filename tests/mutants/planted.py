@@ -1258,4 +1258,18 @@ MUTANTS = [
         "self._tokens[0] += step.num_input_tokens",
         ("tests/inspect/test_metrics.py", "tests/server/test_server.py"),
     ),
+    Mutant(
+        "who waits for another host is not woken",
+        "compat.py",
+        "                if self.shutting_down:\n",
+        "                if False:\n",
+        ("tests/test_ray_cluster.py",),
+    ),
+    Mutant(
+        "other hosts get this one's devices",
+        "compat.py",
+        'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))',
+        'update(("HCCL_IF_IP",))',
+        ("tests/test_ray_cluster.py",),
+    ),
 ]

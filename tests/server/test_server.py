@@ -57,12 +57,14 @@ def free_port() -> int:
 class Server:
     """One `vllm serve` process and its log."""
 
+    prefix: tuple[str, ...] = ()  # of its command
+
     def __init__(self, model: Path, log: Path, *more_flags: str, **environment: str):
         self.port, self.log_path, self.model_name = free_port(), log, str(model)
         vllm = Path(sys.executable).with_name("vllm")
         flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
         flags += ["--max-num-batched-tokens", "64", *more_flags]
-        command = [str(vllm), "serve", str(model), "--port", str(self.port), *flags]
+        command = [*self.prefix, str(vllm), "serve", str(model), "--port", str(self.port), *flags]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command,

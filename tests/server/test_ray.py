@@ -1,0 +1,66 @@
+"""``vllm serve`` over two hosts of a Ray cluster, and the end of a server whose network is cut."""
+
+import contextlib
+import http.client
+import json
+import time
+
+import psutil
+import pytest
+
+from examples import tiny_model
+from tests.helpers.cluster import ServerOnHost, two_hosts, why_no_hosts
+
+SECONDS = 45
+"""In which a server that lost a host ends; about 15 of them are Ray's, by these settings."""
+
+RAY = {
+    # The head gives a host up after 4 times 3 seconds without an answer; 5 times 13 unless told.
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "4",
+    # Either waits no longer on a connection that is silent for 5 + 5 seconds, and a host gives the
+    # head up 5 later; 480 in all unless told.
+    "RAY_grpc_client_keepalive_time_ms": "5000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+}
+QUESTION, ANSWER = tiny_model.exchanges()[0]
+
+
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+def test_two_hosts_serve_one_model_until_the_link_between_them_is_cut(demo_model, tmp_path):
+    """Each has a stage; what is left on either ends."""
+    with two_hosts(**RAY) as (head, other):
+        flags = ["--pipeline-parallel-size", "2", "--enforce-eager"]
+        flags += ["--kv-cache-memory-bytes", str(32 << 20)]
+        server = ServerOnHost(head, demo_model, tmp_path / "log", *flags)
+        try:
+            assert "ranks         2 stages, started by ray, over gloo" in server.log()
+            assert [len(host.workers()) for host in (head, other)] == [1, 1]
+            assert server.chat(QUESTION) == ANSWER
+            assert server.metrics()["prepare_time_seconds_count"] > 1
+
+            connection = server.connect()
+            body = {"prompt": QUESTION, "max_tokens": 450, "ignore_eos": True, "stream": True}
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            response.read(20)
+            connection.sock.settimeout(SECONDS)
+            began = time.monotonic()
+            workers = head.workers() + other.workers()
+            other.cut()
+            with contextlib.suppress(http.client.IncompleteRead):  # the stream is cut, or says so
+                assert b"error" in response.read()
+            assert server.process.wait(began + SECONDS - time.monotonic()) == 1
+            print(f"the server ended after {time.monotonic() - began:.1f} s")
+            log = server.log()
+            assert f"address: {other.address}" in log and "has been marked dead" in log
+            assert "RayWorkerProc rank=[1] died unexpectedly" in log
+            assert log.strip().splitlines()[-1].endswith("the first error above says why")
+            _, alive = psutil.wait_procs(server.children + workers, timeout=SECONDS)
+            assert not alive, f"left behind: {alive}"
+            print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
+        finally:
+            server.kill()

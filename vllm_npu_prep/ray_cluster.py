@@ -1,0 +1,102 @@
+"""What a Ray cluster has to offer, asked before an engine begins to wait for it."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from vllm_npu_prep.device import DEVICE_ENV_VAR, DeviceKind, visible_devices
+from vllm_npu_prep.errors import PrepError
+
+SECONDS = 60
+"""Time that a cluster gets to answer."""
+
+ASK = """
+import json, ray
+ray.init("auto", logging_level="error", log_to_driver=False)
+print(json.dumps(ray.cluster_resources()))
+"""
+
+HOW = (
+    "on every host: ray start, with --head on the first and --address on others, and "
+    "--resources '{\"NPU\": N}', N its NPUs (on the CPU fallback: the ranks that it may run)"
+)
+
+
+def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
+    """Give Ray's workers the server's kind of device, and see that the cluster has any.
+
+    Ray starts workers with the environment of their host, and vLLM's comes later, when the plugin
+    has long decided: the kind comes with `ray_runtime_env`, which is extended.
+
+    Parameters
+    ----------
+    parallel_config
+        vLLM's `ParallelConfig`.
+    kind
+        Kind of device that was chosen.
+
+    Raises
+    ------
+    PrepError
+        If the cluster that the engine would wait for has no NPU at all, or Ray is to be used in a
+        way that was not tried.
+    """
+    import ray
+
+    _refuse_untried(parallel_config)
+    environment = dict(parallel_config.ray_runtime_env or {})
+    variables = dict(environment.get("env_vars", {}))
+    if variables.get(DEVICE_ENV_VAR) == kind.device_type:  # vLLM checks its config several times
+        return
+    if not ray.is_initialized():  # else this process is one of a cluster
+        _refuse_without_npus(parallel_config.world_size, kind)
+    variables[DEVICE_ENV_VAR] = kind.device_type
+    parallel_config.ray_runtime_env = {**environment, "env_vars": variables}
+
+
+def _refuse_untried(parallel_config: Any) -> None:
+    from vllm import envs
+
+    if not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise PrepError(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is not supported by vllm_npu_prep: compiled graphs "
+            "of Ray were not tried; unset it"
+        )
+    if parallel_config.data_parallel_backend == "ray":
+        raise PrepError(
+            "--data-parallel-backend ray is not supported by vllm_npu_prep: engines are started by "
+            "mp, and --distributed-executor-backend ray spreads the ranks of each over hosts"
+        )
+
+
+def _refuse_without_npus(num_ranks: int, kind: DeviceKind) -> None:
+    """Raise if there is nothing to wait for.
+
+    Fewer NPUs than ranks are no error: vLLM waits half an hour for other hosts to join. Nor is
+    no cluster on a host whose NPUs suffice, where vLLM starts one of its own.
+    """
+    offered = _resources()
+    if offered is None:
+        address = os.environ.get("RAY_ADDRESS")
+        if address is None and num_ranks <= (visible_devices(kind.device_type) or 0):
+            return
+        where = f"at RAY_ADDRESS={address}" if address else "on this host"
+        raise PrepError(f"--distributed-executor-backend ray: no Ray cluster {where}; {HOW}")
+    if not offered.get("NPU"):
+        raise PrepError(f"--distributed-executor-backend ray: the Ray cluster offers no NPU; {HOW}")
+
+
+def _resources() -> dict[str, float] | None:
+    """Resources of the cluster that ``RAY_ADDRESS`` or this host names; None if there is none.
+
+    Another process asks: one that has spoken to a cluster is not to be forked, as engines are.
+    """
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else None
