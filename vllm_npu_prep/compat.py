@@ -1,6 +1,5 @@
 """The only module that touches version-specific seams of vLLM; every patch names its reason."""
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -9,7 +8,6 @@ import logging
 import math
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import warnings
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import waiting
 
@@ -29,10 +28,6 @@ PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
 V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
-END_SECONDS = 10
-"""Time that the engine's processes, and answers on their way, get to end after requests have."""
-CUT_SECONDS = 1
-"""Time that requests get to hear that theirs is up."""
 QUEUE_WAKE_MS = 500
 """How often who waits for a message of another host looks whether it is to stop, in ms."""
 
@@ -222,6 +217,8 @@ def _let_servers_drain_and_stop_quietly() -> None:
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    from vllm_npu_prep.draining import drain_and_shut_down
+
     upstream, upstream_shutdown = AsyncMPClient.get_output_async, AsyncLLM.shutdown
     if getattr(upstream, "stops_quietly", False):
         return
@@ -245,30 +242,7 @@ def _let_servers_drain_and_stop_quietly() -> None:
 
     @functools.wraps(upstream_shutdown)
     def shutdown(self: AsyncLLM, timeout: float | None = None) -> None:
-        drain, handler = getattr(self, "drain", None), getattr(self, "output_handler", None)
-        if drain is None or drain.is_stopping or _serves_in_this_thread():
-            # No server; or its second call; or one that ends for another reason than a signal.
-            upstream_shutdown(self, timeout=timeout)
-            return
-        if not _owns_engine(self):
-            # Whoever does gives this process the same time, and then kills it.
-            timeout = max(0.0, (timeout or 0) - CUT_SECONDS)
-        has_ended = drain.wait(timeout or 0, _say)
-        self.was_told_to_stop = not self.errored
-        loop = handler.get_loop() if handler is not None else None
-        if not has_ended and loop is not None and not loop.is_closed():
-
-            async def cut() -> None:
-                self.output_processor.propagate_error(EngineStoppedError())
-                await self.engine_core.abort_requests_async([*self.output_processor.request_states])
-
-            with contextlib.suppress(Exception):
-                asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
-        with waiting("Waiting for the engine to end", _say):
-            upstream_shutdown(self, timeout=END_SECONDS)
-        if loop is not None and not loop.is_closed():
-            propagate = self.output_processor.propagate_error
-            loop.call_soon_threadsafe(propagate, EngineStoppedError())
+        drain_and_shut_down(self, timeout, upstream_shutdown, EngineStoppedError, _say)
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], EngineStoppedError))
@@ -276,20 +250,6 @@ def _let_servers_drain_and_stop_quietly() -> None:
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
     AsyncLLM.shutdown = shutdown
-
-
-def _owns_engine(engine: Any) -> bool:
-    """Whether this process started the engine's; with several API servers their parent did."""
-    return engine.engine_core.resources.engine_manager is not None
-
-
-def _serves_in_this_thread() -> bool:
-    """Whether requests could not end while this thread waits: their event loop runs in it."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _say(line: str) -> None:
@@ -303,7 +263,7 @@ def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
     fails would not. With several API servers their parent notices on its own.
     """
-    from vllm_npu_prep.draining import Drain, DrainMiddleware
+    from vllm_npu_prep.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
 
     if hasattr(entry.serve_http, "__wrapped__"):
         return
@@ -326,7 +286,7 @@ def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
             await stopped
             print(
                 "vllm_npu_prep: error: the engine died, and the server ends with it; "
-                + _cause_of_death(engine),
+                + cause_of_death(engine),
                 file=sys.stderr,
             )
             raise SystemExit(1)
@@ -334,15 +294,6 @@ def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
         return fail()
 
     entry.serve_http = serve_http
-
-
-def _cause_of_death(engine: Any) -> str:
-    """What is known of the end of an engine's process; a killed one could say nothing."""
-    manager = engine.engine_core.resources.engine_manager
-    for process in getattr(manager, "processes", ()):
-        if process.name == manager.failed_proc_name and (process.exitcode or 0) < 0:
-            return f"{process.name} was killed by {signal.Signals(-process.exitcode).name}"
-    return "the first error above says why"
 
 
 def _tell_of_waits_for_engines() -> None:
@@ -496,42 +447,12 @@ def let_profiler_run(device_type: str) -> None:
         wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES[device_type] = known
 
 
-class _InertEvent:
-    """Stands for a CUDA event where all work is complete when it returns."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def record(self, *args: object) -> None:
-        """Nothing to mark."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Always complete."""
-        return True
-
-
-class _InertStream:
-    """Stands for a CUDA stream where all work is complete when it returns."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.device = torch.device("cpu")
-
-    def wait_stream(self, *args: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
 def inert_cuda_streams() -> contextlib.AbstractContextManager[None]:
     """Streams and events for upstream's runner on a machine without any."""
     return cuda_names(
-        Event=_InertEvent,
-        Stream=_InertStream,
-        current_stream=_InertStream,
+        Event=InertEvent,
+        Stream=InertStream,
+        current_stream=InertStream,
         stream=lambda stream: contextlib.nullcontext(),
     )
 

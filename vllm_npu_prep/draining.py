@@ -1,7 +1,11 @@
 """What an API server does once it was told to stop: requests end, and none begin."""
 
+import asyncio
+import contextlib
+import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,6 +15,10 @@ from vllm_npu_prep.progress import waiting
 ALWAYS_ANSWERED = ("/metrics",)
 """Monitoring goes on while the last requests run."""
 POLL_SECONDS = 0.02
+END_SECONDS = 10
+"""Time that the engine's processes, and answers on their way, get to end after requests have."""
+CUT_SECONDS = 1
+"""Time that requests get to hear that theirs is up."""
 
 
 class Drain:
@@ -99,3 +107,74 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     # A client that keeps its connection would come back to this server.
     response = JSONResponse({"error": error}, 503, headers={"Connection": "close"})
     await response(scope, receive, send)
+
+
+def drain_and_shut_down(
+    engine: Any,
+    timeout: float | None,
+    shut_down: Callable[..., None],
+    stopped_error: type[Exception],
+    say: Callable[[str], object],
+) -> None:
+    """End the requests of an API server, and then its engine.
+
+    Parameters
+    ----------
+    engine
+        vLLM's ``AsyncLLM``. Where the server counts its requests, `engine.drain` is a `Drain`.
+    timeout
+        Seconds that requests get; the engine then has `END_SECONDS` of its own.
+    shut_down
+        ``AsyncLLM.shutdown`` of upstream.
+    stopped_error
+        What requests get that have not ended.
+    say
+        Takes lines that tell how far it has come.
+    """
+    drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
+    if drain is None or drain.is_stopping or _serves_in_this_thread():
+        # No server; or its second call; or one that ends for another reason than a signal.
+        shut_down(engine, timeout=timeout)
+        return
+    if not _owns_engine(engine):
+        # Whoever does gives this process the same time, and then kills it.
+        timeout = max(0.0, (timeout or 0) - CUT_SECONDS)
+    has_ended = drain.wait(timeout or 0, say)
+    engine.was_told_to_stop = not engine.errored
+    loop = handler.get_loop() if handler is not None else None
+    outputs = engine.output_processor
+    if not has_ended and loop is not None and not loop.is_closed():
+
+        async def cut() -> None:
+            outputs.propagate_error(stopped_error())
+            await engine.engine_core.abort_requests_async([*outputs.request_states])
+
+        with contextlib.suppress(Exception):
+            asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
+    with waiting("Waiting for the engine to end", say):
+        shut_down(engine, timeout=END_SECONDS)
+    if loop is not None and not loop.is_closed():
+        loop.call_soon_threadsafe(outputs.propagate_error, stopped_error())
+
+
+def _owns_engine(engine: Any) -> bool:
+    """Whether this process started the engine's; with several API servers their parent did."""
+    return engine.engine_core.resources.engine_manager is not None
+
+
+def _serves_in_this_thread() -> bool:
+    """Whether requests could not end while this thread waits: their event loop runs in it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def cause_of_death(engine: Any) -> str:
+    """What is known of the end of an engine's process; a killed one could say nothing."""
+    manager = engine.engine_core.resources.engine_manager
+    for process in getattr(manager, "processes", ()):
+        if process.name == manager.failed_proc_name and (process.exitcode or 0) < 0:
+            return f"{process.name} was killed by {signal.Signals(-process.exitcode).name}"
+    return "the first error above says why"

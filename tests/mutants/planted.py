@@ -469,7 +469,7 @@ MUTANTS = [
         "npu: asynchronous output recorded on no event",
         "compat.py",
         "            setattr(torch.cuda, name, stand_in)",
-        '            setattr(torch.cuda, name, _InertEvent if name == "Event" else stand_in)',
+        '            setattr(torch.cuda, name, InertEvent if name == "Event" else stand_in)',
         FIA,
     ),
     Mutant(
