@@ -1,4 +1,4 @@
-# Images that serve with vLLM and this plugin; docs/deploying.md says how to build and run them.
+# Images that serve with vLLM and this plugin; docs/start/container.md says how to build them.
 #
 #   docker build --target ascend --build-arg SOC=a3 --tag vllm-npu-prep:ascend .
 #   docker build --target cpu --tag vllm-npu-prep:cpu .

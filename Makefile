@@ -19,8 +19,8 @@ test test-fast test-all: export OMP_NUM_THREADS := 1
 test test-fast test-all: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-all bench throughput soak mutants image-dry-run compat seams lint format \
-  clean
+.PHONY: help install serve test test-fast test-all bench throughput soak mutants image-dry-run compat seams docs lint \
+  format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -92,6 +92,9 @@ image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plai
 	debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv \
 	  bookworm $@
 
+docs: install ## the documentation's site, in site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 lint: install ## ruff and mypy
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
@@ -102,5 +105,5 @@ format: install ## let ruff format and sort
 	$(VENV)/bin/ruff check --quiet --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .cache build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

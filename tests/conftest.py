@@ -13,7 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.brief import left_out
+from tests.helpers.browser import network
 from tests.helpers.demo import make_demo
+
+__all__ = ["network"]  # fixtures that are made elsewhere
 
 SEED = int(os.environ.get("NPU_PREP_TEST_SEED", "20240607"))
 EXAMPLES = int(os.environ.get("NPU_PREP_TEST_EXAMPLES", "1000"))
@@ -62,7 +65,7 @@ def vision_models() -> Path:
     return make_demo("tiny_vision_model.py", "tiny-vision")
 
 
-SLOW_FIRST = ("npu", "engine", "server", "examples", "differential", "emulator", "graph")
+SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "emulator", "graph")
 """Folders whose files take long: with several processes these have to begin first."""
 
 

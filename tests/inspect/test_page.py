@@ -2,16 +2,11 @@
 
 import base64
 import errno
-import functools
-import http.server
 import io
 import itertools
 import json
 import os
 import re
-import shutil
-import subprocess
-import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers import worked_examples
+from tests.helpers.browser import needs_browser, opened
 from tests.helpers.scenarios import in_chunks, many, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
@@ -307,73 +303,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
 # ----------------------------------------------------------------- in a browser
 
 
-@functools.cache
-def browser() -> str | None:
-    """A headless browser: ``NPU_PREP_BROWSER``, or what Debian's chromium packages install."""
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    given = os.environ.get("NPU_PREP_BROWSER")
-    return given or next((path for path in map(shutil.which, names) if path), None)
-
-
-needs_browser = pytest.mark.skipif(
-    browser() is None,
-    reason="no Chromium: apt-get install chromium-headless-shell, or set NPU_PREP_BROWSER",
-)
-
-
-class Asked(http.server.BaseHTTPRequestHandler):
-    """Counts what a browser asks of the network."""
-
-    paths: list[str]
-
-    def do_GET(self):
-        self.paths.append(self.path)
-        self.send_error(404)
-
-    do_CONNECT = do_GET  # noqa: N815
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture(scope="module")
-def network():
-    """A proxy that a browser sends everything to, and what it was asked for."""
-    Asked.paths = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Asked)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_address[1], Asked.paths
-    server.shutdown()
-    server.server_close()
-
-
-def opened(page: Path, network, *, dark: bool, token: int | None = None) -> tuple[str, Image.Image]:
-    """The document after its script ran, and a screenshot."""
-    port, paths = network
-    paths.clear()
-    picture = page.with_suffix(".png")
-    assert browser() is not None
-    command = [
-        browser(),
-        "--headless",
-        *(["--no-sandbox"] if os.getuid() == 0 else []),
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--hide-scrollbars",
-        f"--user-data-dir={page.parents[1] / 'browser'}",
-        f"--proxy-server=http://127.0.0.1:{port}",
-        "--proxy-bypass-list=<-loopback>",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-        "--window-size=1400,900",
-        f"--screenshot={picture}",
-        "--dump-dom",
-        page.as_uri() + (f"#t{token}" if token is not None else ""),
-    ]
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    assert picture.exists(), done.stderr.decode()[-2000:]
-    return done.stdout.decode(), Image.open(picture).convert("RGB")
-
-
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", worked_examples.NAMES)
@@ -381,7 +310,7 @@ def test_a_browser_shows_the_page_and_traces_a_token(name, dark, network, tmp_pa
     scenario, expected = worked_examples.load(name)
     page, token = tmp_path / "page.html", len(expected["positions"]) // 2
     page.write_text(explain_html(view_of(scenario)))
-    document, picture = opened(page, network, dark=dark, token=token)
+    document, picture = opened(page, network, f"#t{token}", dark=dark)
     assert network[1] == []
     assert f'data-traced="{token}"' in document[:200]
     slot, block = expected["slot_mapping"][token], expected["block_numbers"][token]
@@ -414,13 +343,13 @@ def test_nothing_leaves_and_no_other_script_runs(network, tmp_path):
     html = explain_html(view_of(small())).replace("</body>", evil)
     page = tmp_path / "page.html"
     page.write_text(html)
-    document, _ = opened(page, network, dark=False, token=0)
+    document, _ = opened(page, network, "#t0")
     assert network[1] == []
     assert "data-evil" not in document
     assert 'data-traced="0"' in document
     # Without the policy both happen, so this test can see them.
     page.write_text(re.sub(r"<meta http-equiv[^>]*>", "", html))
-    document, _ = opened(page, network, dark=False, token=0)
+    document, _ = opened(page, network, "#t0")
     assert any("example.invalid" in path for path in network[1])
     assert "data-evil" in document
 
@@ -458,7 +387,7 @@ def test_hovering_clicks_and_keys_trace(network, tmp_path):
     html = re.sub(r"<meta http-equiv[^>]*>", "", explain_html(view_of(small())))
     page = tmp_path / "page.html"
     page.write_text(html.replace("</body>", PLAY))
-    document, _ = opened(page, network, dark=False)
+    document, _ = opened(page, network)
     out = re.search(r'data-out="([^"]*)"', document)[1].split()
     # Hovered 1; 2 is kept against hovering; keys; last row of the mask; slots 5 and 16; freed, 0.
     assert out[:10] == ["1", "2", "2", "3", "2", "4", "0", "3", "3", "0"]
@@ -472,7 +401,7 @@ def test_hostile_names_and_folded_batches_work_in_a_browser(network, tmp_path):
     requests = [replace(r, req_id=f"{HOSTILE[0]}{i}") for i, r in enumerate(view.requests)]
     page = tmp_path / "page.html"
     page.write_text(explain_html(replace(view, name=HOSTILE[2], requests=requests)))
-    document, _ = opened(page, network, dark=True, token=5999)
+    document, _ = opened(page, network, "#t5999", dark=True)
     assert network[1] == []
     assert "data-evil=" not in document[:300]
     assert 'data-traced="5999"' in document[:300]

@@ -1,8 +1,8 @@
 """An emulated Ascend runtime: the unmodified torch_npu on a machine without an NPU.
 
-`vllm-npu-prep emulate -- COMMAND` runs any command on it (docs/emulator.md). Inside such a command
-this package counts what the device was asked to do, and takes operator references. Nothing in the
-plugin imports it.
+`vllm-npu-prep emulate -- COMMAND` runs any command on it (docs/changing/emulator.md). Inside such a
+command this package counts what the device was asked to do, and takes operator references. Nothing
+in the plugin imports it.
 """
 
 from vllm_npu_prep.emulator.api import (

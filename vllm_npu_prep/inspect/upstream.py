@@ -2,7 +2,8 @@
 
 The runner gets a made-up model whose sizes are the record's, and the batch of each step in its own
 tables; its own code does the rest. Neither the model that was served is needed nor an engine.
-``docs/recording.md`` lists what is compared. vLLM is imported when the first step is asked for.
+``docs/guides/recording.md`` lists what is compared. vLLM is imported when the first step is asked
+for.
 """
 
 import contextlib

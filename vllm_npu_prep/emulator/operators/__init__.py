@@ -1,8 +1,8 @@
 """CPU references of the torch_npu operators that the plugin calls.
 
 Plain functions on CPU tensors, one file for each family. Each refuses what the kernel would refuse,
-as far as its documentation and its users tell; ``docs/operators.md`` lists what is demanded and on
-whose word. Nothing here was run on an NPU.
+as far as its documentation and its users tell; ``docs/changing/operators.md`` lists what is
+demanded and on whose word. Nothing here was run on an NPU.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Render ``docs/operators.md`` from the table of constraints.
+"""Render ``docs/changing/operators.md`` from the table of constraints.
 
-``python -m vllm_npu_prep.emulator.operators.document docs/operators.md`` writes it; a test fails
-while it is out of date.
+``python -m vllm_npu_prep.emulator.operators.document docs/changing/operators.md`` writes it; a test
+fails while it is out of date.
 """
 
 import sys
@@ -24,7 +24,7 @@ argument, what was given and what is demanded. Where the docstring and practice 
 listed, and whose word is enforced. For fused attention `v1` and `v2` are the docstrings of its two
 versions, and arguments are named as in v1. Numbers are issues or pull requests.
 
-Rendered by `python -m vllm_npu_prep.emulator.operators.document docs/operators.md`.
+Rendered by `python -m vllm_npu_prep.emulator.operators.document docs/changing/operators.md`.
 """
 
 FIRST_ON_HARDWARE = """\
@@ -44,7 +44,7 @@ def render() -> str:
 
 
 def _operators() -> str:
-    lines = ["## Operators", "", "```"]
+    lines = ["## Operators", "", "```text"]
     lines += [schema_text(reference.name, reference.overload) for reference in REFERENCES]
     return "\n".join([*lines, "```", ""])
 

@@ -1,0 +1,90 @@
+"""What the package refuses, read from its source: messages as templates."""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.docs.pages import ROOT
+
+PACKAGE = ROOT / "vllm_npu_prep"
+LISTS = re.compile(r"unsupported|limits")
+"""Functions with lists of what is refused: whether it applies, the feature, the reason."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A message with holes."""
+
+    place: str
+    template: tuple[str | None, ...]  # None: a hole
+
+    def says(self, text: str) -> bool:
+        """Whether `text` could be this message."""
+        parts = (".+?" if part is None else re.escape(part) for part in self.template)
+        return re.fullmatch("".join(parts), text) is not None
+
+    def __str__(self) -> str:
+        return f"{self.place}: " + "".join(
+            "..." if part is None else part for part in self.template
+        )
+
+
+def refusals() -> list[Refusal]:
+    """Features that start-up refuses, and every message of a `PrepError`.
+
+    Messages of which nothing but a hole is written there are left out: others made them.
+    """
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                found += _of_function(function, path)
+    return [each for each in dict.fromkeys(found) if any(_words(part) for part in each.template)]
+
+
+def _words(part: str | None) -> bool:
+    return part is not None and re.search(r"[A-Za-z]{2}", part) is not None
+
+
+def _of_function(function: ast.FunctionDef, path: Path) -> list[Refusal]:
+    messages: list[ast.expr] = []
+    for node in ast.walk(function):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id="PrepError"), args=[message, *_])):
+                messages.append(message)
+            case (
+                ast.Assign(targets=[ast.Name(id="checks")], value=ast.List(elts=checks))
+                | ast.AugAssign(target=ast.Name(id="checks"), value=ast.List(elts=checks))
+                | ast.Return(value=ast.List(elts=checks))
+            ) if LISTS.search(function.name):
+                messages += [check.elts[-2] for check in checks if isinstance(check, ast.Tuple)]
+    place = path.relative_to(PACKAGE).as_posix()
+    texts = [each for message in messages for each in _alternatives(message, function)]
+    return [Refusal(f"{place}:{message.lineno}", _template(message)) for message in texts]
+
+
+def _alternatives(message: ast.expr, function: ast.FunctionDef) -> list[ast.expr]:
+    """The expressions that a message may be: both of a choice, and what a name was given."""
+    if isinstance(message, ast.IfExp):
+        return [message.body, message.orelse]
+    if isinstance(message, ast.Name):
+        return [
+            node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == message.id
+        ]
+    return [message]
+
+
+def _template(message: ast.expr) -> tuple[str | None, ...]:
+    match message:
+        case ast.Constant(value=str(text)):
+            return (text,)
+        case ast.JoinedStr(values=values):
+            texts = (v.value if isinstance(v, ast.Constant) else None for v in values)
+            return tuple(str(text) if text is not None else None for text in texts)
+    return (None,)

@@ -1,0 +1,276 @@
+"""Every code block of README and docs/ runs, unless a comment before it says why it can't.
+
+Blocks of a page share a folder, in which the repository's folders lie, the demo model, and
+``steps``, recorded by the server. One server runs behind ``localhost:8000``, started by the command
+of ``docs/start/serve.md``; other ``vllm serve`` start nothing. The flags of all of them, marked or
+not, are read by vLLM's own parser.
+"""
+
+import doctest
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, CodeBlock
+from vllm_npu_prep import cli
+from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.inspect.scenario import parse_scenario
+
+BLOCKS = [block for page in PAGES.values() for block in page.blocks]
+RUNNABLE = [block for block in BLOCKS if block.language != "text" and block.not_run is None]
+SHELL = [block for block in BLOCKS if block.language in ("bash", "console")]
+SERVE_PAGE = ROOT / "docs" / "start" / "serve.md"
+RECORD = '{"npu_prep": {"record": {"dir": "steps"}}}'
+PROFILER = '{"profiler": "torch", "torch_profiler_dir": "profile"}'
+MORE_FLAGS = ["--enforce-eager", "--additional-config", RECORD, "--profiler-config", PROFILER]
+"""What other pages need of the server; eager is ready sooner."""
+
+NO_COMMANDS = """
+command_not_found_handle() { printf '%s\\0' "$@" >"$NOTES/$SRANDOM"; }
+PATH=/nowhere
+source() { :; }
+"""
+"""Before a script: its commands are noted in files instead of being run."""
+
+SECONDS = 600
+
+
+def words_of_commands(block: CodeBlock, notes: Path) -> list[list[str]]:
+    """Every command of a shell block, as bash would call it."""
+    notes.mkdir(exist_ok=True)
+    text = block.text
+    if block.language == "console":
+        text = "\n".join(command for command, _ in prompts(text))
+    environment = {"NOTES": str(notes)}
+    command = ["bash", "-c", NO_COMMANDS + text]
+    done = subprocess.run(command, cwd=notes, env=environment, capture_output=True, text=True)
+    assert "syntax error" not in done.stderr and "unexpected" not in done.stderr, done.stderr
+    return [file.read_text().split("\0")[:-1] for file in notes.iterdir() if file.is_file()]
+
+
+def prompts(text: str) -> list[tuple[str, str]]:
+    """Commands behind ``$`` of a console block, each with what it should print."""
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts]
+
+
+def read_flags(words: list[str]) -> None:
+    """Let its own parser read a command's flags.
+
+    Raises
+    ------
+    SystemExit, PrepError
+        For a flag or value that is not known.
+    """
+    match words:
+        case ["vllm", "serve", *flags]:
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
+            from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+            parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+            parse_config(parsed.additional_config)
+        case ["vllm-npu-prep", *flags]:
+            parsed = cli._parser().parse_args(flags)
+            if parsed.command == "emulate":
+                read_flags(parsed.command_line[1:])
+        case ["make", *targets]:
+            targets = [target for target in targets if "=" not in target]
+            known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(targets) <= set(known), f"make {shlex.join(targets)}"
+
+
+class Bench:
+    """A page's folder, in which its blocks run in order."""
+
+    def __init__(self, folder: Path, server: "Server") -> None:
+        link_all(folder, server.demo_model)
+        (folder / "steps").symlink_to(server.folder / "steps")
+        (folder / "bin").mkdir()
+        stand_in = folder / "bin" / "vllm"
+        stand_in.write_text("#!/bin/sh\n")
+        stand_in.chmod(0o755)
+        self.folder, self.port = folder, server.port
+        path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+        self.ran: set[CodeBlock] = set()
+
+    def run_up_to(self, block: CodeBlock) -> None:
+        """Run the block, and those of its page before it that did not run yet."""
+        for each in RUNNABLE:
+            if each.page == block.page and each.line <= block.line and each not in self.ran:
+                self.ran.add(each)
+                self.run(each)
+
+    def run(self, block: CodeBlock) -> None:
+        text = block.text.replace("localhost:8000", f"localhost:{self.port}")
+        match block.language:
+            case "bash":
+                self.shell(text)
+            case "console":
+                for command, expected in prompts(text):
+                    check_output(command, self.shell(command), expected)
+            case "python":
+                self.call([*shlex.split(block.run_with), sys.executable, "-c", text])
+            case "json":
+                read_json(json.loads(text))
+            case _:
+                raise AssertionError(f"nothing here runs {block.language!r}")
+
+    def shell(self, text: str) -> str:
+        return self.call(["bash", "-euo", "pipefail", "-c", text])
+
+    def call(self, command: list[str]) -> str:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout[-4000:]}"
+        return done.stdout
+
+
+def check_output(command: str, output: str, expected: str) -> None:
+    """Output is what the page shows, in which ``...`` is anything."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    matches = doctest.OutputChecker().check_output(expected, output, flags)
+    assert not expected or matches, f"$ {command}\n{output}\ninstead of\n{expected}"
+
+
+def read_json(data: dict) -> None:
+    """A JSON block is one of the files and options that this project reads."""
+    if "npu_prep" in data:
+        parse_config(data)
+    elif "requests" in data or "scenario" in data:
+        parse_scenario(data)
+    else:
+        raise AssertionError(f"what reads {list(data)}?")
+
+
+def link_all(folder: Path, model: Path) -> None:
+    """What a reader's folder has: a checkout, its environment and the demo model."""
+    for name in ("tests", "examples", "benchmarks", "scripts", "docs", "Makefile"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / model.name).symlink_to(model)
+
+
+class Server:
+    """The server that the documentation starts, with a record of its first steps."""
+
+    def __init__(self, folder: Path, demo_model: Path) -> None:
+        self.folder, self.demo_model, self.log = folder, demo_model, folder / "log"
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        (block,) = (b for b in SHELL if b.page == SERVE_PAGE and "vllm serve" in b.text)
+        (words,) = words_of_commands(block, folder / "notes")
+        command = [*words, *MORE_FLAGS, "--port", str(self.port)]
+        command[0] = str(Path(sys.executable).with_name("vllm"))
+        link_all(folder, demo_model)
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"},
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+    def wait(self) -> None:
+        """Wait until it answers, ask it something, and have the steps of that written."""
+        end = time.monotonic() + SECONDS
+        while not self.answers("/health"):
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.2)
+        model = f".cache/{self.demo_model.name}"
+        prompt = {"model": model, "prompt": "What is a slot mapping?", "max_tokens": 8}
+        assert self.answers("/v1/completions", prompt), self.log.read_text()
+        assert self.answers("/collective_rpc", {"method": "dump_steps"}), self.log.read_text()
+
+    def answers(self, path: str, body: dict | None = None) -> bool:
+        request = urllib.request.Request(
+            f"http://localhost:{self.port}{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+
+@pytest.fixture(scope="module")
+def server(demo_model, tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server"), demo_model)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def benches(server, tmp_path_factory):
+    """Makes a page's bench when it is first asked for."""
+    made: dict[Path, Bench] = {}
+
+    def bench_of(page: Path) -> Bench:
+        if page not in made:
+            made[page] = Bench(tmp_path_factory.mktemp(page.stem), server)
+        return made[page]
+
+    return bench_of
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: block.name)
+def test_it_runs(block, benches):
+    benches(block.page).run_up_to(block)
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: block.name)
+def test_flags_are_known(block, tmp_path):
+    for words in words_of_commands(block, tmp_path / "notes"):
+        try:
+            read_flags(words)
+        except SystemExit:
+            pytest.fail(f"refused: {shlex.join(words)}")
+
+
+def test_every_block_names_its_language():
+    known = {"bash", "console", "python", "json", "text"}
+    assert not [f"{b.name}: {b.language!r}" for b in BLOCKS if b.language not in known]
+    indented = [
+        name for name, page in PAGES.items() if any(t.type == "code_block" for t in page.tokens)
+    ]
+    assert not indented, "write ``` and a language instead of indenting"
+
+
+def test_markers_stand_before_blocks_and_say_why():
+    for name, page in PAGES.items():
+        marked = sum(bool(block.not_run or block.run_with) for block in page.blocks)
+        assert page.markers == marked, name

@@ -1,0 +1,160 @@
+"""The reference has every option, metric, refusal and format, and what it names exists."""
+
+import argparse
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tests.docs.pages import PAGES, ROOT, code_of
+from tests.docs.refusals import refusals
+from vllm_npu_prep import cli
+from vllm_npu_prep.config import PrepConfig, RecordConfig
+from vllm_npu_prep.inspect.metrics import COUNTERS, PREFIX, PREPARE_TIME
+from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, ScenarioRequest
+
+PACKAGE = ROOT / "vllm_npu_prep"
+ENDING_ERRORS = {"StepCheckError", "GraphSafetyError", "EngineStoppedError"}
+"""Errors that end an engine, and are no refusals."""
+OPTIONS, ERRORS = PAGES["docs/reference/options.md"], PAGES["docs/reference/errors.md"]
+
+
+def row_of(page: str, name: str) -> list[str]:
+    """The one row of a page's tables whose first cell names `name`."""
+    (row,) = [row for row in PAGES[page].rows if name in code_of(row[0])]
+    return row
+
+
+def options() -> list[tuple[str, FieldInfo]]:
+    models = (PrepConfig, RecordConfig)
+    return [(name, field) for model in models for name, field in model.model_fields.items()]
+
+
+@pytest.mark.parametrize(("name", "field"), options(), ids=[name for name, _ in options()])
+def test_options_have_their_values_and_default(name, field):
+    _, values, default, what = row_of(OPTIONS.name, name)
+    if get_origin(field.annotation) is Literal:
+        assert code_of(values) == list(get_args(field.annotation))
+    for bound in field.metadata:  # of numbers; of strings, that they are not empty
+        for limit in ("ge", "le"):
+            assert not hasattr(bound, limit) or str(getattr(bound, limit)) in values
+    if field.default is PydanticUndefined:
+        assert default == "required"
+    else:
+        assert default.strip("`") == ("none" if field.default is None else str(field.default))
+    assert what
+
+
+def test_no_option_is_documented_that_is_gone():
+    tables = [table for table in OPTIONS.tables if table.rows[0][0] == "key"]
+    named = [name for table in tables for row in table.rows[1:] for name in code_of(row[0])]
+    assert sorted(named) == sorted(name for name, _ in options())
+
+
+def test_environment_variables_of_the_plugin_are_documented():
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").iterdir()]
+    text = "\n".join(path.read_text() for path in files)
+    read = set(re.findall(r"\bNPU_PREP_[A-Z_]+\b", text)) - {"NPU_PREP_NO_SUCH_DEVICES"}
+    for name in read:
+        assert row_of(OPTIONS.name, name)[-1]
+
+
+def parsers(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
+    found = {name: parser}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= action.choices
+    return found
+
+
+@pytest.mark.parametrize("command", parsers(cli._parser()))
+def test_every_option_of_the_command_is_documented(command):
+    page = "docs/changing/emulator.md" if command == "emulate" else "docs/reference/command.md"
+    headings = [token.content for token in PAGES["docs/reference/command.md"].tokens if token.map]
+    assert not command or any(heading.startswith(f"`{command}") for heading in headings)
+    for action in parsers(cli._parser())[command]._actions:
+        for option in action.option_strings:
+            if option.startswith("--") and (option != "--help" or not command):
+                described = [row for row in PAGES[page].rows if _names(row[0], option)]
+                assert described, f"{command} {option}"
+
+
+def _names(cell: str, option: str) -> bool:
+    return any(code.split()[0] == option for code in code_of(cell))
+
+
+def test_every_metric_is_documented_and_no_other():
+    page = PAGES["docs/reference/metrics.md"]
+    documented = {code for row in page.rows for code in code_of(row[0]) if code.startswith("vllm:")}
+    counters = {f"{PREFIX}{name}_total" for name in COUNTERS}
+    assert documented == counters | {PREFIX + PREPARE_TIME}
+
+
+def test_every_refusal_is_documented():
+    missing = [str(each) for each in refusals() if not any(map(each.says, ERRORS.code))]
+    assert not missing
+
+
+def test_no_refusal_is_documented_that_is_gone():
+    known = refusals()
+    documented = {code for row in ERRORS.rows for code in code_of(row[0])} - ENDING_ERRORS
+    assert not [code for code in documented if not any(each.says(code) for each in known)]
+
+
+def test_errors_that_are_no_refusals_exist():
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    for name in ENDING_ERRORS:
+        assert f"class {name}(" in text and row_of(ERRORS.name, name)
+
+
+@pytest.mark.parametrize("model", [Scenario, ScenarioRequest, ScenarioGroup])
+def test_every_key_of_a_scenario_is_documented(model: type[BaseModel]):
+    described = set(PAGES["docs/reference/files.md"].code)
+    assert set(model.model_fields) <= described
+
+
+PATH = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|json|txt|sh|yaml|yml|cpp|html)|(?:[\w-]+/)+")
+INSTALLED = Path(importlib.util.find_spec("vllm").origin).parents[1]
+BASES = (
+    ROOT,
+    ROOT / "tests",
+    PACKAGE,
+    ROOT / "docs",
+    PACKAGE / "emulator",
+    ROOT / "examples/deploy",
+    INSTALLED,
+)
+"""Where a path on a page may begin."""
+WRITTEN = {"step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
+"""Files that the pages tell of, and that are made."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_names_exists(name):
+    """Files, folders and tests in code spans; tests by their function."""
+    for code in PAGES[name].code:
+        path, _, function = code.partition("::")
+        if PATH.fullmatch(path) and path not in WRITTEN:
+            found = [base / path for base in BASES if (base / path).exists()]
+            assert found, f"{name}: {code}"
+            if function:
+                tree = ast.parse(found[0].read_text())
+                names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+                assert function in names, f"{name}: {code}"
+
+
+def test_what_is_supported_names_a_test_or_says_that_none_ran():
+    columns = ["CPU fallback", "emulated NPU"]
+    tables = PAGES["docs/reference/features.md"].tables
+    tables = [table for table in tables if table.rows[0][-2:] == columns]
+    assert len(tables) == 3, "devices, models, features"
+    for row in [row for table in tables for row in table.rows[1:]]:
+        for cell in row[-2:]:
+            proof = any(PATH.fullmatch(code.partition("::")[0]) for code in code_of(cell))
+            assert proof or re.search(r"not run|refused|^-$", cell), f"{row[0]}: {cell}"

@@ -1,0 +1,92 @@
+"""The site builds without a warning, asks no other host for anything, and is searched offline."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT
+from tests.helpers.browser import needs_browser, opened
+
+FETCHED = {
+    "script": ("src",),
+    "link": ("href",),
+    "img": ("src", "srcset"),
+    "iframe": ("src",),
+    "source": ("src", "srcset"),
+    "object": ("data",),
+    "use": ("href",),
+}
+"""Attributes whose target a browser loads by itself."""
+ELSEWHERE = re.compile(r"\s*(https?:)?//", re.IGNORECASE)
+
+
+class Fetches(HTMLParser):
+    """What a page makes a browser load, and the classes that it has."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.classes: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.classes |= set(values.get("class", "").split())
+        if tag != "link" or values.get("rel") != "canonical":
+            self.targets += [values[name] for name in FETCHED.get(tag, ()) if name in values]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Folder of the built site, as ``make docs`` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_there_and_no_other_host_is_asked(site):
+    pages = {Path(name).relative_to("docs") for name in PAGES if name.startswith("docs/")}
+    for page in pages:
+        html = Fetches(site / page.with_suffix(".html"))
+        assert html.targets, page
+        elsewhere = [target for target in html.targets if ELSEWHERE.match(target)]
+        assert not elsewhere, page
+        assert "mermaid" not in html.classes, f"{page}: mermaid is loaded from another host"
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", style.read_text()), style
+
+
+def test_it_is_light_and_dark_and_has_an_index_to_search_without_a_server(site):
+    index = (site / "index.html").read_text()
+    assert {"default", "slate"} == set(re.findall(r'data-md-color-scheme="(\w+)"', index)) - {""}
+    assert "assets/iframe-worker.js" in index, "workers don't start from a file"
+    words = (site / "search" / "search_index.js").read_text()
+    assert words.startswith("var __index = ") and "query_start_loc" in words
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_searches_it_as_files_and_asks_nobody(site, network, dark):
+    document, _ = opened(
+        site / "index.html", network, "?q=slot_mapping", "--virtual-time-budget=20000", dark=dark
+    )
+    assert network[1] == []
+    assert re.search(r"[1-9]\d* matching documents", document)
+    assert f'data-md-color-scheme="{"slate" if dark else "default"}"' in document
+
+
+def test_the_readme_links_to_what_is_there():
+    readme = PAGES["README.md"]
+    for target in readme.links:
+        path, _, anchor = target.partition("#")
+        if not ELSEWHERE.match(target):
+            assert (ROOT / path).exists(), target
+            assert not anchor or anchor in PAGES[path or "README.md"].anchors, target
