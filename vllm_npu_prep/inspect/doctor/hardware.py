@@ -257,7 +257,7 @@ class Hardware:
             return self._missing(
                 "CANN",
                 "no ascend_toolkit_install.info below ASCEND_HOME_PATH or /usr/local/Ascend",
-                "use an image with CANN (quay.io/ascend/cann), or set ASCEND_HOME_PATH",
+                "use an image of the CANN project, or set ASCEND_HOME_PATH",
                 "install the CANN toolkit and kernels of this chip, or set ASCEND_HOME_PATH",
             )
         numbers = re.match(r"(\d+)\.(\d+)", version or "")
