@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -53,14 +54,15 @@ def test_a_cluster_without_npus_is_refused_with_what_to_start(
         ray_cluster.prepare_for_workers(parallel(), device.CPU_KIND)
 
 
-def test_workers_get_the_kind_of_device_that_the_server_chose(offer):
+def test_workers_get_the_device_and_the_folder_of_counts_that_the_server_chose(offer, monkeypatch):
     """Hosts that have yet to join are waited for; vLLM checks a config several times."""
+    monkeypatch.setenv("NPU_PREP_METRICS_DIR", "/counts")
     asked = offer({"NPU": 1.0})
     config = parallel(4, env_vars={"A": "1"}, working_dir="/models")
     for _ in range(2):
         ray_cluster.prepare_for_workers(config, device.CPU_KIND)
     assert config.ray_runtime_env == {
-        "env_vars": {"A": "1", "NPU_PREP_DEVICE": "cpu"},
+        "env_vars": {"A": "1", "NPU_PREP_DEVICE": "cpu", "NPU_PREP_METRICS_DIR": "/counts"},
         "working_dir": "/models",
     }
     assert len(asked) == 1
@@ -72,6 +74,7 @@ def test_ranks_that_the_npus_of_this_host_can_hold_need_no_cluster(
 ):
     """vLLM starts one then, of this host alone."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("NPU_PREP_METRICS_DIR", raising=False)
     monkeypatch.setattr(ray_cluster, "visible_devices", lambda device_type: 2)
     offer(None)
     config = parallel(num_ranks)
@@ -97,9 +100,7 @@ def test_a_missing_ray_is_named_with_what_to_install(model, monkeypatch):
         return None if name == "ray" else find_spec(name)
 
     monkeypatch.setattr(ray_utils, "assert_ray_available", ray_utils.assert_ray_available)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n: (n != "ray" and find_spec(n)) or None
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", without_ray)
     compat.prepare_process()
     with pytest.raises(PrepError, match=r"Ray is not installed; .*pip install .*\[ray\]"):
         engine_config(model, distributed_executor_backend="ray", tensor_parallel_size=2)
@@ -135,7 +136,8 @@ def test_the_start_up_block_names_the_ranks_and_who_starts_them(model, offer, ca
             pipeline_parallel_size=3,
         )
     assert "ranks         2 tensor parallel x 3 stages, started by ray, over gloo" in caplog.text
-    assert config.parallel_config.ray_runtime_env["env_vars"] == {"NPU_PREP_DEVICE": "cpu"}
+    told = config.parallel_config.ray_runtime_env["env_vars"]
+    assert told == {name: os.environ[name] for name in ("NPU_PREP_DEVICE", "NPU_PREP_METRICS_DIR")}
 
 
 @pytest.mark.parametrize(("assigned", "num_ranks"), [([4, 5, 6], 3), (None, 1)])

@@ -187,9 +187,9 @@ class NPUPlatform(Platform):
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
             from vllm_npu_prep.inspect.metrics import share_folder
 
+            share_folder()
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
-            share_folder()
             _log_start_up(vllm_config, decisions, notes, switched_off)
 
 

@@ -28,7 +28,8 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
     """Give Ray's workers the server's kind of device, and see that the cluster has any.
 
     Ray starts workers with the environment of their host, and vLLM's comes later, when the plugin
-    has long decided: the kind comes with `ray_runtime_env`, which is extended.
+    has long decided, and only where the host's has nothing: the kind, and the folder that steps
+    are counted in, come with `ray_runtime_env`, which is extended.
 
     Parameters
     ----------
@@ -45,6 +46,8 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
     """
     import ray
 
+    from vllm_npu_prep.inspect.metrics import FOLDER_ENV_VAR
+
     _refuse_untried(parallel_config)
     environment = dict(parallel_config.ray_runtime_env or {})
     variables = dict(environment.get("env_vars", {}))
@@ -53,6 +56,8 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
     if not ray.is_initialized():  # else this process is one of a cluster
         _refuse_without_npus(parallel_config.world_size, kind)
     variables[DEVICE_ENV_VAR] = kind.device_type
+    if FOLDER_ENV_VAR in os.environ:
+        variables[FOLDER_ENV_VAR] = os.environ[FOLDER_ENV_VAR]
     parallel_config.ray_runtime_env = {**environment, "env_vars": variables}
 
 

@@ -58,7 +58,7 @@ def test_no_option_is_documented_that_is_gone():
 
 
 def test_environment_variables_of_the_plugin_are_documented():
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").iterdir()]
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.*")]
     text = "\n".join(path.read_text() for path in files)
     read = set(re.findall(r"\bNPU_PREP_[A-Z_]+\b", text)) - {"NPU_PREP_NO_SUCH_DEVICES"}
     for name in read:
