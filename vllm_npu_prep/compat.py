@@ -166,10 +166,9 @@ def prepare_process() -> None:
         _silence_accelerator_calls()
         _refuse_vision_without_torchvision()
         _tell_of_waits_for_engines()
-        entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
-        if entry is not None:  # a server
+        if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
             _let_servers_drain_and_stop_quietly()
-            _let_servers_drain_and_fail_with_their_engine(entry)
+            _let_servers_drain_and_fail_with_their_engine()
         _refuse_ray_where_it_is_missing()
         _keep_addresses_on_their_host()
         _wake_who_reads_from_another_host()
@@ -257,7 +256,7 @@ def _say(line: str) -> None:
     logging.getLogger(f"vllm.{__name__}").info("%s", line)
 
 
-def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
+def _let_servers_drain_and_fail_with_their_engine() -> None:
     """Requests are counted for `Drain`; a server whose engine died ends with code 1 and says so.
 
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
@@ -265,7 +264,8 @@ def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
     """
     from vllm_npu_prep.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
 
-    if hasattr(entry.serve_http, "__wrapped__"):
+    entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
+    if entry is None or hasattr(entry.serve_http, "__wrapped__"):
         return
     upstream = entry.serve_http
 
@@ -293,7 +293,7 @@ def _let_servers_drain_and_fail_with_their_engine(entry: Any) -> None:
 
         return fail()
 
-    entry.serve_http = serve_http
+    entry.serve_http = serve_http  # type: ignore[attr-defined]
 
 
 def _tell_of_waits_for_engines() -> None:
