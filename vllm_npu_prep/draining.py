@@ -5,12 +5,15 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_npu_prep.progress import waiting
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 ALWAYS_ANSWERED = ("/metrics",)
 """Monitoring goes on while the last requests run."""
@@ -110,7 +113,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def drain_and_shut_down(
-    engine: Any,
+    engine: "AsyncLLM",
     timeout: float | None,
     shut_down: Callable[..., None],
     stopped_error: type[Exception],
@@ -157,7 +160,7 @@ def drain_and_shut_down(
         loop.call_soon_threadsafe(outputs.propagate_error, stopped_error())
 
 
-def _owns_engine(engine: Any) -> bool:
+def _owns_engine(engine: "AsyncLLM") -> bool:
     """Whether this process started the engine's; with several API servers their parent did."""
     return engine.engine_core.resources.engine_manager is not None
 
@@ -171,7 +174,7 @@ def _serves_in_this_thread() -> bool:
     return True
 
 
-def cause_of_death(engine: Any) -> str:
+def cause_of_death(engine: "AsyncLLM") -> str:
     """What is known of the end of an engine's process; a killed one could say nothing."""
     manager = engine.engine_core.resources.engine_manager
     for process in getattr(manager, "processes", ()):
