@@ -6,8 +6,13 @@ import subprocess
 import sys
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_npu_prep.device import DEVICE_ENV_VAR, DeviceKind, visible_devices
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.progress import waiting
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 SECONDS = 60
 """Time that a cluster gets to answer."""
@@ -99,9 +104,10 @@ def _resources() -> dict[str, float] | None:
     Another process asks: one that has spoken to a cluster is not to be forked, as engines are.
     """
     try:
-        ran = subprocess.run(
-            [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=SECONDS
-        )
+        with waiting("Asking the Ray cluster what it offers", logger.info):
+            ran = subprocess.run(
+                [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=SECONDS
+            )
     except subprocess.TimeoutExpired:
         return None
     return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else None

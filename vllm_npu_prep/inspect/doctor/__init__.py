@@ -5,6 +5,7 @@ Imports neither vllm nor torch: it has to work where these don't.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host
 from vllm_npu_prep.inspect.doctor.software import Software
+from vllm_npu_prep.progress import waiting
 
 LONGEST_TEXT = 600
 """Characters of a finding; files and commands may say anything."""
@@ -34,7 +36,11 @@ def doctor(args: argparse.Namespace) -> int:
 
     from vllm_npu_prep.inspect.doctor.report import report_json, report_text
 
-    findings = examine(Host.here())
+    def say(line: str) -> None:
+        print(f"doctor: {line}", file=sys.stderr, flush=True)
+
+    with waiting("looking at this host", say):
+        findings = examine(Host.here())
     if args.json:
         print(json.dumps(report_json(findings)))
     else:

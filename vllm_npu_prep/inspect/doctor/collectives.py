@@ -71,12 +71,10 @@ def _interfaces(
     host: Host, name: str, value: str, bad: Callable[[str, str, str], Finding]
 ) -> Finding:
     """HCCL reads prefixes, ``=`` exact names, ``^`` all but these; gloo exact names."""
-    here = host.names(INTERFACES)
-    given = value
-    excludes = name == "HCCL_SOCKET_IFNAME" and given.startswith("^")
-    given = given.removeprefix("^") if excludes else given
-    exact = name != "HCCL_SOCKET_IFNAME" or given.startswith("=")
-    given = given.removeprefix("=") if name == "HCCL_SOCKET_IFNAME" else given
+    here, given, excludes, exact = host.names(INTERFACES), value, False, True
+    if name == "HCCL_SOCKET_IFNAME":
+        excludes, given = given.startswith("^"), given.removeprefix("^")
+        exact, given = given.startswith("="), given.removeprefix("=")
     chosen = [part.strip() for part in given.split(",") if part.strip()]
     matched = [
         each for each in here if any(each == c if exact else each.startswith(c) for c in chosen)
