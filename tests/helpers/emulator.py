@@ -4,8 +4,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from vllm_npu_prep.emulator.build import is_cuda_build
@@ -43,3 +46,12 @@ def emulate(
     cli = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate", "--hazards", "error", *options]
     environment = {"NPU_PREP_DEVICE": "npu", **environment}
     return run([*cli, "--", sys.executable, *command], **environment)
+
+
+def selected(request: pytest.FixtureRequest, test: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Parameters of a test with which this run calls it, so that one process can do for all."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test
+    ]

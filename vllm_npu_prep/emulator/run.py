@@ -92,7 +92,7 @@ def emulate(args: argparse.Namespace) -> int:
         _print_banner(options)
     with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
         code = _run(command, _environment(options, libraries, Path(folder), site))
-        report = _merged_report(Path(folder), options)
+        report = merged_report(Path(folder), options)
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n")
     if not args.quiet:
@@ -137,7 +137,8 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _merged_report(folder: Path, options: Options) -> dict[str, Any]:
+def merged_report(folder: Path, options: Options) -> dict[str, Any]:
+    """One report of those that the processes of a command left in `folder`."""
     processes = [
         json.loads(path.read_text(errors="replace")) for path in sorted(folder.glob("*.json"))
     ]
