@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 from tests.brief import left_out
 from tests.helpers.browser import network
 from tests.helpers.demo import make_demo
+from tests.resume.plugin import configure_worker
+from tests.timing import note_run
 
 __all__ = ["network"]  # fixtures that are made elsewhere
 
@@ -71,6 +73,17 @@ SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "em
 
 def pytest_addoption(parser):
     parser.addoption("--brief", action="store_true", help="leave out what tests/brief.txt lists")
+
+
+@pytest.hookimpl(trylast=True)  # pytest's own plugins first
+def pytest_configure(config):
+    configure_worker(config)
+    note_run(config, processes=1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    note_run(config, processes=len(specs))
 
 
 def pytest_collection_modifyitems(config, items):
