@@ -7,7 +7,7 @@ from _pytest.junitxml import xml_key
 
 from tests.conftest import pytest_configure, pytest_xdist_setupnodes
 from tests.resume.tree import tree_state
-from tests.timing import BEGIN, END, PAGE, put, read, table
+from tests.timing import BEGIN, END, PAGE, caches, put, read, table
 
 XML = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="0" failures="1" tests="5" time="90.0"
@@ -46,7 +46,7 @@ def test_the_table_has_shares_and_one_row_for_small_files(timing):
     lines = table(timing).splitlines()
     assert lines[0] == (
         "`make test` on 2026-11-22, commit not recorded: **1.5 minutes** in 2 processes, 5 tests, "
-        "9 s of tests."
+        "9 s of tests; caches: not recorded."
     )
     assert lines[-3:] == [
         "| `tests/test_walls.py` | 1 | 6.0 | 66.7% |",
@@ -65,12 +65,24 @@ def test_only_what_stands_between_the_comments_is_replaced():
     put(PAGE.read_text(), "new")
 
 
-def test_a_run_says_its_processes_and_its_commit():
+def test_a_run_says_its_processes_and_its_commit(monkeypatch):
+    monkeypatch.setattr("tests.timing.caches", lambda: "cold")
     said = []
     xml = SimpleNamespace(add_global_property=lambda name, value: said.append((name, value)))
     config = SimpleNamespace(stash={xml_key: xml})
     pytest_configure(config)
     pytest_xdist_setupnodes(config, specs=["one", "other"])
-    commit = ("commit", tree_state().commit)
-    assert said == [("processes", "1"), commit, ("processes", "2"), commit]
+    rest = [("commit", tree_state().commit), ("caches", "cold")]
+    assert said == [("processes", "1"), *rest, ("processes", "2"), *rest]
     pytest_configure(SimpleNamespace(stash={}))  # a run that isn't written down
+
+
+def test_caches_are_cold_until_a_run_has_filled_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.timing.ROOT", tmp_path)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    assert caches() == "cold"
+    (tmp_path / ".cache" / "tiny-qwen3").mkdir(parents=True)
+    assert caches() == "cold"
+    (tmp_path / "vllm" / "modelinfos").mkdir(parents=True)
+    (tmp_path / "vllm" / "modelinfos" / "bloom-BloomForCausalLM.json").touch()
+    assert caches() == "warm"

@@ -8,6 +8,7 @@ two comments; ``--tests`` lists the most expensive tests instead. `make timing` 
 
 import argparse
 import json
+import os
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -32,7 +33,7 @@ class Timing:
 
     Attributes
     ----------
-    date, commit, processes
+    date, commit, processes, caches
         Of the run; ``not recorded`` where the file doesn't say it.
     wall
         Seconds from begin to end.
@@ -46,6 +47,7 @@ class Timing:
     date: str
     commit: str
     processes: str
+    caches: str
     wall: float
     failed: int
     tests: dict[str, float]
@@ -71,6 +73,14 @@ def note_run(config: pytest.Config, processes: int) -> None:
     if xml is not None:  # where several run, the last word counts
         xml.add_global_property("processes", str(processes))
         xml.add_global_property("commit", tree_state().commit)
+        xml.add_global_property("caches", caches())
+
+
+def caches() -> str:
+    """``cold`` where a first run makes models and vLLM inspects each model class, else ``warm``."""
+    vllm = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    made = [ROOT / ".cache" / "tiny-qwen3", *(vllm / "modelinfos").glob("*-BloomForCausalLM.json")]
+    return "warm" if len(made) == 2 and made[0].exists() else "cold"
 
 
 def read(path: Path, root: Path = ROOT) -> Timing:
@@ -87,6 +97,7 @@ def read(path: Path, root: Path = ROOT) -> Timing:
         date=suite.get("timestamp", "not recorded")[:10],
         commit=said.get("commit", "not recorded"),
         processes=said.get("processes", "not recorded"),
+        caches=said.get("caches", "not recorded"),
         wall=float(suite.get("time", 0)),
         failed=int(suite.get("failures", 0)) + int(suite.get("errors", 0)),
         tests=dict(seconds),
@@ -108,7 +119,8 @@ def table(timing: Timing) -> str:
     total = sum(timing.tests.values())
     lines = [
         f"`make test` on {timing.date}, commit {timing.commit}: **{timing.wall / 60:.1f} minutes** "
-        f"in {timing.processes} processes, {len(timing.tests):,} tests, {total:,.0f} s of tests.",
+        f"in {timing.processes} processes, {len(timing.tests):,} tests, {total:,.0f} s of tests; "
+        f"caches: {timing.caches}.",
         "",
         "| file | tests | seconds | share |",
         "| --- | ---: | ---: | ---: |",
@@ -144,11 +156,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--tests", type=int, metavar="N", help="the most expensive tests")
-    for name in ("processes", "commit"):
+    for name in ("processes", "commit", "caches"):
         parser.add_argument(f"--{name}", help="of the run, if the file doesn't say it")
     args = parser.parse_args()
     timing = read(args.xml)
-    given = {name: getattr(args, name) for name in ("processes", "commit")}
+    given = {name: getattr(args, name) for name in ("processes", "commit", "caches")}
     given = {name: value for name, value in given.items() if value is not None}
     timing = Timing(**{**asdict(timing), **given})
     if args.json:
