@@ -1,6 +1,8 @@
 """Seeds, profiles and what all tests share."""
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 # Where torch_npu is installed without Ascend libraries, `import torch` fails unless told not to
@@ -44,27 +46,39 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
+def say(request) -> Callable[[str], None]:
+    """Prints a line where whoever runs the tests sees it at once, not at a failure only."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(line, file=sys.stderr, flush=True)
+
+    return say
+
+
+@pytest.fixture(scope="session")
+def demo_model(say) -> Path:
     """Folder of the demo model."""
-    return make_demo("tiny_model.py", "tiny-qwen3")
+    return make_demo("tiny_model.py", "tiny-qwen3", say)
 
 
 @pytest.fixture(scope="session")
-def demo_drafters(demo_model) -> Path:
+def demo_drafters(demo_model, say) -> Path:
     """Folder with a drafter of the demo model for each method that has one."""
-    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters")
+    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters", say)
 
 
 @pytest.fixture(scope="session")
-def demo_adapter(demo_model) -> Path:
+def demo_adapter(demo_model, say) -> Path:
     """Folder of the demo model's LoRA adapter."""
-    return make_demo("tiny_adapter.py", "tiny-qwen3-polite")
+    return make_demo("tiny_adapter.py", "tiny-qwen3-polite", say)
 
 
 @pytest.fixture(scope="session")
-def vision_models() -> Path:
+def vision_models(say) -> Path:
     """Folder of the tiny models that see, one in each folder in it."""
-    return make_demo("tiny_vision_model.py", "tiny-vision")
+    return make_demo("tiny_vision_model.py", "tiny-vision", say)
 
 
 SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "emulator", "graph")

@@ -13,12 +13,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from vllm_npu_prep import torchvision_import
 from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import waiting
@@ -77,7 +77,7 @@ def activate_platform() -> str | None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         _select_v1_runner()
         _switch_off_aot_compile()
-        make_torchvision_importable()
+        torchvision_import.install()
     except PrepError as error:
         # vLLM would swallow it and then fail for want of a platform.
         _exit_with(error)
@@ -133,27 +133,6 @@ def _switch_off_aot_compile() -> None:
     what was never saved (``support_torch_compile``): 10 ms a step.
     """
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"
-
-
-def make_torchvision_importable() -> None:
-    """Let ``import torchvision`` succeed beside a torch that its own library was not built for.
-
-    Processors of images and videos need its transforms, which are written in Python, and once it is
-    installed transformers imports it with every model. For x86-64 the package index has a CUDA
-    build only. With a torch for the CPU its library does not load, and the import then fails at two
-    operators that Python code describes unasked. Naming these is enough; a call still fails.
-    Nothing is imported here, and a torchvision that fits is left alone.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    for library in Path(spec.origin).parent.glob("_C*.so"):
-        with contextlib.suppress(OSError):
-            torch.ops.load_library(library)
-            return
-    for name in ("nms", "qnms"):
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        torch.library.define(f"torchvision::{name}", schema)
 
 
 def prepare_process() -> None:
