@@ -378,9 +378,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
     parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
-    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument(
+        "--async-scheduling",
+        action="store_true",
+        help="prepare steps as with it: samples stay on the device",
+    )
     parser.add_argument("--record", action="store_true", help="keep the last steps for a record")
-    parser.add_argument("--check", choices=("off", "cheap"), default="cheap")
+    parser.add_argument(
+        "--check",
+        choices=("off", "cheap"),
+        default="cheap",
+        help="npu_prep.check (default: %(default)s)",
+    )
     parser.add_argument("--looks", action="store_true", help="time what looks at our steps, too")
     parser.add_argument(
         "--threads",

@@ -20,6 +20,7 @@ from vllm_npu_prep.device import (
 )
 from vllm_npu_prep.graph import config as graph_config
 from vllm_npu_prep.limits import CONNECTOR_MODULE, multimodal_inputs, refuse_unsupported
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -236,8 +237,9 @@ def _log_start_up(
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",
         f"graph mode    {graph_config.describe(vllm_config)}",
-        f"sizes         {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} "
-        f"tokens a step, max_model_len {model.max_model_len}",
+        f"sizes         {counted(scheduler.max_num_seqs, 'request')}, "
+        f"{counted(scheduler.max_num_batched_tokens, 'token')} a step, "
+        f"max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
     ]
@@ -262,8 +264,8 @@ def _log_start_up(
     lora = vllm_config.lora_config
     if lora is not None:
         lines.append(
-            f"LoRA          {lora.max_loras} adapters in a step, rank {lora.max_lora_rank}, "
-            f"{lora.max_cpu_loras} in memory"
+            f"LoRA          {counted(lora.max_loras, 'adapter')} in a step, "
+            f"rank {lora.max_lora_rank}, {lora.max_cpu_loras} in memory"
         )
     lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]

@@ -27,6 +27,7 @@ from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
+from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -59,7 +60,7 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        with waiting(f"Joining {self.parallel_config.world_size} ranks", logger.info):
+        with waiting(f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info):
             init_worker_distributed_environment(
                 self.vllm_config,
                 self.rank,
@@ -185,7 +186,9 @@ class NPUWorker(Worker):
         except OSError as error:
             logger.warning("No trace of host phases: %s.", error)
         else:
-            logger.info("Host phases and counters of %d events: %s", len(scopes.events), path)
+            logger.info(
+                "Host phases and counters of %s: %s", counted(len(scopes.events), "event"), path
+            )
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""

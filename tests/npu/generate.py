@@ -101,8 +101,8 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="+", metavar="MODEL:FAMILY:CASE")
+    parser.add_argument("out", type=Path, help="file of the result, as JSON")
+    parser.add_argument("cases", nargs="+", metavar="MODEL:FAMILY:CASE", help="what to run")
     args = parser.parse_args()
     results = {}
     for name in args.cases:

@@ -37,22 +37,39 @@ def add_parser(commands: Any) -> None:
         description=f"Run a command on emulated Ascend devices. Limits: {LIMITS}.",
     )
     parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
-    parser.add_argument("--cann", default=defaults.cann, help="CANN (default: %(default)s)")
-    parser.add_argument("--devices", type=int, default=defaults.devices, help="(default: 1)")
-    parser.add_argument("--memory", default="8G", help="per device (default: %(default)s)")
     parser.add_argument(
-        "--delay", choices=DELAYS, default=defaults.delay, help="wait before each task of a stream"
+        "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
     )
     parser.add_argument(
-        "--hazards", choices=HAZARDS, default=defaults.hazards, help="(default: %(default)s)"
+        "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
+    )
+    parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--delay",
+        choices=DELAYS,
+        default=defaults.delay,
+        help="wait before each task of a stream (default: %(default)s)",
     )
     parser.add_argument(
-        "--hang-seconds", type=int, default=defaults.hang_seconds, help="(default: %(default)s)"
+        "--hazards",
+        choices=HAZARDS,
+        default=defaults.hazards,
+        help="makes the next sync fail, or is reported only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=int,
+        default=defaults.hang_seconds,
+        help="how long a stream waits for an event before it counts as hung (default: %(default)s)",
     )
     parser.add_argument("--trace", action="store_true", help="print every call and launch")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     parser.add_argument(
-        "--references", action="append", default=[], metavar="MODULE", help="operator references"
+        "--references",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Python module with operator references of your own; may be repeated",
     )
     parser.add_argument(
         "--site",
@@ -62,7 +79,12 @@ def add_parser(commands: Any) -> None:
         default=Path(sys.prefix) / "npu-emulator",
     )
     parser.add_argument("--quiet", action="store_true", help="no banner and no summary")
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.add_argument(
+        "command_line",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND ...",
+        help="the command and its arguments",
+    )
     parser.set_defaults(run=emulate)
 
 

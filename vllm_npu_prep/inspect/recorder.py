@@ -28,6 +28,7 @@ from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -168,7 +169,8 @@ class StepRecorder:
         self._is_busy = False
         if not count:
             return f"no new step to write; those of this run are in {self.folder}"
-        answer = f"{count} steps are in {self.folder} ({reason})"
+        verb = "is" if count == 1 else "are"
+        answer = f"{counted(count, 'step')} {verb} in {self.folder} ({reason})"
         logger.warning("Recording: %s.", answer)
         return answer
 
@@ -227,7 +229,9 @@ class StepRecorder:
 
     def _listen(self) -> None:
         """Write the ring on SIGUSR1, unless somebody else listens to it."""
-        where = f"the last {self.config.last} steps, to be written to {self.folder.parent}"
+        where = (
+            f"the last {counted(self.config.last, 'step')}, to be written to {self.folder.parent}"
+        )
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             signal.signal(signal.SIGUSR1, self._on_signal)
