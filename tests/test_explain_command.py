@@ -481,7 +481,7 @@ def test_terminals_of_any_width_break_no_name_and_no_number(width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_long_names_of_requests_stay_whole(width):
     """As vLLM makes them: longer than a narrow terminal is wide, and with hyphens."""
-    name = "chatcmpl-9f0a1b2c3d4e5f60718293a4b5c6d7e8-0-8c1d2e3f"
+    name = "chatcmpl-af0a1b2c3d4e5f60718293a4b5c6d7e8-0-ec1d2e3f"
     scenario = small() | {"name": f"{name} and others"}
     scenario["requests"][2]["req_id"] = name
     console = Console(file=io.StringIO(), width=width)
@@ -501,7 +501,7 @@ def test_long_names_of_requests_stay_whole(width):
 
 
 def test_no_request_has_a_name_that_is_broken_where_output_is_piped(tmp_path):
-    name = "chatcmpl-9f0a1b2c3d4e5f60718293a4b5c6d7e8-0-8c1d2e3f"
+    name = "chatcmpl-af0a1b2c3d4e5f60718293a4b5c6d7e8-0-ec1d2e3f"
     scenario = small()
     scenario["requests"][0]["req_id"] = name
     file = tmp_path / "scenario.json"

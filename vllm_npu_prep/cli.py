@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     output = Output(sys.stdout)
     code = 2
     try:
-        with contextlib.redirect_stdout(output):  # type: ignore[type-var]
+        with contextlib.redirect_stdout(output):
             return _main(argv, output)
     except PrepError as error:
         _print_error(error)

@@ -238,8 +238,7 @@ def _log_start_up(
         f"{decisions.mask_budget_bytes:,} bytes)",
         f"graph mode    {graph_config.describe(vllm_config)}",
         f"sizes         {counted(scheduler.max_num_seqs, 'request')}, "
-        f"{counted(scheduler.max_num_batched_tokens, 'token')} a step, "
-        f"max_model_len {model.max_model_len}",
+        f"{scheduler.max_num_batched_tokens} tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
     ]
