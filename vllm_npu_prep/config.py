@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.mask import MaskForm, dense_mask_bytes
+from vllm_npu_prep.validation import reason_of, shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,26 +122,29 @@ def parse_config(additional_config: object) -> PrepConfig:
     if not isinstance(section, Mapping):
         raise PrepError(
             f'--additional-config: "{SECTION}" must be an object with keys among '
-            f"{', '.join(allowed)}, not {section!r}"
+            f"{', '.join(allowed)}, not {shown(section)}"
         )
     try:
         return PrepConfig(**section)
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])
+        is_of_record = detail["loc"][0] == "record"
+        if is_of_record:
+            allowed = list(RecordConfig.model_fields)
         if detail["type"] == "extra_forbidden":
-            section_of_key = SECTION
-            if len(detail["loc"]) > 1:
-                section_of_key, allowed = f"{SECTION}.record", list(RecordConfig.model_fields)
+            section_name = f"{SECTION}.record" if is_of_record else SECTION
             key = str(detail["loc"][-1])
             raise PrepError(
-                f'--additional-config: "{section_of_key}" has no key "{key}"'
+                f'--additional-config: "{section_name}" has no key "{key}"'
                 f"{_nearest(key, allowed)}; allowed: {', '.join(allowed)}"
             ) from None
         if detail["type"] == "missing":
             raise PrepError(f'--additional-config: "{SECTION}.{key}" is missing') from None
+        keys = f" with keys among {', '.join(allowed)}" * (detail["type"] == "model_type")
         raise PrepError(
-            f'--additional-config: "{SECTION}.{key}" = {detail["input"]!r}: {detail["msg"]}'
+            f'--additional-config: "{SECTION}.{key}" = {shown(detail["input"])}: '
+            f"{reason_of(detail)}{keys}"
         ) from None
 
 

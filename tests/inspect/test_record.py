@@ -378,10 +378,10 @@ def test_what_a_file_claims_is_checked_before_memory_is_taken(good):
         ({"max_model_len": 1 << 24, "max_num_reqs": 1 << 16}, "a token table of"),
         ({"num_reqs_padded": 1}, "more requests than num_reqs_padded"),
         ({"block_sizes": [2, 2]}, "a width of each block table"),
-        ({"mode": "ALL"}, "settings.mode"),
+        ({"mode": "ALL"}, 'settings.mode: must be "NONE", "PIECEWISE" or "FULL", not "ALL"'),
         ({"surplus": 1}, "settings.surplus"),
         ({"max_drafts": 9}, "max_drafts"),
-        ({"req_ids": ["a\nb", "c", "d"]}, "settings.req_ids.0: Value error, must hold printable"),
+        ({"req_ids": ["a\nb", "c", "d"]}, "settings.req_ids.0: must hold printable"),
     ],
 )
 def test_settings_that_contradict_themselves_are_named(good, change, says):

@@ -18,6 +18,7 @@ from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, RecordSettin
 from vllm_npu_prep.inspect.scenario import why_not_json
 from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
+from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
 RECORD_SUFFIX = ".npz"
@@ -213,7 +214,7 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(str(part) for part in detail["loc"])
-        raise PrepError(f"settings.{_one_line(where)}: {_one_line(detail['msg'])}") from None
+        raise PrepError(f"settings.{_one_line(where)}: {_one_line(described(detail))}") from None
     _check_settings(settings)
     return settings
 

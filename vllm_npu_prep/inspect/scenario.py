@@ -23,6 +23,7 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
+from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
 MAX_FILE_BYTES = 64 << 20
@@ -233,17 +234,13 @@ def parse_scenario(data: Any) -> Scenario:
 def _first_error(error: ValidationError) -> str:
     detail = error.errors()[0]
     where = ".".join(str(part) for part in detail["loc"]) or "scenario"
-    if detail["type"] == "missing":
-        return f"{where}: missing"
     if detail["type"] == "extra_forbidden":
         model = _model_at(detail["loc"])
         allowed = list(model.model_fields)
         near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"{where}: unknown key{hint}; allowed: {', '.join(allowed)}"
-    given = repr(detail["input"])
-    given = given if len(given) <= 40 else given[:37] + "..."
-    return f"{where}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {given}"
+        return f"{where}: {described(detail)}{hint}; allowed: {', '.join(allowed)}"
+    return f"{where}: {described(detail)}"
 
 
 def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
