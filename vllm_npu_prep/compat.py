@@ -13,14 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from vllm_npu_prep import torchvision_import
+from vllm_npu_prep import one_line, torchvision_import
 from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.one_line import OneLineErrors
 from vllm_npu_prep.progress import waiting
 
 SUPPORTED_VLLM = ("0.32.0",)
@@ -80,7 +80,7 @@ def activate_platform() -> str | None:
         torchvision_import.install()
     except PrepError as error:
         # vLLM would swallow it and then fail for want of a platform.
-        _exit_with(error)
+        one_line.end_with(error)
     return PLATFORM_CLASS
 
 
@@ -145,6 +145,7 @@ def prepare_process() -> None:
         _silence_accelerator_calls()
         _refuse_vision_without_torchvision()
         _tell_of_waits_for_engines()
+        _tell_refusals_to_the_main_process()
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
             _let_servers_drain_and_stop_quietly()
             _let_servers_drain_and_fail_with_their_engine()
@@ -276,7 +277,10 @@ def _let_servers_drain_and_fail_with_their_engine() -> None:
 
 
 def _tell_of_waits_for_engines() -> None:
-    """A process that starts engines says so while they import, load and warm up."""
+    """A process that starts engines says so while they import, load and warm up.
+
+    What they refuse is raised here, for their user.
+    """
     from vllm.v1.engine import utils
 
     upstream = utils.wait_for_engine_startup
@@ -284,6 +288,7 @@ def _tell_of_waits_for_engines() -> None:
         return
 
     @functools.wraps(upstream)
+    @one_line.raising_what_was_left
     def wait_for_engine_startup(*args: Any, **kwargs: Any) -> Any:
         with waiting("Waiting for the engine to start", _say):
             return upstream(*args, **kwargs)
@@ -367,28 +372,43 @@ def _wake_who_reads_from_another_host() -> None:
     MessageQueue.dequeue = dequeue
 
 
-class _OneLineErrors:
-    """Exception hook that prints a `PrepError` which nobody caught as one line."""
-
-    def __init__(self) -> None:
-        self.previous = sys.excepthook
-
-    def __call__(self, kind: type, error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, PrepError):
-            print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
-        else:
-            self.previous(kind, error, traceback)
-
-
 def _report_errors_in_one_line() -> None:
     """Bad config is no crash, and ``vllm serve`` lets exceptions through to the interpreter."""
-    if not isinstance(sys.excepthook, _OneLineErrors):
-        sys.excepthook = _OneLineErrors()
+    if not isinstance(sys.excepthook, OneLineErrors):
+        sys.excepthook = OneLineErrors()
 
 
-def _exit_with(error: PrepError) -> None:
-    print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
-    raise SystemExit(2)
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """``EngineCoreProc.run_engine_core``, the process of an engine, which may refuse to start."""
+    _tell_refusals_to_the_main_process()
+    with one_line.ending_without_traceback():
+        run_engine_core.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def run_worker(*args: Any, **kwargs: Any) -> None:
+    """``WorkerProc.worker_main``, the process of a rank, which may refuse to start."""
+    _tell_refusals_to_the_main_process()
+    run_worker.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _tell_refusals_to_the_main_process() -> None:
+    """Engines and ranks leave a `PrepError` to the process that the user started (`one_line`).
+
+    Their processes run functions of this module, to be prepared before they start anything.
+    """
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    if hasattr(run_engine_core, "__wrapped__"):
+        return
+    one_line.log_refusals_in_one_line()
+    run_engine_core.__wrapped__ = EngineCoreProc.run_engine_core  # type: ignore[attr-defined]
+    run_worker.__wrapped__ = WorkerProc.worker_main  # type: ignore[attr-defined]
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    WorkerProc.worker_main = staticmethod(run_worker)
+    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)
+    WorkerProc.__init__ = one_line.leaving_refusals(WorkerProc.__init__)
+    WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
 
 
 def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:

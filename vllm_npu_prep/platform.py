@@ -1,5 +1,6 @@
 """NPUPlatform: what vLLM asks of a device, decided in one place."""
 
+import argparse
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep import ray_cluster
+from vllm_npu_prep import one_line, ray_cluster
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-from vllm_npu_prep.config import Decisions, decisions_of, parse_config
+from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
 from vllm_npu_prep.device import (
     CPU_KIND,
     choose_device,
@@ -163,6 +164,16 @@ class NPUPlatform(Platform):
         """Fine: layers find their cache by name, not by index."""
 
     @classmethod
+    def pre_register_and_update(cls, parser: argparse.ArgumentParser | None = None) -> None:
+        """Let a command check the plugin's options with its other flags, before it logs anything.
+
+        vLLM would take what is no JSON for a string, and find out much later.
+        """
+        for action in parser._actions if parser is not None else ():
+            if action.dest == "additional_config":
+                action.type = parse_flag
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Check everything that can be checked before a process starts, and switch off the rest.
 
@@ -188,7 +199,11 @@ class NPUPlatform(Platform):
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
             from vllm_npu_prep.inspect.metrics import share_folder
 
+            record = parse_config(vllm_config.additional_config).record
+            if record is not None and not vllm_config.parallel_config.use_ray:
+                record.make_folder()  # with Ray, ranks make it on their hosts
             share_folder()
+            one_line.share_file()
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
             _log_start_up(vllm_config, decisions, notes, switched_off)

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,15 +77,7 @@ class StepRecorder:
         self._last, self._ring_most = config.last, config.max_bytes
         self._req_ids: list[str] = []
         started = time.strftime("%Y%m%d-%H%M%S")
-        parent = Path(config.dir).expanduser()
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PrepError(
-                f'"npu_prep.record.dir" = "{config.dir}": {error.strerror}; give a folder that '
-                "this process may write to"
-            ) from None
-        self.folder = parent / f"{started}-{os.getpid()}{suffix}"
+        self.folder = config.make_folder() / f"{started}-{os.getpid()}{suffix}"
         self.steps = 0  # so many came by
         self._span = config.span
         self._ring: deque[KeptStep] = deque()
