@@ -174,6 +174,14 @@ class NPUPlatform(Platform):
                 action.type = parse_flag
 
     @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuse what no step could answer, in the process that takes requests."""
+        if processed_inputs["type"] == "embeds":
+            from vllm_npu_prep.prompt_embeds import refuse_non_finite
+
+            refuse_non_finite(processed_inputs["prompt_embeds"])
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Check everything that can be checked before a process starts, and switch off the rest.
 
