@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_npu_prep.emulator.build import ensure_built
-from vllm_npu_prep.emulator.options import DELAYS, HAZARDS, Options, bytes_of
+from vllm_npu_prep.emulator.options import DELAYS, HAZARDS, Options, bytes_of, check_soc
 from vllm_npu_prep.errors import PrepError
 
 HOOK = Path(__file__).parent / "hook"
@@ -96,7 +96,7 @@ def emulate(args: argparse.Namespace) -> int:
     if not 1 <= args.devices <= 16:
         raise PrepError(f"--devices {args.devices} is not between 1 and 16")
     options = Options(
-        soc=args.soc,
+        soc=check_soc(args.soc),
         cann=args.cann,
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
