@@ -171,7 +171,7 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
         "delay": options.delay,
         "processes": len(processes),
     }
-    for name in ("counters", "calls", "kernels"):
+    for name in ("counters", "calls", "kernels", "held_at_exit"):
         report[name] = dict(sum((Counter(part[name]) for part in processes), Counter()))
     peaks = [part["counters"]["peak_memory_bytes"] for part in processes]
     report["counters"]["peak_memory_bytes"] = max(peaks, default=0)
@@ -199,6 +199,11 @@ def _print_summary(report: dict[str, Any]) -> None:
         f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
         f"{counted['errors']} errors, {counted['hazards']} hazards, {len(report['leaks'])} leaks"
     )
+    if held := report["held_at_exit"]:
+        _say(
+            f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} blocks "
+            "for tensors and graphs; they end with their process"
+        )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:
             _say(f"{kind[:-1]}: {text}")
