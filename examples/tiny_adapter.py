@@ -122,7 +122,8 @@ def make(out: Path, demo_model: Path) -> Path:
 
         torch.manual_seed(tiny_model.SEED)
         torch.use_deterministic_algorithms(True)
-        model = AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+        model.eval().requires_grad_(False)
         updates = train(model, AutoTokenizer.from_pretrained(demo_model))
         tensors = {
             f"{name}.{which}.weight": tensor.detach().contiguous()

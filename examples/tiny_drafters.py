@@ -299,7 +299,8 @@ def make(out: Path, demo_model: Path) -> Path:
 
     def fill(folder: Path) -> None:
         torch.use_deterministic_algorithms(True)
-        target = AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+        target = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+        target.eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(demo_model)
         ids, labels = tiny_model.encode(tokenizer, tiny_model.exchanges())
         for method, drafter in make_drafters(target, labels):
