@@ -197,12 +197,13 @@ def _print_summary(report: dict[str, Any]) -> None:
         f"{report['processes']} process(es), {counted['launches']} launches, "
         f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
         f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
-        f"{counted['errors']} errors, {counted['hazards']} hazards, {len(report['leaks'])} leaks"
+        f"{counted['errors']} errors, {counted['hazards']} hazards, "
+        f"{len(report['leaks'])} leak{'' if len(report['leaks']) == 1 else 's'}"
     )
     if held := report["held_at_exit"]:
         _say(
-            f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} blocks "
-            "for tensors and graphs; they end with their process"
+            f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
+            "block(s) for tensors and graphs, which end with their process"
         )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:
