@@ -6,21 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.engine import make_model
-
 VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
-def test_what_ranks_refuse_ends_the_server_with_one_line(tmp_path):
+def test_what_ranks_refuse_ends_the_server_with_one_line(demo_model, tmp_path):
     """A folder that the server's process can make, and that its children don't see."""
-    model = make_model(tmp_path / "qwen3", num_hidden_layers=1)
     folder = os.open(tmp_path, os.O_RDONLY)
     record = {"npu_prep": {"record": {"dir": f"/proc/self/fd/{folder}/records"}}}
     flags = ("--skip-tokenizer-init", "--max-model-len", "128", "--enforce-eager")
     flags += ("--port", "0", "--kv-cache-memory-bytes", str(1 << 24))
     try:
         run = subprocess.run(
-            [VLLM, "serve", model, "-tp", "2", "--additional-config", json.dumps(record), *flags],
+            [
+                VLLM,
+                "serve",
+                demo_model,
+                "-tp",
+                "2",
+                "--additional-config",
+                json.dumps(record),
+                *flags,
+            ],
             capture_output=True,
             text=True,
             pass_fds=[folder],
