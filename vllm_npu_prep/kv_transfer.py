@@ -2,7 +2,7 @@
 
 vLLM 0.32 hands connectors each layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 *
 head_size]``, K and V of a head side by side; here K and V are planes. What is stored outside keeps
-upstream's form. `vllm_npu_prep.limits` says which connectors a kernel family takes, and the
+upstream's form. `vllm_npu_prep.startup` says which connectors a kernel family takes, and the
 platform names this module as the place to find them (``kv_connector_module_path``).
 """
 

@@ -9,7 +9,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep import one_line, ray_cluster
+from vllm_npu_prep import one_line
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
 from vllm_npu_prep.device import (
@@ -20,7 +20,10 @@ from vllm_npu_prep.device import (
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
-from vllm_npu_prep.limits import CONNECTOR_MODULE, multimodal_inputs, refuse_unsupported
+from vllm_npu_prep.startup import ray_cluster
+from vllm_npu_prep.startup.asked import multimodal_inputs
+from vllm_npu_prep.startup.refusals import refuse_unsupported
+from vllm_npu_prep.startup.subjects.cache import CONNECTOR_MODULE
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ class NPUPlatform(Platform):
         """`torch.manual_seed`, which vLLM calls too, seeds every device."""
 
     def is_sleep_mode_available(self) -> bool:
-        """Asked by vLLM's config only, whose own refusal doesn't name the flag: `limits` does."""
+        """Asked by vLLM's config only, whose own refusal doesn't name the flag: ours does."""
         return True
 
     @classmethod

@@ -29,12 +29,12 @@ from vllm_npu_prep.bookkeeping import BookkeepingRunner
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.limits import DRAFT_MODEL_METHODS
 from vllm_npu_prep.prep.drafting import (
     next_draft_seq_lens,
     num_rejected_tokens,
     token_positions,
 )
+from vllm_npu_prep.startup.asked import DRAFT_MODEL_METHODS
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,19 +1,19 @@
-"""What the package refuses, read from its source: messages as templates."""
+"""What the package refuses: start-up's list, and messages in its source, as templates."""
 
 import ast
 import re
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.pages import ROOT
+from vllm_npu_prep.startup.refusals import REFUSALS
 
 PACKAGE = ROOT / "vllm_npu_prep"
-LISTS = re.compile(r"unsupported|limits")
-"""Functions with lists of what is refused: whether it applies, the feature, the reason."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Message:
     """A message with holes."""
 
     place: str
@@ -30,12 +30,12 @@ class Refusal:
         )
 
 
-def refusals() -> list[Refusal]:
+def messages() -> list[Message]:
     """Features that start-up refuses, and every message of a `PrepError`.
 
     Messages of which nothing but a hole is written there are left out: others made them.
     """
-    found = []
+    found = [Message(f"REFUSALS[{id!r}]", _holes(each.feature)) for id, each in REFUSALS.items()]
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for function in ast.walk(tree):
@@ -44,25 +44,29 @@ def refusals() -> list[Refusal]:
     return [each for each in dict.fromkeys(found) if any(_words(part) for part in each.template)]
 
 
+def _holes(text: str) -> tuple[str | None, ...]:
+    """A template of `str.format`."""
+    parts = [(text or None, hole) for text, hole, *_ in string.Formatter().parse(text)]
+    return tuple(
+        each
+        for text, hole in parts
+        for each in ([text] if text else []) + [None] * (hole is not None)
+    )
+
+
 def _words(part: str | None) -> bool:
     return part is not None and re.search(r"[A-Za-z]{2}", part) is not None
 
 
-def _of_function(function: ast.FunctionDef, path: Path) -> list[Refusal]:
+def _of_function(function: ast.FunctionDef, path: Path) -> list[Message]:
     messages: list[ast.expr] = []
     for node in ast.walk(function):
         match node:
             case ast.Raise(exc=ast.Call(func=ast.Name(id="PrepError"), args=[message, *_])):
                 messages.append(message)
-            case (
-                ast.Assign(targets=[ast.Name(id="checks")], value=ast.List(elts=checks))
-                | ast.AugAssign(target=ast.Name(id="checks"), value=ast.List(elts=checks))
-                | ast.Return(value=ast.List(elts=checks))
-            ) if LISTS.search(function.name):
-                messages += [check.elts[-2] for check in checks if isinstance(check, ast.Tuple)]
     place = path.relative_to(PACKAGE).as_posix()
     texts = [each for message in messages for each in _alternatives(message, function)]
-    return [Refusal(f"{place}:{message.lineno}", _template(message)) for message in texts]
+    return [Message(f"{place}:{message.lineno}", _template(message)) for message in texts]
 
 
 def _alternatives(message: ast.expr, function: ast.FunctionDef) -> list[ast.expr]:

@@ -13,11 +13,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tests.docs.pages import PAGES, ROOT, code_of
-from tests.docs.refusals import refusals
+from tests.docs.refusals import messages
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import PrepConfig, RecordConfig
 from vllm_npu_prep.inspect.metrics import COUNTERS, PREFIX, PREPARE_TIME
 from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, ScenarioRequest
+from vllm_npu_prep.startup.document import render
 
 PACKAGE = ROOT / "vllm_npu_prep"
 ENDING_ERRORS = {"StepCheckError", "GraphSafetyError", "EngineStoppedError"}
@@ -97,14 +98,19 @@ def test_every_metric_is_documented_and_no_other():
 
 
 def test_every_refusal_is_documented():
-    missing = [str(each) for each in refusals() if not any(map(each.says, ERRORS.code))]
+    missing = [str(each) for each in messages() if not any(map(each.says, ERRORS.code))]
     assert not missing
 
 
 def test_no_refusal_is_documented_that_is_gone():
-    known = refusals()
+    known = messages()
     documented = {code for row in ERRORS.rows for code in code_of(row[0])} - ENDING_ERRORS
     assert not [code for code in documented if not any(each.says(code) for each in known)]
+
+
+def test_tables_of_refusals_are_up_to_date():
+    command = "python -m vllm_npu_prep.startup.document docs/reference/errors.md"
+    assert ERRORS.text == render(ERRORS.text), f"run {command}"
 
 
 def test_errors_that_are_no_refusals_exist():

@@ -1110,10 +1110,10 @@ MUTANTS = [
     ),
     Mutant(
         "models of states by transformers' code",
-        "limits.py",
-        " or not kinds.isdisjoint(STATE_LAYERS)",
+        "startup/subjects/features.py",
+        "            or not c.layer_types.isdisjoint(STATE_LAYERS)\n",
         "",
-        ("tests/test_start_up.py",),
+        ("tests/startup/test_refusals.py",),
     ),
     Mutant(
         "prompts count as stored once a layer is",
@@ -1263,13 +1263,13 @@ MUTANTS = [
         "compat.py",
         "                if self.shutting_down:\n",
         "                if False:\n",
-        ("tests/test_ray_cluster.py",),
+        ("tests/startup/test_ray_cluster.py",),
     ),
     Mutant(
         "other hosts get this one's devices",
         "compat.py",
         'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))',
         'update(("HCCL_IF_IP",))',
-        ("tests/test_ray_cluster.py",),
+        ("tests/startup/test_ray_cluster.py",),
     ),
 ]

@@ -24,11 +24,11 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.limits import DEFAULT_BLOCK_SIZE
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
+from vllm_npu_prep.startup.asked import DEFAULT_BLOCK_SIZE
 
 ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 

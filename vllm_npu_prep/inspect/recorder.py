@@ -26,7 +26,7 @@ from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded,
 from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
-from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
+from vllm_npu_prep.startup.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

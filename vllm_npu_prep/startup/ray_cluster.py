@@ -46,14 +46,12 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
     Raises
     ------
     PrepError
-        If the cluster that the engine would wait for has no NPU at all, or Ray is to be used in a
-        way that was not tried.
+        If the cluster that the engine would wait for has no NPU at all.
     """
     import ray
 
     from vllm_npu_prep.inspect.metrics import FOLDER_ENV_VAR
 
-    _refuse_untried(parallel_config)
     environment = dict(parallel_config.ray_runtime_env or {})
     variables = dict(environment.get("env_vars", {}))
     if variables.get(DEVICE_ENV_VAR) == kind.device_type:  # vLLM checks its config several times
@@ -64,21 +62,6 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
     if FOLDER_ENV_VAR in os.environ:
         variables[FOLDER_ENV_VAR] = os.environ[FOLDER_ENV_VAR]
     parallel_config.ray_runtime_env = {**environment, "env_vars": variables}
-
-
-def _refuse_untried(parallel_config: Any) -> None:
-    from vllm import envs
-
-    if not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
-        raise PrepError(
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is not supported by vllm_npu_prep: compiled graphs "
-            "of Ray were not tried; unset it"
-        )
-    if parallel_config.data_parallel_backend == "ray":
-        raise PrepError(
-            "--data-parallel-backend ray is not supported by vllm_npu_prep: engines are started by "
-            "mp, and --distributed-executor-backend ray spreads the ranks of each over hosts"
-        )
 
 
 def _refuse_without_npus(num_ranks: int, kind: DeviceKind) -> None:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
-from vllm_npu_prep import compat, device, ray_cluster
+from vllm_npu_prep import compat, device
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ranks import ranks_on_host
+from vllm_npu_prep.startup import ray_cluster
+from vllm_npu_prep.startup.ranks import ranks_on_host
 
 HOW = r"ray start.*--head.*--resources '\{\"NPU\": N\}'"
 

@@ -1,0 +1,663 @@
+"""Engines that are refused: what was asked for, and every refusal that it meets, by id."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.helpers.engine import LLAMA4
+from tests.helpers.windows import SHARED_LAYERS
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
+CHUNKS = {key: value for key, value in LLAMA4.items() if key not in ("family", "num_hidden_layers")}
+CHUNKS["no_rope_layers"] = [1]
+MLA = {
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "n_routed_experts": 0,
+    "first_k_dense_replace": 1,
+}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+POOLING = {"runner": "pooling"}
+MEAN_POOLING = {
+    **POOLING,
+    "pooler_config": {"seq_pooling_type": "MEAN"},
+    "max_num_batched_tokens": 128,
+}
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+
+def connector(name: str = "ExampleConnector", **more: Any) -> dict[str, Any]:
+    """Settings of an engine whose connector has nothing wrong; `more` is added to its config."""
+    config = {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "kv"},
+        **more,
+    }
+    return {"kv_transfer_config": config, "enable_chunked_prefill": False}
+
+
+def drafts(method: str = "draft_model", **more: Any) -> dict[str, Any]:
+    """Settings of an engine that speculates; ``DRAFTER`` in its config is a folder."""
+    config = {"method": method, "num_speculative_tokens": 2, **more}
+    if method == "draft_model":
+        config.setdefault("model", DRAFTER)
+    return {"speculative_config": config}
+
+
+DRAFTER = "drafter of the same kind as the model"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine that is refused.
+
+    Attributes
+    ----------
+    ids
+        Every refusal that it meets, in their order.
+    parts
+        What its message says.
+    settings
+        Of the engine.
+    model
+        Family and config of its model; the smallest Qwen3 by default.
+    drafter
+        The same of ``DRAFTER``.
+    family
+        Kernel family that is asked in place of the CPU fallback's, for an engine which the
+        fallback runs.
+    on_npu
+        Whether that family is asked on an NPU.
+    patches
+        Attributes and what they are while it is refused: of a device that isn't there.
+    environment
+        Variables.
+    """
+
+    ids: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: tuple[str, dict[str, Any]] = ("Qwen3", {})
+    drafter: tuple[str, dict[str, Any]] = ("Qwen3", {})
+    family: str | None = None
+    on_npu: bool = False
+    patches: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+SUBJECTS = "vllm_npu_prep.startup.subjects"
+NPUS = {
+    f"{SUBJECTS}.kernels.device_name": lambda device_type: "Ascend910B1",
+    f"{SUBJECTS}.ranks.visible_devices": {"npu": 2}.get,
+    f"{SUBJECTS}.ranks.has_collectives": lambda device_type: True,
+}
+"""A host with two NPUs that can exchange."""
+HALF = {"dtype": "bfloat16"}
+
+LIMITS = {
+    "a chip whose caches are in another layout": Case(
+        ("nz-cache",),
+        ("Ascend310P3: ", "NZ layout", "use an Ascend910B"),
+        HALF,
+        family="fia",
+        on_npu=True,
+        patches={**NPUS, f"{SUBJECTS}.kernels.device_name": lambda device_type: "Ascend310P3"},
+    ),
+    "a dtype that operators don't take": Case(
+        ("dtype",), ("--dtype torch.float32", "bfloat16, float16"), family="fia"
+    ),
+    "cache dtype": Case(
+        ("kv-cache-dtype",), ("--kv-cache-dtype fp8", "auto"), {"kv_cache_dtype": "fp8"}
+    ),
+    "cache of another dtype than the model's": Case(
+        ("kv-cache-dtype",), ("--kv-cache-dtype bfloat16", "auto"), {"kv_cache_dtype": "bfloat16"}
+    ),
+    "more cache than memory": Case(
+        ("kv-cache-memory",),
+        ("--kv-cache-memory-bytes", "free"),
+        {"kv_cache_memory_bytes": 1 << 50},
+    ),
+    "more cache than memory, on several ranks": Case(
+        ("kv-cache-memory",),
+        ("--kv-cache-memory-bytes", "2 ranks on this host", "free"),
+        {"kv_cache_memory_bytes": 1 << 50, "tensor_parallel_size": 2},
+    ),
+    "blocks that operators don't take": Case(
+        ("block-size",),
+        ("--block-size 24", "multiples of 16"),
+        {**HALF, "block_size": 24},
+        family="fia",
+    ),
+    "attention chunks in the default blocks": Case(
+        ("attention-chunks-in-blocks",),
+        ("--block-size 128", "attention chunks of 32 tokens", "whole blocks"),
+        model=("Llama4", CHUNKS),
+    ),
+    "attention chunks in blocks that don't divide them": Case(
+        ("attention-chunks-in-blocks",),
+        ("--block-size 12", "attention chunks of 32 tokens"),
+        {"block_size": 12},
+        model=("Llama4", CHUNKS),
+    ),
+    "large heads": Case(("head-size",), ("head size 1024",), model=("Qwen3", {"head_dim": 1024})),
+    "kernels of Triton": Case(
+        ("triton-kernels",),
+        ("npu_prep.triton_kernels", '"keep"', "none that works", "triton-ascend", '"replace"'),
+        {"additional_config": {"npu_prep": {"triton_kernels": "keep"}}},
+    ),
+    "kernels of Triton where it drives no NPU": Case(
+        ("triton-kernels",),
+        ("the CPU fallback has none",),
+        {"additional_config": {"npu_prep": {"triton_kernels": "keep"}}},
+        patches={"vllm.triton_utils.HAS_TRITON": True},
+    ),
+    **{
+        f"{name} on the kernels of {family}": Case(
+            (name,),
+            (*parts, f"kernel family {family}", "use the CPU fallback"),
+            HALF,
+            model,
+            family=family,
+        )
+        for family in ("fia", "atb")
+        for name, parts, model in (
+            ("experts", ("mixture of experts", "npu_grouped_matmul"), ("Qwen3Moe", EXPERTS)),
+            ("logits-soft-cap", ("logits soft cap", "no cap"), ("Gemma2", {})),
+        )
+    },
+    "MLA on the kernels of fia": Case(
+        ("head-size", "mla"),
+        ("MLA attention", "query_rope", "kernel family fia", "use the CPU fallback"),
+        HALF,
+        ("DeepseekV2", {**MLA, "kv_lora_rank": 32, "qk_rope_head_dim": 8}),
+        family="fia",
+    ),
+    "layers that share K and V, where prompts are never read from the cache": Case(
+        ("kv-sharing",),
+        ("sharing of K and V between layers", "family atb", '{"npu_prep": {"attention": "fia"}}'),
+        HALF,
+        ("Gemma3n", SHARED_LAYERS),
+        family="atb",
+    ),
+}
+
+STATES = ("state-space or linear-attention model", "the KV cache holds K and V")
+MODELS = {
+    "ALiBi": Case(("alibi",), ("ALiBi",), model=("Bloom", {})),
+    "ALiBi of an encoder": Case(
+        ("alibi",),
+        ("ALiBi",),
+        model=("Bert", {"head": "Model", "position_embedding_type": "alibi"}),
+    ),
+    "an encoder beside a decoder": Case(
+        ("encoder-decoder",),
+        ("encoder-decoder", "cross-attention"),
+        {"hf_overrides": {"is_encoder_decoder": True}},
+    ),
+    "sparse attention": Case(
+        ("sparse-attention",),
+        ("sparse attention", "indexer"),
+        model=("DeepseekV2", {**MLA, "q_lora_rank": 20, "index_topk": 8}),
+    ),
+    "states": Case(
+        ("states",),
+        STATES,
+        model=("Mamba2", {"num_heads": 8, "state_size": 16, "n_groups": 1}),
+    ),
+    "states between attention": Case(
+        ("states",),
+        STATES,
+        model=("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
+    ),
+    "linear attention": Case(
+        ("states",),
+        STATES,
+        model=("Qwen3Next", {"layer_types": ["linear_attention"], "num_experts": 0}),
+    ),
+    # vLLM knows it no longer, and would run transformers' code
+    "states in transformers' code": Case(
+        ("states",),
+        STATES,
+        model=("Bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}),
+    ),
+    "diffusion": Case(
+        ("diffusion",), ("a diffusion model",), {"hf_overrides": {"canvas_length": 8}}
+    ),
+    "attention chunks in transformers' code": Case(
+        ("attention-chunks-in-transformers",),
+        ("--model-impl transformers with attention chunks", "whole contexts"),
+        {"block_size": 16, "model_impl": "transformers"},
+        model=("Llama4", CHUNKS),
+    ),
+    "quantised weights": Case(
+        ("quantization",),
+        ("--quantization fp8", "no kernels", "16 or 32 bits"),
+        {**HALF, "quantization": "fp8"},
+    ),
+}
+
+FEATURES = {
+    "chunks of prompts that are pooled whole": Case(
+        ("pooling-chunked-prefill",),
+        ("--enable-chunked-prefill", "whole prompts"),
+        {**MEAN_POOLING, "enable_chunked_prefill": True},
+    ),
+    "cached prefixes of prompts that are pooled whole": Case(
+        ("pooling-prefix-caching",),
+        ("--enable-prefix-caching", "whole prompts"),
+        {**MEAN_POOLING, "enable_prefix_caching": True},
+    ),
+    "embeddings of prompts that are pooled": Case(
+        ("pooling-prompt-embeds",),
+        ("--enable-prompt-embeds", "token ids"),
+        {**POOLING, "enable_prompt_embeds": True},
+    ),
+    "routing of experts": Case(
+        ("routed-experts",),
+        ("--enable-return-routed-experts", "routing"),
+        {"enable_return_routed_experts": True},
+        model=("Qwen3Moe", EXPERTS),
+    ),
+    "sleep mode": Case(("sleep-mode",), ("--enable-sleep-mode",), {"enable_sleep_mode": True}),
+    "weights from a trainer": Case(
+        ("weight-transfer",),
+        ("--weight-transfer-config", "reload_weights"),
+        {"weight_transfer_config": {"backend": "nccl"}},
+    ),
+    "fast prefill": Case(
+        ("fast-prefill",), ("--kv-sharing-fast-prefill",), {"kv_sharing_fast_prefill": True}
+    ),
+    "experts of another backend": Case(
+        ("moe-backend",), ("--moe-backend triton",), {"moe_backend": "triton"}
+    ),
+    "another attention backend": Case(
+        ("attention-backend",), ("--attention-backend",), {"attention_backend": "TRITON_ATTN"}
+    ),
+    "another backend for windows": Case(
+        ("attention-backend",),
+        ("--attention-backend",),
+        {"attention_config": {"backend_per_kind": {"sliding_window": "TRITON_ATTN"}}},
+    ),
+    "attention both ways": Case(
+        ("non-causal",),
+        ("use_non_causal in --attention-config",),
+        {"attention_config": {"use_non_causal": True}},
+    ),
+    "linear layers of another backend": Case(
+        ("linear-backend",), ("--linear-backend cutlass",), {"linear_backend": "cutlass"}
+    ),
+    "watermarks": Case(
+        ("watermarking",), ("--watermark-config", "V2"), {"watermark_config": {"key": 7}}
+    ),
+    "weights on the host": Case(
+        ("weight-offloading",), ("weight offloading", "device memory"), {"cpu_offload_gb": 1}
+    ),
+    "weights fetched ahead": Case(
+        ("weight-offloading",), ("weight offloading",), {"offload_group_size": 2}
+    ),
+    "two batches at a time": Case(
+        ("dual-batch-overlap",),
+        ("dual-batch overlap", "one batch"),
+        {"enable_dbo": True, "data_parallel_size": 2},
+        model=("Qwen3Moe", EXPERTS),
+    ),
+    "a profiler of CUDA": Case(
+        ("profiler",), ('profiler "cuda"', '"torch"'), {"profiler_config": {"profiler": "cuda"}}
+    ),
+    "marks of NVTX": Case(
+        ("layerwise-nvtx",),
+        ("--enable-layerwise-nvtx-tracing",),
+        {"enable_layerwise_nvtx_tracing": True},
+    ),
+    "adapters of experts": Case(
+        ("lora-experts",),
+        ("LoRA on a mixture-of-experts model",),
+        {"enable_lora": True},
+        model=("Qwen3Moe", EXPERTS),
+    ),
+    "adapters of latent projections": Case(
+        ("lora-mla",), ("LoRA on a model with MLA",), {"enable_lora": True}, ("DeepseekV2", MLA)
+    ),
+}
+
+TWO_RANKS = {"tensor_parallel_size": 2}
+CUDA_ALIKE = {"vllm.platforms.current_platform.is_cuda_alike": lambda: True}
+"""As another platform says, where vLLM looks into experts that move at all."""
+RANKS = {
+    "ranks beyond the NPUs of a host": Case(
+        ("ranks-beyond-devices",),
+        ("4 ranks on this host: 2 NPUs", "ASCEND_RT_VISIBLE"),
+        {**HALF, **TWO_RANKS, "data_parallel_size": 2},
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+    ),
+    # As on the emulated runtime, which has devices and no HCCL
+    "NPUs that nothing connects": Case(
+        ("no-collectives",),
+        ("2 ranks of one engine: libhccl", "CANN", "CPU fallback"),
+        {**HALF, **TWO_RANKS},
+        family="fia",
+        on_npu=True,
+        patches={**NPUS, f"{SUBJECTS}.ranks.has_collectives": {"cpu": True, "npu": False}.get},
+    ),
+    "a cache over several ranks": Case(
+        ("context-parallelism",),
+        ("context parallelism", "whole requests"),
+        {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+    ),
+    "ranks of another launcher": Case(
+        ("external-launcher",),
+        ("--distributed-executor-backend external_launcher", "started by mp"),
+        {**TWO_RANKS, "distributed_executor_backend": "external_launcher"},
+    ),
+    "experts that move": Case(
+        ("eplb",),
+        ("--enable-eplb", "experts stay"),
+        {**TWO_RANKS, "enable_expert_parallel": True, "enable_eplb": True},
+        ("Qwen3Moe", EXPERTS),
+        patches=CUDA_ALIKE,
+    ),
+    "ranks that come and go": Case(
+        ("eplb", "elastic-ep"),
+        ("--enable-eplb", "--enable-elastic-ep"),
+        {
+            "data_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "enable_eplb": True,
+            "enable_elastic_ep": True,
+            "eplb_config": {"use_async": False},
+        },
+        ("Qwen3Moe", EXPERTS),
+        patches=CUDA_ALIKE,
+    ),
+    "experts exchanged by CUDA kernels": Case(
+        ("all2all-backend",),
+        ("--all2all-backend deepep_low_latency", "CUDA"),
+        {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency"},
+        ("Qwen3Moe", EXPERTS),
+    ),
+    "sampling shared by ranks": Case(
+        ("batch-sharded-sampling",),
+        ("--enable-batch-sharded-sampling", "every rank"),
+        {**TWO_RANKS, "enable_batch_sharded_sampling": True},
+    ),
+    "engines that are to outlive a rank": Case(
+        ("fault-tolerance",),
+        ("--enable-fault-tolerance", "started again"),
+        {"enable_fault_tolerance": True, "data_parallel_size": 2, "data_parallel_rank": 0},
+        ("Qwen3Moe", EXPERTS),
+    ),
+    "asynchronous stages": Case(
+        ("async-stages",),
+        ("--async-scheduling over pipeline stages", "V1 runner"),
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+    ),
+    "engines that Ray starts": Case(
+        ("ray-data-parallel",),
+        ("--data-parallel-backend ray is not supported", "started by mp"),
+        {
+            **TWO_RANKS,
+            "distributed_executor_backend": "ray",
+            "data_parallel_backend": "ray",
+        },
+    ),
+    "graphs that Ray compiles": Case(
+        ("ray-compiled-graphs",),
+        ("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is not supported", "unset it"),
+        {**TWO_RANKS, "distributed_executor_backend": "ray"},
+        environment={"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"},
+    ),
+}
+
+CACHE = {
+    "offloaded KV cache": Case(
+        ("kv-offloading",), ("--kv-offloading-size", "planes"), {"kv_offloading_size": 1}
+    ),
+    "KV connector of another cache": Case(
+        ("kv-connector",),
+        ("KV connector NixlConnector", "planes", "ExampleConnector"),
+        connector("NixlConnector"),
+    ),
+    "KV connector of unknown code": Case(
+        ("kv-connector",),
+        ("KV connector ExampleConnector", "planes"),
+        connector(
+            kv_connector_module_path="vllm.distributed.kv_transfer.kv_connector.v1."
+            "example_connector"
+        ),
+    ),
+    "KV connector of prompts that are pooled": Case(
+        ("kv-connector-mla-or-pooling",),
+        ("KV connector ExampleConnector with MLA or pooling",),
+        {**connector(), **POOLING},
+    ),
+    "KV connector of latent rows": Case(
+        ("kv-connector-mla-or-pooling",),
+        ("KV connector ExampleConnector with MLA or pooling",),
+        connector(),
+        ("DeepseekV2", MLA),
+    ),
+    "KV connector that knows no adapters": Case(
+        ("kv-connector-lora-or-embeds",),
+        ("KV connector ExampleConnector with LoRA or prompt embeddings", "token ids"),
+        {**connector(), "enable_lora": True},
+    ),
+    "KV connector with chunks": Case(
+        ("kv-connector-chunked-prefill",),
+        ("KV connector ExampleConnector", "--no-enable-chunked-prefill"),
+        {**connector(), "enable_chunked_prefill": True},
+    ),
+    "KV connector with prompts that are cut all the same": Case(
+        ("kv-connector-chunked-prefill",),
+        ("KV connector ExampleConnector", "--long-prefill-token-threshold"),
+        {**connector(), "long_prefill_token_threshold": 9},
+    ),
+    "KV connector over everybody's folder": Case(
+        ("kv-connector-folder",),
+        ("KV connector ExampleConnector without a folder", "shared_storage_path"),
+        connector(kv_connector_extra_config={}),
+    ),
+    "KV connector on several ranks": Case(
+        ("kv-connector-ranks",),
+        ("KV connector ExampleConnector on several ranks", "each rank has a part"),
+        {**connector(), **TWO_RANKS},
+    ),
+}
+
+SEEING = {
+    "images that attend both ways": Case(
+        ("mm-prefix",),
+        ("image spans that attend both ways", "--language-model-only"),
+        {"hf_overrides": {"is_mm_prefix_lm": True}},
+    ),
+    "input that no encoder read": Case(
+        ("mm-raw-input",),
+        ("raw multimodal input", "placeholders"),
+        patches={"vllm.config.ModelConfig.is_multimodal_raw_input_only_model": True},
+    ),
+    "input of another kind": Case(
+        ("modality",),
+        ("video input", "image input is", """--limit-mm-per-prompt '{"video": 0}'"""),
+        patches={f"{SUBJECTS}.inputs.MODALITIES": ("image",)},
+    ),
+    "prompt embeddings beside images": Case(
+        ("mm-prompt-embeds",),
+        ("--enable-prompt-embeds with a multimodal model",),
+        {"enable_prompt_embeds": True},
+    ),
+    "pruned videos": Case(
+        ("video-pruning",), ("--video-pruning-rate",), {"video_pruning_rate": 0.5}
+    ),
+    "an encoder only": Case(
+        ("mm-encoder-only",), ("--mm-encoder-only",), {"mm_encoder_only": True}
+    ),
+    "encoders that attend otherwise": Case(
+        ("mm-encoder-attention",),
+        ("--mm-encoder-attn-backend",),
+        {"mm_encoder_attn_backend": "FLASH_ATTN"},
+    ),
+    "encoder's connector": Case(
+        ("ec-transfer",),
+        ("--ec-transfer-config",),
+        {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_consumer"}},
+    ),
+    "adapters of the tower": Case(
+        ("lora-tower",),
+        ("--enable-tower-connector-lora",),
+        {"enable_lora": True, "enable_tower_connector_lora": True},
+    ),
+    "a draft model with one position for each token": Case(
+        ("draft-model-mrope",),
+        ("draft_model for a model with M-RoPE", "ngram and EAGLE"),
+        drafts(),
+        drafter=("Qwen3", {"vocab_size": 876}),
+    ),
+}
+"""Of the model `tests.helpers.vision` calls Qwen2.5-VL."""
+
+SPECULATION = {
+    "suffix decoding": Case(
+        ("speculative-method",),
+        ("speculative method suffix", "ngram", "eagle3"),
+        drafts("suffix"),
+    ),
+    "ngrams on the device": Case(
+        ("speculative-method",), ("speculative method ngram_gpu", "ngram"), drafts("ngram_gpu")
+    ),
+    "a class of one's own": Case(
+        ("speculative-method",),
+        ("speculative method custom_class",),
+        drafts("custom_class", model="package.module.Class"),
+    ),
+    "hidden states": Case(
+        ("speculative-method",),
+        ("speculative method extract_hidden_states",),
+        drafts("extract_hidden_states", num_speculative_tokens=1),
+    ),
+    "embeddings of prompts that drafts are looked up in": Case(
+        ("speculation-prompt-embeds",),
+        ("--enable-prompt-embeds with speculation", "token ids"),
+        {**NGRAM, "enable_prompt_embeds": True},
+    ),
+    "drafts over stages": Case(
+        ("speculation-stages",),
+        ("speculation over pipeline stages", "--tensor-parallel-size"),
+        {**NGRAM, "pipeline_parallel_size": 2},
+    ),
+    "drafts of one pass": Case(
+        ("parallel-drafting",),
+        ("parallel drafting", "one token of each request"),
+        drafts(parallel_drafting=True),
+    ),
+    "a draft model without padding": Case(
+        ("unpadded-drafter-batch",),
+        ("disable_padded_drafter_batch (draft_model)", "leave the key out"),
+        drafts(disable_padded_drafter_batch=True),
+    ),
+    "blocks of drafts": Case(
+        ("rejection-sample-method",),
+        ("rejection_sample_method block", "standard"),
+        drafts(rejection_sample_method="block"),
+    ),
+    "made-up acceptance": Case(
+        ("rejection-sample-method",),
+        ("rejection_sample_method synthetic", "standard"),
+        drafts(rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.5, 0.2]),
+    ),
+    "drafts by batch size": Case(
+        ("dynamic-speculation",),
+        ("num_speculative_tokens_per_batch_size", "one number of drafts"),
+        drafts(num_speculative_tokens_per_batch_size=[[1, 4, 2], [5, 8, 1]]),
+    ),
+    "drafts that are verified at times": Case(
+        ("adaptive-verification",),
+        ("enable_adaptive_verification", "every draft"),
+        drafts(enable_adaptive_verification=True),
+    ),
+    "another vocabulary": Case(
+        ("heterogeneous-vocab",), ("use_heterogeneous_vocab",), drafts(use_heterogeneous_vocab=True)
+    ),
+    "argmax by rank": Case(
+        ("local-argmax",),
+        ("use_local_argmax_reduction", "whole logits"),
+        drafts(use_local_argmax_reduction=True),
+    ),
+    "a drafter's other backend": Case(
+        ("drafter-attention-backend",),
+        ("attention_backend", "leave the key out"),
+        drafts(attention_backend="TRITON_ATTN"),
+    ),
+    "a drafter's experts of another backend": Case(
+        ("drafter-moe-backend",),
+        ("moe_backend triton", "leave the key out"),
+        drafts(moe_backend="triton"),
+    ),
+    "a drafter's cache of another dtype": Case(
+        ("drafter-kv-cache-dtype",), ("kv_cache_dtype fp8", "auto"), drafts(kv_cache_dtype="fp8")
+    ),
+    "a drafter that the kernels can't run": Case(
+        ("drafter-needs",),
+        ("as a drafter (draft_model)", "kernel family atb has no a mixture of experts"),
+        {**HALF, **drafts()},
+        drafter=("Qwen3Moe", EXPERTS),
+        family="atb",
+    ),
+    "a drafter for latent rows": Case(
+        ("drafter-mla",),
+        ("speculative method draft_model with MLA", "ngram"),
+        drafts(),
+        ("DeepseekV2", MLA),
+    ),
+    "a drafter of several windows": Case(
+        ("drafter-layer-kinds",),
+        ("as a drafter", "full_attention, sliding_attention"),
+        drafts(),
+        drafter=("Gemma2", {**WINDOWS, "num_hidden_layers": 2}),
+    ),
+    "a drafter of states": Case(
+        ("drafter-states",),
+        ("as a drafter", "K and V planes only"),
+        drafts(),
+        drafter=("Mamba2", {"num_heads": 8, "state_size": 16, "n_groups": 1}),
+    ),
+    "a drafter of chunks": Case(
+        ("drafter-attention-chunks",),
+        ("as a drafter", "one chunk"),
+        drafts(),
+        drafter=("Llama4", CHUNKS),
+    ),
+    "a drafter of few bits": Case(
+        ("drafter-quantization",),
+        ("as a drafter", "no kernels for fp8"),
+        drafts(quantization="fp8"),
+    ),
+    "a drafter of large heads": Case(
+        ("drafter-head-size",),
+        ("as a drafter", "heads have size 1024"),
+        drafts(),
+        drafter=("Qwen3", {"head_dim": 1024}),
+    ),
+    "a drafter beside a KV connector": Case(
+        ("drafter-kv-connector",),
+        ("draft_model with a KV connector", "ngram drafts work"),
+        {**connector(), **drafts()},
+    ),
+}
+
+SEVERAL = {
+    "several at once": Case(
+        ("kv-cache-dtype", "quantization", "sleep-mode", "kv-offloading"),
+        ("4 things have to be changed:",),
+        {
+            **HALF,
+            "kv_cache_dtype": "fp8",
+            "quantization": "fp8",
+            "enable_sleep_mode": True,
+            "kv_offloading_size": 1,
+        },
+    ),
+}
+
+CASES = {**LIMITS, **MODELS, **FEATURES, **RANKS, **CACHE, **SPECULATION, **SEVERAL}

@@ -1,0 +1,193 @@
+"""What start-up refuses, switches off and says; which platform is active."""
+
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.deploy import PODS, command_of, serve_flags, services
+from tests.helpers.drafters import disturb_model
+from tests.helpers.engine import engine_config, make_model
+from vllm_npu_prep import compat, device
+from vllm_npu_prep.device.probe import NPUProbe
+from vllm_npu_prep.errors import PrepError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def configure(model):
+    engine_config(model)  # vLLM sets its loggers up with its first config
+    return lambda folder=model, **settings: engine_config(folder, **settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"maks": 1}, ['"maks"', '"mask"']),
+        ({"attention": "fia"}, ['"fia"', "reference"]),
+        (
+            {"mask": "dense", "mask_budget_bytes": 1 << 14},
+            ["mask_budget_bytes", "compressed"],
+        ),
+    ],
+    ids=["unknown key", "family of another device", "dense mask beyond the budget"],
+)
+def test_options_that_cannot_be_had_are_refused_in_one_line(configure, options, parts):
+    with pytest.raises(PrepError) as error:
+        configure(additional_config={"npu_prep": options})
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_another_vllm_is_refused_unless_it_is_to_be_tried(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1+empty")
+    with pytest.raises(PrepError, match=r"vLLM 0\.99\.1 is installed.*supports 0\.32\.0"):
+        compat.check_vllm_version()
+    monkeypatch.setenv("NPU_PREP_ANY_VLLM", "1")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    compat.check_vllm_version()
+    assert "vLLM 0.99.1 was not tested with vllm_npu_prep" in caplog.text
+
+
+def test_defaults_that_start_up_decides(configure):
+    config = configure()
+    assert config.parallel_config.worker_cls == "vllm_npu_prep.worker.NPUWorker"
+    assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+    assert not config.use_v2_model_runner
+    assert config.shutdown_timeout > 0
+    assert config.scheduler_config.async_scheduling
+
+
+def test_a_model_that_sees_says_so_or_serves_text_only(
+    configure, vision_models, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def block(**settings) -> str:
+        caplog.clear()
+        configure(vision_models / "qwen2_5_vl", skip_tokenizer_init=False, **settings)
+        messages = (record.getMessage() for record in caplog.records)
+        return next(message for message in messages if "vllm_npu_prep:" in message)
+
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        seeing = block(max_num_seqs=3, compilation_config={"cudagraph_mm_encoder": True})
+        text = block(
+            max_num_seqs=4, language_model_only=True, hf_overrides={"is_mm_prefix_lm": True}
+        )
+    assert "multimodal    image, video, M-RoPE; steps that read them" in seeing
+    assert "off           cudagraph_mm_encoder" in seeing
+    assert "multimodal" not in text
+
+
+def test_drafters_leave_scheduling_as_vllm_decides_it(configure, model, tmp_path):
+    drafter = disturb_model(tmp_path, model, share=0.1)
+    drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+    assert configure(speculative_config=drafts).scheduler_config.async_scheduling
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    assert not configure(speculative_config=ngram).scheduler_config.async_scheduling
+
+
+def test_one_graph_serves_any_number_of_adapters(configure):
+    config = configure(enable_lora=True, specialize_active_lora=True)
+    assert not config.lora_config.specialize_active_lora
+
+
+def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        configure(
+            max_num_seqs=7,
+            enable_lora=True,
+            max_loras=3,
+            specialize_active_lora=True,
+            additional_config={"npu_prep": {"mask": "compressed"}},
+            compilation_config={"backend": "inductor"},
+        )
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
+    parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
+    parts += ("check         cheap",)
+    for part in (*parts, "7 requests", "off           Inductor", "LoRA          3", "active-lora"):
+        assert part in block
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_start_up_warns_of_priorities_beside_a_prefix_cache(configure, caplog, monkeypatch, caches):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        configure(  # of a size of its own: what was said once is not said again
+            scheduling_policy="priority", enable_prefix_caching=caches, max_num_seqs=11 + caches
+        )
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
+    assert ("note          priority scheduling may leave blocks" in block) == caches
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NPU_PREP_DEVICE": "gpu"}, "NPU_PREP_DEVICE='gpu' is not a device"),
+        ({"NPU_PREP_DEVICE": "npu"}, "torch_npu is not installed"),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER=1"),
+    ],
+)
+def test_bad_environment_gets_one_line_and_no_traceback(environment, message, model):
+    code = "from vllm.platforms import current_platform"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_vllm_takes_every_flag_of_the_manifests():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    commands = [command_of(service) for service in services().values()]
+    commands += [command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()]
+    parsed = [parser.parse_args(flags) for flags in map(serve_flags, commands) if flags]
+    assert len(parsed) == 7
+    assert {args.shutdown_timeout for args in parsed} == {60}
+    assert all((args.model_tag or "").startswith("/models/") for args in parsed)
+
+
+@pytest.mark.parametrize(
+    ("choice", "probe", "expected"),
+    [
+        ("cpu", NPUProbe(True, True, ""), device.CPU_KIND),
+        ("auto", NPUProbe(True, True, ""), device.NPU_KIND),
+        ("npu", NPUProbe(True, True, ""), device.NPU_KIND),
+        ("auto", NPUProbe(False, False, "torch_npu is not installed"), device.CPU_KIND),
+        ("auto", NPUProbe(True, False, "no /dev/davinci* node"), PrepError),
+        ("npu", NPUProbe(False, False, "torch_npu is not installed"), PrepError),
+        ("npu", NPUProbe(True, False, "no /dev/davinci* node"), PrepError),
+    ],
+)
+def test_device_choice_never_falls_silently_to_the_cpu(choice, probe, expected, monkeypatch):
+    monkeypatch.setenv("NPU_PREP_DEVICE", choice)
+    monkeypatch.setattr("vllm_npu_prep.device.probe.probe_npu", lambda: probe)
+    if expected is PrepError:
+        with pytest.raises(PrepError, match=probe.reason.replace("*", r"\*")):
+            device.choose_device()
+    else:
+        assert device.choose_device() == expected
+
+
+def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
+    monkeypatch.setattr(compat, "_other_platform_works", lambda: True)
+    monkeypatch.setenv("NPU_PREP_DEVICE", "auto")
+    assert compat.activate_platform() is None
+    monkeypatch.setenv("NPU_PREP_DEVICE", "cpu")
+    assert compat.activate_platform() == compat.PLATFORM_CLASS

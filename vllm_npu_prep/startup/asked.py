@@ -1,0 +1,109 @@
+"""What an engine is asked for, as refusals look at it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.device import DeviceKind
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
+
+DEFAULT_BLOCK_SIZE = 128
+"""Block size unless the user gives one: what Ascend kernels are made for."""
+
+DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
+"""Speculative methods whose drafters are models of their own."""
+
+METHODS = ("ngram", *DRAFT_MODEL_METHODS)
+"""Speculative methods that steps are prepared for."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An engine's configuration, with the names that refusals ask by.
+
+    Attributes
+    ----------
+    config
+        vLLM's configuration; its model is not None.
+    family
+        Kernel family that was chosen.
+    kind
+        Kind of device that was chosen.
+    """
+
+    config: "VllmConfig"
+    family: KernelFamily
+    kind: DeviceKind
+
+    @property
+    def model(self) -> "ModelConfig":
+        """The model that answers."""
+        return self.config.model_config
+
+    @property
+    def text(self) -> Any:
+        """Its config of the language model, by transformers."""
+        return self.model.hf_text_config
+
+    @cached_property
+    def layer_types(self) -> set[str]:
+        """Kinds of its layers, by transformers' ``layer_types``."""
+        return layer_types(self.model)
+
+    @property
+    def pools(self) -> bool:
+        """Whether it pools prompts, and generates nothing."""
+        return self.model.runner_type == "pooling"
+
+    @property
+    def block_size(self) -> int:
+        """Block size as asked for, or the one that the backend prefers."""
+        cache = self.config.cache_config
+        return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
+
+    @property
+    def transfer(self) -> "KVTransferConfig | None":
+        """Configuration of the KV connector; None without one."""
+        transfer = self.config.kv_transfer_config
+        return transfer if transfer is not None and transfer.kv_connector is not None else None
+
+    @property
+    def speculative(self) -> "SpeculativeConfig":
+        """Configuration of speculation, where there is one."""
+        speculative = self.config.speculative_config
+        assert speculative is not None
+        return speculative
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether drafts come from a model of their own."""
+        speculative = self.config.speculative_config
+        return speculative is not None and speculative.method in DRAFT_MODEL_METHODS
+
+    @property
+    def drafter(self) -> "ModelConfig":
+        """The drafter's model, where it has one."""
+        return self.speculative.draft_model_config
+
+    @cached_property
+    def options(self) -> Any:
+        """The plugin's own options, a `PrepConfig`."""
+        return parse_config(self.config.additional_config)
+
+
+def layer_types(model: "ModelConfig") -> set[str]:
+    """Kinds of a model's layers; empty where its config doesn't tell."""
+    return set(getattr(model.hf_text_config, "layer_types", None) or ())
+
+
+def multimodal_inputs(model: "ModelConfig") -> list[str]:
+    """Kinds of input beside text that requests may have: what the model takes, unless forbidden."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    options = model.get_multimodal_config()
+    takes = MULTIMODAL_REGISTRY.get_processing_info(model).supported_mm_limits
+    return sorted(kind for kind in takes if options.get_limit_per_prompt(kind) > 0)

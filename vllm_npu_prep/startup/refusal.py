@@ -1,0 +1,82 @@
+"""A refusal: when it applies, what it says, and what it has in common with others."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vllm_npu_prep.startup.asked import Asked
+
+NOT_SUPPORTED = " is not supported by vllm_npu_prep"
+"""Verdict about a feature. About a value out of several, the reason says all."""
+
+
+def _no_words(asked: Asked) -> dict[str, object]:
+    return {}
+
+
+def _always(asked: Asked) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that an engine can't have.
+
+    Its texts are templates of `str.format`. Their holes are filled by `words`; ``{model}``, the
+    model's name, and ``{family}``, the kernel family's, are always known.
+
+    Attributes
+    ----------
+    id
+        Name that never changes: tests and the list of vLLM's fields refer to it.
+    when
+        Whether an engine was asked for it.
+    feature
+        What was asked for: the flag with its value, or the feature.
+    reason
+        Why it can't be had, or which values can.
+    remedy
+        What to do instead.
+    words
+        Values for the holes of the texts, by name.
+    """
+
+    id: str
+    when: Callable[[Asked], object]
+    feature: str
+    reason: str
+    remedy: str
+    words: Callable[[Asked], dict[str, object]] = _no_words
+
+    def message(self, asked: Asked, verdict: str) -> str:
+        """The line for an engine's user."""
+        words = {"model": asked.model.model, "family": asked.family.name, **self.words(asked)}
+        return f"{self.feature}{verdict}: {self.reason}; {self.remedy}".format(**words)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Refusals about one thing, and when they are looked at.
+
+    Attributes
+    ----------
+    name
+        Names its table in ``docs/reference/errors.md``.
+    refusals
+        In the order in which they are reported.
+    when
+        Guards `Refusal.when` of all of them: without a drafter, nothing of it can be asked.
+    verdict
+        Comes after the feature in each message: `NOT_SUPPORTED`, or nothing.
+    """
+
+    name: str
+    refusals: tuple[Refusal, ...]
+    when: Callable[[Asked], object] = _always
+    verdict: str = NOT_SUPPORTED
+
+    def that_apply(self, asked: Asked) -> Iterator[tuple[Refusal, str]]:
+        """Refusals that apply to an engine, each with its message."""
+        if self.when(asked):
+            for refusal in self.refusals:
+                if refusal.when(asked):
+                    yield refusal, refusal.message(asked, self.verdict)

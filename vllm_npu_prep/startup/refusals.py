@@ -1,0 +1,76 @@
+"""What is refused at start-up: one list, of which everything that applies is reported together."""
+
+from typing import TYPE_CHECKING
+
+from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.device import DeviceKind
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.subjects import cache, features, inputs, kernels, ranks, speculation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SUBJECTS: tuple[Subject, ...] = (
+    *kernels.SUBJECTS,
+    *features.SUBJECTS,
+    *ranks.SUBJECTS,
+    *cache.SUBJECTS,
+    *inputs.SUBJECTS,
+    *speculation.SUBJECTS,
+)
+"""All subjects, in the order in which they are looked at."""
+
+REFUSALS: dict[str, Refusal] = {each.id: each for subject in SUBJECTS for each in subject.refusals}
+"""Everything that start-up refuses, by id."""
+
+
+def refusals_that_apply(
+    vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind
+) -> dict[str, str]:
+    """Look at every refusal.
+
+    Parameters
+    ----------
+    vllm_config
+        What the engine was asked for.
+    family
+        Kernel family that was chosen.
+    kind
+        Kind of device that was chosen.
+
+    Returns
+    -------
+    dict
+        Messages of those that apply, by id, in the order of the list.
+    """
+    asked = Asked(vllm_config, family, kind)
+    found = (each for subject in SUBJECTS for each in subject.that_apply(asked))
+    return {refusal.id: message for refusal, message in found}
+
+
+def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind) -> None:
+    """Raise for everything that the device, the kernel family or this version can't do.
+
+    Parameters
+    ----------
+    vllm_config
+        What the engine was asked for.
+    family
+        Kernel family that was chosen.
+    kind
+        Kind of device that was chosen.
+
+    Raises
+    ------
+    PrepError
+        Says what was given, what is allowed and what to do: one line, or, where several refusals
+        apply, a line with their number and one line for each.
+    """
+    messages = list(refusals_that_apply(vllm_config, family, kind).values())
+    if len(messages) == 1:
+        raise PrepError(messages[0])
+    if messages:
+        lines = [f"{len(messages)} things have to be changed:", *messages]
+        raise PrepError("\n  ".join(lines))

@@ -1,0 +1,95 @@
+"""KV caches that are stored, moved or shared: connectors and offloading."""
+
+from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
+"""Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+
+
+def _is_known(asked: Asked) -> bool:
+    """Whether the kernel family has this connector, and the code is ours."""
+    transfer = asked.transfer
+    return (
+        transfer is not None
+        and transfer.kv_connector in asked.family.kv_connectors
+        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE)
+    )
+
+
+def _words(asked: Asked) -> dict[str, object]:
+    assert asked.transfer is not None
+    return {
+        "name": asked.transfer.kv_connector,
+        "known": ", ".join(asked.family.kv_connectors) or "none",
+    }
+
+
+OFFLOADING = (
+    Refusal(
+        "kv-offloading",
+        lambda c: c.config.cache_config.kv_offloading_size is not None,
+        "--kv-offloading-size",
+        "vLLM's offloading copies whole pages by CUDA streams, and K and V are planes here",
+        "leave the flag out",
+    ),
+    Refusal(
+        "kv-connector",
+        lambda c: c.transfer is not None and not _is_known(c),
+        "KV connector {name}",
+        "kernel family {family} keeps K and V as planes, and takes {known}",
+        "leave --kv-transfer-config out, or use one of those",
+        _words,
+    ),
+)
+
+CONNECTOR = (
+    Refusal(
+        "kv-connector-mla-or-pooling",
+        lambda c: c.model.use_mla or c.pools,
+        "KV connector {name} with MLA or pooling",
+        "it stores K and V of prompts that are followed by tokens",
+        "leave --kv-transfer-config out",
+        _words,
+    ),
+    Refusal(
+        "kv-connector-lora-or-embeds",
+        lambda c: c.config.lora_config is not None or c.model.enable_prompt_embeds,
+        "KV connector {name} with LoRA or prompt embeddings",
+        "it finds prompts by their token ids alone",
+        "use one of the two",
+        _words,
+    ),
+    Refusal(
+        "kv-connector-chunked-prefill",
+        lambda c: (
+            c.config.scheduler_config.enable_chunked_prefill
+            or c.config.scheduler_config.long_prefill_token_threshold > 0
+        ),
+        "KV connector {name} with chunked prefill",
+        "of a prompt in chunks it would store the first one",
+        "use --no-enable-chunked-prefill, without --long-prefill-token-threshold",
+        _words,
+    ),
+    Refusal(
+        "kv-connector-folder",
+        lambda c: "shared_storage_path" not in c.transfer.kv_connector_extra_config,
+        "KV connector {name} without a folder",
+        "vLLM would share /tmp with everybody",
+        'give it "kv_connector_extra_config": {{"shared_storage_path": ...}}',
+        _words,
+    ),
+    Refusal(
+        "kv-connector-ranks",
+        lambda c: c.config.parallel_config.world_size > 1,
+        "KV connector {name} on several ranks",
+        "its files are named by layers, of which each rank has a part",
+        "use one rank",
+        _words,
+    ),
+)
+
+SUBJECTS = (
+    Subject("offloading", OFFLOADING),
+    Subject("connector", CONNECTOR, when=_is_known),
+)

@@ -1,0 +1,223 @@
+"""Features of vLLM, and kinds of models, that this version has nothing for."""
+
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Layers with a state instead of K and V, by transformers' ``layer_types``. vLLM runs transformers'
+code for an architecture that it does not know, and does not know it for a hybrid then."""
+
+MODELS = (
+    Refusal(
+        "encoder-decoder",
+        lambda c: c.model.is_encoder_decoder,
+        "an encoder-decoder model",
+        "no cross-attention runs",
+        "use a decoder-only model",
+    ),
+    Refusal(
+        "alibi",
+        lambda c: c.model.uses_alibi or getattr(c.text, "position_embedding_type", None) == "alibi",
+        "ALiBi ({model})",
+        "attention takes no bias",
+        "use another model",
+    ),
+    Refusal(
+        "sparse-attention",
+        lambda c: hasattr(c.text, "index_topk"),
+        "sparse attention ({model})",
+        "attention reads the whole context, and has no indexer",
+        "use another model",
+    ),
+    Refusal(
+        "states",
+        lambda c: (
+            c.model.is_hybrid
+            or c.model.is_attention_free
+            or not c.layer_types.isdisjoint(STATE_LAYERS)
+        ),
+        "a state-space or linear-attention model ({model})",
+        "the KV cache holds K and V planes only",
+        "use another model",
+    ),
+    Refusal(
+        "diffusion",
+        lambda c: c.model.is_diffusion,
+        "a diffusion model ({model})",
+        "each step generates the next token of a request",
+        "use another model",
+    ),
+    Refusal(
+        "attention-chunks-in-transformers",
+        lambda c: "chunked_attention" in c.layer_types and c.model.using_transformers_backend(),
+        "--model-impl transformers with attention chunks ({model})",
+        "vLLM would let its layers see whole contexts",
+        "leave the flag out",
+    ),
+    Refusal(
+        "quantization",
+        lambda c: c.model.quantization is not None,
+        "--quantization {method}",
+        "no kernels",
+        "use weights of 16 or 32 bits",
+        lambda c: {"method": c.model.quantization},
+    ),
+)
+
+POOLING = (
+    Refusal(
+        "pooling-chunked-prefill",
+        lambda c: (
+            c.config.scheduler_config.enable_chunked_prefill
+            and not c.model.is_chunked_prefill_supported
+        ),
+        "--enable-chunked-prefill with this pooling model",
+        "it pools whole prompts",
+        "leave the flag out",
+    ),
+    Refusal(
+        "pooling-prefix-caching",
+        lambda c: (
+            c.config.cache_config.enable_prefix_caching and not c.model.is_prefix_caching_supported
+        ),
+        "--enable-prefix-caching with this pooling model",
+        "it pools whole prompts",
+        "leave the flag out",
+    ),
+    Refusal(
+        "pooling-prompt-embeds",
+        lambda c: c.model.enable_prompt_embeds,
+        "--enable-prompt-embeds with a pooling model",
+        "poolers and token types read token ids",
+        "send token ids",
+    ),
+)
+
+FEATURES = (
+    Refusal(
+        "routed-experts",
+        lambda c: c.config.aux_output_config.enabled,
+        "--enable-return-routed-experts",
+        "no step hands its routing to the host",
+        "leave the flag out",
+    ),
+    Refusal(
+        "sleep-mode",
+        lambda c: c.model.enable_sleep_mode,
+        "--enable-sleep-mode",
+        "the KV cache is not in a pool",
+        "leave the flag out; sleep level 0 pauses requests without it",
+    ),
+    Refusal(
+        "weight-transfer",
+        lambda c: c.config.weight_transfer_config is not None,
+        "--weight-transfer-config",
+        "its engines speak to CUDA devices",
+        "leave the flag out; collective_rpc reload_weights reads a folder",
+    ),
+    Refusal(
+        "fast-prefill",
+        lambda c: c.config.cache_config.kv_sharing_fast_prefill,
+        "--kv-sharing-fast-prefill",
+        "metadata is built for whole steps",
+        "leave the flag out",
+    ),
+    Refusal(
+        "moe-backend",
+        lambda c: c.config.kernel_config.moe_backend != "auto",
+        "--moe-backend {name}",
+        "experts are computed in one way",
+        "leave the flag out",
+        lambda c: {"name": c.config.kernel_config.moe_backend},
+    ),
+    Refusal(
+        "attention-backend",
+        lambda c: (
+            (
+                c.config.attention_config.backend is not None
+                and c.config.attention_config.backend.name != "CUSTOM"
+            )
+            or c.config.attention_config.backend_per_kind
+        ),
+        "--attention-backend",
+        "this platform has one backend",
+        "leave the flag out",
+    ),
+    Refusal(
+        "non-causal",
+        lambda c: c.config.attention_config.use_non_causal and not c.model.is_diffusion,
+        "use_non_causal in --attention-config",
+        "masks of generating models are causal",
+        "leave the key out",
+    ),
+    Refusal(
+        "linear-backend",
+        lambda c: c.config.kernel_config.linear_backend != "auto",
+        "--linear-backend {name}",
+        "linear layers are computed in one way",
+        "leave the flag out",
+        lambda c: {"name": c.config.kernel_config.linear_backend},
+    ),
+    Refusal(
+        "watermarking",
+        lambda c: c.config.watermark_config is not None,
+        "--watermark-config",
+        "vLLM marks tokens in its V2 model runner only",
+        "leave the flag out",
+    ),
+    Refusal(
+        "weight-offloading",
+        lambda c: (
+            c.config.offload_config.uva.cpu_offload_gb > 0
+            or c.config.offload_config.prefetch.offload_group_size > 0
+        ),
+        "weight offloading",
+        "graphs and kernels read weights from device memory",
+        "use more ranks, or a smaller model",
+    ),
+    Refusal(
+        "dual-batch-overlap",
+        lambda c: c.config.parallel_config.use_ubatching,
+        "dual-batch overlap",
+        "one batch is prepared for each step",
+        "leave out --enable-dbo and --ubatch-size",
+    ),
+    Refusal(
+        "profiler",
+        lambda c: c.config.profiler_config.profiler not in (None, "torch"),
+        'profiler "{name}" in --profiler-config',
+        "it looks into CUDA devices",
+        'use "torch"',
+        lambda c: {"name": c.config.profiler_config.profiler},
+    ),
+    Refusal(
+        "layerwise-nvtx",
+        lambda c: c.config.observability_config.enable_layerwise_nvtx_tracing,
+        "--enable-layerwise-nvtx-tracing",
+        "NVTX marks traces of CUDA devices",
+        'leave the flag out; --profiler-config with "torch" names the phases of a step',
+    ),
+)
+
+ADAPTERS = (
+    Refusal(
+        "lora-experts",
+        lambda c: c.model.is_moe,
+        "LoRA on a mixture-of-experts model",
+        "no expert kernels take adapters",
+        "merge them into the weights",
+    ),
+    Refusal(
+        "lora-mla",
+        lambda c: c.model.use_mla,
+        "LoRA on a model with MLA",
+        "its attention reads projections that were merged when the model was loaded",
+        "merge them into the weights",
+    ),
+)
+
+SUBJECTS = (
+    Subject("models", MODELS),
+    Subject("pooling", POOLING, when=lambda c: c.pools),
+    Subject("features", FEATURES),
+    Subject("adapters", ADAPTERS, when=lambda c: c.config.lora_config is not None),
+)

@@ -1,0 +1,107 @@
+"""Input beside text."""
+
+import json
+from typing import Any
+
+from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+MODALITIES = ("image", "video")
+"""Kinds of multimodal input that were tried."""
+
+
+def _others(asked: Asked) -> list[str]:
+    return [each for each in multimodal_inputs(asked.model) if each not in MODALITIES]
+
+
+def _words(asked: Asked) -> dict[str, object]:
+    others = _others(asked)
+    return {
+        "kinds": " and ".join(others),
+        "known": " and ".join(MODALITIES),
+        "limits": json.dumps(dict.fromkeys(others, 0)),
+    }
+
+
+def _names_encoder_attention(options: Any) -> bool:
+    backend = options.mm_encoder_attn_backend
+    other = backend is not None and backend.name != "TORCH_SDPA"
+    return other or options.mm_encoder_attn_dtype is not None
+
+
+MULTIMODAL = (
+    Refusal(
+        "modality",
+        _others,
+        "{kinds} input ({model})",
+        "only {known} input is supported",
+        "use --limit-mm-per-prompt '{limits}'",
+        _words,
+    ),
+    Refusal(
+        "mm-prefix",
+        lambda c: c.model.is_mm_prefix_lm,
+        "image spans that attend both ways ({model})",
+        "masks are causal",
+        "--language-model-only serves its text",
+    ),
+    Refusal(
+        "mm-raw-input",
+        lambda c: c.model.is_multimodal_raw_input_only_model,
+        "raw multimodal input ({model})",
+        "the encoder's output is put in place of placeholders",
+        "use another model",
+    ),
+    Refusal(
+        "mm-prompt-embeds",
+        lambda c: c.model.enable_prompt_embeds,
+        "--enable-prompt-embeds with a multimodal model",
+        "a step's embeddings come from one of the two",
+        "leave the flag out",
+    ),
+    Refusal(
+        "video-pruning",
+        lambda c: c.model.get_multimodal_config().is_multimodal_pruning_enabled(),
+        "--video-pruning-rate",
+        "positions would follow from what the encoder made on the device",
+        "leave the flag out",
+    ),
+    Refusal(
+        "mm-encoder-only",
+        lambda c: c.model.get_multimodal_config().mm_encoder_only,
+        "--mm-encoder-only",
+        "steps are prepared for the language model",
+        "leave the flag out",
+    ),
+    Refusal(
+        "mm-encoder-attention",
+        lambda c: _names_encoder_attention(c.model.get_multimodal_config()),
+        "--mm-encoder-attn-backend or --mm-encoder-attn-dtype",
+        "encoders attend by torch's operator, in the model's dtype",
+        "leave the flags out",
+    ),
+    Refusal(
+        "ec-transfer",
+        lambda c: c.config.ec_transfer_config is not None,
+        "--ec-transfer-config",
+        "the encoder's outputs stay in their engine",
+        "leave the flag out",
+    ),
+    Refusal(
+        "lora-tower",
+        lambda c: (
+            c.config.lora_config is not None and c.config.lora_config.enable_tower_connector_lora
+        ),
+        "--enable-tower-connector-lora",
+        "adapters are applied to the language model",
+        "leave the flag out",
+    ),
+)
+
+SUBJECTS = (
+    Subject(
+        "multimodal",
+        MULTIMODAL,
+        when=lambda c: c.model.supports_multimodal_inputs and not c.model.is_encoder_decoder,
+    ),
+)

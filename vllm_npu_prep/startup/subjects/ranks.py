@@ -1,0 +1,135 @@
+"""What several ranks can't do."""
+
+from typing import Any
+
+from vllm_npu_prep.device import has_collectives, visible_devices
+from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.ranks import ranks_on_host
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+
+def _parallel(asked: Asked) -> Any:
+    return asked.config.parallel_config
+
+
+def _lack_devices(asked: Asked) -> bool:
+    """Each rank has a device of its own, where devices are what ranks compute on.
+
+    Ray counts the devices of its nodes.
+    """
+    visible = visible_devices(asked.kind.device_type)
+    too_many = visible is not None and ranks_on_host(_parallel(asked)) > visible
+    return too_many and not _parallel(asked).use_ray
+
+
+def _ray_compiles_graphs(asked: Asked) -> bool:
+    from vllm import envs
+
+    return _parallel(asked).use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+
+
+DEVICES = (
+    Refusal(
+        "ranks-beyond-devices",
+        _lack_devices,
+        "{num_ranks} ranks on this host",
+        "{visible} NPUs are visible, and each rank needs its own",
+        "lower the tensor, pipeline or data parallel size, or see {variable}",
+        lambda c: {
+            "num_ranks": ranks_on_host(_parallel(c)),
+            "visible": visible_devices(c.kind.device_type),
+            "variable": c.kind.visible_env_var,
+        },
+    ),
+    Refusal(
+        "no-collectives",
+        lambda c: _parallel(c).world_size > 1 and not has_collectives(c.kind.device_type),
+        "{num_ranks} ranks of one engine",
+        "libhccl.so has no HcclGetRootInfo, so that NPUs can't exchange",
+        "install CANN's HCCL, set tensor and pipeline parallel size to 1, or use the CPU fallback",
+        lambda c: {"num_ranks": _parallel(c).world_size},
+    ),
+)
+
+RANKS = (
+    Refusal(
+        "context-parallelism",
+        lambda c: (
+            _parallel(c).prefill_context_parallel_size > 1
+            or _parallel(c).decode_context_parallel_size > 1
+        ),
+        "context parallelism",
+        "every rank caches whole requests",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "external-launcher",
+        lambda c: _parallel(c).distributed_executor_backend == "external_launcher",
+        "--distributed-executor-backend external_launcher",
+        "ranks are started by mp, or by Ray",
+        "use mp or ray",
+    ),
+    Refusal(
+        "eplb",
+        lambda c: _parallel(c).enable_eplb,
+        "--enable-eplb",
+        "experts stay with the ranks that loaded them",
+        "leave the flag out",
+    ),
+    Refusal(
+        "elastic-ep",
+        lambda c: _parallel(c).enable_elastic_ep,
+        "--enable-elastic-ep",
+        "experts stay with the ranks that loaded them",
+        "leave the flag out",
+    ),
+    Refusal(
+        "all2all-backend",
+        lambda c: (
+            _parallel(c).use_all2all and _parallel(c).all2all_backend != "allgather_reducescatter"
+        ),
+        "--all2all-backend {name}",
+        "its kernels are CUDA's",
+        "leave the flag out",
+        lambda c: {"name": _parallel(c).all2all_backend},
+    ),
+    Refusal(
+        "batch-sharded-sampling",
+        lambda c: _parallel(c).enable_batch_sharded_sampling,
+        "--enable-batch-sharded-sampling",
+        "vLLM's V1 runner samples every request on every rank",
+        "leave the flag out",
+    ),
+    Refusal(
+        "fault-tolerance",
+        lambda c: _parallel(c).enable_fault_tolerance,
+        "--enable-fault-tolerance",
+        "an engine that lost a rank ends, and is started again",
+        "leave the flag out",
+    ),
+    Refusal(
+        "async-stages",
+        lambda c: (
+            _parallel(c).pipeline_parallel_size > 1 and c.config.scheduler_config.async_scheduling
+        ),
+        "--async-scheduling over pipeline stages",
+        "vLLM's V1 runner does not support it",
+        "leave the flag out",
+    ),
+    Refusal(
+        "ray-data-parallel",
+        lambda c: _parallel(c).data_parallel_backend == "ray",
+        "--data-parallel-backend ray",
+        "engines are started by mp",
+        "--distributed-executor-backend ray spreads the ranks of each over hosts",
+    ),
+    Refusal(
+        "ray-compiled-graphs",
+        _ray_compiles_graphs,
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
+        "compiled graphs of Ray were not tried",
+        "unset it",
+    ),
+)
+
+SUBJECTS = (Subject("devices", DEVICES, verdict=""), Subject("ranks", RANKS))

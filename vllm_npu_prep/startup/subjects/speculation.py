@@ -1,0 +1,219 @@
+"""Ways to speculate, and drafters."""
+
+from vllm_npu_prep.startup.asked import METHODS, Asked, layer_types
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.subjects.kernels import does_not_fit, lacking
+
+
+def _method(asked: Asked) -> dict[str, object]:
+    return {"method": asked.speculative.method}
+
+
+def _drafter(asked: Asked) -> dict[str, object]:
+    return {
+        **_method(asked),
+        "drafter": asked.drafter.model,
+        "lacks": ", ".join(need.name for need in lacking(asked.drafter, asked.family)),
+        "kinds": ", ".join(sorted(layer_types(asked.drafter))),
+        "quantization": asked.drafter.quantization,
+    }
+
+
+METHOD = (
+    Refusal(
+        "speculative-method",
+        lambda c: c.speculative.method not in METHODS,
+        "speculative method {method}",
+        "drafts are prepared for {known}",
+        "use one of them",
+        lambda c: {**_method(c), "known": ", ".join(METHODS)},
+    ),
+)
+
+SPECULATION = (
+    Refusal(
+        "speculation-prompt-embeds",
+        lambda c: c.model.enable_prompt_embeds,
+        "--enable-prompt-embeds with speculation",
+        "drafts follow from token ids",
+        "use one of the two",
+    ),
+    Refusal(
+        "speculation-stages",
+        lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
+        "speculation over pipeline stages",
+        "drafts are prepared where the model is whole",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "parallel-drafting",
+        lambda c: c.speculative.parallel_drafting,
+        "parallel drafting ({method})",
+        "a draft pass drafts one token of each request",
+        "leave the key out",
+        _method,
+    ),
+    Refusal(
+        "unpadded-drafter-batch",
+        lambda c: (
+            c.speculative.method == "draft_model" and c.speculative.disable_padded_drafter_batch
+        ),
+        "disable_padded_drafter_batch (draft_model)",
+        "vLLM runs draft models on padded batches only",
+        "leave the key out",
+    ),
+    Refusal(
+        "draft-model-mrope",
+        lambda c: c.speculative.method == "draft_model" and c.model.uses_mrope,
+        "speculative method draft_model for a model with M-RoPE ({model})",
+        "vLLM's draft models have one position for each token",
+        "ngram and EAGLE drafts work",
+    ),
+    Refusal(
+        "rejection-sample-method",
+        lambda c: c.speculative.rejection_sample_method != "standard",
+        "rejection_sample_method {name}",
+        "drafts are verified by the standard rule",
+        "leave the key out",
+        lambda c: {"name": c.speculative.rejection_sample_method},
+    ),
+    Refusal(
+        "dynamic-speculation",
+        lambda c: c.speculative.uses_dynamic_speculative_decoding(),
+        "num_speculative_tokens_per_batch_size",
+        "graphs and buffers are made for one number of drafts",
+        "leave the key out",
+    ),
+    Refusal(
+        "adaptive-verification",
+        lambda c: c.speculative.enable_adaptive_verification,
+        "enable_adaptive_verification",
+        "vLLM's V1 runner verifies every draft",
+        "leave the key out",
+    ),
+    Refusal(
+        "heterogeneous-vocab",
+        lambda c: c.speculative.use_heterogeneous_vocab,
+        "use_heterogeneous_vocab",
+        "drafts are token ids of the model that verifies them",
+        "use a drafter of the same vocabulary",
+    ),
+    Refusal(
+        "local-argmax",
+        lambda c: c.speculative.use_local_argmax_reduction,
+        "use_local_argmax_reduction",
+        "every rank sees whole logits, and drafts from them",
+        "leave the key out",
+    ),
+    Refusal(
+        "drafter-attention-backend",
+        lambda c: c.speculative.attention_backend is not None,
+        "attention_backend in --speculative-config",
+        "this platform has one backend",
+        "leave the key out",
+    ),
+    Refusal(
+        "drafter-kv-cache-dtype",
+        lambda c: c.speculative.kv_cache_dtype not in (None, "auto"),
+        "kv_cache_dtype {dtype} in --speculative-config",
+        "only auto is supported (the model's dtype)",
+        "leave the key out",
+        lambda c: {"dtype": c.speculative.kv_cache_dtype},
+    ),
+    Refusal(
+        "drafter-moe-backend",
+        lambda c: c.speculative.moe_backend is not None,
+        "moe_backend {name} in --speculative-config",
+        "experts are computed in one way",
+        "leave the key out",
+        lambda c: {"name": c.speculative.moe_backend},
+    ),
+)
+
+DRAFTERS = (
+    Refusal(
+        "drafter-needs",
+        lambda c: lacking(c.drafter, c.family),
+        "{drafter} as a drafter ({method})",
+        "kernel family {family} has no {lacks}",
+        "use the CPU fallback",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-mla",
+        lambda c: c.model.use_mla or c.drafter.use_mla,
+        "speculative method {method} with MLA",
+        "drafters' metadata is that of K and V",
+        "ngram drafts work",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-layer-kinds",
+        lambda c: len(layer_types(c.drafter)) > 1,
+        "{drafter} as a drafter ({method})",
+        "its layers ({kinds}) would need metadata of several kinds",
+        "use another drafter",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-states",
+        lambda c: c.drafter.is_hybrid or c.drafter.is_attention_free,
+        "{drafter} as a drafter ({method})",
+        "the KV cache holds K and V planes only",
+        "use another drafter",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-attention-chunks",
+        lambda c: c.drafter.attention_chunk_size is not None,
+        "{drafter} as a drafter ({method})",
+        "draft passes see whole requests, and its attention one chunk of them",
+        "use another drafter",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-quantization",
+        lambda c: c.drafter.quantization is not None,
+        "{drafter} as a drafter ({method})",
+        "no kernels for {quantization}",
+        "use a drafter with weights of 16 or 32 bits",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-head-size",
+        lambda c: does_not_fit(c.drafter.get_head_size(), c.family),
+        "{drafter} as a drafter ({method})",
+        "its heads have size {head_size}, and kernel family {family} takes multiples of "
+        "{multiple} up to {largest}",
+        "another family or the CPU fallback may take it",
+        lambda c: {
+            **_drafter(c),
+            "head_size": c.drafter.get_head_size(),
+            "multiple": c.family.head_size_multiple,
+            "largest": c.family.max_head_size,
+        },
+    ),
+    Refusal(
+        "drafter-kv-connector",
+        lambda c: c.transfer is not None,
+        "speculative method {method} with a KV connector",
+        "what drafters cache is not stored",
+        "ngram drafts work",
+        _drafter,
+    ),
+)
+
+
+def _speculates(asked: Asked) -> bool:
+    return asked.config.speculative_config is not None
+
+
+SUBJECTS = (
+    Subject("speculative-method", METHOD, when=_speculates),
+    Subject(
+        "speculation",
+        SPECULATION,
+        when=lambda c: _speculates(c) and c.speculative.method in METHODS,
+    ),
+    Subject("drafters", DRAFTERS, when=lambda c: c.has_drafter),
+)
