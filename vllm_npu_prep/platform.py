@@ -243,6 +243,9 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     if lora is not None and lora.specialize_active_lora:
         lora.specialize_active_lora = False
         off.append("--specialize-active-lora: one graph serves any number of adapters")
+    if vllm_config.profiler_config.capture_torch_profiler:
+        vllm_config.profiler_config.capture_torch_profiler = False
+        off.append("capture_torch_profiler: captures of graphs are not profiled")
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mm_encoder:
         compilation.cudagraph_mm_encoder = False

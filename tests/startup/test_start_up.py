@@ -100,7 +100,7 @@ def test_one_graph_serves_any_number_of_adapters(configure):
     assert not config.lora_config.specialize_active_lora
 
 
-def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch):
+def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm"):
         configure(
@@ -110,11 +110,23 @@ def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkey
             specialize_active_lora=True,
             additional_config={"npu_prep": {"mask": "compressed"}},
             compilation_config={"backend": "inductor"},
+            profiler_config={
+                "profiler": "torch",
+                "torch_profiler_dir": str(tmp_path),
+                "capture_torch_profiler": True,
+            },
         )
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
     parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
     parts += ("check         cheap",)
-    for part in (*parts, "7 requests", "off           Inductor", "LoRA          3", "active-lora"):
+    for part in (
+        *parts,
+        "7 requests",
+        "off           Inductor",
+        "LoRA          3",
+        "active-lora",
+        "capture_",
+    ):
         assert part in block
 
 
