@@ -91,6 +91,20 @@ def test_who_started_processes_raises_what_one_of_them_left(file):
     assert isinstance(caught(start, RuntimeError("see above")), RuntimeError)
 
 
+def test_several_refusals_stay_together_between_processes_and_at_the_end(file, monkeypatch, capsys):
+    text = "2 things have to be changed:\n  --quantization fp8: no\n  --enable-sleep-mode: no"
+    one_line.leave(text)
+
+    def start():
+        raise RuntimeError("see above")
+
+    error = caught(one_line.raising_what_was_left(start))
+    assert str(error) == text
+    monkeypatch.setattr(one_line, "is_command_of_vllm", lambda: True)
+    caught(one_line.OneLineErrors(), PrepError, error, None)
+    assert capsys.readouterr().err == f"vllm_npu_prep: error: {text}\n"
+
+
 def test_an_inherited_file_is_another_engines(file, monkeypatch):
     theirs = file.with_name("vllm-npu-prep-1-x.refusal")
     theirs.write_text("theirs")
@@ -290,11 +304,17 @@ def test_vllm_serve_ends_with_one_line_for_what_its_user_has_to_change(tmp_path)
         ],
         "torch.float32": [str(model), "--quantization", "awq", "--dtype", "float32", *small],
     }
+    several = [
+        "vllm_npu_prep: error: 2 things have to be changed:",
+        "  --enable-sleep-mode is not supported",
+        "  --kv-offloading-size is not supported",
+    ]
+    flags = [str(model), "--enable-sleep-mode", "--kv-offloading-size", "1", *small]
     early = 3  # of these vLLM logs nothing but which plugins there are
     with taken:
         subprocess.run(
             [sys.executable, "-c", SERVE, str(tmp_path)],
-            input=repr(list(asked.values())),
+            input=repr([*asked.values(), flags]),
             text=True,
             check=True,
         )
@@ -306,3 +326,7 @@ def test_vllm_serve_ends_with_one_line_for_what_its_user_has_to_change(tmp_path)
         assert "Traceback" not in text
         if 2 <= number < 2 + early:
             assert "non-default args" not in text
+    *_, first, second, third, end = (tmp_path / str(len(asked))).read_text().splitlines()
+    for line, start in zip((first, second, third), several):
+        assert line.startswith(start)
+    assert end == "ended with 2"

@@ -195,10 +195,10 @@ class NPUPlatform(Platform):
         """
         if vllm_config.model_config is None:  # tests of vLLM's own
             return
-        switched_off = graph_config.settle_mode(vllm_config)
-        decisions = decisions_of(vllm_config)
-        refuse_unsupported(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)
-        switched_off += _switch_off(vllm_config)
+        family = KERNEL_FAMILIES[decisions_of(vllm_config).attention]
+        refuse_unsupported(vllm_config, family, KIND)
+        switched_off = graph_config.settle_mode(vllm_config) + _switch_off(vllm_config)
+        decisions = decisions_of(vllm_config)  # with the graph mode that was settled
         notes = graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
         if vllm_config.shutdown_timeout == 0:
             # Zero kills the engine process at once, which vLLM then reports as a dead engine.

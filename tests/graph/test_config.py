@@ -82,16 +82,7 @@ def test_fusion_passes_and_inductor_are_off(configure):
     assert config.compilation_config.backend == "eager"
 
 
-def test_breakable_graphs_are_refused(configure, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    with pytest.raises(PrepError, match=r"VLLM_USE_BREAKABLE_CUDAGRAPH.*set it to 0"):
-        configure()
-
-
-def test_pieces_that_are_not_split_at_attention_are_refused(configure):
-    """vLLM would change the mode after everything was decided."""
-    with pytest.raises(PrepError, match=r"splitting_ops \[\].*FULL_DECODE_ONLY"):
-        configure(compilation_config={"splitting_ops": []})
+def test_a_model_that_is_not_split_runs_without_pieces(configure):
     full = {"splitting_ops": [], "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert mode_of(configure(compilation_config=full)) == "FULL_DECODE_ONLY"
 
@@ -124,11 +115,6 @@ def test_windows_in_full_graphs_take_the_compressed_form(tmp_path, configure):
 
 
 DENSE = {"npu_prep": {"mask": "dense"}}
-
-
-def test_dense_masks_in_full_graphs_of_mixed_batches_are_refused(configure):
-    with pytest.raises(PrepError, match=r"FULL: dense masks.*compressed.*FULL_AND_PIECEWISE"):
-        configure(compilation_config={"cudagraph_mode": "FULL"}, additional_config=DENSE)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,30 @@ LIMITS = {
     ),
 }
 
+DENSE = {"npu_prep": {"mask": "dense"}}
+GRAPHS = {
+    "graphs that break": Case(
+        ("breakable-graphs",),
+        ("VLLM_USE_BREAKABLE_CUDAGRAPH", "set it to 0"),
+        {"enforce_eager": False},
+        environment={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
+    ),
+    "pieces that are not split at attention": Case(
+        ("pieces-with-attention",),
+        ("splitting_ops []", "FULL_DECODE_ONLY"),
+        {"enforce_eager": False, "compilation_config": {"splitting_ops": []}},
+    ),
+    "dense masks in graphs of mixed batches": Case(
+        ("dense-masks-in-graphs",),
+        ("cudagraph_mode FULL: dense masks", '{"npu_prep": {"mask": "compressed"}}'),
+        {
+            "enforce_eager": False,
+            "compilation_config": {"cudagraph_mode": "FULL"},
+            "additional_config": DENSE,
+        },
+    ),
+}
+
 STATES = ("state-space or linear-attention model", "the KV cache holds K and V")
 MODELS = {
     "ALiBi": Case(("alibi",), ("ALiBi",), model=("Bloom", {})),
@@ -660,4 +684,4 @@ SEVERAL = {
     ),
 }
 
-CASES = {**LIMITS, **MODELS, **FEATURES, **RANKS, **CACHE, **SPECULATION, **SEVERAL}
+CASES = {**LIMITS, **GRAPHS, **MODELS, **FEATURES, **RANKS, **CACHE, **SPECULATION, **SEVERAL}

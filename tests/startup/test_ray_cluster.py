@@ -107,24 +107,6 @@ def test_a_missing_ray_is_named_with_what_to_install(model, monkeypatch):
         engine_config(model, distributed_executor_backend="ray", tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("environment", "settings", "message"),
-    [
-        ({"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, {}, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is"),
-        ({}, {"data_parallel_backend": "ray"}, "--data-parallel-backend ray is"),
-    ],
-)
-def test_what_was_not_tried_of_ray_is_refused(
-    model, offer, monkeypatch, environment, settings, message
-):
-    offer({"NPU": 2.0})
-    settings |= {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(PrepError, match=f"{message} not supported"):
-        engine_config(model, **settings)
-
-
 def test_the_start_up_block_names_the_ranks_and_who_starts_them(model, offer, caplog, monkeypatch):
     offer({"NPU": 2.0})
     engine_config(model)  # sets loggers up

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.config import SECTION, decisions_of, graphs_need_masks
+from vllm_npu_prep.config import decisions_of, graphs_need_masks
 from vllm_npu_prep.device import DeviceKind
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
@@ -29,32 +29,16 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
 def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     """Decide the graph mode, and whether torch.compile is needed for it.
 
+    Modes that can't be had are refused before (`vllm_npu_prep.startup.subjects.graphs`).
+
     Returns
     -------
     list of str
         What was asked for and is off, and why.
-
-    Raises
-    ------
-    PrepError
-        For graphs whose attention mask can't keep its shape, if nothing else was asked for, and for
-        pieces that are not split at attention.
     """
-    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation, off = vllm_config.compilation_config, []
-    if is_breakable_cudagraph_enabled():
-        raise PrepError(
-            "VLLM_USE_BREAKABLE_CUDAGRAPH: graphs are split at attention by torch.compile here; "
-            "set it to 0"
-        )
-    splits = compilation.splitting_ops is None or compilation.splitting_ops_contain_attention()
-    if compilation.cudagraph_mode.has_piecewise_cudagraphs() and not splits:
-        raise PrepError(
-            f"splitting_ops {compilation.splitting_ops}: pieces are what lies between attentions; "
-            f"leave it out, or use cudagraph_mode {compilation.cudagraph_mode.without_piecewise()}"
-        )
     fusions = [name for name in _fusions(compilation) if getattr(compilation.pass_config, name)]
     for name in fusions:
         setattr(compilation.pass_config, name, False)
@@ -91,12 +75,6 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
         ]
     if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
         return []
-    if mode == CUDAGraphMode.FULL:
-        raise PrepError(
-            "cudagraph_mode FULL: dense masks have another shape in every step; use "
-            f'{{"{SECTION}": {{"mask": "compressed"}}}} where the kernel family has it, or '
-            "cudagraph_mode FULL_AND_PIECEWISE"
-        )
     without_full = {
         CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,

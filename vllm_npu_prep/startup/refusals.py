@@ -7,13 +7,22 @@ from vllm_npu_prep.device import DeviceKind
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
-from vllm_npu_prep.startup.subjects import cache, features, inputs, kernels, ranks, speculation
+from vllm_npu_prep.startup.subjects import (
+    cache,
+    features,
+    graphs,
+    inputs,
+    kernels,
+    ranks,
+    speculation,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SUBJECTS: tuple[Subject, ...] = (
     *kernels.SUBJECTS,
+    *graphs.SUBJECTS,
     *features.SUBJECTS,
     *ranks.SUBJECTS,
     *cache.SUBJECTS,

@@ -17,6 +17,11 @@ def _is_known(asked: Asked) -> bool:
     )
 
 
+def _has_no_folder(asked: Asked) -> bool:
+    transfer = asked.transfer
+    return transfer is not None and "shared_storage_path" not in transfer.kv_connector_extra_config
+
+
 def _words(asked: Asked) -> dict[str, object]:
     assert asked.transfer is not None
     return {
@@ -73,7 +78,7 @@ CONNECTOR = (
     ),
     Refusal(
         "kv-connector-folder",
-        lambda c: "shared_storage_path" not in c.transfer.kv_connector_extra_config,
+        _has_no_folder,
         "KV connector {name} without a folder",
         "vLLM would share /tmp with everybody",
         'give it "kv_connector_extra_config": {{"shared_storage_path": ...}}',

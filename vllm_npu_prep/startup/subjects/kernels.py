@@ -32,6 +32,10 @@ class Need:
     needed: str  # what would have to be there
     remedy: str = "use the CPU fallback"
 
+    def is_lacking(self, asked: Asked) -> bool:
+        """Whether the model needs it and the family lacks it."""
+        return self in lacking(asked.model, asked.family)
+
 
 NEEDS = (
     Need(
@@ -188,7 +192,7 @@ LIMITS = (
     *(
         Refusal(
             need.id,
-            lambda c, need=need: need in lacking(c.model, c.family),
+            need.is_lacking,
             f"{need.name} of {{model}}",
             f"kernel family {{family}} has none ({need.needed})",
             need.remedy,

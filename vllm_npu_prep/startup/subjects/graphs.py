@@ -1,0 +1,62 @@
+"""Graphs that can't be captured."""
+
+from vllm_npu_prep.config import SECTION, decisions_of, graphs_need_masks
+from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+
+def _are_breakable(asked: Asked) -> bool:
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
+    return is_breakable_cudagraph_enabled()
+
+
+def _hold_attention(asked: Asked) -> bool:
+    """Whether pieces of the model have attention inside."""
+    compilation = asked.config.compilation_config
+    splits = compilation.splitting_ops is None or compilation.splitting_ops_contain_attention()
+    return compilation.cudagraph_mode.has_piecewise_cudagraphs() and not splits
+
+
+def _reads_dense_masks(asked: Asked) -> bool:
+    """Whether mixed batches are to be captured with masks whose shape changes.
+
+    With a KV connector no full graph is captured.
+    """
+    if asked.config.compilation_config.cudagraph_mode.name != "FULL" or asked.transfer is not None:
+        return False
+    is_dense = decisions_of(asked.config).mask_form == MaskForm.DENSE
+    return is_dense and graphs_need_masks(asked.config)
+
+
+GRAPHS = (
+    Refusal(
+        "breakable-graphs",
+        _are_breakable,
+        "VLLM_USE_BREAKABLE_CUDAGRAPH",
+        "graphs are split at attention by torch.compile here",
+        "set it to 0",
+    ),
+    Refusal(
+        "pieces-with-attention",
+        _hold_attention,
+        "splitting_ops {ops}",
+        "pieces are what lies between attentions",
+        "leave it out, or use cudagraph_mode {without_pieces}",
+        lambda c: {
+            "ops": c.config.compilation_config.splitting_ops,
+            "without_pieces": c.config.compilation_config.cudagraph_mode.without_piecewise(),
+        },
+    ),
+    Refusal(
+        "dense-masks-in-graphs",
+        _reads_dense_masks,
+        "cudagraph_mode FULL",
+        "dense masks have another shape in every step",
+        f'use {{{{"{SECTION}": {{{{"mask": "compressed"}}}}}}}} where the kernel family has it, '
+        "or cudagraph_mode FULL_AND_PIECEWISE",
+    ),
+)
+
+SUBJECTS = (Subject("graphs", GRAPHS, verdict=""),)
