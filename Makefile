@@ -105,5 +105,6 @@ format: install ## let ruff format and sort
 	$(VENV)/bin/ruff check --quiet --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .cache build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache build dist site *.egg-info emulator/build emulator/*.egg-info \
+	  .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

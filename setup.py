@@ -22,10 +22,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vllm_npu_prep*"]),
-    package_data={
-        "vllm_npu_prep.emulator": ["native/*/*.cpp", "native/*/*.h", "hook/*.py"],
-        "vllm_npu_prep.inspect": ["page.css", "page.js"],
-    },
+    package_data={"vllm_npu_prep.inspect": ["page.css", "page.js"]},
     install_requires=[
         "vllm==0.32.0",
         "torch==2.13.0",

@@ -1,20 +1,22 @@
 """The ``vllm-npu-prep`` command."""
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm_npu_prep import __version__
-from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
+
+EMULATOR = "ascend_emulator"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,8 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     int
         0 on success, 1 if steps differ, 2 for bad input, which gets one line and no traceback.
     """
-    args = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
     try:
+        if arguments[:1] == ["emulate"]:
+            _emulate(arguments[1:])
+        args = _parser().parse_args(arguments)
         code = args.run(args)
         sys.stdout.flush()
     except PrepError as error:
@@ -67,8 +72,21 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
     add_replay_parser(commands)
-    add_emulate_parser(commands)
+    commands.add_parser(  # `main` does not come here for it: its options are those of its command
+        "emulate", help="run a command on emulated Ascend devices", add_help=False
+    )
     return parser
+
+
+def _emulate(arguments: list[str]) -> NoReturn:
+    """Become the command of the emulator, a package of its own that is never imported here."""
+    if importlib.util.find_spec(EMULATOR) is None:
+        raise PrepError(
+            f"emulate needs the package {EMULATOR}, which is not installed: "
+            "pip install ./emulator in a checkout of this project"
+        )
+    # -P: a file of the folder this is run from is not mistaken for a module.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -304,7 +304,7 @@ def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_pat
     calls = [line.partition("|") for line in log.read_text().splitlines()]
     pip = [(device, call.split()[2:]) for device, _, call in calls if call.startswith("-m pip ")]
     installed = [(device, words) for device, words in pip if words[0] == "install"]
-    assert len(installed) == 6
+    assert len(installed) == 7
     for _, words in installed:
         assert words[words.index("--constraint") + 1] == str(ROOT / "constraints.txt")
     [(device, vllm)] = [one for one in installed if one[1][-1].startswith("vllm==")]

@@ -1,4 +1,4 @@
-"""What the package refuses, read from its source: messages as templates."""
+"""What plugin and emulator refuse, read from their sources: messages as templates."""
 
 import ast
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT
 
-PACKAGE = ROOT / "vllm_npu_prep"
+PACKAGES = (ROOT / "vllm_npu_prep", ROOT / "emulator/ascend_emulator")
+ERRORS = {"PrepError", "EmulatorError"}
 LISTS = re.compile(r"unsupported|limits")
 """Functions with lists of what is refused: whether it applies, the feature, the reason."""
 
@@ -31,12 +32,12 @@ class Refusal:
 
 
 def refusals() -> list[Refusal]:
-    """Features that start-up refuses, and every message of a `PrepError`.
+    """Features that start-up refuses, and every message of a `PrepError` or an `EmulatorError`.
 
     Messages of which nothing but a hole is written there are left out: others made them.
     """
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
@@ -52,7 +53,9 @@ def _of_function(function: ast.FunctionDef, path: Path) -> list[Refusal]:
     messages: list[ast.expr] = []
     for node in ast.walk(function):
         match node:
-            case ast.Raise(exc=ast.Call(func=ast.Name(id="PrepError"), args=[message, *_])):
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=error), args=[message, *_])) if (
+                error in ERRORS
+            ):
                 messages.append(message)
             case (
                 ast.Assign(targets=[ast.Name(id="checks")], value=ast.List(elts=checks))
@@ -60,7 +63,7 @@ def _of_function(function: ast.FunctionDef, path: Path) -> list[Refusal]:
                 | ast.Return(value=ast.List(elts=checks))
             ) if LISTS.search(function.name):
                 messages += [check.elts[-2] for check in checks if isinstance(check, ast.Tuple)]
-    place = path.relative_to(PACKAGE).as_posix()
+    place = path.relative_to(ROOT).as_posix()
     texts = [each for message in messages for each in _alternatives(message, function)]
     return [Refusal(f"{place}:{message.lineno}", _template(message)) for message in texts]
 

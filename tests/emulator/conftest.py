@@ -1,4 +1,4 @@
-"""Run a script as `vllm-npu-prep emulate -- python` runs it."""
+"""Run a script as `ascend-emulator -- python` runs it."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.helpers.emulator import why_no_emulator
 
 PROLOGUE = """
 import ctypes, torch, torch_npu
-from vllm_npu_prep import emulator
+import ascend_emulator as emulator
 acl = ctypes.CDLL("libascendcl.so")
 INT = torch.int32
 
@@ -55,7 +55,7 @@ def emulate(tmp_path):
     def run(script: str, *options: str, expect_code: int | None = 0) -> Run:
         path, report = tmp_path / "script.py", tmp_path / "report.json"
         path.write_text(PROLOGUE + textwrap.dedent(script))
-        tool = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate", "--report", str(report)]
+        tool = [sys.executable, "-m", "ascend_emulator", "--report", str(report)]
         done = subprocess.run(
             [*tool, *options, "--", sys.executable, str(path)],
             capture_output=True,

@@ -1,4 +1,4 @@
-"""Plant each bug in a copy of the package, run its tests, print who caught it.
+"""Plant each bug in a copy of the packages, run its tests, print who caught it.
 
     python -m tests.mutants [PART OF A NAME ...]
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def plant(mutant: Mutant, root: Path) -> None:
-    """Copy the package to `root` with the bug in it."""
-    for name in ("vllm_npu_prep", "tests", "examples", "pyproject.toml"):
+    """Copy the packages to `root` with the bug in it."""
+    for name in ("vllm_npu_prep", "emulator", "tests", "examples", "pyproject.toml"):
         source = ROOT / name
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
@@ -47,7 +47,7 @@ def caught_by(mutant: Mutant, kept: str) -> str | None:
         plant(mutant, Path(folder))
         environment = {
             **os.environ,
-            "PYTHONPATH": folder,
+            "PYTHONPATH": os.pathsep.join([folder, str(Path(folder) / "emulator")]),
             "NPU_PREP_TEST_EXAMPLES": "200",
             "NPU_PREP_TEST_REFERENCE": kept,
             "NPU_PREP_DEVICE": os.environ.get("NPU_PREP_DEVICE", "cpu"),

@@ -1,4 +1,4 @@
-// What `vllm-npu-prep emulate` set for this process; the names are listed in emulator/options.py.
+// What `ascend-emulator` set for this process; the names are listed in ascend_emulator/options.py.
 #pragma once
 
 #include <cstddef>

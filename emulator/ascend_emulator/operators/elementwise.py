@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from vllm_npu_prep.emulator.operators.constraint import (
+from ascend_emulator.operators.constraint import (
     Call,
     Constraint,
     Enforced,

@@ -6,7 +6,7 @@ The wheel has no docstring for them. ``v2`` are the docstrings of their successo
 
 from functools import partial
 
-from vllm_npu_prep.emulator.operators.constraint import Constraint, Enforced, Family
+from ascend_emulator.operators.constraint import Constraint, Enforced, Family
 
 NAME = "atb attention"
 record = partial(Constraint, NAME)

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -13,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vllm_npu_prep.emulator.build import LAUNCHER_LIBRARY, RUNTIME_LIBRARY
-from vllm_npu_prep.emulator.options import LIBRARIES, REFERENCES
-from vllm_npu_prep.errors import PrepError
+from ascend_emulator.build import LAUNCHER_LIBRARY, RUNTIME_LIBRARY
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.options import LIBRARIES, REFERENCES
 
-OWN_REFERENCES = "vllm_npu_prep.emulator.operators"
+OWN_REFERENCES = "ascend_emulator.operators"
 PlacementCheck = Callable[[str, Mapping[str, bool], str], None]
 
 
@@ -56,7 +55,7 @@ class count:  # noqa: N801 - used as a statement: with count() as c
 
     Examples
     --------
-    >>> with emulator.count() as c:
+    >>> with ascend_emulator.count() as c:
     ...     runner.execute_model(step)
     >>> c.h2d_copies, c.syncs
     """
@@ -89,7 +88,7 @@ def counters() -> Counts:
 
 
 def is_active() -> bool:
-    """Whether this process runs under `vllm-npu-prep emulate`."""
+    """Whether this process runs under `ascend-emulator`."""
     return LIBRARIES in os.environ
 
 
@@ -140,7 +139,7 @@ def register_reference(
 
     Raises
     ------
-    PrepError
+    EmulatorError
         When torch_npu has no such operator.
     """
     import torch
@@ -150,7 +149,7 @@ def register_reference(
         name.encode(), overload.encode(), ",".join(written).encode()
     )
     if error:
-        raise PrepError(f"torch_npu has no operator {name}{overload and '.' + overload}")
+        raise EmulatorError(f"torch_npu has no operator {name}{overload and '.' + overload}")
     namespace, operator = name.split("::")
     packet = getattr(getattr(torch.ops, namespace), operator)
     schema = getattr(packet, overload or "default")._schema
@@ -167,10 +166,10 @@ def install() -> None:
         return
     replaced = _launcher().emulator_install()
     if replaced == 0:
-        raise PrepError("torch_npu registered no kernels that the emulator could replace")
+        raise EmulatorError("torch_npu registered no kernels that the emulator could replace")
     _load_atb()
     _flush_at_hard_exit()
-    for module in filter(None, (_own_references(), *os.environ.get(REFERENCES, "").split(","))):
+    for module in filter(None, (OWN_REFERENCES, *os.environ.get(REFERENCES, "").split(","))):
         _install_references(importlib.import_module(module))
 
 
@@ -262,10 +261,6 @@ def _without_none(result: Any, count_of_results: int) -> Any:
     return tuple(torch.empty(0) if item is None else item for item in result)
 
 
-def _own_references() -> str:
-    return OWN_REFERENCES if importlib.util.find_spec(OWN_REFERENCES) else ""
-
-
 def _load_atb() -> None:
     """Load the atb operators now, rather than at their first use: references need their schemas."""
     try:
@@ -306,7 +301,7 @@ def _library(namespace: str) -> Any:
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     if not is_active():
-        raise PrepError("no emulated NPU here: run the command under vllm-npu-prep emulate --")
+        raise EmulatorError("no emulated NPU here: run the command under ascend-emulator --")
     runtime = ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / RUNTIME_LIBRARY))
     runtime.emulator_is_alias.argtypes = [ctypes.c_void_p]
     return runtime

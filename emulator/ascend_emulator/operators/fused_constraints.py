@@ -4,8 +4,8 @@
 stands in ``fused_mask_constraints.py``.
 """
 
-from vllm_npu_prep.emulator.operators.constraint import Family
-from vllm_npu_prep.emulator.operators.fused_mask_constraints import (
+from ascend_emulator.operators.constraint import Family
+from ascend_emulator.operators.fused_mask_constraints import (
     AGREED,
     ASCEND,
     DOCSTRING,

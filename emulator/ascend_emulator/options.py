@@ -1,14 +1,14 @@
 """What a command that runs under the emulator can be told, and by which environment variables.
 
-The variables are set by `vllm-npu-prep emulate` and read in `native/runtime/options.cpp`; nobody
-else reads them, the plugin least of all.
+The variables are set by `ascend-emulator` and read in `native/runtime/options.cpp`; nobody
+else reads them.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_npu_prep.errors import PrepError
+from ascend_emulator.errors import EmulatorError
 
 GIB = 1 << 30
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -81,10 +81,10 @@ def bytes_of(text: str) -> int:
 
     Raises
     ------
-    PrepError
+    EmulatorError
         When the text is no size.
     """
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
-        raise PrepError(f"--memory {text!r} is no size; write for example 512M or 8G")
+        raise EmulatorError(f"--memory {text!r} is no size; write for example 512M or 8G")
     return int(match[1]) * UNITS[match[2]]

@@ -1,6 +1,6 @@
 """Load the launcher right after torch_npu, in every Python process of an emulated command.
 
-`vllm-npu-prep emulate` puts this folder on PYTHONPATH, which spawned workers inherit, so nothing
+`ascend-emulator` puts this folder on PYTHONPATH, which spawned workers inherit, so nothing
 that runs in them has to know of the emulator.
 """
 
@@ -24,7 +24,7 @@ class LoadedAfterTorchNpu(importlib.abc.Loader):
     def exec_module(self, module):
         """Import torch_npu, then install the launcher."""
         self.loader.exec_module(module)
-        from vllm_npu_prep.emulator.api import install
+        from ascend_emulator.api import install
 
         install()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from vllm_npu_prep.emulator.operators import attention
-from vllm_npu_prep.emulator.operators.fused_arguments import FusedAttention, bind
-from vllm_npu_prep.emulator.operators.fused_checks import (
+from ascend_emulator.operators import attention
+from ascend_emulator.operators.fused_arguments import FusedAttention, bind
+from ascend_emulator.operators.fused_checks import (
     check,
     check_out,
     workspace_elements,

@@ -5,7 +5,7 @@
 
 from functools import partial
 
-from vllm_npu_prep.emulator.operators.constraint import Constraint, Enforced
+from ascend_emulator.operators.constraint import Constraint, Enforced
 
 NAME = "fused attention"
 record = partial(Constraint, NAME)

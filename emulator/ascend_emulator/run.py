@@ -1,4 +1,4 @@
-"""``vllm-npu-prep emulate``: run a command as on a host with Ascend devices."""
+"""The ``ascend-emulator`` command: run a command as on a host with Ascend devices."""
 
 import argparse
 import json
@@ -12,9 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_npu_prep.emulator.build import ensure_built
-from vllm_npu_prep.emulator.options import DELAYS, HAZARDS, Options, bytes_of
-from vllm_npu_prep.errors import PrepError
+from ascend_emulator import __version__
+from ascend_emulator.build import SITE, ensure_built
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of
 
 HOOK = Path(__file__).parent / "hook"
 HAZARD_EXIT_CODE = 3
@@ -27,15 +28,31 @@ LIMITS = (
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to the ``vllm-npu-prep`` command."""
+def main(argv: list[str] | None = None) -> int:
+    """Run a command on emulated devices.
+
+    Returns
+    -------
+    int
+        The command's exit code; `HAZARD_EXIT_CODE` if it succeeded all the same; 2 if it could not
+        be started, which gets one line and no traceback.
+    """
+    try:
+        return emulate(parser().parse_args(argv))
+    except EmulatorError as error:
+        print(f"ascend-emulator: error: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
     defaults = Options()
-    parser = commands.add_parser(
-        "emulate",
-        help="run a command on emulated Ascend devices",
-        usage="vllm-npu-prep emulate [options] -- COMMAND ...",
+    parser = argparse.ArgumentParser(
+        prog="ascend-emulator",
+        usage="ascend-emulator [options] -- COMMAND ...",
         description=f"Run a command on emulated Ascend devices. Limits: {LIMITS}.",
     )
+    parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
     parser.add_argument("--cann", default=defaults.cann, help="CANN (default: %(default)s)")
     parser.add_argument("--devices", type=int, default=defaults.devices, help="(default: 1)")
@@ -59,20 +76,20 @@ def add_parser(commands: Any) -> None:
         type=Path,
         metavar="DIR",
         help="folder with torch_npu, if it isn't installed beside torch (default: %(default)s)",
-        default=Path(sys.prefix) / "npu-emulator",
+        default=SITE,
     )
     parser.add_argument("--quiet", action="store_true", help="no banner and no summary")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    parser.set_defaults(run=emulate)
+    return parser
 
 
 def emulate(args: argparse.Namespace) -> int:
     """Build if needed, run the command, report; the command's exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
-        raise PrepError("no command given: vllm-npu-prep emulate [options] -- COMMAND ...")
+        raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
     if not 1 <= args.devices <= 16:
-        raise PrepError(f"--devices {args.devices} is not between 1 and 16")
+        raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
     options = Options(
         soc=args.soc,
         cann=args.cann,
@@ -124,7 +141,7 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
     environment["PATH"] = scripts + os.pathsep + environment.get("PATH", os.defpath)
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
-        raise PrepError(f"no such command: {command[0]}")
+        raise EmulatorError(f"no such command: {command[0]}")
     process = subprocess.Popen([program, *command[1:]], env=environment)
     forwarded = [*FORWARDED_SIGNALS]
     if sys.stdin is not None and sys.stdin.isatty():

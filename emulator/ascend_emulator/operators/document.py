@@ -1,21 +1,21 @@
 """Render ``docs/changing/operators.md`` from the table of constraints.
 
-``python -m vllm_npu_prep.emulator.operators.document docs/changing/operators.md`` writes it; a test
+``python -m ascend_emulator.operators.document docs/changing/operators.md`` writes it; a test
 fails while it is out of date.
 """
 
 import sys
 from pathlib import Path
 
-from vllm_npu_prep.emulator.operators import FAMILIES, REFERENCES
-from vllm_npu_prep.emulator.operators.constraint import Constraint, Enforced, Family
-from vllm_npu_prep.emulator.operators.schemas import schema_text
+from ascend_emulator.operators import FAMILIES, REFERENCES
+from ascend_emulator.operators.constraint import Constraint, Enforced, Family
+from ascend_emulator.operators.schemas import schema_text
 
 INTRODUCTION = """\
 # Operators: what the emulated kernels demand
 
 **To be confirmed on hardware.** Nothing here was run on an NPU. The references in
-`vllm_npu_prep/emulator/operators/` are a reading of the docstrings and schemas of torch_npu 2.13.0,
+`ascend_emulator/operators/` are a reading of the docstrings and schemas of torch_npu 2.13.0,
 of published sources and of issues. They compute in float32 and say nothing about the numerics,
 speed or memory of the kernels.
 
@@ -24,7 +24,7 @@ argument, what was given and what is demanded. Where the docstring and practice 
 listed, and whose word is enforced. For fused attention `v1` and `v2` are the docstrings of its two
 versions, and arguments are named as in v1. Numbers are issues or pull requests.
 
-Rendered by `python -m vllm_npu_prep.emulator.operators.document docs/changing/operators.md`.
+Rendered by `python -m ascend_emulator.operators.document docs/changing/operators.md`.
 """
 
 FIRST_ON_HARDWARE = """\

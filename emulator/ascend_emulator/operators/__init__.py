@@ -1,4 +1,4 @@
-"""CPU references of the torch_npu operators that the plugin calls.
+"""CPU references of torch_npu operators.
 
 Plain functions on CPU tensors, one file for each family. Each refuses what the kernel would refuse,
 as far as its documentation and its users tell; ``docs/changing/operators.md`` lists what is
@@ -8,16 +8,16 @@ demanded and on whose word. Nothing here was run on an NPU.
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from vllm_npu_prep.emulator.operators import (
+from ascend_emulator.operators import (
     atb_attention,
     cache_write,
     elementwise,
     fused_attention,
 )
-from vllm_npu_prep.emulator.operators.atb_constraints import ATB_ATTENTION
-from vllm_npu_prep.emulator.operators.constraint import Constraint, KernelRefusalError
-from vllm_npu_prep.emulator.operators.fused_constraints import FUSED_ATTENTION
-from vllm_npu_prep.emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
+from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
+from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
+from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
+from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
 
 __all__ = [
     "CONSTRAINTS",

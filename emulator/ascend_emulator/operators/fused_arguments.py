@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import torch
 
-from vllm_npu_prep.emulator.operators import schemas
-from vllm_npu_prep.emulator.operators.constraint import Call
-from vllm_npu_prep.emulator.operators.fused_constraints import FUSED_ATTENTION
+from ascend_emulator.operators import schemas
+from ascend_emulator.operators.constraint import Call
+from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
 
 V2_NAMES = {
     "actual_seq_lengths": "actual_seq_qlen",

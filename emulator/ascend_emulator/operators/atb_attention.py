@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import torch
 
-from vllm_npu_prep.emulator.operators import attention
-from vllm_npu_prep.emulator.operators.atb_constraints import ATB_ATTENTION
-from vllm_npu_prep.emulator.operators.constraint import Call, shape_of
+from ascend_emulator.operators import attention
+from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
+from ascend_emulator.operators.constraint import Call, shape_of
 
 FLASH_ATTENTION = "atb::_npu_flash_attention"
 PAGED_ATTENTION = "atb::_npu_paged_attention"

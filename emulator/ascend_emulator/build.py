@@ -12,20 +12,24 @@ import sys
 import sysconfig
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.progress import waiting
+from ascend_emulator.errors import EmulatorError
 
 NATIVE = Path(__file__).parent / "native"
+SITE = Path(sys.prefix) / "npu-emulator"
+"""Where torch_npu is looked for, besides the import path."""
 SUPPORTED_TORCH_NPU = ("2.13.0",)
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 RUNTIME_LIBRARY = "libascendcl.so"
 LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
 # torch_npu is linked against these, too; one library serves for all.
 OTHER_NAMES = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+LARGEST_PAUSE = 30.0
+"""Seconds between two lines about a build; before, each comes after twice the time of the last."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
 # Symbols of CANN's libraries, as opposed to those of torch, Python and the system.
 CANN_SYMBOL = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|ge|GE|aclnn|_ZNK?3atb|_ZNK?2ge)")
@@ -46,7 +50,7 @@ def ensure_built() -> Path:
 
     Raises
     ------
-    PrepError
+    EmulatorError
         When something is missing or doesn't fit: compiler, torch_npu, version, architecture.
     """
     target = _find_target()
@@ -55,16 +59,17 @@ def ensure_built() -> Path:
         return folder
     _say(f"building into {folder} (once) ...")
     start = time.monotonic()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch_folder = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise EmulatorError(
+            f"the libraries of the NPU emulator can't be built into {folder.parent}: "
+            f"{error.strerror}; XDG_CACHE_HOME names another place"
+        ) from None
     # Built aside and renamed: a second process that builds at the same time does no harm.
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        num_sources = sum(path.suffix == ".cpp" for path in _sources())
-
-        def status() -> str:
-            return f"{len([*Path(scratch).glob('*.o')])} of {num_sources} files"
-
-        with waiting("compiling", _say, status):
-            _build(target, Path(scratch))
+    with scratch_folder as scratch:
+        _build(target, Path(scratch))
         try:
             os.rename(scratch, folder)
         except OSError:
@@ -83,30 +88,30 @@ def _say(line: str) -> None:
 def _find_target() -> Target:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in SUPPORTED_MACHINES:
-        raise PrepError(
+        raise EmulatorError(
             f"the NPU emulator runs on Linux on {' or '.join(SUPPORTED_MACHINES)}, "
             f"this is {sys.platform} on {machine}"
         )
     versions = _version("torch"), _version("torch_npu")
     if versions[1] not in SUPPORTED_TORCH_NPU:
-        raise PrepError(
+        raise EmulatorError(
             f"the NPU emulator is made for torch_npu {' or '.join(SUPPORTED_TORCH_NPU)}, "
             f"{versions[1]} is installed"
         )
     if versions[0].split("+")[0] != versions[1]:
-        raise PrepError(
+        raise EmulatorError(
             f"torch_npu {versions[1]} needs torch {versions[1]}, {versions[0]} is installed"
         )
     torch = _package_folder("torch")
     if is_cuda_build(torch):
-        raise PrepError(
+        raise EmulatorError(
             f"torch in {torch} is a CUDA build, beside which torch_npu does not load: install the "
             f"CPU build of torch {versions[1]} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
             "where it is)"
         )
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler or not shutil.which(compiler) or not shutil.which("nm"):
-        raise PrepError(
+        raise EmulatorError(
             "no C++ compiler found to build the NPU emulator: install g++ and binutils, or set CXX"
         )
     return Target(compiler, torch, _package_folder("torch_npu"), versions)
@@ -121,9 +126,11 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise PrepError(
+        # Beside torch, torch_npu would keep every other program from importing torch.
+        where = f"--no-deps --target {SITE} " if package == "torch_npu" else ""
+        raise EmulatorError(
             f"the NPU emulator runs the real torch_npu, and {package} is not installed: "
-            f"pip install {package}=={SUPPORTED_TORCH_NPU[-1]}"
+            f"pip install {where}{package}=={SUPPORTED_TORCH_NPU[-1]}"
         ) from None
 
 
@@ -131,13 +138,13 @@ def _package_folder(package: str) -> Path:
     # Not importlib: torch_npu can't be imported before its libraries exist.
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise PrepError(f"{package} is installed but can't be found on the import path")
+        raise EmulatorError(f"{package} is installed but can't be found on the import path")
     return Path(spec.origin).parent
 
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm_npu_prep" / "emulator"
+    return Path(base).expanduser() / "ascend_emulator"
 
 
 def _sources() -> list[Path]:
@@ -163,19 +170,38 @@ def _build(target: Target, out: Path) -> None:
         f"-I{sysconfig.get_paths()['include']}",
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(_compile, target, path, out, includes) for path in launcher]
-        runtime_objects = list(pool.map(lambda path: _compile(target, path, out, []), runtime))
+        launcher_jobs = [pool.submit(_compile, target, path, out, includes) for path in launcher]
+        runtime_jobs = [pool.submit(_compile, target, path, out, []) for path in runtime]
+        jobs = [*launcher_jobs, *runtime_jobs]
+        runtime_objects = _results(runtime_jobs, jobs)
         runtime_objects.append(_traps(target, runtime_objects, out))
         _link(target, out / RUNTIME_LIBRARY, runtime_objects, ["-lpthread"])
         for name in OTHER_NAMES:
             (out / f"lib{name}.so").symlink_to(RUNTIME_LIBRARY)
-        launcher_objects = [job.result() for job in jobs]
+        launcher_objects = _results(launcher_jobs, jobs)
     libraries = [f"-L{target.torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-L{out}", "-lascendcl"]
     # torch_npu is in the process before the launcher is loaded, and so is Python.
     libraries += [f"-L{target.torch_npu / 'lib'}", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
     _link(target, out / LAUNCHER_LIBRARY, launcher_objects, libraries)
     for path in (*runtime_objects, *launcher_objects):
         path.unlink()
+
+
+def _results(jobs: Sequence[Future[Path]], all_jobs: Sequence[Future[Path]]) -> list[Path]:
+    """Wait for `jobs`; after 2, 4, 8, ... seconds a line says how far all of them are."""
+    start, pause = time.monotonic(), 2.0
+    while True:
+        done, running = wait(jobs, timeout=pause, return_when=FIRST_EXCEPTION)
+        if failed := [job for job in done if job.exception()]:
+            for job in all_jobs:
+                job.cancel()  # what has not begun need not be waited for
+            failed[0].result()
+        if not running:
+            return [job.result() for job in jobs]
+        seconds = time.monotonic() - start
+        num_done = sum(job.done() for job in all_jobs)
+        _say(f"compiling: {seconds:.0f} s, {num_done} of {len(all_jobs)} files ...")
+        pause = min(seconds, LARGEST_PAUSE)
 
 
 def _compile(target: Target, source: Path, out: Path, includes: list[str]) -> Path:
@@ -219,5 +245,5 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line]
         reason = lines[0] if lines else (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise PrepError(f"building the NPU emulator failed at {command[-1]}: {reason}")
+        raise EmulatorError(f"building the NPU emulator failed at {command[-1]}: {reason}")
     return done.stdout

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from vllm_npu_prep.emulator.operators.atb_attention import (
+from ascend_emulator.operators.atb_attention import (
     FLASH_ATTENTION,
     PAGED_ATTENTION,
     PAGED_ATTENTION_WORKSPACE,
     SPLITFUSE,
 )
-from vllm_npu_prep.emulator.operators.constraint import Constraint, Enforced, Family
+from ascend_emulator.operators.constraint import Constraint, Enforced, Family
 
 HOST_ARGUMENTS = {
     FLASH_ATTENTION: ("seq_len",),

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import torch
 
-from vllm_npu_prep.emulator.operators.attention import COMPRESSED_SIZE
-from vllm_npu_prep.emulator.operators.constraint import shape_of
-from vllm_npu_prep.emulator.operators.fused_arguments import FusedAttention
+from ascend_emulator.operators.attention import COMPRESSED_SIZE
+from ascend_emulator.operators.constraint import shape_of
+from ascend_emulator.operators.fused_arguments import FusedAttention
 
 RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "TND": 3}
 DTYPES = (torch.float16, torch.bfloat16)
