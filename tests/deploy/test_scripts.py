@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.deploy import ROOT
+from tests.helpers.deploy import ROOT, files_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from healthcheck import health_url
@@ -275,12 +275,6 @@ def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
     file, misses, hits = ran.stdout.split()
     assert Path(file) == installed / "prep" / "batch.py"
     assert int(misses) == 0 and int(hits) >= 4
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Files of a package, relative to it; without byte code."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return [path.relative_to(folder) for path in paths]
 
 
 def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_path):
