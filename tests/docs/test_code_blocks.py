@@ -1,4 +1,4 @@
-"""Every code block of README and docs/ runs, unless a comment before it says why it can't.
+"""Every code block of the READMEs and docs/ runs, unless a comment before it says why it can't.
 
 Blocks of a page share a folder, in which the repository's folders lie, the demo model, and
 ``steps``, recorded by the server. One server runs behind ``localhost:8000``, started by the command

@@ -135,7 +135,7 @@ BASES = (
     INSTALLED,
 )
 """Where a path on a page may begin."""
-WRITTEN = {"step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
+WRITTEN = {"try.py", "step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
 """Files that the pages tell of, and that are made."""
 
 
