@@ -172,13 +172,13 @@ def _build(target: Target, out: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         launcher_jobs = [pool.submit(_compile, target, path, out, includes) for path in launcher]
         runtime_jobs = [pool.submit(_compile, target, path, out, []) for path in runtime]
-        jobs = [*launcher_jobs, *runtime_jobs]
-        runtime_objects = _results(runtime_jobs, jobs)
+        jobs, start = [*launcher_jobs, *runtime_jobs], time.monotonic()
+        runtime_objects = _results(runtime_jobs, jobs, start)
         runtime_objects.append(_traps(target, runtime_objects, out))
         _link(target, out / RUNTIME_LIBRARY, runtime_objects, ["-lpthread"])
         for name in OTHER_NAMES:
             (out / f"lib{name}.so").symlink_to(RUNTIME_LIBRARY)
-        launcher_objects = _results(launcher_jobs, jobs)
+        launcher_objects = _results(launcher_jobs, jobs, start)
     libraries = [f"-L{target.torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-L{out}", "-lascendcl"]
     # torch_npu is in the process before the launcher is loaded, and so is Python.
     libraries += [f"-L{target.torch_npu / 'lib'}", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
@@ -187,9 +187,26 @@ def _build(target: Target, out: Path) -> None:
         path.unlink()
 
 
-def _results(jobs: Sequence[Future[Path]], all_jobs: Sequence[Future[Path]]) -> list[Path]:
-    """Wait for `jobs`; after 2, 4, 8, ... seconds a line says how far all of them are."""
-    start, pause = time.monotonic(), 2.0
+def _results(
+    jobs: Sequence[Future[Path]], all_jobs: Sequence[Future[Path]], start: float
+) -> list[Path]:
+    """Wait for `jobs`; after 2, 4, 8, ... seconds a line says how far all of them are.
+
+    Parameters
+    ----------
+    jobs
+        Compilations whose objects are wanted now.
+    all_jobs
+        What the lines count.
+    start
+        When these began, by the monotonic clock.
+
+    Raises
+    ------
+    EmulatorError
+        With the compiler's words for the first that failed.
+    """
+    pause = 2.0
     while True:
         done, running = wait(jobs, timeout=pause, return_when=FIRST_EXCEPTION)
         if failed := [job for job in done if job.exception()]:
