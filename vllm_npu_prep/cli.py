@@ -14,6 +14,7 @@ from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
+from vllm_npu_prep.server.record_command import add_parser as add_record_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
@@ -157,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
+    add_record_parser(commands)
     add_replay_parser(commands)
     add_emulate_parser(commands)
     return parser

@@ -22,6 +22,7 @@ from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.one_line import OneLineErrors
 from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.server.processes import look_after_processes
 
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
@@ -72,6 +73,7 @@ def activate_platform() -> str | None:
             return None
         _report_errors_in_one_line()
         check_vllm_version()
+        look_after_processes()
         if choose_device() == NPU_KIND:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -237,12 +239,15 @@ def _say(line: str) -> None:
 
 
 def _let_servers_drain_and_fail_with_their_engine() -> None:
-    """Requests are counted for `Drain`; a server whose engine died ends with code 1 and says so.
+    """Requests are counted for `Drain`, and records written when asked for.
+
+    A server whose engine died ends with code 1 and says so.
 
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
     fails would not. With several API servers their parent notices on its own.
     """
     from vllm_npu_prep.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
+    from vllm_npu_prep.server.record_server import answering
 
     entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
     if entry is None or hasattr(entry.serve_http, "__wrapped__"):
@@ -258,7 +263,8 @@ def _let_servers_drain_and_fail_with_their_engine() -> None:
         app.middleware_stack = DrainMiddleware(served, engine.drain)
         # A client that does not read its answer would keep the server for ever.
         kwargs.setdefault("timeout_graceful_shutdown", END_SECONDS)
-        stopped = await upstream(app, *args, **kwargs)
+        async with answering(engine, kwargs.get("port")):
+            stopped = await upstream(app, *args, **kwargs)
         if not engine.errored or getattr(engine, "was_told_to_stop", False):
             return stopped
 
