@@ -18,6 +18,8 @@ from vllm_npu_prep.server.record_signal import survive_signals
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
+SERVERS = {"vllm.entrypoints.cli.main", "vllm.entrypoints.launchers.api_server.entry"}
+"""Modules that a process of ``vllm serve`` has, and a program that only computes has not."""
 STARTED_BY_VLLM = re.compile(
     r"EngineCore(_DP\d+)?|VllmWorker-\d+|ApiServer_\d+|APIServer_DPRank_\d+|VLLM_DP_Coordinator"
 )
@@ -37,7 +39,7 @@ def look_after_processes() -> None:
     To be called where vLLM looks for its platform: not all of its processes ask for general
     plugins, and those that are forked ask for nothing again.
     """
-    if "vllm.entrypoints.cli.main" in sys.modules:
+    if SERVERS & sys.modules.keys():
         survive_signals()
     _look_after_child()
     multiprocessing.util.register_after_fork(watch_parent, lambda _: _look_after_child())

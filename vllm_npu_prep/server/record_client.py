@@ -106,6 +106,8 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
                 f"the server (pid {address.root}) did not answer within {timeout:g} s: its engine "
                 "is in a long step, or hangs"
             ) from None
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
         except OSError as error:
             raise PrepError(f"the server (pid {address.root}): {error.strerror}") from None
     if not answer:
