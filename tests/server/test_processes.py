@@ -1,11 +1,16 @@
 """A process whose parent is killed ends; one that was started by somebody else is left alone."""
 
+import importlib.util
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
+
+from vllm_npu_prep.server.processes import STARTED_BY_VLLM
 
 SCRIPT = """
 import multiprocessing, os, signal, sys, time
@@ -68,3 +73,17 @@ def test_a_process_of_vllm_s_outlives_its_parent_by_seconds_at_most(tmp_path, na
     assert why in said
     assert ("orderly" in said) == (manner == "orderly")
     assert (f"{name} did not end within 1 s: it exits now." in said) == (manner == "stubborn")
+
+
+def test_processes_have_the_names_that_vllm_gives_them():
+    """All that it starts for a server, read from its source."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    starts = re.compile(r"\.Process\(\s*target=.*?\bname=(.*?),\n", re.DOTALL)
+    files = ("v1/engine/utils.py", "v1/engine/coordinator.py", "v1/executor/multiproc_executor.py")
+    files += ("v1/utils.py", "entrypoints/launchers/dp_supervisor.py")
+    for file in files:
+        text = (Path(folder) / file).read_text()
+        expressions = starts.findall(text)
+        assert len(expressions) == text.count(".Process(\n") == 1, file
+        for name in re.findall(r'"(.+?)"', expressions[0]):
+            assert STARTED_BY_VLLM.fullmatch(re.sub(r"{.*?}", "1", name)), (file, name)
