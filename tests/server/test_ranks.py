@@ -127,7 +127,7 @@ def test_a_server_that_is_killed_leaves_no_process(demo_model, tmp_path):
             wait_until(lambda number=number: server.log().count(says) == number)
         assert server.chat(QUESTION) == ANSWER
         server.process.kill()
-        check_all_gone(server)
+        check_all_gone(server, seconds=30)
         gone = f"The process that started it (pid {server.process.pid}) is gone: "
         for name in ("ApiServer_0", "ApiServer_1", "EngineCore"):
             assert f"{gone}{name} ends." in server.log()

@@ -49,7 +49,7 @@ def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
         assert (code, rank["steps"], rank["answer"]) == (1, 0, nothing)
 
         server.process.kill()
-        check_all_gone(server)
+        check_all_gone(server, seconds=30)
         why = f"The process that started it (pid {server.process.pid}) is gone: EngineCore ends."
         assert why in server.log() and "it exits now" not in server.log()
     finally:
