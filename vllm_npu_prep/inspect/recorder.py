@@ -62,8 +62,8 @@ class Written(NamedTuple):
     def __str__(self) -> str:
         if not self.steps:
             return f"{self.why}; those of this run are in {self.folder}"
-        what = "1 step is" if self.steps == 1 else f"{self.steps} steps are"
-        return f"{what} in {self.folder} ({self.why})"
+        verb = "is" if self.steps == 1 else "are"
+        return f"{counted(self.steps, 'step')} {verb} in {self.folder} ({self.why})"
 
 
 class StepRecorder:
