@@ -22,6 +22,7 @@ ARG PYTHON_VERSION
 ARG EXTRAS=npu,ray
 WORKDIR /src
 COPY scripts/install.sh scripts/
+COPY vllm_npu_prep/torchvision_import.py vllm_npu_prep/
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
@@ -30,7 +31,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY setup.py pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    mkdir vllm_npu_prep && touch README.md && echo '__version__ = "0"' >vllm_npu_prep/__init__.py \
+    touch README.md && echo '__version__ = "0"' >vllm_npu_prep/__init__.py \
     && scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --no-editable --extras "$EXTRAS" --steps plugin,trim
 
@@ -39,6 +40,7 @@ ARG PYTHON_VERSION
 ARG EXTRAS=
 WORKDIR /src
 COPY scripts/install.sh scripts/
+COPY vllm_npu_prep/torchvision_import.py vllm_npu_prep/
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
@@ -47,7 +49,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY setup.py pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    mkdir vllm_npu_prep && touch README.md && echo '__version__ = "0"' >vllm_npu_prep/__init__.py \
+    touch README.md && echo '__version__ = "0"' >vllm_npu_prep/__init__.py \
     && scripts/install.sh --venv /opt/npu_prep --python "python$PYTHON_VERSION" \
       --no-editable --extras "$EXTRAS" --steps plugin,trim
 

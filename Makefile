@@ -12,14 +12,14 @@ VISION ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
-test test-fast test-all bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
+test test-fast test-all timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
 # One process for each core, a thread in each: small models gain nothing from more. numba, which
 # vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
-test test-fast test-all: export OMP_NUM_THREADS := 1
-test test-fast test-all: export NUMBA_NUM_THREADS := 1
+test test-fast test-all timing mutants: export OMP_NUM_THREADS := 1
+test test-fast test-all timing mutants: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-all bench throughput soak mutants image-dry-run compat seams docs lint \
+.PHONY: help install serve test test-fast test-all timing bench throughput soak mutants image-dry-run compat seams docs lint \
   format clean
 
 help: ## this list
@@ -32,15 +32,27 @@ serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECUL
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
 	  $(if $(SPECULATE),--speculate $(SPECULATE)) $(if $(VISION),--vision) -- $(ARGS)
 
+JUNIT =
 test: install lint ## everything that must hold at every change; of some tests fewer combinations
-	NPU_PREP_TEST_EXAMPLES=300 $(PYTEST) --brief
+	NPU_PREP_TEST_EXAMPLES=300 $(PYTEST) --brief $(JUNIT)
 
 test-fast: install lint ## under two minutes: no engine, no server, fewer examples
 	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \
 	  tests/emulator/operators tests/test_*.py
 
-test-all: install lint ## every combination and the long runs, too
-	NPU_PREP_TEST_EXAMPLES=10000 NPU_PREP_TEST_STEPS=4000 $(PYTEST)
+# A slice of a long run: the next one goes on where it ended. tests/README.md tells how.
+MINUTES ?= 30
+SEED ?=
+FRESH ?=
+RETRY ?=
+SLICE = --minutes $(MINUTES) $(if $(FRESH),--fresh) $(if $(RETRY),--retry)
+
+test-all: install lint ## every combination and the long runs, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
+	$(PY) -m tests.resume.suite $(SLICE) $(if $(SEED),--seed $(SEED))
+
+timing: JUNIT := --junitxml=.cache/timing.xml
+timing: test ## make test, measured file by file; writes the table of tests/README.md
+	$(PY) -m tests.timing .cache/timing.xml --write
 
 bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
@@ -62,13 +74,11 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-MINUTES ?= 60
-SEED ?=
-soak: install ## random traffic through our runner and upstream's; MINUTES=, SEED= to repeat one
-	$(PY) -m tests.differential --minutes $(MINUTES) $(if $(SEED),--seed $(SEED) --episodes 1)
+soak: install ## random traffic through our runner and upstream's, in slices; MINUTES=30, SEED= to repeat one
+	$(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
 
-mutants: install ## plant bugs one at a time; the suite has to catch each
-	$(PY) -m tests.mutants
+mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; MINUTES=30, FRESH=1, RETRY=1
+	$(PY) -m tests.mutants $(SLICE)
 
 VLLM ?=
 compat: install .cache/tiny-qwen3 ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0

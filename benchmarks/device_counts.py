@@ -73,7 +73,9 @@ def run(runner: Any, num_reqs: int) -> tuple[list[dict[str, int]], list[Any]]:
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument(
+        "--requests", type=int, default=32, help="decodes of a step (default: %(default)s)"
+    )
     num_reqs = parser.parse_args().requests
     rows: dict[tuple[str, str], dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as folder:

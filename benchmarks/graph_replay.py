@@ -186,7 +186,13 @@ def traffic(layers: int) -> tuple[int, int]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32, 64],
+        help="numbers of layers to capture (default: %(default)s)",
+    )
     table = Table("layers", "way", *CALLS, "launches", "host ms", "K and V read", "tokens")
     for layers in parser.parse_args().layers:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Host time of a step beside upstream's V1 runner: same process, same schedule, step about.
 
     python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--growth FILE.png]
-                                   [--check off] [--record] [--looks]
+                                   [--check off] [--record] [--looks] [--threads 1]
 
 Both runners get every step, one after the other and each first in turn, and must leave the same
 arrays and tokens: where they don't, the benchmark stops and prints no number. Times are medians in
@@ -27,6 +27,9 @@ here: about a fifth of its time.
 Our steps are counted for metrics and cheaply checked, as they are by default (``--check off``: not
 checked), and with ``--record`` the last 64 are kept for a record. ``--looks`` times each of these
 by itself: ``count_us``, ``check_us``, ``keep_us``, and in percent of our step.
+
+``--threads 1`` pins torch to one thread in both runners. Upstream's preparation calls torch where
+ours does not, and these calls wait for threads on a busy machine: not pinned, ratios flatter us.
 """
 
 import argparse
@@ -303,9 +306,9 @@ def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def runners(
-    case: Case, folder: Path, async_scheduling: bool, options: dict[str, Any]
+    case: Case, folder: Path, async_scheduling: bool, options: dict[str, Any], threads: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Ours and upstream's, on an engine of the case's size."""
+    """Ours and upstream's, on an engine of the case's size; torch with `threads` threads."""
     model = folder / f"{case.num_layers}-layers"
     if case.mrope:
         model = make_demo("tiny_vision_model.py", "tiny-vision") / "qwen2_5_vl"
@@ -329,6 +332,7 @@ def runners(
         ) as llm,
         torch.inference_mode(),
     ):
+        torch.set_num_threads(threads)
         ours = runner_of(llm)
         if ours.step_check is not None:
             ours.step_check.limits[1:] = np.iinfo(np.int32).max  # blocks are made up
@@ -374,10 +378,25 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
     parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
-    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument(
+        "--async-scheduling",
+        action="store_true",
+        help="prepare steps as with it: samples stay on the device",
+    )
     parser.add_argument("--record", action="store_true", help="keep the last steps for a record")
-    parser.add_argument("--check", choices=("off", "cheap"), default="cheap")
+    parser.add_argument(
+        "--check",
+        choices=("off", "cheap"),
+        default="cheap",
+        help="npu_prep.check (default: %(default)s)",
+    )
     parser.add_argument("--looks", action="store_true", help="time what looks at our steps, too")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="torch threads in both runners; torch's own choice unless given",
+    )
     parser.add_argument(
         "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
     )
@@ -392,9 +411,9 @@ def main() -> None:
             options["record"] = {"dir": str(folder / "records")}
         for name, case in cases.items():
             print(f"{name} ...", file=sys.stderr, flush=True)
-            with runners(case, folder, args.async_scheduling, options) as (ours, upstream):
+            with runners(case, folder, args.async_scheduling, options, args.threads) as both:
                 try:
-                    row = measure(case, ours, upstream, args.steps, args.looks).row(name)
+                    row = measure(case, *both, args.steps, args.looks).row(name)
                 except MismatchError as error:
                     sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)

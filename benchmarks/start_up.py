@@ -99,8 +99,14 @@ def main() -> None:
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(ROOT / ".cache" / "tiny-qwen3"))
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--model",
+        default=str(ROOT / ".cache" / "tiny-qwen3"),
+        help="folder of a model (default: the demo model)",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="starts of each kind (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args, flags = parser.parse_args(argv[:cut]), argv[cut + 1 :]

@@ -25,7 +25,7 @@ def main() -> None:
     """Embed and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or name of a model; default: the demo model")
-    parser.add_argument("texts", nargs="*", default=TEXTS, metavar="TEXT")
+    parser.add_argument("texts", nargs="*", default=TEXTS, metavar="TEXT", help="what is embedded")
     args = parser.parse_args()
 
     llm = LLM(**demo.settings(args.model), runner="pooling")

@@ -24,9 +24,21 @@ def data_url(file: Path) -> str:
 def main() -> None:
     """Ask once with the image and once without, to tell what the image takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://localhost:8000/v1")
-    parser.add_argument("--image", type=Path, metavar="FILE")
-    parser.add_argument("question", nargs="?", default="What is this?", metavar="QUESTION")
+    parser.add_argument(
+        "--url",
+        default="http://localhost:8000/v1",
+        help="of the server's API (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image", type=Path, metavar="FILE", help="a picture; default: a sunset that is drawn here"
+    )
+    parser.add_argument(
+        "question",
+        nargs="?",
+        default="What is this?",
+        metavar="QUESTION",
+        help="asked of the picture",
+    )
     args = parser.parse_args()
     client, model = demo.connect(args.url, "make serve VISION=1")
     url = data_url(args.image) if args.image else demo.image_url()
@@ -44,7 +56,7 @@ def main() -> None:
         tokens.append(answer.usage.prompt_tokens)
         print(f"user:      {name}{args.question}")
         print(f"assistant: {answer.choices[0].message.content}\n")
-    print(f"the image took {tokens[0] - tokens[1]} of {tokens[0]} tokens of the prompt")
+    print(f"tokens of the prompt: {tokens[0]}, of the image: {tokens[0] - tokens[1]}")
 
 
 if __name__ == "__main__":

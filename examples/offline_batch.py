@@ -17,7 +17,12 @@ def main() -> None:
     """Generate and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or name of a model; default: the demo model")
-    parser.add_argument("questions", nargs="*", metavar="QUESTION")
+    parser.add_argument(
+        "questions",
+        nargs="*",
+        metavar="QUESTION",
+        help="default: those that the demo model learned",
+    )
     args = parser.parse_args()
     questions = args.questions or [question for question, _ in tiny_model.exchanges()]
 
@@ -32,8 +37,8 @@ def main() -> None:
         answer = output.outputs[0]
         total += len(answer.token_ids)
         print(f"\nuser:      {question}\nassistant: {answer.text}")
-        print(f"           {len(answer.token_ids)} tokens, finished by {answer.finish_reason}")
-    print(f"\n{len(questions)} requests, {total} tokens in {seconds:.1f} s")
+        print(f"           tokens: {len(answer.token_ids)}, finished by {answer.finish_reason}")
+    print(f"\nrequests: {len(questions)}, tokens: {total}, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

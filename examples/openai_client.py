@@ -13,8 +13,18 @@ import demo
 def main() -> None:
     """Ask twice: for the answer in pieces, and as a whole."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://localhost:8000/v1")
-    parser.add_argument("question", nargs="?", default="What is a block table?", metavar="QUESTION")
+    parser.add_argument(
+        "--url",
+        default="http://localhost:8000/v1",
+        help="of the server's API (default: %(default)s)",
+    )
+    parser.add_argument(
+        "question",
+        nargs="?",
+        default="What is a block table?",
+        metavar="QUESTION",
+        help="default: %(default)s",
+    )
     args = parser.parse_args()
     client, model = demo.connect(args.url, "make serve")
     request = {
@@ -38,7 +48,8 @@ def main() -> None:
     whole = client.chat.completions.create(**request)
     print(f"as a whole: {whole.choices[0].message.content}")
     print(
-        f"{whole.usage.prompt_tokens} tokens of prompt, {whole.usage.completion_tokens} of answer"
+        f"tokens of the prompt: {whole.usage.prompt_tokens}, "
+        f"of the answer: {whole.usage.completion_tokens}"
     )
 
 

@@ -89,7 +89,9 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="send an image; without a model, to a tiny one with random weights",
     )
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--port", type=int, default=8000, help="of the server (default: %(default)s)"
+    )
     parser.add_argument("--once", action="store_true", help="stop after the answer")
     args = parser.parse_args(argv[:cut])
     if args.model and args.speculate not in (None, "ngram"):

@@ -30,7 +30,12 @@ def main() -> None:
     """Print what the drafts were good for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     methods = ("eagle3", "eagle", "draft_model", "ngram")
-    parser.add_argument("--method", choices=methods, default="eagle3")
+    parser.add_argument(
+        "--method",
+        choices=methods,
+        default="eagle3",
+        help="how tokens are drafted (default: %(default)s)",
+    )
     drafts = demo.speculation(parser.parse_args().method)
 
     plain, plain_seconds, _ = answer()
@@ -40,7 +45,7 @@ def main() -> None:
     steps = metrics["vllm:spec_decode_num_drafts"].value
     by_place = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
     rates = ", ".join(f"{accepted / steps:.1%}" for accepted in by_place)
-    print(f"\n{equal} of {len(plain)} answers are equal, {sum(map(len, plain))} tokens")
+    print(f"\nequal answers: {equal} of {len(plain)}, tokens: {sum(map(len, plain))}")
     print(f"accepted of the first draft token, the second, ...: {rates}")
     print(f"tokens of a request's step: {1 + sum(by_place) / steps:.2f} instead of 1")
     print(f"time: {seconds:.1f} s with drafts, {plain_seconds:.1f} s without")

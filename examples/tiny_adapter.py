@@ -20,8 +20,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_npu_prep.compat import make_torchvision_importable
-
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 8
 ALPHA = 16
@@ -72,7 +70,9 @@ def train(model, tokenizer) -> dict[str, Update]:
         optimizer.zero_grad()
         loss = float(result.loss.detach())
         if epoch % 5 == 0:
-            print(f"  epoch {epoch:3d}  loss {loss:.4f}", flush=True)
+            tiny_model.say(
+                f"  epoch {epoch:2d} of at most {MAX_EPOCHS}  loss {loss:.4f} (goal {LOSS_GOAL})"
+            )
         if loss < LOSS_GOAL:
             break
     return updates
@@ -118,12 +118,12 @@ def make(out: Path, demo_model: Path) -> Path:
     """Make the adapter of what `tiny_model.make` returned, unless it is there; returns ``out``."""
 
     def fill(folder: Path) -> None:
-        make_torchvision_importable()  # transformers imports it
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.manual_seed(tiny_model.SEED)
         torch.use_deterministic_algorithms(True)
-        model = AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+        model.eval().requires_grad_(False)
         updates = train(model, AutoTokenizer.from_pretrained(demo_model))
         tensors = {
             f"{name}.{which}.weight": tensor.detach().contiguous()
@@ -138,8 +138,20 @@ def make(out: Path, demo_model: Path) -> Path:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path(".cache/tiny-qwen3"))
-    parser.add_argument("--out", type=Path, default=Path(".cache/tiny-qwen3-polite"))
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path(".cache/tiny-qwen3"),
+        metavar="DIR",
+        help="folder of the demo model, which is made if it is missing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(".cache/tiny-qwen3-polite"),
+        metavar="DIR",
+        help="folder of the result (default: %(default)s)",
+    )
     args = parser.parse_args()
     make(args.out, tiny_model.make(args.model))
 

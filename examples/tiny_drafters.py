@@ -19,18 +19,14 @@ import tiny_model
 import torch
 from safetensors.torch import save_file
 from torch import nn
-
-from vllm_npu_prep.compat import make_torchvision_importable
-
-make_torchvision_importable()  # transformers imports it
-from transformers import (  # noqa: E402
+from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     LlamaConfig,
     PreTrainedModel,
 )
-from transformers.models.llama.modeling_llama import (  # noqa: E402
+from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
@@ -261,7 +257,8 @@ def train(drafter, target: PreTrainedModel, ids: torch.Tensor, labels: torch.Ten
         rates = [a / d for a, d in zip(accepted, drafted)]
         done = sum(rates) / STEPS >= RATE_GOAL
         if done or epoch % 5 == 0:
-            print(f"  epoch {epoch:2d}  accepted", *(f"{rate:.0%}" for rate in rates), flush=True)
+            shown = " ".join(f"{rate:.0%}" for rate in rates) + f" (goal {RATE_GOAL:.0%})"
+            tiny_model.say(f"  epoch {epoch:2d} of at most {MAX_EPOCHS}  accepted {shown}")
         if done:
             break
     return rates
@@ -302,12 +299,13 @@ def make(out: Path, demo_model: Path) -> Path:
 
     def fill(folder: Path) -> None:
         torch.use_deterministic_algorithms(True)
-        target = AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+        target = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+        target.eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(demo_model)
         ids, labels = tiny_model.encode(tokenizer, tiny_model.exchanges())
         for method, drafter in make_drafters(target, labels):
             size = sum(p.numel() for p in drafter.parameters()) / 1e6
-            print(f"{method}: {size:.1f} million parameters", flush=True)
+            tiny_model.say(f"{method}: {size:.1f} million parameters")
             train(drafter, target, ids, labels)
             drafter.save(folder / method)
 
@@ -317,8 +315,20 @@ def make(out: Path, demo_model: Path) -> Path:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path(".cache/tiny-qwen3"))
-    parser.add_argument("--out", type=Path, default=Path(".cache/tiny-qwen3-drafters"))
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path(".cache/tiny-qwen3"),
+        metavar="DIR",
+        help="folder of the demo model, which is made if it is missing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(".cache/tiny-qwen3-drafters"),
+        metavar="DIR",
+        help="folder of the result (default: %(default)s)",
+    )
     args = parser.parse_args()
     make(args.out, tiny_model.make(args.model))
 

@@ -11,9 +11,10 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from vllm_npu_prep.progress import waiting
 
 HERE = Path(__file__).parent
 TEXT = HERE / "tiny_model_text.txt"
@@ -72,21 +73,25 @@ def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -
     """
     stamp = out / STAMP
     if stamp.exists() and stamp.read_text() == recipe:
-        print(f"{what}: {out} is up to date", flush=True)
+        say(f"{what}: {out} is up to date")
         return out
-    print(f"{what}: making {out} (under a minute) ...", flush=True)
-    start = time.perf_counter()
+    say(f"{what}: making {out} (under a minute on an idle machine) ...")
     part = out.with_name(out.name + f".part{os.getpid()}")
     child = multiprocessing.get_context("fork").Process(target=fill, args=(part,))
     child.start()
-    child.join()
+    with waiting(what, say):
+        child.join()
     if child.exitcode:
         raise RuntimeError(f"{what}: {out} could not be made, see above")
     (part / STAMP).write_text(recipe)
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
-    print(f"{what}: {time.perf_counter() - start:.0f} s", flush=True)
     return out
+
+
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
 
 
 def make_tokenizer():
@@ -175,7 +180,7 @@ def train(model, tokenizer) -> float:
         optimizer.zero_grad()
         loss = float(result.loss.detach())
         if epoch % 20 == 0:
-            print(f"  epoch {epoch:3d}  loss {loss:.4f}", flush=True)
+            say(f"  epoch {epoch:3d} of at most {MAX_EPOCHS}  loss {loss:.4f} (goal {LOSS_GOAL})")
         if loss < LOSS_GOAL:
             break
     model.eval()
@@ -191,24 +196,28 @@ def _fill(folder: Path) -> None:
     """Train the model and save it with its tokenizer."""
     import torch
 
-    from vllm_npu_prep.compat import make_torchvision_importable
-
-    make_torchvision_importable()
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))
     loss = train(model, tokenizer)
-    model.save_pretrained(folder)
+    # As NPUs compute; float32 holds it exactly. vLLM warns of each weight that it has to round.
+    model.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"demo model: {size:.1f} million parameters, loss {loss:.4f}", flush=True)
+    say(f"demo model: {size:.1f} million parameters, loss {loss:.4f}")
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(".cache/tiny-qwen3"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(".cache/tiny-qwen3"),
+        metavar="DIR",
+        help="folder of the result (default: %(default)s)",
+    )
     make(parser.parse_args().out)
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 import tiny_model
 import torch
 
-from vllm_npu_prep.compat import make_torchvision_importable
-
 NAMES = ("qwen2_5_vl", "qwen3_vl")
 SPECIAL_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 PATCH_SIZE = 4  # pixels
@@ -150,9 +148,9 @@ def make(out: Path) -> Path:
 
 def _fill(folder: Path) -> None:
     """Save each model with its processor."""
-    make_torchvision_importable()
     tokenizer = make_tokenizer()
     for name in NAMES:
+        tiny_model.say(f"{name}: model and processors")
         make_model(name, tokenizer).save_pretrained(folder / name)
         make_processor(name, tokenizer).save_pretrained(folder / name)
 
@@ -160,7 +158,13 @@ def _fill(folder: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(".cache/tiny-vision"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(".cache/tiny-vision"),
+        metavar="DIR",
+        help="folder of the result (default: %(default)s)",
+    )
     make(parser.parse_args().out)
 
 

@@ -88,9 +88,19 @@ step_vllm() {
 
 step_torchvision() {
   heading "torchvision $(version torchvision), for models that read images and videos"
-  # Its dependencies would be CUDA packages, and another torch. Where the index has no build for
-  # this torch, the plugin makes it importable (vllm_npu_prep/compat.py).
+  # Its dependencies would be CUDA packages, and another torch.
   pip_install --no-deps "torchvision==$(version torchvision)"
+  local site hook
+  site=$(run -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  hook=$site/_npu_prep_torchvision_import
+  rm -f "$hook.py" "$hook.pth"
+  # Where the index has no build for this torch, its library does not load, and importing it fails,
+  # so importing a model from transformers does, too. A hook mends that; a build that fits has none.
+  run -c 'import torchvision' 2>/dev/null && return
+  cp "$root/vllm_npu_prep/torchvision_import.py" "$hook.py"
+  echo 'import _npu_prep_torchvision_import as hook; hook.install()' >"$hook.pth"
+  run -c 'import torchvision' || fail "torchvision can't be imported, see above"
+  say "    this build is for another torch: importing it works, operators like nms do not"
 }
 
 step_plugin() {
@@ -148,7 +158,7 @@ stamp=$venv/.installed
 want=
 if [ "$steps" = "$all_steps" ]; then
   want=$( { "$python" --version; echo "$extras$editable"; cat "$0" "$constraints" "$root/setup.py" \
-    "$root/emulator/pyproject.toml"; } | sha256sum)
+    "$root/emulator/pyproject.toml" "$root/vllm_npu_prep/torchvision_import.py"; } | sha256sum)
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     exit 0
   fi

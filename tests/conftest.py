@@ -1,6 +1,8 @@
 """Seeds, profiles and what all tests share."""
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 # Where torch_npu is installed without Ascend libraries, `import torch` fails unless told not to
@@ -15,6 +17,8 @@ from hypothesis import HealthCheck, settings
 from tests.brief import left_out
 from tests.helpers.browser import network
 from tests.helpers.demo import make_demo
+from tests.resume.plugin import configure_worker
+from tests.timing import note_run
 
 __all__ = ["network"]  # fixtures that are made elsewhere
 
@@ -42,27 +46,39 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
+def say(request) -> Callable[[str], None]:
+    """Prints a line where whoever runs the tests sees it at once, not at a failure only."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(line, file=sys.stderr, flush=True)
+
+    return say
+
+
+@pytest.fixture(scope="session")
+def demo_model(say) -> Path:
     """Folder of the demo model."""
-    return make_demo("tiny_model.py", "tiny-qwen3")
+    return make_demo("tiny_model.py", "tiny-qwen3", say)
 
 
 @pytest.fixture(scope="session")
-def demo_drafters(demo_model) -> Path:
+def demo_drafters(demo_model, say) -> Path:
     """Folder with a drafter of the demo model for each method that has one."""
-    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters")
+    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters", say)
 
 
 @pytest.fixture(scope="session")
-def demo_adapter(demo_model) -> Path:
+def demo_adapter(demo_model, say) -> Path:
     """Folder of the demo model's LoRA adapter."""
-    return make_demo("tiny_adapter.py", "tiny-qwen3-polite")
+    return make_demo("tiny_adapter.py", "tiny-qwen3-polite", say)
 
 
 @pytest.fixture(scope="session")
-def vision_models() -> Path:
+def vision_models(say) -> Path:
     """Folder of the tiny models that see, one in each folder in it."""
-    return make_demo("tiny_vision_model.py", "tiny-vision")
+    return make_demo("tiny_vision_model.py", "tiny-vision", say)
 
 
 SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "emulator", "graph")
@@ -71,6 +87,17 @@ SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "em
 
 def pytest_addoption(parser):
     parser.addoption("--brief", action="store_true", help="leave out what tests/brief.txt lists")
+
+
+@pytest.hookimpl(trylast=True)  # pytest's own plugins first
+def pytest_configure(config):
+    configure_worker(config)
+    note_run(config, processes=1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    note_run(config, processes=len(specs))
 
 
 def pytest_collection_modifyitems(config, items):

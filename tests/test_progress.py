@@ -9,6 +9,7 @@ import time
 import numba
 import pytest
 
+from tests.helpers.examples import EXAMPLES
 from vllm_npu_prep import progress
 from vllm_npu_prep.draining import Drain, DrainMiddleware
 
@@ -131,3 +132,17 @@ def test_draining_ends_when_its_time_is_up_or_nothing_runs():
     late = Drain()
     asyncio.run(live())
     assert said[-1] == "Not ended after 0 s, and cut: 1 request."
+
+
+def test_making_a_demo_model_says_that_it_goes_on(hurried, tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import tiny_model
+
+    make = (tmp_path / "model", "recipe", lambda folder: (folder.mkdir(), time.sleep(0.5)))
+    tiny_model.make_once("a model", *make)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("a model: making ")
+    assert sum(line.endswith(" ...") for line in lines[1:]) >= 1
+    assert lines[-1].endswith(" in all")
+    tiny_model.make_once("a model", *make)
+    assert capfd.readouterr().out.splitlines() == [f"a model: {tmp_path / 'model'} is up to date"]

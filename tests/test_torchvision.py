@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 FITS = next(Path(sys.prefix).glob("lib/python*/site-packages/psutil/*.so")).read_bytes()
 """A library that loads."""
 
-IMPORTED = """
+UNFIT = b"of another torch"
+
+DESCRIBED = """
 import torch
 
 @torch.library.register_fake("torchvision::{name}")  # as torchvision does when it is imported
@@ -24,14 +28,19 @@ def shape(dets, scores, iou_threshold):
     return scores.new_empty(0, dtype=torch.long)
 """
 
-PREPARE = """
+WITH_HOOK = """
 import sys
-import torch
-from vllm_npu_prep.compat import make_torchvision_importable
+from vllm_npu_prep.torchvision_import import TorchvisionFinder, install
 
-make_torchvision_importable()
-make_torchvision_importable()
-assert "torchvision" not in sys.modules
+install()
+install()
+assert sys.meta_path.count(TorchvisionFinder) == 1
+"""
+
+WITHOUT_HOOK = """
+import sys
+
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "TorchvisionFinder"]
 """
 
 HIDE = """
@@ -58,38 +67,95 @@ def python(tmp_path):
 
 
 def write_torchvision(folder: Path, library: bytes) -> None:
+    """A package that asks for what torchvision asks for, if its library has to be another one."""
     package = folder / "torchvision"
-    package.mkdir()
-    (package / "__init__.py").write_text("".join(IMPORTED.format(name=n) for n in ("nms", "qnms")))
+    package.mkdir(exist_ok=True)
+    asks = "".join(DESCRIBED.format(name=name) for name in ("nms", "qnms"))
+    (package / "__init__.py").write_text(asks if library == UNFIT else "import torch\n")
     (package / "_C.so").write_bytes(library)
 
 
-def test_the_one_that_is_installed_can_be_imported(python):
-    """Transformers imports it with every model."""
-    code = "from transformers import Qwen2VLVideoProcessor, Qwen3ForCausalLM"
-    run = python(PREPARE, "import torchvision.transforms.v2.functional", code)
+def test_a_script_of_the_environment_imports_models_without_the_plugin(tmp_path):
+    """Transformers imports torchvision with every model. In folders of no package of ours."""
+    code = (
+        "import sys, torchvision.transforms.v2.functional\n"
+        "from transformers import Qwen2VLVideoProcessor, Qwen3ForCausalLM\n"
+        "assert not {'vllm', 'vllm_npu_prep'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert metadata.version("torchvision").partition("+")[0] == TORCHVISION.partition("==")[2]
     assert TORCHVISION in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_a_build_whose_library_does_not_load_can_be_imported(python, tmp_path):
-    write_torchvision(tmp_path, b"of another torch")
-    run = python(PREPARE, "import torchvision")
+    write_torchvision(tmp_path, UNFIT)
+    run = python(WITH_HOOK, "import torchvision")
     assert run.returncode == 0, run.stderr
-    run = python("import torchvision")
+    run = python(WITHOUT_HOOK, "import torchvision")
     assert "torchvision::nms does not exist" in run.stderr, "what it would be without"
+
+
+def test_nothing_is_imported_before_somebody_imports_torchvision(python, tmp_path):
+    write_torchvision(tmp_path, UNFIT)
+    code = (
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('torchvision').origin.startswith({!r})\n"
+        "assert importlib.util.find_spec('torchvision_of_another_name') is None\n"
+        "assert not {{'torch', 'torchvision', 'numpy'}} & set(sys.modules)"
+    )
+    run = python(WITH_HOOK, code.format(str(tmp_path)))
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_build_that_fits_is_left_alone(python, tmp_path):
     write_torchvision(tmp_path, FITS)
-    run = python(PREPARE, "assert not hasattr(torch.ops.torchvision, 'nms')")
+    run = python(
+        WITH_HOOK, "import torch, torchvision\nassert not hasattr(torch.ops.torchvision, 'nms')"
+    )
     assert run.returncode == 0, run.stderr
     schema = "(Tensor a, Tensor b) -> Tensor"
     own = f"import torch\ntorch.library.define('torchvision::nms', {schema!r})"
-    run = python(own, PREPARE, "print(torch.ops.torchvision.nms.default._schema)")
+    write_torchvision(tmp_path, UNFIT)
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    show = "import torchvision\nprint(torch.ops.torchvision.nms.default._schema)"
+    run = python(own, WITH_HOOK, show)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == f"torchvision::nms{schema}"
+
+
+@pytest.fixture
+def environment(tmp_path) -> Path:
+    """An environment with this one's torch, where pip does nothing; returns its site-packages."""
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "pip").mkdir()
+    (site / "pip" / "__init__.py").touch()
+    (site / "pip" / "__main__.py").touch()
+    (site / "zz-torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return site
+
+
+@pytest.mark.parametrize("library", [UNFIT, FITS], ids=["unfit", "fits"])
+def test_the_installation_adds_the_hook_where_it_is_needed(environment, library):
+    write_torchvision(environment, library)
+    hook = environment / "_npu_prep_torchvision_import.pth"
+    hook.with_suffix(".py").touch()  # of another build that was there before
+    root = environment.parents[2]
+    script = [ROOT / "scripts/install.sh", "--venv", root, "--python", sys.executable]
+    install = subprocess.run(
+        [*script, "--steps", "torchvision"], capture_output=True, text=True, timeout=120
+    )
+    assert install.returncode == 0, install.stderr
+    assert [hook.exists(), hook.with_suffix(".py").exists()] == [library == UNFIT] * 2
+    assert ("for another torch" in install.stdout) == (library == UNFIT)
+    command = [root / "bin/python", "-P", "-c", "import sys, torchvision; print(torchvision)"]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert str(environment) in run.stdout
 
 
 def test_without_one_text_is_served_and_a_model_that_sees_is_refused(python, tmp_path):

@@ -1,22 +1,79 @@
 """The ``vllm-npu-prep`` command."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
+from vllm_npu_prep.server.record_command import add_parser as add_record_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
 
 EMULATOR = "ascend_emulator"
+MOST_MISMATCHES = 10
+"""Values other than expected that are named beside JSON."""
+
+
+class Output:
+    """Standard output that remembers why it could not be written.
+
+    Commands write by `print`, rich and argparse. argparse keeps an error to itself, and an error
+    that arrives does not say which file it is about.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        with self._remembering():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        with self._remembering():
+            self._stream.flush()
+
+    def finish(self) -> None:
+        """Write what is held back: at the interpreter's end it is late for an error.
+
+        Raises
+        ------
+        OSError
+            If anything could not be written.
+        """
+        self.flush()
+        if self.error is not None:
+            raise self.error
+
+    def drop(self) -> None:
+        """Let what can't be written go nowhere."""
+        try:
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    @contextlib.contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,32 +82,64 @@ def main(argv: list[str] | None = None) -> int:
     Returns
     -------
     int
-        0 on success, 1 if steps differ, 2 for bad input, which gets one line and no traceback.
+        0 on success, 1 if steps differ, 2 for bad input or output that can't be written, which get
+        one line and no traceback.
     """
-    arguments = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # closed by who started us: nobody wants to read it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    output = Output(sys.stdout)
+    code = 2
     try:
-        if arguments[:1] == ["emulate"]:
-            _emulate(arguments[1:])
+        with contextlib.redirect_stdout(output):
+            return _main(argv, output)
+    except PrepError as error:
+        _print_error(error)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        code = 0
+    except OSError as error:
+        if error is output.error:
+            _print_error(f"standard output can't be written: {error.strerror or error}")
+        elif error.filename is not None:
+            _print_error(f"{error.filename}: {error.strerror}")
+        else:
+            raise
+    output.drop()
+    return code
+
+
+def _main(argv: list[str] | None, output: Output) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["emulate"]:
+        _emulate(arguments[1:])
+    try:
         args = _parser().parse_args(arguments)
         code = args.run(args)
-        sys.stdout.flush()
-    except PrepError as error:
-        print(f"vllm-npu-prep: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except SystemExit:  # --help, or a mistake in the arguments
+        output.finish()
+        raise
+    output.finish()
     return code or 0
+
+
+def _print_error(error: object) -> None:
+    with contextlib.suppress(OSError):  # the exit code remains
+        print(f"vllm-npu-prep: error: {error}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-npu-prep", description="Look at how vllm_npu_prep prepares a step."
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--version", action="version", version=__version__, help="print the plugin's version"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser(
-        "explain", help="prepare a scenario's step and show every variable by level"
+        "explain",
+        help="prepare a scenario's step and show every variable by level",
+        description="Prepare a scenario's step, or read a recorded one, and show every variable by "
+        "level. A scenario file that says what it expects is compared with that: the exit code is "
+        "1 if anything differs.",
     )
     explain.add_argument(
         "file", type=Path, metavar="FILE", help="a scenario, as JSON; a record, or a folder of some"
@@ -61,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--tokens", metavar="A:B", type=_tokens, help="show tokens A to B - 1 only"
     )
-    explain.add_argument("--html", type=Path, metavar="FILE", help="write a page")
+    explain.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page: tables, masks, blocks"
+    )
     explain.add_argument("--png", type=Path, metavar="FILE", help="draw mask and blocks")
     explain.add_argument(
         "--diff",
@@ -71,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
+    add_record_parser(commands)
     add_replay_parser(commands)
     commands.add_parser(  # `main` does not come here for it: its options are those of its command
         "emulate", help="run a command on emulated Ascend devices", add_help=False
@@ -92,16 +184,18 @@ def _emulate(arguments: list[str]) -> NoReturn:
 def _explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from vllm_npu_prep.inspect.expected import expected_line, expected_text, mismatches
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
     from vllm_npu_prep.inspect.files import write_whole
 
-    view = _view_of(args.file, args.step)
+    view, expected = _view_of(args.file, args.step), _expected_of(args.file)
     if args.diff:
         if args.html or args.png or args.request or args.tokens:
             raise PrepError(
                 "--diff compares whole steps, and prints; of the others it takes --json"
             )
         return _diff(view, _view_of(args.diff, args.step), args.json)
+    console = Console()
     if args.html:
         from vllm_npu_prep.inspect.page import explain_html
 
@@ -114,17 +208,41 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(explain_json(view)))
     elif not (args.html or args.png):
-        explain_text(view, Console(), args.request, args.tokens)
-    return 0
+        explain_text(view, console, args.request, args.tokens)
+    if expected is None:
+        return 0
+    found = mismatches(view, expected)
+    if not args.json:
+        if not (args.html or args.png):
+            print()
+        expected_text(found, expected, console)
+    elif found:  # what is printed stays the step's variables
+        print(f"vllm-npu-prep: {expected_line(found, expected)}", file=sys.stderr)
+        for each in found[:MOST_MISMATCHES]:
+            print(f"vllm-npu-prep: {each}", file=sys.stderr)
+    return int(bool(found))
+
+
+def _expected_of(path: Path) -> dict[str, Any] | None:
+    """What a scenario file expects of its step; None if that is nothing, or for a record."""
+    from vllm_npu_prep.inspect.scenario import read_expected
+
+    return None if _is_recorded(path) else read_expected(path)
+
+
+def _is_recorded(path: Path) -> bool:
+    from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX
+
+    return path.is_dir() or path.suffix == RECORD_SUFFIX
 
 
 def _view_of(path: Path, step: int | None) -> "StepView":
     """The step of a scenario, of a record, or of one of a folder's records."""
-    from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX, read_record, record_of
+    from vllm_npu_prep.inspect.record_file import read_record, record_of
     from vllm_npu_prep.inspect.scenario import read_scenario
     from vllm_npu_prep.inspect.view import StepView
 
-    if not path.is_dir() and path.suffix != RECORD_SUFFIX:
+    if not _is_recorded(path):
         if step is not None:
             raise PrepError(f"--step {step}: {path} is a scenario, which has one step")
         return StepView.of_scenario(read_scenario(path))

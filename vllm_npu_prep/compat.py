@@ -13,15 +13,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from vllm_npu_prep import one_line, torchvision_import
 from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.one_line import OneLineErrors
 from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.server.processes import look_after_processes
 
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
@@ -72,15 +73,16 @@ def activate_platform() -> str | None:
             return None
         _report_errors_in_one_line()
         check_vllm_version()
+        look_after_processes()
         if choose_device() == NPU_KIND:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         _select_v1_runner()
         _switch_off_aot_compile()
-        make_torchvision_importable()
+        torchvision_import.install()
     except PrepError as error:
         # vLLM would swallow it and then fail for want of a platform.
-        _exit_with(error)
+        one_line.end_with(error)
     return PLATFORM_CLASS
 
 
@@ -135,27 +137,6 @@ def _switch_off_aot_compile() -> None:
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"
 
 
-def make_torchvision_importable() -> None:
-    """Let ``import torchvision`` succeed beside a torch that its own library was not built for.
-
-    Processors of images and videos need its transforms, which are written in Python, and once it is
-    installed transformers imports it with every model. For x86-64 the package index has a CUDA
-    build only. With a torch for the CPU its library does not load, and the import then fails at two
-    operators that Python code describes unasked. Naming these is enough; a call still fails.
-    Nothing is imported here, and a torchvision that fits is left alone.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    for library in Path(spec.origin).parent.glob("_C*.so"):
-        with contextlib.suppress(OSError):
-            torch.ops.load_library(library)
-            return
-    for name in ("nms", "qnms"):
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        torch.library.define(f"torchvision::{name}", schema)
-
-
 def prepare_process() -> None:
     """What every process of an engine needs, once the platform is known."""
     from vllm.platforms import current_platform
@@ -166,6 +147,7 @@ def prepare_process() -> None:
         _silence_accelerator_calls()
         _refuse_vision_without_torchvision()
         _tell_of_waits_for_engines()
+        _tell_refusals_to_the_main_process()
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
             _let_servers_drain_and_stop_quietly()
             _let_servers_drain_and_fail_with_their_engine()
@@ -257,12 +239,15 @@ def _say(line: str) -> None:
 
 
 def _let_servers_drain_and_fail_with_their_engine() -> None:
-    """Requests are counted for `Drain`; a server whose engine died ends with code 1 and says so.
+    """Requests are counted for `Drain`, and records written when asked for.
+
+    A server whose engine died ends with code 1 and says so.
 
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
     fails would not. With several API servers their parent notices on its own.
     """
     from vllm_npu_prep.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
+    from vllm_npu_prep.server.record_server import answering
 
     entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
     if entry is None or hasattr(entry.serve_http, "__wrapped__"):
@@ -278,7 +263,8 @@ def _let_servers_drain_and_fail_with_their_engine() -> None:
         app.middleware_stack = DrainMiddleware(served, engine.drain)
         # A client that does not read its answer would keep the server for ever.
         kwargs.setdefault("timeout_graceful_shutdown", END_SECONDS)
-        stopped = await upstream(app, *args, **kwargs)
+        async with answering(engine, kwargs.get("port")):
+            stopped = await upstream(app, *args, **kwargs)
         if not engine.errored or getattr(engine, "was_told_to_stop", False):
             return stopped
 
@@ -297,7 +283,10 @@ def _let_servers_drain_and_fail_with_their_engine() -> None:
 
 
 def _tell_of_waits_for_engines() -> None:
-    """A process that starts engines says so while they import, load and warm up."""
+    """A process that starts engines says so while they import, load and warm up.
+
+    What they refuse is raised here, for their user.
+    """
     from vllm.v1.engine import utils
 
     upstream = utils.wait_for_engine_startup
@@ -305,6 +294,7 @@ def _tell_of_waits_for_engines() -> None:
         return
 
     @functools.wraps(upstream)
+    @one_line.raising_what_was_left
     def wait_for_engine_startup(*args: Any, **kwargs: Any) -> Any:
         with waiting("Waiting for the engine to start", _say):
             return upstream(*args, **kwargs)
@@ -388,28 +378,43 @@ def _wake_who_reads_from_another_host() -> None:
     MessageQueue.dequeue = dequeue
 
 
-class _OneLineErrors:
-    """Exception hook that prints a `PrepError` which nobody caught as one line."""
-
-    def __init__(self) -> None:
-        self.previous = sys.excepthook
-
-    def __call__(self, kind: type, error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, PrepError):
-            print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
-        else:
-            self.previous(kind, error, traceback)
-
-
 def _report_errors_in_one_line() -> None:
     """Bad config is no crash, and ``vllm serve`` lets exceptions through to the interpreter."""
-    if not isinstance(sys.excepthook, _OneLineErrors):
-        sys.excepthook = _OneLineErrors()
+    if not isinstance(sys.excepthook, OneLineErrors):
+        sys.excepthook = OneLineErrors()
 
 
-def _exit_with(error: PrepError) -> None:
-    print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
-    raise SystemExit(2)
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """``EngineCoreProc.run_engine_core``, the process of an engine, which may refuse to start."""
+    _tell_refusals_to_the_main_process()
+    with one_line.ending_without_traceback():
+        run_engine_core.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def run_worker(*args: Any, **kwargs: Any) -> None:
+    """``WorkerProc.worker_main``, the process of a rank, which may refuse to start."""
+    _tell_refusals_to_the_main_process()
+    run_worker.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _tell_refusals_to_the_main_process() -> None:
+    """Engines and ranks leave a `PrepError` to the process that the user started (`one_line`).
+
+    Their processes run functions of this module, to be prepared before they start anything.
+    """
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    if hasattr(run_engine_core, "__wrapped__"):
+        return
+    one_line.log_refusals_in_one_line()
+    run_engine_core.__wrapped__ = EngineCoreProc.run_engine_core  # type: ignore[attr-defined]
+    run_worker.__wrapped__ = WorkerProc.worker_main  # type: ignore[attr-defined]
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    WorkerProc.worker_main = staticmethod(run_worker)
+    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)
+    WorkerProc.__init__ = one_line.leaving_refusals(WorkerProc.__init__)
+    WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
 
 
 def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:

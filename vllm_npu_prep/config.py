@@ -1,9 +1,13 @@
 """The plugin's own options, and what start-up decides from them."""
 
 import difflib
+import errno
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -11,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, KernelFamily
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.mask import MaskForm, dense_mask_bytes
+from vllm_npu_prep.validation import reason_of, shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +58,26 @@ class RecordConfig(BaseModel):
         if match is None or int(match["first"] or 0) >= int(match["last"] or match["end"]):
             raise ValueError('give a span of steps as "100:200", or "last 64"')
         return steps
+
+    def make_folder(self) -> Path:
+        """Make ``dir`` where it is not there yet.
+
+        Raises
+        ------
+        PrepError
+            If it can't be made, or nothing can be written to it.
+        """
+        folder = Path(self.dir).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise PrepError(
+                f'"{SECTION}.record.dir" = "{self.dir}": {error.strerror}; give a folder that '
+                "this process may write to"
+            ) from None
+        return folder
 
     @property
     def span(self) -> range | None:
@@ -121,27 +146,54 @@ def parse_config(additional_config: object) -> PrepConfig:
     if not isinstance(section, Mapping):
         raise PrepError(
             f'--additional-config: "{SECTION}" must be an object with keys among '
-            f"{', '.join(allowed)}, not {section!r}"
+            f"{', '.join(allowed)}, not {shown(section)}"
         )
     try:
         return PrepConfig(**section)
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])
+        is_of_record = detail["loc"][0] == "record"
+        if is_of_record:
+            allowed = list(RecordConfig.model_fields)
         if detail["type"] == "extra_forbidden":
-            section_of_key = SECTION
-            if len(detail["loc"]) > 1:
-                section_of_key, allowed = f"{SECTION}.record", list(RecordConfig.model_fields)
+            section_name = f"{SECTION}.record" if is_of_record else SECTION
             key = str(detail["loc"][-1])
             raise PrepError(
-                f'--additional-config: "{section_of_key}" has no key "{key}"'
+                f'--additional-config: "{section_name}" has no key "{key}"'
                 f"{_nearest(key, allowed)}; allowed: {', '.join(allowed)}"
             ) from None
         if detail["type"] == "missing":
             raise PrepError(f'--additional-config: "{SECTION}.{key}" is missing') from None
+        keys = f" with keys among {', '.join(allowed)}" * (detail["type"] == "model_type")
         raise PrepError(
-            f'--additional-config: "{SECTION}.{key}" = {detail["input"]!r}: {detail["msg"]}'
+            f'--additional-config: "{SECTION}.{key}" = {shown(detail["input"])}: '
+            f"{reason_of(detail)}{keys}"
         ) from None
+
+
+def parse_flag(text: str) -> dict[str, Any]:
+    """Value of ``--additional-config`` on a command line, checked before anything else is done.
+
+    Raises
+    ------
+    PrepError
+        If it is no JSON object, or `parse_config` refuses it.
+    """
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PrepError(
+            f"--additional-config {shown(text)}: not JSON ({error}); write for example "
+            f'\'{{"{SECTION}": {{"check": "full"}}}}\''
+        ) from None
+    if not isinstance(given, dict):
+        raise PrepError(
+            f"--additional-config {shown(given)}: must be an object; write for example "
+            f'\'{{"{SECTION}": {{"check": "full"}}}}\''
+        )
+    parse_config(given)
+    return given
 
 
 def _check_section_name(additional_config: Mapping[str, Any]) -> None:

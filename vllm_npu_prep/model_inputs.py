@@ -23,6 +23,7 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders, takes_embeds
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prompt_embeds import PromptEmbeds
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -263,5 +264,7 @@ class ModelInputRunner(LoRARunner):
         """Say what the encoder did."""
         counts = self.encoder_counts
         if counts.encoded:
-            logger.info("Encoder: %d items encoded, %d placed.", counts.encoded, counts.placed)
+            logger.info(
+                "Encoder: %s encoded, %d placed.", counted(counts.encoded, "item"), counts.placed
+            )
         super().shutdown()

@@ -1,5 +1,6 @@
 """NPUPlatform: what vLLM asks of a device, decided in one place."""
 
+import argparse
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep import ray_cluster
+from vllm_npu_prep import one_line, ray_cluster
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-from vllm_npu_prep.config import Decisions, decisions_of, parse_config
+from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
 from vllm_npu_prep.device import (
     CPU_KIND,
     choose_device,
@@ -20,6 +21,7 @@ from vllm_npu_prep.device import (
 )
 from vllm_npu_prep.graph import config as graph_config
 from vllm_npu_prep.limits import CONNECTOR_MODULE, multimodal_inputs, refuse_unsupported
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -162,6 +164,24 @@ class NPUPlatform(Platform):
         """Fine: layers find their cache by name, not by index."""
 
     @classmethod
+    def pre_register_and_update(cls, parser: argparse.ArgumentParser | None = None) -> None:
+        """Let a command check the plugin's options with its other flags, before it logs anything.
+
+        vLLM would take what is no JSON for a string, and find out much later.
+        """
+        for action in parser._actions if parser is not None else ():
+            if action.dest == "additional_config":
+                action.type = parse_flag
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuse what no step could answer, in the process that takes requests."""
+        if processed_inputs["type"] == "embeds":
+            from vllm_npu_prep.prompt_embeds import refuse_non_finite
+
+            refuse_non_finite(processed_inputs["prompt_embeds"])
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Check everything that can be checked before a process starts, and switch off the rest.
 
@@ -187,7 +207,11 @@ class NPUPlatform(Platform):
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
             from vllm_npu_prep.inspect.metrics import share_folder
 
+            record = parse_config(vllm_config.additional_config).record
+            if record is not None and not vllm_config.parallel_config.use_ray:
+                record.make_folder()  # with Ray, ranks make it on their hosts
             share_folder()
+            one_line.share_file()
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
             _log_start_up(vllm_config, decisions, notes, switched_off)
@@ -236,8 +260,8 @@ def _log_start_up(
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",
         f"graph mode    {graph_config.describe(vllm_config)}",
-        f"sizes         {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} "
-        f"tokens a step, max_model_len {model.max_model_len}",
+        f"sizes         {counted(scheduler.max_num_seqs, 'request')}, "
+        f"{scheduler.max_num_batched_tokens} tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
     ]
@@ -262,8 +286,8 @@ def _log_start_up(
     lora = vllm_config.lora_config
     if lora is not None:
         lines.append(
-            f"LoRA          {lora.max_loras} adapters in a step, rank {lora.max_lora_rank}, "
-            f"{lora.max_cpu_loras} in memory"
+            f"LoRA          {counted(lora.max_loras, 'adapter')} in a step, "
+            f"rank {lora.max_lora_rank}, {lora.max_cpu_loras} in memory"
         )
     lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from vllm_npu_prep.wording import counted
+
 FIRST_SECONDS = 2.0
 """Shorter waits are not worth a line."""
 LARGEST_PAUSE = 30.0
@@ -57,7 +59,9 @@ def waiting_for_compiled_code(say: Callable[[str], object]) -> Iterator[None]:
         waiting(
             "Compiling code of the host",
             say,
-            lambda: f"{sum(each.is_end for _, each in compiled.buffer)} functions so far",
+            lambda: (
+                counted(sum(each.is_end for _, each in compiled.buffer), "function") + " so far"
+            ),
         ),
     ):
         yield

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 
@@ -31,6 +32,30 @@ def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
     known = new.prompt_token_ids or is_token_ids
     ids = [token if is_id else no_token for token, is_id in zip(known, is_token_ids)]
     return replace(new, prompt_token_ids=ids, prompt_is_token_ids=is_token_ids)
+
+
+def refuse_non_finite(prompt_embeds: torch.Tensor) -> None:
+    """Refuse a prompt with NaN or an infinity: each of its tokens would be answered with nothing.
+
+    One pass over the values, without a tensor of their size.
+
+    Parameters
+    ----------
+    prompt_embeds
+        ``[num_tokens, hidden_size]`` on the host.
+
+    Raises
+    ------
+    VLLMValidationError
+        Which servers answer with 400.
+    """
+    if not prompt_embeds.numel() or all(x.isfinite() for x in torch.aminmax(prompt_embeds)):
+        return
+    row = int((~prompt_embeds.isfinite()).any(dim=-1).nonzero()[0, 0])
+    raise VLLMValidationError(
+        f"`prompt_embeds` must be finite in the model's dtype: row {row} has NaN or an infinity",
+        parameter="prompt_embeds",
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
+from vllm_npu_prep.server.record_signal import survive_signals
+from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -52,6 +54,8 @@ class NPUWorker(Worker):
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
         gc.freeze()  # modules: collections while loading and profiling need not look at them
+        if self.parallel_config.use_ray:  # others of vLLM's own processes do so from their start
+            survive_signals()
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
@@ -59,7 +63,7 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        with waiting(f"Joining {self.parallel_config.world_size} ranks", logger.info):
+        with waiting(f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info):
             init_worker_distributed_environment(
                 self.vllm_config,
                 self.rank,
@@ -185,7 +189,9 @@ class NPUWorker(Worker):
         except OSError as error:
             logger.warning("No trace of host phases: %s.", error)
         else:
-            logger.info("Host phases and counters of %d events: %s", len(scopes.events), path)
+            logger.info(
+                "Host phases and counters of %s: %s", counted(len(scopes.events), "event"), path
+            )
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
@@ -221,7 +227,26 @@ class NPUWorker(Worker):
                 'no steps are recorded: start with {"npu_prep": {"record": {"dir": ..., "steps": '
                 '"last 64"}}}'
             )
-        return recorder.dump("dump_steps")
+        return str(recorder.dump("dump_steps"))
+
+    def record_steps(self, reason: str) -> dict[str, Any]:
+        """Write the last steps, for a server that asks all its ranks.
+
+        Parameters
+        ----------
+        reason
+            Who asked for them.
+
+        Returns
+        -------
+        dict
+            ``rank`` across engines, ``folder``, how many ``steps``, and all that in a line,
+            ``answer``.
+        """
+        written = self.model_runner.recorder.dump(reason)
+        rank = rank_across_engines(self.parallel_config)
+        answer = {"rank": rank, "folder": str(written.folder), "steps": written.steps}
+        return answer | {"answer": str(written)}
 
     def shutdown(self) -> None:
         """Asynchronous failures show when the engine is on its way down already."""

@@ -4,6 +4,7 @@ The variables are set by `ascend-emulator` and read in `native/runtime/options.c
 else reads them.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,17 @@ GIB = 1 << 30
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 DELAYS = ("none", "equal", "skewed")
 HAZARDS = ("error", "warn")
+
+CHIPS = (
+    *("Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
+    *("Ascend310P1", "Ascend310P2", "Ascend310P3", "Ascend310P4", "Ascend310P5", "Ascend310P7"),
+    *("Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"),
+    *("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1"),
+    *("Ascend910_9362", "Ascend910_9363", "Ascend910_9372", "Ascend910_9381", "Ascend910_9382"),
+    *("Ascend910_9391", "Ascend910_9392"),
+)
+"""Chips by the names that torch_npu 2.13.0 knows, up to the A3 generation; of later ones the
+runtime here knows nothing. torch_npu takes any other name for a chip without features."""
 
 SOC = "NPU_EMULATOR_SOC"
 CANN = "NPU_EMULATOR_CANN"
@@ -74,6 +86,21 @@ class Options:
             LIBRARIES: str(libraries),
             REFERENCES: ",".join(self.references),
         }
+
+
+def check_soc(soc: str) -> str:
+    """Return the name of a chip.
+
+    Raises
+    ------
+    EmulatorError
+        If it is not among `CHIPS`: names the nearest.
+    """
+    if soc not in CHIPS:
+        near = difflib.get_close_matches(soc, CHIPS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise EmulatorError(f"--soc {soc!r} is no chip{hint}; use one of {', '.join(CHIPS)}")
+    return soc
 
 
 def bytes_of(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from ascend_emulator import __version__
 from ascend_emulator.build import SITE, ensure_built
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of
+from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of, check_soc
 
 HOOK = Path(__file__).parent / "hook"
 HAZARD_EXIT_CODE = 3
@@ -52,24 +52,43 @@ def parser() -> argparse.ArgumentParser:
         usage="ascend-emulator [options] -- COMMAND ...",
         description=f"Run a command on emulated Ascend devices. Limits: {LIMITS}.",
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--version", action="version", version=__version__, help="print the package's version"
+    )
     parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
-    parser.add_argument("--cann", default=defaults.cann, help="CANN (default: %(default)s)")
-    parser.add_argument("--devices", type=int, default=defaults.devices, help="(default: 1)")
-    parser.add_argument("--memory", default="8G", help="per device (default: %(default)s)")
     parser.add_argument(
-        "--delay", choices=DELAYS, default=defaults.delay, help="wait before each task of a stream"
+        "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
     )
     parser.add_argument(
-        "--hazards", choices=HAZARDS, default=defaults.hazards, help="(default: %(default)s)"
+        "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
+    )
+    parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--delay",
+        choices=DELAYS,
+        default=defaults.delay,
+        help="wait before each task of a stream (default: %(default)s)",
     )
     parser.add_argument(
-        "--hang-seconds", type=int, default=defaults.hang_seconds, help="(default: %(default)s)"
+        "--hazards",
+        choices=HAZARDS,
+        default=defaults.hazards,
+        help="makes the next sync fail, or is reported only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=int,
+        default=defaults.hang_seconds,
+        help="how long a stream waits for an event before it counts as hung (default: %(default)s)",
     )
     parser.add_argument("--trace", action="store_true", help="print every call and launch")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     parser.add_argument(
-        "--references", action="append", default=[], metavar="MODULE", help="operator references"
+        "--references",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Python module with operator references of your own; may be repeated",
     )
     parser.add_argument(
         "--site",
@@ -79,7 +98,12 @@ def parser() -> argparse.ArgumentParser:
         default=SITE,
     )
     parser.add_argument("--quiet", action="store_true", help="no banner and no summary")
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.add_argument(
+        "command_line",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND ...",
+        help="the command and its arguments",
+    )
     return parser
 
 
@@ -91,7 +115,7 @@ def emulate(args: argparse.Namespace) -> int:
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
     options = Options(
-        soc=args.soc,
+        soc=check_soc(args.soc),
         cann=args.cann,
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
@@ -109,7 +133,7 @@ def emulate(args: argparse.Namespace) -> int:
         _print_banner(options)
     with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
         code = _run(command, _environment(options, libraries, Path(folder), site))
-        report = _merged_report(Path(folder), options)
+        report = merged_report(Path(folder), options)
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n")
     if not args.quiet:
@@ -154,7 +178,8 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _merged_report(folder: Path, options: Options) -> dict[str, Any]:
+def merged_report(folder: Path, options: Options) -> dict[str, Any]:
+    """One report of those that the processes of a command left in `folder`."""
     processes = [
         json.loads(path.read_text(errors="replace")) for path in sorted(folder.glob("*.json"))
     ]
@@ -165,7 +190,7 @@ def _merged_report(folder: Path, options: Options) -> dict[str, Any]:
         "delay": options.delay,
         "processes": len(processes),
     }
-    for name in ("counters", "calls", "kernels"):
+    for name in ("counters", "calls", "kernels", "held_at_exit"):
         report[name] = dict(sum((Counter(part[name]) for part in processes), Counter()))
     peaks = [part["counters"]["peak_memory_bytes"] for part in processes]
     report["counters"]["peak_memory_bytes"] = max(peaks, default=0)
@@ -191,8 +216,14 @@ def _print_summary(report: dict[str, Any]) -> None:
         f"{report['processes']} process(es), {counted['launches']} launches, "
         f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
         f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
-        f"{counted['errors']} errors, {counted['hazards']} hazards, {len(report['leaks'])} leaks"
+        f"{counted['errors']} errors, {counted['hazards']} hazards, "
+        f"{len(report['leaks'])} leak{'' if len(report['leaks']) == 1 else 's'}"
     )
+    if held := report["held_at_exit"]:
+        _say(
+            f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
+            "block(s) for tensors and graphs, which end with their process"
+        )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:
             _say(f"{kind[:-1]}: {text}")

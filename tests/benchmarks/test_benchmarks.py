@@ -1,25 +1,64 @@
 """Benchmarks run, verify what they measure, and print nothing when that fails."""
 
+import contextlib
+import io
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.ranks import in_a_fresh_process
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CASES = ["step-256"]
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+class Ran(NamedTuple):
+    """Outcome of a script."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def run(name: str, *arguments: str, planted: bool = False) -> Ran:
+    return in_a_fresh_process(_run, name, arguments, planted)
+
+
+def _run(name: str, arguments: tuple[str, ...], planted: bool) -> Ran:
+    if planted:
+        _plant_a_wrong_position()
+    sys.argv = [str(BENCHMARKS / name), *arguments]
+    sys.path.insert(0, str(BENCHMARKS))
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as error:  # as the interpreter ends with it
+            code = error.code if isinstance(error.code, int) else 1
+            err.write(str(error.code))
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def _plant_a_wrong_position() -> None:
+    from vllm_npu_prep import model_runner
+
+    prepare_step = model_runner.prepare_step
+
+    def planted(*args):
+        step = prepare_step(*args)
+        step.arrays.positions[7] += 1
+        return step
+
+    model_runner.prepare_step = planted
 
 
 def test_host_step_prints_one_object_a_line():
     cases = [word for case in CASES for word in ("--case", case)]
-    result = run("benchmarks/host_step.py", "--json", "--steps", "3", "--record", "--looks", *cases)
+    result = run("host_step.py", "--json", "--steps", "3", "--record", "--looks", *cases)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["case"] for row in rows] == CASES
@@ -36,7 +75,7 @@ def test_host_step_prints_one_object_a_line():
 
 
 def test_looking_costs_are_parts_of_a_decode_step():
-    command = ["benchmarks/looking_costs.py", "--json", "--requests", "4", "--steps", "5"]
+    command = ["looking_costs.py", "--json", "--requests", "4", "--steps", "5"]
     result = run(*command)
     assert result.returncode == 0, result.stderr[-2000:]
     row = json.loads(result.stdout.splitlines()[-1])
@@ -46,20 +85,8 @@ def test_looking_costs_are_parts_of_a_decode_step():
 
 
 def test_host_step_prints_no_number_when_the_runners_disagree():
-    plant = (
-        "import sys; sys.path.insert(0, 'benchmarks')\n"
-        "import host_step\n"
-        "from vllm_npu_prep import model_runner\n"
-        "prepare_step = model_runner.prepare_step\n"
-        "def planted(*args):\n"
-        "    step = prepare_step(*args)\n"
-        "    step.arrays.positions[7] += 1\n"
-        "    return step\n"
-        "model_runner.prepare_step = planted\n"
-        "sys.argv = ['host_step.py', '--steps', '3', '--case', 'decode-256', '--check', 'off']\n"
-        "host_step.main()\n"
-    )
-    result = run("-c", plant)
+    flags = ("--steps", "3", "--case", "decode-256", "--check", "off")
+    result = run("host_step.py", *flags, planted=True)
     assert result.returncode == 1
     assert result.stdout == ""
     assert "positions differs from upstream's; no numbers" in result.stderr

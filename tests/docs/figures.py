@@ -63,7 +63,8 @@ def shown(command: str, part: str | None) -> str:
         lines = lines[: lines.index("")]
     elif part and "--json" not in args:
         first = lines.index(part)
-        heads = [i for i, line in enumerate(lines) if i > first and " level" in line]
+        ends = re.compile(r".* level|expected:")
+        heads = [i for i, line in enumerate(lines) if i > first and ends.match(line)]
         lines = lines[first : heads[0] if heads else len(lines)]
     while not lines[-1]:
         lines.pop()

@@ -1,15 +1,21 @@
 """Run a script as `ascend-emulator -- python` runs it."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.emulator import why_no_emulator
+from ascend_emulator.options import Options
+from ascend_emulator.run import merged_report
+from tests.helpers.emulator import ROOT, why_no_emulator
 
 PROLOGUE = """
 import ctypes, torch, torch_npu
@@ -28,6 +34,10 @@ def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
 """
 
+TOOL = [sys.executable, "-m", "ascend_emulator"]
+TEMPLATE = "tests.emulator.template"
+SECONDS = 180
+
 
 @dataclass
 class Run:
@@ -42,31 +52,102 @@ class Run:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
+class Template:
+    """A process of `tests.emulator.template` for scripts with one setting of ``--delay``."""
+
+    def __init__(self, delay: str) -> None:
+        self.options = Options(delay=delay)
+        self.process = subprocess.Popen(
+            [*TOOL, "--quiet", "--delay", delay, "--", sys.executable, "-m", TEMPLATE],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._next_line() == "ready"
+
+    def _next_line(self) -> str:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith(("ready", "{")):  # torch_npu prints, too
+                return line.strip()
+        raise AssertionError(f"the template ended with {self.process.wait()}")
+
+    def run(self, script: Path, folder: Path) -> Run:
+        """Run a script in a fork."""
+        assert self.process.stdin is not None
+        out, err = folder / "out", folder / "err"
+        job = {"script": str(script), "out": str(out), "err": str(err)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        done = json.loads(self._next_line())
+        own = folder / "reports"
+        own.mkdir()
+        for path in done["reports"]:
+            shutil.move(path, own)
+        report = merged_report(own, self.options)
+        code = done["code"] or (3 if report["unreported_faults"] else 0)  # as the command has it
+        return Run(code, out.read_text(), err.read_text(), report)
+
+    def end(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
 @pytest.fixture(autouse=True)
 def _needs_torch_npu():
     if reason := why_no_emulator():
         pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def templates() -> Iterator[dict[str, Template]]:
+    """Templates by delay, made when they are first needed."""
+    made: dict[str, Template] = {}
+    yield made
+    for template in made.values():
+        template.end()
+
+
 @pytest.fixture
-def emulate(tmp_path):
-    """Run a script; it must succeed unless the expected exit code says otherwise."""
+def emulate(tmp_path, templates):
+    """Run a script; it must succeed unless the expected exit code says otherwise.
+
+    Scripts with other options than ``--delay``, and those that are to end badly, are run by the
+    command itself.
+    """
 
     def run(script: str, *options: str, expect_code: int | None = 0) -> Run:
-        path, report = tmp_path / "script.py", tmp_path / "report.json"
+        folder = tmp_path / f"run-{len(os.listdir(tmp_path))}"
+        folder.mkdir()
+        path = folder / "script.py"
         path.write_text(PROLOGUE + textwrap.dedent(script))
-        tool = [sys.executable, "-m", "ascend_emulator", "--report", str(report)]
-        done = subprocess.run(
-            [*tool, *options, "--", sys.executable, str(path)],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        outcome = Run(done.returncode, done.stdout, done.stderr)
-        if report.exists():
-            outcome.report = json.loads(report.read_text())
+        if expect_code == 0 and (not options or (options[0], len(options)) == ("--delay", 2)):
+            delay = options[1] if options else "none"
+            if delay not in templates:
+                templates[delay] = Template(delay)
+            outcome = templates[delay].run(path, folder)
+        else:
+            outcome = run_by_command(path, folder / "report.json", options)
         assert expect_code is None or outcome.code == expect_code, str(outcome)
         return outcome
 
     return run
+
+
+def run_by_command(script: Path, report: Path, options: tuple[str, ...]) -> Run:
+    """Run a script with ``ascend-emulator``, in processes of its own."""
+    done = subprocess.run(
+        [*TOOL, "--report", str(report), *options, "--", sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    outcome = Run(done.returncode, done.stdout, done.stderr)
+    if report.exists():
+        outcome.report = json.loads(report.read_text())
+    return outcome

@@ -100,5 +100,22 @@ def test_leaks_at_exit_are_reported(emulate):
         """
     )
     assert len(run.report["leaks"]) == 1 and "12800 bytes" in run.report["leaks"][0]
+    assert run.report["held_at_exit"] == {}
+
+
+def test_tensors_that_are_alive_at_exit_are_no_leaks(emulate):
+    """A server's weights: the process ends with them."""
+    run = emulate(
+        """
+        import builtins
+        builtins.kept = torch.ones(1 << 20, device="npu"), torch.zeros(8, device="npu")
+        dropped = torch.ones(5 << 20, device="npu")
+        del dropped
+        """
+    )
+    assert run.report["leaks"] == []
+    held = run.report["held_at_exit"]
+    assert held["blocks"] == 2
+    assert 4 << 20 < held["bytes"] <= 24 << 20
     clean = emulate("x = torch.ones(8, device='npu'); del x")
-    assert clean.report["leaks"] == []
+    assert clean.report["leaks"] == [] and clean.report["held_at_exit"] == {}

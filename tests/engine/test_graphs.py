@@ -261,7 +261,7 @@ def test_capture_with_requests_in_flight_is_refused(model, seed):
         core = llm.llm_engine
         core.add_request("a", {"prompt_token_ids": [5, 6, 7]}, greedy(8))
         core.step()
-        with pytest.raises(PrepError, match="1 requests are in flight"):
+        with pytest.raises(PrepError, match="with 1 request in flight"):
             runner_of(llm).capture_model()
 
 

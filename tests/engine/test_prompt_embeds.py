@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import engine, graphs, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
+from vllm_npu_prep.prompt_embeds import refuse_non_finite
 
 GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
 
@@ -58,7 +60,10 @@ def test_embeddings_give_the_tokens_that_their_ids_give(model, embedding, seed, 
 
 
 def test_a_prompt_of_ids_and_embeddings(model, embedding, seed):
-    """As chat messages with embedded parts are: some positions have ids, the others vectors."""
+    """As chat messages with embedded parts are: some positions have ids, the others vectors.
+
+    One with a vector that isn't finite is refused, and those after it are served.
+    """
     (ids,) = prompts_of(seed, [70])
     is_token_ids = torch.arange(70) % 7 < 3
     vectors = torch.where(is_token_ids[:, None], torch.zeros(()), embedding[ids])
@@ -70,7 +75,25 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed):
     }
     with engine(model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
         expected = run(llm, [{"prompt_token_ids": ids}])
+        for value in (torch.nan, -torch.inf):
+            bad = vectors.clone()
+            bad[[41, 60], 3] = value
+            with pytest.raises(VLLMValidationError, match="row 41 has NaN or an infinity"):
+                run(llm, [{"prompt_embeds": vectors}, {**mixed, "prompt_embeds": bad}])
         assert run(llm, [mixed]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_prompts_have_to_be_finite_in_the_models_dtype(dtype):
+    largest = torch.finfo(dtype).max
+    refuse_non_finite(torch.full((70, 40), largest, dtype=dtype))  # a sum would overflow
+    refuse_non_finite(torch.empty(0, 40, dtype=dtype))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        embeds = torch.zeros(70, 40, dtype=dtype)
+        embeds[69, 39] = value
+        with pytest.raises(VLLMValidationError, match="row 69") as error:
+            refuse_non_finite(embeds)
+        assert error.value.parameter == "prompt_embeds"
 
 
 def test_a_prompt_that_is_unknown_has_no_log_probabilities(model, embedding, seed):

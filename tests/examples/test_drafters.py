@@ -45,7 +45,9 @@ UNKNOWN = [
 def target(demo_model):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(demo_model).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).requires_grad_(
+        False
+    )
 
 
 @pytest.fixture(scope="module")

@@ -55,15 +55,15 @@ def test_offline_batch_prints_the_greedy_tokens_of_transformers(
         reason = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
         assert (
             f"\nuser:      {question}\nassistant: {text}\n"
-            f"           {len(tokens)} tokens, finished by {reason}\n"
+            f"           tokens: {len(tokens)}, finished by {reason}\n"
         ) in printed
-    assert f"\n4 requests, {sum(map(len, expected))} tokens in " in printed
+    assert f"\nrequests: 4, tokens: {sum(map(len, expected))}, " in printed
 
 
 def test_speculative_decoding_prints_equal_answers_in_fewer_steps(demo_drafters, tokenizer):
     printed = run_example("speculative_decoding.py")
     total = sum(len(tokenizer(answer).input_ids) + 1 for answer in LEARNED.values())
-    assert f"\n{len(LEARNED)} of {len(LEARNED)} answers are equal, {total} tokens\n" in printed
+    assert f"\nequal answers: {len(LEARNED)} of {len(LEARNED)}, tokens: {total}\n" in printed
     rates = [
         float(each) / 100 for each in re.findall(r"([\d.]+)%", printed.partition("accepted of")[2])
     ]

@@ -201,7 +201,8 @@ def test_sizes_beyond_the_stream_budget_are_thinned(configure, mode, streams):
     kind = dataclasses.replace(NPU_KIND, graph_streams=streams * 6 + streams - 1)
     (note,) = settle_sizes(config, kind)
     after = sizes_of(config)
-    assert f"{len(before)} thinned to 6 ({streams} streams" in note
+    of_each = "1 stream for each" if streams == 1 else f"{streams} streams for each"
+    assert f"{len(before)} thinned to 6 ({of_each}" in note
     assert len(after) == 6
     assert set(after) <= set(before)
     assert {before[0], 200, before[-1]} <= set(after)

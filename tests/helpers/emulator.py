@@ -4,8 +4,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from ascend_emulator.build import is_cuda_build
@@ -48,3 +51,12 @@ def emulate(
     cli = [sys.executable, "-m", "ascend_emulator", "--hazards", "error", *options]
     environment = {"NPU_PREP_DEVICE": "npu", **environment}
     return run([*cli, "--", sys.executable, *command], **environment)
+
+
+def selected(request: pytest.FixtureRequest, test: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Parameters of a test with which this run calls it, so that one process can do for all."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test
+    ]

@@ -61,7 +61,7 @@ def test_a_request_that_joins_leaves_the_others_alone():
     without = small()
     del without["requests"][0]
     entries = found(small(), without)
-    assert {"name": "request", "a": "1 tokens, 3 computed", "b": None, "req_id": "0"} in entries
+    assert {"name": "request", "a": "1 token, 3 computed", "b": None, "req_id": "0"} in entries
     assert {e.get("req_id") for e in entries} == {None, "0"}
     names = {e["name"] for e in entries}
     assert {"num_reqs", "total_num_scheduled_tokens", "state_reason"} <= names

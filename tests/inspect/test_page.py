@@ -74,6 +74,39 @@ class Page(HTMLParser):
         return [np.array(Image.open(io.BytesIO(picture)))[..., 3] == 0 for picture in pictures]
 
 
+def axis(page_html: str, side: str) -> list[tuple[float, str]]:
+    """Numbers beside (``top``) and below (``left``) a mask, with their places in percent."""
+    found = re.findall(rf'<span style="{side}:([\d.]+)%">(\d+)</span>', page_html)
+    return [(float(place), number) for place, number in found]
+
+
+def test_the_sides_of_a_mask_say_what_they_are():
+    html = explain_html(view_of(small()))
+    texts = Page(html).texts
+    assert "query tokens by request" in texts and "key positions" in texts
+    assert axis(html, "top") == [(10.0 + 20 * row, str(row)) for row in range(5)]
+    assert axis(html, "left") == [(6.25 + 12.5 * column, str(column)) for column in range(8)]
+    names = re.findall(r'<div style="top:([\d.]+)%" title="(\w+)">', html)
+    assert [(float(top), name) for top, name in names] == [(0, "0"), (20, "1"), (40, "2")]
+
+
+def test_the_sides_of_a_large_mask_have_numbers_at_round_steps():
+    html = explain_html(view_of(worked_examples.load("mixed-200-tokens")[0]))
+    assert [number for _, number in axis(html, "top")] == [str(n) for n in range(0, 200, 10)]
+    assert [number for _, number in axis(html, "left")] == [str(n) for n in range(0, 146, 20)]
+    places = [float(top) for top in re.findall(r'<div style="top:([\d.]+)%" title', html)]
+    assert len(places) == 5 and min(np.diff(places)) >= 100 * 15 / 368
+
+
+def test_the_sides_of_other_masks_say_what_they_are():
+    chunks = explain_html(view_of(in_chunks()))
+    assert "key positions in their chunk" in Page(chunks).texts
+    matrix = explain_html(view_of(worked_examples.load("all-prefill")[0]))
+    assert "query positions" in Page(matrix).texts
+    some = explain_html(view_of(small()), None, (2, 4))
+    assert [number for _, number in axis(some, "top")] == ["2", "3"], "tokens of the step"
+
+
 def page_of(scenario: dict, *args) -> Page:
     return Page(explain_html(view_of(scenario), *args))
 
@@ -182,7 +215,7 @@ def test_a_shared_block_and_a_stray_token_are_marked():
     ]
     view.step.slot_mapping()[1] = 40  # as a record of something broken may have it
     text = " ".join(Page(explain_html(view)).texts)
-    assert "1 tokens write blocks that this request doesn't own: 1" in text
+    assert "1 token writes blocks that this request doesn't own: 1" in text
 
 
 HOSTILE = (
@@ -279,7 +312,8 @@ def test_files_are_written_whole_or_refused_with_one_line(tmp_path, capsys):
     assert page.read_text() == explain_html(view_of(small()))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a.html", "a.png"]
-    assert capsys.readouterr().out == ""
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("expected: the step agrees")
     for bad in (tmp_path, tmp_path / "none" / "a.html", page / "b.html", Path("/dev/null")):
         assert main(["explain", path, "--html", str(bad)]) == 2
         error = capsys.readouterr().err

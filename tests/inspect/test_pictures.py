@@ -10,10 +10,12 @@ from PIL import Image
 
 from tests.helpers import worked_examples
 from tests.helpers.scenarios import many, small, view_of, with_an_image
+from vllm_npu_prep.inspect import png
 from vllm_npu_prep.inspect.explain import select
 from vllm_npu_prep.inspect.pictures import (
     ITEM_COLOUR,
     MATRIX_COLOUR,
+    axis_ticks,
     block_rows,
     mask_picture,
     png_bytes,
@@ -42,6 +44,43 @@ def test_masks_and_blocks_of_each_request_are_in_the_picture(name):
     for row, count in enumerate(cells):
         written = expected["query_lens"][row] / scenario["block_size"]
         assert count > 54 * 18 * written * 0.4, row
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "ticks"),
+    [
+        (5, 8, [0, 1, 2, 3, 4]),
+        (8, 8, list(range(8))),
+        (9, 8, [0, 2, 4, 6, 8]),
+        (200, 10, list(range(0, 200, 20))),
+        (1, 1, [0]),
+        (131072, 2, [0, 100000]),
+    ],
+)
+def test_sides_are_numbered_at_round_steps(number, most, ticks):
+    assert axis_ticks(number, most) == ticks
+
+
+@pytest.mark.parametrize("name", ["chunked-prefill", "mixed-200-tokens", "all-prefill"])
+def test_sides_of_a_mask_are_named_and_numbered_in_the_picture(name, monkeypatch):
+    drawn = []
+    text = png._Sheet.text
+
+    def noted(sheet, x, y, said, *how):
+        drawn.append(said)
+        text(sheet, x, y, said, *how)
+
+    monkeypatch.setattr(png._Sheet, "text", noted)
+    explain_png(view_of(worked_examples.load(name)[0]))
+    assert {"query tokens by request", "query positions"} & set(drawn)
+    assert "key positions" in drawn
+    last = {"chunked-prefill": "7", "mixed-200-tokens": "140", "all-prefill": "4"}[name]
+    row = {
+        "chunked-prefill": "token 4, position 7",
+        "mixed-200-tokens": "token 190, position 20",
+        "all-prefill": "position 4",
+    }[name]
+    assert {"0", last, row} <= set(drawn)
 
 
 @pytest.mark.parametrize("height", [80, 480])

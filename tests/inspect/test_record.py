@@ -217,6 +217,82 @@ def refusal(path, content: bytes) -> str | None:
     return line
 
 
+@pytest.mark.parametrize("name", ["weights", "attn_mask.other", "kv_cache_groups.7.slot_mapping"])
+@pytest.mark.parametrize("subcommand", ["replay", "explain"])
+def test_an_array_that_no_record_holds_is_refused_by_its_name(good, name, subcommand, capsys):
+    content, path = good
+    members = members_of(content) | {f"{name}.npy": npy(np.arange(3))}
+    path.write_bytes(archive_of(members))
+    assert main([subcommand, str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert f"{path}: holds {name}, which no record of such a step does" in err
+
+
+def test_an_array_with_a_known_name_that_should_not_be_there_differs(tmp_path, capsys):
+    """A recorder that went wrong wrote it: that is what a replay is for."""
+    step = prepare_step(*scenario_batch(parse_scenario(worked_examples.load("decode-only")[0])))
+    path = tmp_path / "step-000000.npz"
+    members = members_of(record_of(step).to_bytes())
+    assert "attn_mask.masked.npy" not in members
+    path.write_bytes(archive_of(members | {"attn_mask.masked.npy": npy(np.zeros((1, 1), bool))}))
+    assert main(["replay", str(path)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("1 of 1 step differs, first in ")
+    assert "attn_mask.masked: recorded an array, the core says none" in shown
+
+
+def step_of(folder, number: int):
+    step = prepare_step(*scenario_batch(parse_scenario(worked_examples.load("decode-only")[0])))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{number:06d}.npz"
+    path.write_bytes(record_of(step, number=number).to_bytes())
+    return path
+
+
+@pytest.mark.parametrize("subcommand", ["replay", "explain"])
+def test_a_step_that_a_folder_has_not_is_answered_with_those_that_it_has(
+    subcommand, tmp_path, capsys
+):
+    folder = tmp_path / "steps"
+    for number in (542, 543, 544):
+        step_of(folder, number)
+
+    def refused(*args) -> str:
+        assert main([subcommand, *map(str, args)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("vllm-npu-prep: error: ")
+
+    said = refused(folder, "--step", 3)
+    assert said == f"--step 3 is not there: {folder} holds steps 542 to 544"
+    step_of(folder, 600)
+    assert refused(folder, "--step", 545).endswith("holds steps 542 to 544, 600")
+    other = tmp_path / "runs" / "a"
+    other.parent.mkdir()
+    step_of(other, 7)
+    step_of(other.with_name("b"), 8)
+    said = refused(other.parent, "--step", 9)
+    assert said.endswith(f": {other} holds step 7; {other.with_name('b')} holds step 8")
+    (empty := tmp_path / "empty").mkdir()
+    assert "no step-000001.npz here" in refused(empty, "--step", 1)
+    assert main([subcommand, str(folder), "--step", "543"]) == 0
+    capsys.readouterr()
+
+
+def test_a_step_of_several_runs_is_answered_with_what_to_name(tmp_path, capsys):
+    for run in "ab":
+        step_of(tmp_path / run, 5)
+    assert main(["explain", str(tmp_path), "--step", "5"]) == 2
+    assert "2 records" in (said := capsys.readouterr().err) and "name the folder of one run" in said
+
+
+def test_one_step_is_replayed_as_one_step(tmp_path, capsys):
+    step_of(tmp_path, 5)
+    assert main(["replay", str(tmp_path)]) == 0
+    said = "1 step: core and oracle prepare what was recorded\n"
+    assert capsys.readouterr().out == said
+
+
 @given(st.data())
 def test_flipped_bytes_and_cut_files_are_refused_in_a_line_or_differ(good, data):
     content, path = good
@@ -302,10 +378,10 @@ def test_what_a_file_claims_is_checked_before_memory_is_taken(good):
         ({"max_model_len": 1 << 24, "max_num_reqs": 1 << 16}, "a token table of"),
         ({"num_reqs_padded": 1}, "more requests than num_reqs_padded"),
         ({"block_sizes": [2, 2]}, "a width of each block table"),
-        ({"mode": "ALL"}, "settings.mode"),
+        ({"mode": "ALL"}, 'settings.mode: must be "NONE", "PIECEWISE" or "FULL", not "ALL"'),
         ({"surplus": 1}, "settings.surplus"),
         ({"max_drafts": 9}, "max_drafts"),
-        ({"req_ids": ["a\nb", "c", "d"]}, "settings.req_ids.0: Value error, must hold printable"),
+        ({"req_ids": ["a\nb", "c", "d"]}, "settings.req_ids.0: must hold printable"),
     ],
 )
 def test_settings_that_contradict_themselves_are_named(good, change, says):

@@ -153,11 +153,11 @@ def test_the_ring_holds_tables_as_they_were_at_each_step(make):
     recorder, decodes = make("last 7")
     decodes.record(recorder, 31)
     assert not recorder.folder.exists()
-    assert recorder.dump("asked for").startswith("7 steps are in ")
+    assert str(recorder.dump("asked for")).startswith("7 steps are in ")
     check(recorder.folder, decodes, range(24, 31))
-    assert recorder.dump("asked for").startswith("no new step")
+    assert str(recorder.dump("asked for")).startswith("no new step")
     decodes.record(recorder, 9)
-    assert recorder.dump("asked for").startswith("7 steps are in ")
+    assert str(recorder.dump("asked for")).startswith("7 steps are in ")
     check(recorder.folder, decodes, [*range(24, 31), *range(33, 40)])
 
 

@@ -27,6 +27,7 @@ CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 VISION = ("tests/engine/test_multimodal.py",)
 RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
@@ -1214,6 +1215,48 @@ MUTANTS = [
         "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:",
         "if False:",
         RECORDS,
+    ),
+    Mutant(
+        "an engine outlives its server",
+        "server/processes.py",
+        "while os.getppid() == parent:",
+        "while True:",
+        SERVERS,
+    ),
+    Mutant(
+        "a process that does not heed SIGTERM outlives its parent",
+        "server/processes.py",
+        "os._exit(1)",
+        "pass",
+        SERVERS,
+    ),
+    Mutant(
+        "an engine dies of SIGUSR1",
+        "server/record_signal.py",
+        "signal.signal(signal.SIGUSR1, pass_on)",
+        "pass",
+        SERVERS,
+    ),
+    Mutant(
+        "the first engine alone writes records",
+        "server/record_server.py",
+        "for ranks in engines for rank in ranks",
+        "for ranks in engines[:1] for rank in ranks",
+        SERVERS,
+    ),
+    Mutant(
+        "any user may have records written",
+        "server/record_server.py",
+        "CREDENTIALS.unpack(raw)[1] in (ROOT, os.geteuid())",
+        "True",
+        SERVERS,
+    ),
+    Mutant(
+        "a server is found from its own process only",
+        "server/record_client.py",
+        "for each in _and_ancestors(pid) if",
+        "for each in [pid] if",
+        SERVERS,
     ),
     Mutant(
         "steps are not checked",

@@ -1,12 +1,14 @@
 """Greedy tokens of a fixed set of prompts, as JSON: run once on the CPU fallback and once on npu:0.
 
-python -m tests.npu.generate MODEL OUT float16/async/FULL bfloat16/sync/eager --attention fia
+python -m tests.npu.generate OUT MODEL:fia:float16/async/FULL MODEL:atb:bfloat16/sync/eager
 
 A case is a dtype, a scheduling, a graph mode and, if drafts are to be verified, how these are made.
+Where a case fails, its error stands in place of its tokens, and the next one begins.
 """
 
 import argparse
 import json
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -99,12 +101,16 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="+")
-    parser.add_argument("--attention", default="auto")
+    parser.add_argument("out", type=Path, help="file of the result, as JSON")
+    parser.add_argument("cases", nargs="+", metavar="MODEL:FAMILY:CASE", help="what to run")
     args = parser.parse_args()
-    results = {case: run(args.model, args.attention, *case.split("/")) for case in args.cases}
+    results = {}
+    for name in args.cases:
+        model, attention, case = name.split(":")
+        try:
+            results[name] = run(Path(model), attention, *case.split("/"))
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
     args.out.write_text(json.dumps(results))
 
 

@@ -6,16 +6,16 @@ hardware can show (numerics, speed, layout limits of real kernels, HCCL) is not 
 
 import json
 import os
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.emulator import emulate, run, why_no_emulator
+from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
+from tests.npu import generate
 
-SCHEMA_TESTS = "tests/emulator/operators/test_table.py"
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
 
@@ -55,20 +55,55 @@ def sharing(folder):
 @pytest.fixture(scope="module")
 def reference(model, folder):
     """Function of a dtype, a scheduling and maybe another model: tokens and states of the reference
-    family on the CPU fallback, eagerly."""
-    plain = ["float16/sync/eager", "float16/async/eager", "bfloat16/async/eager"]
+    family on the CPU fallback, eagerly. In this process, which has imported vLLM."""
 
     def tokens(dtype: str, scheduling: str, model: Path = model) -> dict:
-        case = f"{dtype}/{scheduling}/eager"
-        together = plain if case in plain else [case]
-        out = folder / f"tokens-{model.name}-{len(together)}.json"
+        out = folder / f"tokens-{model.name}-{dtype}-{scheduling}.json"
         if not out.exists():
-            command = ["-m", "tests.npu.generate", str(model), str(out), *together]
-            result = run([sys.executable, *command], NPU_PREP_DEVICE="cpu")
-            assert result.returncode == 0, result.stderr[-3000:]
-        return json.loads(out.read_text())[case]
+            made = generate.run(model, "reference", dtype, scheduling, "eager")
+            out.write_text(json.dumps(made))
+        return json.loads(out.read_text())
 
     return tokens
+
+
+@pytest.fixture(scope="module")
+def on_npu(request, folder, tmp_path_factory):
+    """Function of a model, a delay, a family and cases: what each case gave on npu:0.
+
+    All cases that this run asks for with one delay share a process; hazards are errors in it.
+    """
+    asked: dict[str, list[str]] = {}
+    for params in selected(request, test_tokens_equal_the_reference_family):
+        for case in params["cases"]:
+            name = f"{folder / 'model'}:{params['attention']}:{case}"
+            asked.setdefault(params["delay"], []).append(name)
+    for params in selected(request, test_windows_beside_full_attention):
+        name = f"{folder / params['which']}:{params['attention']}:bfloat16/windows/{params['mode']}"
+        asked.setdefault("skewed", []).append(name)
+
+    @cache
+    def run_all(delay: str) -> dict[str, dict]:
+        for which in {Path(name.split(":")[0]).name for name in asked[delay]}:
+            request.getfixturevalue(which)
+        out = tmp_path_factory.mktemp("on_npu") / "tokens.json"
+        report = out.with_name("report.json")
+        result = emulate(
+            *("-m", "tests.npu.generate", str(out), *asked[delay]),
+            options=("--delay", delay, "--report", str(report)),
+        )
+        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+        assert json.loads(report.read_text())["hazards"] == []
+        return json.loads(out.read_text())
+
+    def of(model: Path, delay: str, attention: str, cases: list[str]) -> dict[str, dict]:
+        results = {case: run_all(delay)[f"{model}:{attention}:{case}"] for case in cases}
+        for case, got in results.items():
+            assert "error" not in got, f"{case}\n{got['error']}"
+            assert got["device"] == "npu:0"
+        return results
+
+    return of
 
 
 REPLAYED = {
@@ -105,19 +140,11 @@ REPLAYED = {
         "atb-full",
     ],
 )
-def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention, delay, cases):
-    out, report = tmp_path / "tokens.json", tmp_path / "report.json"
-    result = emulate(
-        *("-m", "tests.npu.generate", str(model), str(out), *cases, "--attention", attention),
-        options=("--delay", delay, "--report", str(report)),
-    )
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    got = json.loads(out.read_text())
+def test_tokens_equal_the_reference_family(model, reference, on_npu, attention, delay, cases):
     states: set[str] = set()
-    for case, ours in got.items():
+    for case, ours in on_npu(model, delay, attention, cases).items():
         dtype, scheduling, mode, *method = case.split("/")
         theirs = reference(dtype, scheduling)
-        assert ours["device"] == "npu:0"
         assert ours["tokens"] == theirs["tokens"], case
         replayed = {kind for kind in ours["steps"] if not kind.startswith("eager")}
         if (attention, mode, method) == ("atb", "FULL_AND_PIECEWISE", ["ngram"]):
@@ -131,7 +158,6 @@ def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention
             assert ours["states"] == theirs["states"], case
         states |= set(ours["states"])
     assert "ChunkedPrefill" in states
-    assert json.loads(report.read_text())["hazards"] == []
 
 
 @pytest.mark.parametrize(
@@ -145,30 +171,15 @@ def test_tokens_equal_the_reference_family(model, reference, tmp_path, attention
     ids=["fia", "fia-sharing", "atb"],
 )
 def test_windows_beside_full_attention(
-    request, reference, tmp_path, attention, which, mode, replayed
+    request, reference, on_npu, attention, which, mode, replayed
 ):
     """Three groups, or layers that share K and V; in bfloat16: vLLM refuses float16 for Gemma 3."""
-    model, out, report = request.getfixturevalue(which), tmp_path / "out", tmp_path / "report"
-    case = f"bfloat16/windows/{mode}"
-    result = emulate(
-        *("-m", "tests.npu.generate", str(model), str(out), case, "--attention", attention),
-        options=("--delay", "equal", "--report", str(report)),
-    )
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    ours = json.loads(out.read_text())[case]
-    assert ours["device"] == "npu:0"
+    model, case = request.getfixturevalue(which), f"bfloat16/windows/{mode}"
+    ours = on_npu(model, "skewed", attention, [case])[case]
     assert ours["tokens"] == reference("bfloat16", "windows", model)["tokens"]
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(ours["states"])
     assert ("DecodeOnly" in ours["states"]) == (mode != "FULL")
     assert {kind for kind in ours["steps"] if not kind.startswith("eager")} == replayed
-    assert json.loads(report.read_text())["hazards"] == []
-
-
-def test_recorded_schemas_are_those_of_torch_npu():
-    """The operator references bind arguments by recorded schemas: compare with the wheel's."""
-    result = emulate("-m", "pytest", "-q", "-p", "no:cacheprovider", SCHEMA_TESTS)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert "skipped" not in result.stdout
 
 
 def test_a_chip_that_is_not_supported_is_refused_in_one_line(model):
@@ -211,30 +222,34 @@ for settings in {settings!r}:
 """
 
 
-def test_what_an_npu_cannot_run_is_refused(model):
+@pytest.fixture(scope="module")
+def configured(model, folder):
+    """What came of configuring engines with `REFUSED`, and one with too many sizes of graphs."""
+    if not (folder / "deep").exists():
+        make_model(folder / "deep", num_hidden_layers=64, hidden_size=16, head_dim=16)
     code = CONFIGURE.format(settings=list(REFUSED.values()), model=str(model))
+    code += (
+        "settings = dict(dtype='float16', skip_tokenizer_init=True, max_num_seqs=256)\n"
+        f"config = EngineArgs(model={str(folder / 'deep')!r}, **settings).create_engine_config()\n"
+        "print('SIZES', config.compilation_config.cudagraph_capture_sizes)\n"
+    )
     result = emulate("-c", code, options=("--devices", "2"))
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    lines = [line for line in result.stdout.splitlines() if line.startswith("REFUSED")]
+    return result.stdout
+
+
+def test_what_an_npu_cannot_run_is_refused(configured):
+    lines = [line for line in configured.splitlines() if line.startswith("REFUSED")]
     assert len(lines) == len(REFUSED)
     for line, message in zip(lines, REFUSED):
         assert message in line
         assert "NEWLINE" not in line
 
 
-def test_more_sizes_than_streams_are_thinned(tmp_path):
+def test_more_sizes_than_streams_are_thinned(configured):
     """1800 streams for 65 pieces of each size and one whole model."""
-    model = make_model(tmp_path / "deep", num_hidden_layers=64, hidden_size=16, head_dim=16)
-    code = (
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        f"args = EngineArgs(model={str(model)!r}, dtype='float16', skip_tokenizer_init=True,\n"
-        "                  max_num_seqs=256)\n"
-        "print('SIZES', args.create_engine_config().compilation_config.cudagraph_capture_sizes)"
-    )
-    result = emulate("-c", code)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert " thinned to 27 (66 streams for each, 1800 for all)" in result.stdout
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("SIZES")]
+    assert " thinned to 27 (66 streams for each, 1800 for all)" in configured
+    (line,) = [line for line in configured.splitlines() if line.startswith("SIZES")]
     sizes = json.loads(line.removeprefix("SIZES"))
     assert len(sizes) == 27
     assert {1, 256, 512} <= set(sizes)

@@ -8,6 +8,7 @@ from vllm_npu_prep.device import DeviceKind
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
@@ -142,8 +143,8 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
         kept = thin_sizes(sizes, kind.graph_streams // streams, [largest, query_len, *sizes[:1]])
         if len(kept) < len(sizes):
             notes.append(
-                f"capture sizes: {len(sizes)} thinned to {len(kept)} ({streams} streams for each, "
-                f"{kind.graph_streams} for all)"
+                f"capture sizes: {len(sizes)} thinned to {len(kept)} "
+                f"({counted(streams, 'stream')} for each, {kind.graph_streams} for all)"
             )
         sizes = kept
     else:
@@ -179,6 +180,8 @@ def describe(vllm_config: "VllmConfig") -> str:
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
     if not mode:
         return "NONE"
+    if len(sizes) == 1:
+        return f"{mode}, one size of {counted(sizes[0], 'token')}"
     return f"{mode}, {len(sizes)} sizes from {sizes[0]} to {sizes[-1]} tokens"
 
 

@@ -27,6 +27,7 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
 )
 from vllm_npu_prep.speculation import SpeculativeRunner
+from vllm_npu_prep.wording import counted
 
 KEPT_DECISIONS = 4096
 """Padding decisions that are kept. Decodes need as many as there are batch sizes."""
@@ -249,8 +250,8 @@ class GraphRunner(SpeculativeRunner):
         """
         if self.requests:
             raise PrepError(
-                f"graphs can't be captured while {len(self.requests)} requests are in flight: "
-                "capture at start-up"
+                "graphs can't be captured with "
+                f"{counted(len(self.requests), 'request')} in flight: capture at start-up"
             )
         nbytes = capture_graphs(self)
         self._padding_decisions.clear()  # sizes that did not fit are gone

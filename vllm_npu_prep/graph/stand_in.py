@@ -19,6 +19,7 @@ from vllm_npu_prep.graph import GraphCall, tensors_of
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.kernels import NULL_BLOCK_ID, PAD_SLOT_ID
 from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.wording import counted
 
 
 class GraphSafetyError(RuntimeError):
@@ -202,7 +203,8 @@ def _expect_starts(name: str, starts: np.ndarray, reqs: int, step: PreparedStep)
     tokens = step.total_num_scheduled_tokens
     if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[reqs] != tokens:
         raise GraphSafetyError(
-            f"{name} {starts.tolist()} must rise from 0 and reach {tokens} after {reqs} requests"
+            f"{name} {starts.tolist()} must rise from 0 and reach {tokens} after "
+            f"{counted(reqs, 'request')}"
         )
     if starts[-1] != step.num_input_tokens:
         raise GraphSafetyError(

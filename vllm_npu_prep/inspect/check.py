@@ -12,6 +12,7 @@ import numpy as np
 from vllm_npu_prep.inspect.ledger import LedgerGroup, SlotLedger
 from vllm_npu_prep.inspect.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -155,7 +156,7 @@ def explain_fault(
     elif rule == Rule.BLOCKS:
         owned = int(tables.num_blocks[group, req])
         given = arrays.seq_lens[req]
-        allowed = f"up to {owned * int(tables.block_sizes[group])} in its {owned} blocks"
+        allowed = f"up to {owned * int(tables.block_sizes[group])} in its {counted(owned, 'block')}"
     elif rule == Rule.POSITIONS:
         given = arrays.positions[token]
         allowed = int(arrays.num_computed_tokens[req]) + token - int(starts[req])

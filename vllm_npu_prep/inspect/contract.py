@@ -39,6 +39,14 @@ SCALARS = (
     "max_seq_len",
 )
 LOCAL_SCALARS = ("num_reqs", "max_query_len", "max_seq_len")
+LOCAL_ARRAYS = ("query_start_loc", "seq_lens", "num_computed_tokens", "block_table")
+MASK_ARRAYS = (
+    "shape",
+    "form",
+    "masked",
+    "first_masked_position_by_row",
+    "first_visible_position_by_row",
+)
 
 
 def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGroup") -> MaskPlan:
@@ -117,6 +125,18 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
     return {
         name: np.ascontiguousarray(array) if array.ndim else array for name, array in out.items()
     }
+
+
+def prepared_names(settings: "RecordSettings") -> set[str]:
+    """Every name that `prepared_arrays` can give an array of a step with such settings."""
+    of_group = {*GROUP_LEVEL, "slot_mapping_padded"}
+    of_group |= {f"attn_mask.{name}" for name in MASK_ARRAYS}
+    of_group |= {f"local_requests.{name}" for name in (*LOCAL_ARRAYS, *LOCAL_SCALARS)}
+    names = {f"{prefix}{name}" for prefix in ("", *settings.group_prefixes) for name in of_group}
+    names |= {*REQUEST_LEVEL, *TOKEN_LEVEL, *SCALARS}
+    names |= {"attn_state", "model_input", "num_reqs_padded", "mrope_positions"}
+    names |= {"sampled_token_targets", "is_on_device", "is_padding", "input_ids_padded"}
+    return names | {f"{name}_padded" for name in settings.layout.arrays}
 
 
 def _group_arrays(

@@ -16,6 +16,7 @@ from rich.console import Console
 from vllm_npu_prep.inspect.contract import SCALARS
 from vllm_npu_prep.inspect.explain import StepTable, group_level, print_folded, print_line
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.wording import counted
 
 REQUEST_VARIABLES = ("num_computed_tokens", "query_lens", "seq_lens")
 SLOT_VARIABLES = ("block_numbers", "block_offsets", "slot_mapping")
@@ -143,7 +144,9 @@ def _tokens_of(view: StepView, row: int | None) -> str | None:
     if row is None:
         return None
     step = view.step
-    return f"{step.query_lens[row]} tokens, {step.num_computed_tokens[row]} computed"
+    return (
+        f"{counted(int(step.query_lens[row]), 'token')}, {step.num_computed_tokens[row]} computed"
+    )
 
 
 def _padding(view: StepView) -> dict[str, Any]:
@@ -180,7 +183,7 @@ def _token_level(
     _, in_a, in_b = np.intersect1d(positions_a, positions_b, return_indices=True)
     for of_a, positions, common in ((True, positions_a, in_a), (False, positions_b, in_b)):
         for run in _runs(np.delete(positions, common)):
-            text, span = f"{len(run)} tokens", (int(run[0]), int(run[-1]) + 1)
+            text, span = counted(len(run), "token"), (int(run[0]), int(run[-1]) + 1)
             a_only, b_only = (text, None) if of_a else (None, text)
             yield Difference("tokens", a_only, b_only, req_id, span)
     for name in values_a:

@@ -22,6 +22,7 @@ from vllm_npu_prep.inspect.contract import (
 )
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
+from vllm_npu_prep.wording import counted
 
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
@@ -31,7 +32,7 @@ LISTED = 32
 """Longer lists of blocks are shown as ranges."""
 
 LIST_WIDTH = 24
-"""Lists of blocks that are longer may be broken to fit a terminal."""
+"""Texts with spaces, as lists of blocks, get this much width at least."""
 
 REQUEST_COLUMNS = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
 SLOT_COLUMNS = ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping")
@@ -189,20 +190,16 @@ def summary(view: StepView) -> list[tuple[str, str]]:
     return [
         *lines,
         ("graph", view.graph),
-        ("padding", f"{_count(tokens, 'token')}, {_count(requests, 'request')}"),
+        ("padding", f"{counted(tokens, 'token')}, {counted(requests, 'request')}"),
         ("input", view.model_input),
         (
             "sizes",
-            f"{_count(step.num_reqs, 'request')}, "
-            f"{_count(step.total_num_scheduled_tokens, 'token')}, "
+            f"{counted(step.num_reqs, 'request')}, "
+            f"{counted(step.total_num_scheduled_tokens, 'token')}, "
             f"num_input_tokens {step.num_input_tokens}, max_query_len {step.max_query_len}, "
             f"max_seq_len {step.max_seq_len}",
         ),
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def request_table(view: StepView, selection: Selection) -> StepTable:
@@ -337,12 +334,18 @@ def _span(tokens: list[int] | None) -> str:
 
 
 def print_line(console: Console, name: str, text: str) -> None:
-    """A text behind a name, whose further lines are indented as far."""
+    """A text after a name; its further lines are indented as far. Words are never broken."""
     width = max(console.width, len(name) + 20)
-    lines = textwrap.wrap(text, width - len(name)) or [""]
+    lines = _wrapped(text, width - len(name))
     for place, line in enumerate(lines):
         head = name if place == 0 else " " * len(name)
         console.print(head + line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A text on lines, broken at spaces only: names have hyphens, and may be wide."""
+    wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return wrapped or [""]
 
 
 def print_folded(console: Console, table: StepTable) -> None:
@@ -352,30 +355,42 @@ def print_folded(console: Console, table: StepTable) -> None:
         rows = rows[: table.most // 2] + rows[-(table.most - table.most // 2) :]
     cells = [[str(cell) for cell in row] for row in rows]
     console.print(f"\n{table.title}", style="bold", markup=False, highlight=False)
-    for part in _parts(console.width, table.columns, cells):
-        columns = [table.columns[i] for i in part]
-        _print_columns(console, columns, [[row[i] for i in part] for row in cells])
+    needs = [_need(name, [row[i] for row in cells]) for i, name in enumerate(table.columns)]
+    parts = _parts(console.width, needs)
+    fits = needs[0] + max(needs[1:]) < console.width
+    if not fits or (needs[0] > console.width // 2 and 2 * len(parts) >= len(needs)):
+        _print_stacked(console, table.columns, cells)  # names leave no place beside them
+    else:
+        for part in parts:
+            columns = [table.columns[i] for i in part]
+            _print_columns(console, columns, [[row[i] for i in part] for row in cells])
     if folded > 0:
-        console.print(f"{folded} lines in the middle are folded; --json has them all")
+        verb = "is" if folded == 1 else "are"
+        text = f"{counted(folded, 'line')} in the middle {verb} folded; --json has them all"
+        console.print(text, highlight=False, soft_wrap=True)
 
 
-def _header(name: str) -> list[str]:
-    """A column's name on lines: narrow columns of numbers stand under long names with joints."""
-    return [line.replace("_ ", "_") for line in textwrap.wrap(name.replace("_", "_ "), 9)]
+def _need(name: str, cells: list[str]) -> int:
+    """Columns of a terminal that a table's column needs at least: no word is ever broken.
 
-
-def _parts(width: int, columns: list[str], cells: list[list[str]]) -> list[list[int]]:
-    """Columns of each of the tables that a table needs so that no number is broken.
-
-    The first column names the line and stands in all of them. Only lists may be broken.
+    A name, a number or an identifier is one word. Only what has spaces, as lists and reasons, may
+    stand on several lines, and not on very short ones.
     """
-    needs = [
-        1 + max(cell_len(text) for text in (*_header(name), *(_unbroken(row[i]) for row in cells)))
-        for i, name in enumerate(columns)
-    ]
+    longest = cell_len(name)
+    for text in cells:
+        words = max(map(cell_len, text.split()), default=0)
+        longest = max(longest, words, min(cell_len(text), LIST_WIDTH))
+    return 1 + longest
+
+
+def _parts(width: int, needs: list[int]) -> list[list[int]]:
+    """Columns of each of the tables that a wide table becomes.
+
+    The first column names the line and stands in all of them.
+    """
     parts: list[list[int]] = []
     left = -1
-    for place in range(1, len(columns)):
+    for place in range(1, len(needs)):
         if needs[place] > left:
             parts.append([0])
             left = width - needs[0] - 1
@@ -384,15 +399,21 @@ def _parts(width: int, columns: list[str], cells: list[list[str]]) -> list[list[
     return parts
 
 
-def _unbroken(text: str) -> str:
-    """What has to stay on one line: a number, of a list a part."""
-    return text[:LIST_WIDTH] if len(text) > LIST_WIDTH and " " in text else text
-
-
 def _print_columns(console: Console, columns: list[str], cells: list[list[str]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for name in columns:
-        table.add_column("\n".join(_header(name)), justify="right", overflow="fold")
+        table.add_column(name, justify="right", overflow="fold", min_width=cell_len(name))
     for row in cells:
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def _print_stacked(console: Console, columns: list[str], cells: list[list[str]]) -> None:
+    """A table for a terminal in which no two of its columns have place beside each other."""
+    console.print()
+    for row in cells:
+        for place, (name, text) in enumerate(zip(columns, row)):
+            indent = "" if place == 0 else "  "
+            for number, line in enumerate(_wrapped(f"{name} {text}", console.width - 4)):
+                line = f"{indent}{'  ' * (number > 0)}{line}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)

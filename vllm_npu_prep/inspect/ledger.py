@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_npu_prep.inspect.violation import StepCheckError, given_allowed
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -344,7 +345,7 @@ class SlotLedger:
             raise given_allowed(
                 "block table",
                 "a row of a block table is as long as its request's blocks",
-                f"{len(named)} blocks",
+                counted(len(named), "block"),
                 f"{len(blocks)}",
                 request=req_id,
                 group=index,

@@ -24,12 +24,16 @@ from vllm_npu_prep.inspect.explain import (
 from vllm_npu_prep.inspect.pictures import (
     Block,
     BlockRow,
+    MaskPicture,
+    axis_ticks,
     block_rows,
     data_url,
     distinct_masks,
     request_hue,
+    row_names,
 )
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.wording import counted
 
 MAX_REQUESTS = 512
 MAX_TOKENS = 4096
@@ -41,6 +45,18 @@ OPEN_TOKENS = 512
 
 TOGETHER = 128
 """Tokens of short requests that one fold has."""
+
+MASK_PIXELS = 368
+"""Width of a mask on a wide screen."""
+
+NAME_PIXELS = 16
+"""Height of a request's name or of a number beside a mask."""
+
+NAME_CHARACTERS = 20
+"""Longer names beside a mask are cut; pointing at one shows it whole."""
+
+MAX_COLUMN_TICKS = 12
+"""Numbers below a mask."""
 
 MAX_TICKS = 32
 """Slots of a block, cells of a mask's side that are told apart by lines."""
@@ -153,12 +169,12 @@ def _table(table: StepTable, lines: list[str], most: int, open_lines: int) -> It
     """A table whose middle is left out where it is long."""
     left_out = len(lines) - most
     if left_out > 0:
-        note = _left_out(len(table.columns), f"{left_out:,} lines are left out")
+        note = _left_out(len(table.columns), f"{_are(left_out, 'line')} left out")
         lines = [*lines[: most // 2], note, *lines[-(most - most // 2) :]]
     yield f"<h2>{shown(table.title)}</h2>"
     body = _body(table.columns, lines)
     if len(lines) > open_lines:
-        yield f"<details><summary>{len(lines):,} lines</summary>{body}</details>"
+        yield f"<details><summary>{counted(len(lines), 'line')}</summary>{body}</details>"
     else:
         yield body
 
@@ -169,6 +185,10 @@ def _body(columns: list[str], lines: Iterable[str]) -> str:
         f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>'
         f"{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _are(number: int, noun: str) -> str:
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
 def _left_out(columns: int, text: str) -> str:
@@ -193,7 +213,9 @@ def _tokens(view: StepView, selection: Selection) -> Iterator[str]:
     hidden = len(of_rows) - MAX_REQUESTS
     if hidden > 0:
         of_rows = [*of_rows[: MAX_REQUESTS // 2], *of_rows[-MAX_REQUESTS // 2 :]]
-        yield f'<p class="note">the tokens of {hidden:,} requests are left out: --request ID</p>'
+        yield (
+            f'<p class="note">the tokens of {_are(hidden, "request")} left out: --request ID</p>'
+        )
     lengths = [len(tokens) for _, tokens in of_rows]
     most = _shown_of_each(lengths, MAX_TOKENS)
     for part in _together(lengths):
@@ -205,14 +227,14 @@ def _tokens(view: StepView, selection: Selection) -> Iterator[str]:
             tables.append(token_table(view, [*head, *tail]))
             own = _token_lines(view, tables[-1])
             if tail:
-                left_out = f"{tail.start - head.stop:,} tokens are left out: "
+                left_out = f"{_are(tail.start - head.stop, 'token')} left out: "
                 left_out += f"--tokens {head.stop}:{tail.start}"
                 own.insert(len(head), _left_out(len(tables[-1].columns), left_out))
             lines += own
         (first, tokens), (last, last_tokens) = of_rows[part][0], of_rows[part][-1]
         names = dict.fromkeys((first, last))
         chips = " to ".join(f"{_chip(row)}{_name(view.requests[row].req_id)}" for row in names)
-        span = f"{sum(lengths[part]):,} tokens, {tokens.start}:{last_tokens.stop}"
+        span = f"{counted(sum(lengths[part]), 'token')}, {tokens.start}:{last_tokens.stop}"
         body = _body(tables[0].columns, lines)
         yield f"<details><summary>{chips}: {span}</summary>{body}</details>"
 
@@ -278,21 +300,51 @@ def _masks(view: StepView, selection: Selection) -> Iterator[str]:
             continue
         rows, columns = picture.num_rows, picture.num_columns
         shape = min(max(rows / columns, 0.12), 1)
+        height = round(MASK_PIXELS * shape)
         grid = ""
         if max(rows, columns) <= MAX_TICKS:
             grid = (
                 f'<div class="grid" style="background-size:{_step(columns)} {_step(rows)}"></div>'
             )
         yield (
-            f'<figure><div class="mask" style="aspect-ratio:{1 / shape:.4f}" data-rows="{rows}" '
+            f'<figure><div class="axes"><div class="title rows">{picture.row_title}</div>'
+            f"{_row_labels(view, picture, height)}"
+            f'<div class="ticks">{_ticks("top", rows, height // NAME_PIXELS, picture.first)}</div>'
+            f'<div class="mask" style="aspect-ratio:{1 / shape:.4f}" data-rows="{rows}" '
             f'data-columns="{columns}" data-first="{picture.first}" '
             f'data-by-position="{int(picture.by_position)}" '
             f'data-chunk="{picture.attention_chunk_size or 0}">'
             f'<img alt="mask" src="{data_url(picture.pixels)}">{grid}'
             '<div class="band"></div><div class="dot"></div></div>'
-            f"<figcaption>{title}{rows} rows, {columns} columns: {shown(picture.caption)}. "
+            f'<div class="title columns">{picture.column_title}</div>'
+            f'<div class="ticks across">{_ticks("left", columns, MAX_COLUMN_TICKS)}</div></div>'
+            f"<figcaption>{title}{shown(picture.size)}: {shown(picture.caption)}. "
             "Coloured: may attend.</figcaption></figure>"
         )
+
+
+def _row_labels(view: StepView, picture: MaskPicture, height: int) -> str:
+    """Requests beside the rows of a mask, and place for them."""
+    if picture.by_position:
+        return '<div class="names"></div>'
+    parts, longest = [], 0
+    for y, row in row_names(view, picture, height, NAME_PIXELS):
+        name = shown(view.requests[row].req_id)
+        longest = max(longest, len(view.requests[row].req_id))
+        parts.append(
+            f'<div style="top:{100 * y / height:.3f}%" title="{name}">{_chip(row)}'
+            f"{_name(view.requests[row].req_id)}</div>"
+        )
+    width = min(longest, NAME_CHARACTERS) + 3  # with the chip
+    return f'<div class="names" style="width:{width}ch">{"".join(parts)}</div>'
+
+
+def _ticks(side: str, cells: int, most: int, first: int = 0) -> str:
+    """Numbers beside the middle of rows (``top``) or below that of columns (``left``)."""
+    return "".join(
+        f'<span style="{side}:{100 * (cell + 0.5) / cells:.3f}%">{first + cell}</span>'
+        for cell in axis_ticks(cells, max(most, 1))
+    )
 
 
 def _step(cells: int) -> str:
@@ -324,13 +376,15 @@ def _block_maps(view: StepView, selection: Selection) -> Iterator[str]:
             yield f'<div class="legend">{"".join(parts)}</div>'
         if len(requests) < len(selection.requests):
             hidden = len(selection.requests) - len(requests)
-            yield f'<p class="note">{hidden:,} requests are left out: --request ID</p>'
+            yield f'<p class="note">{_are(hidden, "request")} left out: --request ID</p>'
         size = view.groups[index].block_size
         body = f'<div class="requests" data-block-size="{size}">'
         body += "".join(_block_line(view, index, row) for row in block_rows(view, index, requests))
         body += "</div>"
         if len(requests) > OPEN_REQUESTS:
-            body = f"<details><summary>{len(requests):,} requests</summary>{body}</details>"
+            body = (
+                f"<details><summary>{counted(len(requests), 'request')}</summary>{body}</details>"
+            )
         yield body
 
 
@@ -350,9 +404,10 @@ def _block_line(view: StepView, index: int, line: BlockRow) -> str:
     strays = ""
     if line.strays:
         tokens = ", ".join(map(str, line.strays[:10]))
+        write = "writes" if len(line.strays) == 1 else "write"
         strays = (
-            f'<div class="stray">{len(line.strays):,} tokens write blocks that this request '
-            f"doesn't own: {tokens}</div>"
+            f'<div class="stray">{counted(len(line.strays), "token")} {write} blocks that this '
+            f"request doesn't own: {tokens}</div>"
         )
     return (
         f'<div class="owner" data-request="{row}" title="{name}">{_chip(row)}'

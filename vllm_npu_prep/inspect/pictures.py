@@ -16,6 +16,7 @@ from vllm_npu_prep.inspect.explain import Selection, ranges
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.mask import MaskKind, MaskPlan, build_mask
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.wording import counted
 
 MAX_SIDE = 640
 """Most pixels of a mask's side; larger masks are shown by the mean of their cells."""
@@ -74,6 +75,23 @@ class MaskPicture:
     by_position: bool
     attention_chunk_size: int | None
     caption: str
+
+    @property
+    def size(self) -> str:
+        """Its rows and columns, in words."""
+        return f"{counted(self.num_rows, 'row')}, {counted(self.num_columns, 'column')}"
+
+    @property
+    def row_title(self) -> str:
+        """What the rows are."""
+        return "query positions" if self.by_position else "query tokens by request"
+
+    @property
+    def column_title(self) -> str:
+        """What the columns are."""
+        if self.attention_chunk_size is None:
+            return "key positions"
+        return "key positions in their chunk"
 
 
 def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPicture | None:
@@ -157,6 +175,48 @@ def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, 
             continue
         seen[key] = f"group {index}"
         yield title, mask_picture(view, index, selection) or "no mask, nothing to draw"
+
+
+def axis_ticks(number: int, most: int) -> list[int]:
+    """Which of a number of rows or columns are numbered: at steps of 1, 2, 5, 10, 20, 50, ..."""
+    step = next(
+        step for n in range(20) for step in (10**n, 2 * 10**n, 5 * 10**n) if number <= most * step
+    )
+    return list(range(0, number, step))
+
+
+def row_names(
+    view: StepView, picture: MaskPicture, height: int, label_height: int
+) -> list[tuple[float, int]]:
+    """Which requests are named beside the rows of a mask, and how far down.
+
+    Parameters
+    ----------
+    view, picture
+        The step and its mask, whose rows are tokens.
+    height, label_height
+        Of the picture and of a name, in pixels. Where there is no place for all names, requests
+        with many rows come first.
+
+    Returns
+    -------
+    list of (float, int)
+        Upper edge of a name in pixels, and the request's row of the batch.
+    """
+    rows = picture.num_rows
+    starts = np.clip(view.step.query_start_loc - picture.first, 0, rows)
+    present = np.flatnonzero(np.diff(starts))
+    places = starts[present] * height / rows
+    if len(present) * label_height <= height:  # moved down where they are close, and up at the end
+        steps = np.arange(len(present)) * label_height
+        places = np.maximum.accumulate(places - steps) + steps
+        places = np.minimum(places, height - label_height - steps[::-1])
+        return list(zip(places.tolist(), present.tolist()))
+    chosen: list[int] = []
+    for place in np.argsort(-np.diff(starts)[present], kind="stable").tolist():
+        if all(abs(places[place] - places[other]) >= label_height for other in chosen):
+            chosen.append(place)
+    return [(float(places[place]), int(present[place])) for place in chosen]
 
 
 def _visible(plan: MaskPlan, positions: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:

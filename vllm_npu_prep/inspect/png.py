@@ -14,9 +14,11 @@ from vllm_npu_prep.inspect.pictures import (
     Block,
     Colour,
     MaskPicture,
+    axis_ticks,
     block_rows,
     distinct_masks,
     request_colour,
+    row_names,
 )
 from vllm_npu_prep.inspect.view import StepView
 
@@ -29,7 +31,10 @@ MASK_WIDTH, MASK_HEIGHT = 760, 480
 LABEL_WIDTH, LABEL_HEIGHT = 190, 16
 BLOCK_WIDTH, SLOTS_HEIGHT, BLOCK_HEIGHT = 60, 18, 40
 MIN_CELL = 14
-"""Cells of a mask that are smaller than this have neither borders nor numbers."""
+"""Cells of a mask that are smaller than this have no borders, and only some have numbers."""
+
+TICK_WIDTH = 24
+"""Width that the number of a column takes."""
 
 INK, FAINT, LINE, EMPTY = (28, 33, 39), (102, 112, 128), (200, 206, 214), (238, 240, 243)
 
@@ -126,12 +131,13 @@ def explain_png(
         If there is no such request, or no such token, or no Pillow.
     """
     selection = select(view, req_id, tokens)
-    sheet = _Sheet()
-    sheet.make_place(["position 0", *(view.requests[row].req_id for row in selection.requests)])
+    sheet, masks = _Sheet(), list(distinct_masks(view, selection))
+    titles = (each.column_title for _, each in masks if isinstance(each, MaskPicture))
+    sheet.make_place([*titles, *(view.requests[row].req_id for row in selection.requests)])
     sheet.lines(_fitting(view.name, 90), 20)
     for name, text in summary(view)[: 1 + len(view.groups)]:
         sheet.lines(f"{name}: {text}")
-    for title, picture in distinct_masks(view, selection):
+    for title, picture in masks:
         if not _draw_mask(sheet, view, title, picture):
             break
     for index in view.tables:
@@ -156,6 +162,8 @@ def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture |
     if _full(sheet, MASK_HEIGHT + 90):
         return False
     sheet.y += 14
+    sheet.text(MARGIN, sheet.y, picture.row_title, 11, FAINT)
+    sheet.y += 18
     rows, columns = picture.num_rows, picture.num_columns
     shape = min(max(rows / columns, 0.12), 1)  # as of the page: long sides are shortened
     width = min(MASK_WIDTH, round(MASK_HEIGHT / shape), max(40 * columns, 60))
@@ -167,19 +175,13 @@ def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture |
         sheet.label(top + y, name, colour)
     _number_rows(sheet, view, picture, (left, top, left + width, top + height))
     sheet.y = top + height + 4
-    if width / columns >= MIN_CELL:
-        name = "position" if picture.attention_chunk_size is None else "in its chunk"
-        sheet.text(MARGIN, sheet.y, name, 11, FAINT)
-        for column in range(columns):
-            middle = left + width * (column + 0.5) / columns
-            sheet.text(
-                middle - sheet.fonts[11].getlength(str(column)) / 2, sheet.y, str(column), 11, FAINT
-            )
-    else:
-        sheet.text(left, sheet.y, "position 0", 11, FAINT)
-        sheet.text(left + width - 34, sheet.y, str(columns - 1), 11, FAINT)
+    sheet.text(MARGIN, sheet.y, picture.column_title, 11, FAINT)
+    for column in axis_ticks(columns, width // TICK_WIDTH):
+        name = str(column)
+        middle = left + width * (column + 0.5) / columns
+        sheet.text(middle - sheet.fonts[11].getlength(name) / 2, sheet.y, name, 11, FAINT)
     sheet.y += 20
-    caption = f"{title}{rows} rows, {columns} columns: {picture.caption}. Coloured: may attend."
+    caption = f"{title}{picture.size}: {picture.caption}. Coloured: may attend."
     sheet.lines(caption, fill=FAINT)
     return True
 
@@ -187,19 +189,18 @@ def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture |
 def _number_rows(
     sheet: _Sheet, view: StepView, picture: MaskPicture, box: tuple[int, int, int, int]
 ) -> None:
-    """Borders of a mask's cells, and which token or position each row is, where they fit."""
+    """Borders of a mask's cells, where they fit, and which token or position a row is."""
     left, top, right, bottom = box
     rows, columns = picture.num_rows, picture.num_columns
     cell = (bottom - top) / rows
-    if cell < MIN_CELL or (right - left) / columns < MIN_CELL:
-        return
-    for column in range(1, columns):
+    whole = cell >= MIN_CELL and (right - left) / columns >= MIN_CELL
+    for column in range(1, columns) if whole else ():
         x = left + (right - left) * column / columns
         sheet.box((x, top, x, bottom - 1), (255, 255, 255), None)
     positions = view.step.positions[picture.first :]
-    for row in range(rows):
+    for row in axis_ticks(rows, max(1, (bottom - top) // MIN_CELL)):
         y = top + cell * row
-        if row:
+        if row and whole:
             sheet.box((left, y, right - 1, y), (255, 255, 255), None)
         name = f"position {row}"
         if not picture.by_position:
@@ -212,28 +213,13 @@ def _number_rows(
 def _row_names(
     view: StepView, picture: MaskPicture, height: int
 ) -> list[tuple[float, str, Colour]]:
-    """Names of requests that stand beside the rows of a mask, and how far down.
-
-    Where there is no place for all, those with many rows come first.
-    """
-    rows = picture.num_rows
+    """Names of requests that stand beside the rows of a mask, and how far down."""
     if picture.by_position:
-        return [] if height / rows >= MIN_CELL else [(0, "position 0", FAINT)]
-    starts = np.clip(view.step.query_start_loc - picture.first, 0, rows)
-    present = np.flatnonzero(np.diff(starts))
-    names = [view.requests[row].req_id for row in present]
-    colours = [request_colour(row) for row in present.tolist()]
-    places = starts[present] * height / rows
-    if len(present) * LABEL_HEIGHT <= height:  # moved down where they are close, and up at the end
-        steps = np.arange(len(present)) * LABEL_HEIGHT
-        places = np.maximum.accumulate(places - steps) + steps
-        places = np.minimum(places, height - LABEL_HEIGHT - steps[::-1])
-        return list(zip(places.tolist(), names, colours))
-    chosen: list[int] = []
-    for place in np.argsort(-np.diff(starts)[present], kind="stable").tolist():
-        if all(abs(places[place] - places[other]) >= LABEL_HEIGHT for other in chosen):
-            chosen.append(place)
-    return [(float(places[place]), names[place], colours[place]) for place in chosen]
+        return []
+    return [
+        (y, view.requests[row].req_id, request_colour(row))
+        for y, row in row_names(view, picture, height, LABEL_HEIGHT)
+    ]
 
 
 def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection) -> bool:

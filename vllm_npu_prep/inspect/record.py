@@ -36,6 +36,7 @@ from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.wording import counted
 
 FORMAT = 1
 """Version of the format; readers refuse any other."""
@@ -270,8 +271,9 @@ class StepRecord:
             entries = np.zeros(int((num_rows + PADDING_ROWS) * widths.sum()), np.int32)
         except MemoryError:
             raise PrepError(
-                f"step {settings.step}: tables of {num_rows} requests of {settings.max_model_len} "
-                "tokens are more than this machine has addresses for"
+                f"step {settings.step}: tables of {counted(num_rows, 'request')} of "
+                f"{counted(settings.max_model_len, 'token')} are more than this machine has "
+                "addresses for"
             ) from None
         reqs = np.arange(settings.num_reqs)
         rows = np.repeat(reqs, batch.num_scheduled_tokens)

@@ -13,13 +13,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.contract import prepared_names
 from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, RecordSettings, StepRecord
+from vllm_npu_prep.inspect.scenario import why_not_json
 from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
+from vllm_npu_prep.validation import described
+from vllm_npu_prep.wording import counted
 
 RECORD_SUFFIX = ".npz"
 MAX_RECORD_BYTES = 1 << 28
 """Most bytes of a record's arrays: a step of 8192 tokens and 256 rows of blocks has 10 MB."""
+
+MAX_NAMED = 5
+"""Names that a message lists at most."""
 
 MAX_TOKEN_CELLS = 1 << 30
 MAX_BLOCK_CELLS = 1 << 25
@@ -55,12 +62,43 @@ def record_files(path: Path, step: int | None = None) -> list[Path]:
         raise PrepError(f"--step {step}: {path} is a record of another one")
     files = sorted(path.glob(f"{name}{RECORD_SUFFIX}"))
     files = files or sorted(path.glob(f"*/{name}{RECORD_SUFFIX}"))
+    if not files and step is not None:
+        _refuse_step(path, step)
     if not files:
         raise PrepError(
             f"{path}: no {name}{RECORD_SUFFIX} here; give a record, the folder of a run, or the "
             'folder that "npu_prep.record.dir" named'
         )
     return files
+
+
+def _refuse_step(path: Path, step: int) -> None:
+    """Say which steps a folder holds, if it holds any."""
+    held: dict[Path, list[int]] = {}
+    pattern = f"step-*{RECORD_SUFFIX}"
+    for file in sorted(path.glob(pattern)) or sorted(path.glob(f"*/{pattern}")):
+        number = file.stem.removeprefix("step-")
+        if number.isdecimal():
+            held.setdefault(file.parent, []).append(int(number))
+    if not held:
+        return
+    runs = [f"{folder} holds {_steps(numbers)}" for folder, numbers in held.items()]
+    more = f"; and {counted(len(runs) - MAX_NAMED, 'run')} more" if len(runs) > MAX_NAMED else ""
+    raise PrepError(f"--step {step} is not there: {'; '.join(runs[:MAX_NAMED])}{more}")
+
+
+def _steps(numbers: list[int]) -> str:
+    """Some steps in words: ``steps 3, 5 to 9``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    texts = [" to ".join(map(str, run)) for run in runs]
+    if len(texts) > MAX_NAMED:
+        texts = [*texts[: MAX_NAMED - 1], "...", texts[-1]]
+    return f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(texts)}"
 
 
 def record_of(path: Path, step: int | None = None) -> Path:
@@ -74,9 +112,8 @@ def record_of(path: Path, step: int | None = None) -> Path:
     files = record_files(path, step)
     if len(files) > 1:
         first, last = files[0].relative_to(path), files[-1].relative_to(path)
-        raise PrepError(
-            f"{path}: {len(files)} records, {first} to {last}; name one, or choose by --step N"
-        )
+        choose = "name one, or choose by --step N" if step is None else "name the folder of one run"
+        raise PrepError(f"{path}: {len(files)} records, {first} to {last}; {choose}")
     return files[0]
 
 
@@ -92,9 +129,18 @@ def read_record(path: Path) -> StepRecord:
         arrays = _read_arrays(path)
         settings = _read_settings(arrays)
         batch = _read_batch(settings, arrays)
+        _refuse_foreign(settings, arrays)
     except PrepError as error:
         raise PrepError(f"{path}: {error}") from None
     return StepRecord(settings, batch, arrays)
+
+
+def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> None:
+    """Refuse arrays that no record of these settings holds: somebody else put them there."""
+    foreign = sorted(set(arrays) - prepared_names(settings))
+    if foreign:
+        names = ", ".join(foreign[:MAX_NAMED]) + ", ..." * (len(foreign) > MAX_NAMED)
+        raise PrepError(f"holds {names}, which no record of such a step does")
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -109,11 +155,11 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             contents = {}
             for member in members:
                 if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise PrepError(f"{member.filename!r} is compressed as no record is")
+                    raise PrepError(f"{_shown(member.filename)} is compressed as no record is")
                 with archive.open(member) as file:
                     content = file.read(member.file_size + 1)
                 if len(content) != member.file_size or member.filename in contents:
-                    raise PrepError(f"{member.filename!r} is not what the archive says")
+                    raise PrepError(f"{_shown(member.filename)} is not what the archive says")
                 contents[member.filename] = content
     except OSError as error:
         raise PrepError(error.strerror or str(error)) from None
@@ -126,8 +172,13 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _member_name(name: str) -> str:
     if not re.fullmatch(r"[a-z_.0-9]{1,80}\.npy", name):
-        raise PrepError(f"{_one_line(repr(name))} is no array of a record")
+        raise PrepError(f"{_shown(name)} is no array of a record")
     return name.removesuffix(".npy")
+
+
+def _shown(name: str) -> str:
+    """The name of a member, if it can be shown."""
+    return repr(name[:80]) if name.isprintable() else "a member whose name can't be shown"
 
 
 def _one_line(text: object) -> str:
@@ -153,18 +204,17 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
     try:
         data = json.loads(arrays.pop("settings").tobytes())
     except (ValueError, RecursionError) as error:
-        raise PrepError(f"settings: not JSON: {_one_line(error)}") from None
+        raise PrepError(f"settings: not JSON: {why_not_json(error)}") from None
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
-        raise PrepError(
-            f"a record of format {_one_line(repr(version))}; this version reads format {FORMAT}"
-        )
+        given = f"of format {version}" if isinstance(version, int) else "without a format"
+        raise PrepError(f"a record {given}; this version reads format {FORMAT}")
     try:
         settings = RecordSettings.model_validate(data)
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(str(part) for part in detail["loc"])
-        raise PrepError(f"settings.{_one_line(where)}: {_one_line(detail['msg'])}") from None
+        raise PrepError(f"settings.{_one_line(where)}: {_one_line(described(detail))}") from None
     _check_settings(settings)
     return settings
 

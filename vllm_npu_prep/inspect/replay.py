@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record import RecordGroup, StepRecord
@@ -417,7 +418,10 @@ def replay(
 def add_parser(commands: Any) -> None:
     """Add ``replay`` to the command's parser."""
     parser = commands.add_parser(
-        "replay", help="prepare recorded steps again and show the first difference"
+        "replay",
+        help="prepare recorded steps again and show the first difference",
+        description="Prepare recorded steps again by the core and by the oracle, and show the "
+        "first difference. The exit code is 1 if there is one.",
     )
     parser.add_argument("path", type=Path, metavar="DIR", help="a run's folder, or one record")
     parser.add_argument("--step", type=int, metavar="N", help="this step only")
@@ -445,9 +449,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"steps": count, "differing": differing, "file": where, "first": found}))
     elif first is None:
         who = "core, oracle and upstream" if args.upstream else "core and oracle"
-        print(f"{count} steps: {who} prepare what was recorded")
+        print(f"{counted(count, 'step')}: {who} prepare what was recorded")
     else:
-        print(f"{differing} of {count} steps differ, first in {first[0]}")
+        verb = "differs" if differing == 1 else "differ"
+        print(f"{differing} of {counted(count, 'step')} {verb}, first in {first[0]}")
         for each in first[1]:
             print(each)
     return int(first is not None)

@@ -23,8 +23,11 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
+from vllm_npu_prep.validation import described
+from vllm_npu_prep.wording import counted
 
 MAX_FILE_BYTES = 64 << 20
+ARCHIVE = b"PK\x03\x04"
 MAX_TABLE_CELLS = 1 << 26
 """Most cells of a token table or block table, so that a small file can't ask for all memory."""
 
@@ -147,6 +150,41 @@ def read_scenario(path: Path) -> Scenario:
     PrepError
         One line that names the field: what was given, what is allowed.
     """
+    data = _read_json(path)
+    try:
+        return parse_scenario(data)
+    except PrepError as error:
+        raise PrepError(f"{path}: {error}") from None
+
+
+def read_expected(path: Path) -> dict[str, Any] | None:
+    """What a scenario file expects of its step, by the names of variables.
+
+    Parameters
+    ----------
+    path
+        A scenario file.
+
+    Returns
+    -------
+    dict or None
+        ``expected``, which stands beside ``scenario``; None if the file expects nothing.
+
+    Raises
+    ------
+    PrepError
+        One line, if it is no object or empty.
+    """
+    data = _read_json(path)
+    if not isinstance(data, dict) or "scenario" not in data or "expected" not in data:
+        return None
+    expected = data["expected"]
+    if not isinstance(expected, dict) or not expected:
+        raise PrepError(f"{path}: expected: must be an object with variables of the step")
+    return expected
+
+
+def _read_json(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -154,14 +192,23 @@ def read_scenario(path: Path) -> Scenario:
         raise PrepError(f"{path}: {error.strerror or error}") from None
     if len(text) > MAX_FILE_BYTES:
         raise PrepError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes, which no scenario is")
+    if text.startswith(ARCHIVE):
+        raise PrepError(f"{path}: not JSON, but an archive; records are files that end in .npz")
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PrepError(f"{path}: not JSON: {error}") from None
-    try:
-        return parse_scenario(data)
-    except PrepError as error:
-        raise PrepError(f"{path}: {error}") from None
+        raise PrepError(f"{path}: not JSON: {why_not_json(error)}") from None
+
+
+def why_not_json(error: ValueError | RecursionError) -> str:
+    """Why a file or a part of one is no JSON, without anything of its content."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}, column {error.colno}: {error.msg[0].lower()}{error.msg[1:]}"
+    if isinstance(error, UnicodeError):
+        return "it holds bytes that are no text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "it holds a number that is too long"
 
 
 def parse_scenario(data: Any) -> Scenario:
@@ -187,17 +234,13 @@ def parse_scenario(data: Any) -> Scenario:
 def _first_error(error: ValidationError) -> str:
     detail = error.errors()[0]
     where = ".".join(str(part) for part in detail["loc"]) or "scenario"
-    if detail["type"] == "missing":
-        return f"{where}: missing"
     if detail["type"] == "extra_forbidden":
         model = _model_at(detail["loc"])
         allowed = list(model.model_fields)
         near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"{where}: unknown key{hint}; allowed: {', '.join(allowed)}"
-    given = repr(detail["input"])
-    given = given if len(given) <= 40 else given[:37] + "..."
-    return f"{where}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {given}"
+        return f"{where}: {described(detail)}{hint}; allowed: {', '.join(allowed)}"
+    return f"{where}: {described(detail)}"
 
 
 def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
@@ -218,8 +261,8 @@ def _check(scenario: Scenario) -> None:
         )
     if len(requests) * scenario.max_model_len * len(scenario.groups) > MAX_TABLE_CELLS:
         raise PrepError(
-            f"max_model_len: {scenario.max_model_len} for {len(requests)} requests is a token "
-            f"table, or block tables, of more than {MAX_TABLE_CELLS:,} cells"
+            f"max_model_len: {scenario.max_model_len} for {counted(len(requests), 'request')} is "
+            f"a token table, or block tables, of more than {MAX_TABLE_CELLS:,} cells"
         )
     total = sum(request.num_scheduled_tokens for request in requests)
     if total > scenario.max_num_batched_tokens:
@@ -237,8 +280,8 @@ def _check(scenario: Scenario) -> None:
     for place, group in enumerate(scenario.groups):
         if len(group.block_ids) != len(requests):
             raise PrepError(
-                f"more_kv_cache_groups.{place - 1}.block_ids: {len(group.block_ids)} lists for "
-                f"{len(requests)} requests"
+                f"more_kv_cache_groups.{place - 1}.block_ids: "
+                f"{counted(len(group.block_ids), 'list')} for {counted(len(requests), 'request')}"
             )
         where = [
             f"more_kv_cache_groups.{place - 1}.block_ids.{i}"
@@ -275,28 +318,29 @@ def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> 
     drafts = request.num_draft_tokens
     if drafts >= request.num_scheduled_tokens:
         raise PrepError(
-            f"{where}.num_draft_tokens: {drafts} drafts of {request.num_scheduled_tokens} "
-            "scheduled tokens leave none to verify them with"
+            f"{where}.num_draft_tokens: {counted(drafts, 'draft')} of "
+            f"{counted(request.num_scheduled_tokens, 'scheduled token')} leave none to verify with"
         )
     if len(request.draft_token_ids) != drafts:
         raise PrepError(
-            f"{where}.draft_token_ids: {len(request.draft_token_ids)} ids for num_draft_tokens "
-            f"{drafts}"
+            f"{where}.draft_token_ids: {counted(len(request.draft_token_ids), 'id')} for "
+            f"num_draft_tokens {drafts}"
         )
     known = request.seq_len - drafts
     if len(request.token_ids) < max(known, request.num_prompt_tokens):
         raise PrepError(
-            f"{where}.token_ids: {len(request.token_ids)} ids, but "
+            f"{where}.token_ids: {counted(len(request.token_ids), 'id')}, but "
             f"{max(known, request.num_prompt_tokens)} are needed (prompt, computed and scheduled)"
         )
     if len(request.token_ids) > scenario.max_model_len:
         raise PrepError(
-            f"{where}.token_ids: {len(request.token_ids)} ids are past max_model_len "
-            f"{scenario.max_model_len}"
+            f"{where}.token_ids: {counted(len(request.token_ids), 'id')}, past "
+            f"max_model_len {scenario.max_model_len}"
         )
     if drafts and len(request.token_ids) > known:
         raise PrepError(
-            f"{where}.token_ids: {len(request.token_ids)} ids, but drafts begin at position {known}"
+            f"{where}.token_ids: {counted(len(request.token_ids), 'id')}, but drafts begin at "
+            f"position {known}"
         )
 
 
@@ -307,7 +351,8 @@ def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> N
         if item.offset < end or item.end > request.num_prompt_tokens:
             raise PrepError(
                 f"{where}.multimodal.{place}: {item.modality} from {item.offset} to {item.end}; "
-                f"items lie behind one another in the prompt's {request.num_prompt_tokens} tokens"
+                "items lie behind one another in the prompt's "
+                f"{counted(request.num_prompt_tokens, 'token')}"
             )
         end = item.end
     if request.mrope_positions is None:
@@ -332,8 +377,9 @@ def _check_blocks(
     columns = -(-max_model_len // group.block_size)
     if not needed <= len(block_ids) <= columns:
         raise PrepError(
-            f"{where}: {len(block_ids)} blocks of {group.block_size} tokens; "
-            f"{request.seq_len} tokens need {needed}, and a row holds {columns}"
+            f"{where}: {counted(len(block_ids), 'block')} of {counted(group.block_size, 'token')}; "
+            f"num_computed_tokens + num_scheduled_tokens = {request.seq_len} needs {needed}, and a "
+            f"row holds {columns}"
         )
     # Blocks wholly before the window or the chunk may have been freed.
     first_seen = group.first_seen(request.num_computed_tokens)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record import RecordSettings, StepRecord
@@ -86,8 +87,9 @@ def make_runner(sizes: RunnerSizes) -> Any:
 
     if sizes.nbytes > free_memory() // 2:
         raise PrepError(
-            f"--upstream: tables of {sizes.max_num_reqs} requests of {sizes.max_model_len} tokens "
-            f"take {sizes.nbytes:,} bytes in vLLM, and {free_memory():,} are free here; replay "
+            f"--upstream: tables of {counted(sizes.max_num_reqs, 'request')} of "
+            f"{counted(sizes.max_model_len, 'token')} take {sizes.nbytes:,} bytes in "
+            f"vLLM, and {free_memory():,} are free here; replay "
             "without --upstream, or on a larger machine"
         )
     with tempfile.TemporaryDirectory(prefix="vllm-npu-prep-") as folder:

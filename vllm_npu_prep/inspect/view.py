@@ -14,6 +14,7 @@ from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.wording import counted
 
 STATE_RULES = {
     AttentionState.PrefillNoCache: "nothing is computed for any request",
@@ -194,7 +195,7 @@ class StepView:
         ]
         graph = settings.kind
         if step.padding.mode is not GraphMode.NONE:
-            graph += f" of {step.num_input_tokens} tokens"
+            graph += f" of {counted(step.num_input_tokens, 'token')}"
         return cls(name, step, requests, groups, graph, padded=True)
 
     # ----------------------------------------------------------------- why
@@ -210,14 +211,14 @@ class StepView:
         computed, scheduled = step.num_computed_tokens, step.query_lens
         drafts = step.batch.num_draft_tokens[: step.num_reqs]
         if step.attn_state is AttentionState.SpecDecoding:
-            return f"{reason}: {self._first(drafts > 0, drafts, 'drafts')}"
+            return f"{reason}: {self._first(drafts > 0, drafts, 'draft')}"
         if step.attn_state is AttentionState.PrefillCacheHit:
-            return f"{reason}: {self._first(computed > 0, computed, 'computed tokens')}"
+            return f"{reason}: {self._first(computed > 0, computed, 'computed token')}"
         if step.attn_state is AttentionState.ChunkedPrefill:
-            cached = self._first(computed > 0, computed, "computed tokens")
-            several = self._first(scheduled - drafts != 1, scheduled, "scheduled tokens")
+            cached = self._first(computed > 0, computed, "computed token")
+            several = self._first(scheduled - drafts != 1, scheduled, "scheduled token")
             if not several:
-                several = self._first(scheduled != 1, scheduled, "scheduled tokens")
+                several = self._first(scheduled != 1, scheduled, "scheduled token")
             return f"{reason}: {cached}, {several}"
         return reason
 
@@ -227,7 +228,7 @@ class StepView:
         if not len(rows):
             return ""
         row = int(rows[0])
-        return f"request {self.requests[row].req_id} has {values[row]} {what}"
+        return f"request {self.requests[row].req_id} has {counted(int(values[row]), what)}"
 
     def mask_reason(self, group: int) -> str:
         """Why a group's mask is what it is."""
@@ -294,5 +295,5 @@ def _graph_of(scenario: Scenario, step: PreparedStep) -> str:
         return "eager: no capture sizes given"
     largest = max(scenario.capture_sizes)
     if step.total_num_scheduled_tokens > largest:
-        return f"eager: more than {largest} tokens, the largest capture size"
-    return f"full graph of {step.num_input_tokens} tokens"
+        return f"eager: more than {counted(largest, 'token')}, the largest capture size"
+    return f"full graph of {counted(step.num_input_tokens, 'token')}"

@@ -24,7 +24,10 @@ LONGEST_TEXT = 600
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the ``vllm-npu-prep`` command."""
     parser = commands.add_parser(
-        "doctor", help="look at this host: driver, CANN, torch, vLLM, what the plugin would do"
+        "doctor",
+        help="look at this host: driver, CANN, torch, vLLM, what the plugin would do",
+        description="Say whether the plugin will run on this host, and what to do if it won't. The "
+        "exit code is 1 if something keeps it from running.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=doctor)

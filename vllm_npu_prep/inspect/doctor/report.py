@@ -1,16 +1,17 @@
 """The doctor's report, as a table and as JSON."""
 
+import textwrap
 from collections import Counter
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 
 STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold red"}
+LEAST_WIDTH = 30
+"""Columns for what was found; where names leave less, it stands below them."""
 
 
 def report_json(findings: list[Finding]) -> dict[str, Any]:
@@ -26,18 +27,44 @@ def report_json(findings: list[Finding]) -> dict[str, Any]:
 
 
 def report_text(findings: list[Finding], console: Console) -> None:
-    """Print the report: a row for each finding, what to do below what was found."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("", no_wrap=True)
-    table.add_column("what", overflow="fold")
-    table.add_column("found, and what to do", overflow="fold", ratio=1)
+    """Print the report: a row for each finding, what to do below what was found.
+
+    Lines are broken at spaces only: names, paths and commands can be copied whole.
+    """
+    statuses = max((len(finding.status.value) for finding in findings), default=0) + 2
+    names = max((len(finding.name) for finding in findings), default=0) + 2
+    indent = statuses + names
+    is_table = console.width - indent >= LEAST_WIDTH
+    if not is_table:
+        indent = 4
+
+    def show(line: Text) -> None:
+        console.print(line, soft_wrap=True)
+
+    heading = " " * statuses + f"{'what':<{names}}found, and what to do"
+    show(Text(f"\n{heading}" if is_table else "", style="bold"))
     for finding in findings:
-        found = Text(finding.found)
+        style = STYLES[finding.status]
+        head = Text(f"{finding.status.value:<{statuses}}", style=style)
+        head.append(f"{finding.name:<{names}}", style="default")
+        lines = [Text(line) for line in _wrapped(finding.found, console.width - indent)]
         if finding.do:
-            found.append(f"\n-> {finding.do}", style=STYLES[finding.status])
-        status = Text(finding.status.value, style=STYLES[finding.status])
-        table.add_row(status, Text(finding.name), found)
-    console.print(table)
+            lines += [
+                Text(line, style=style)
+                for line in _wrapped(f"-> {finding.do}", console.width - indent)
+            ]
+        if is_table:
+            show(head + lines.pop(0))
+        else:
+            head.rstrip()
+            show(head)
+        for line in lines:
+            show(Text(" " * indent) + line)
     counts = Counter(finding.status for finding in findings)
     said = [f"{counts[status]} {status.value}" for status in Status]
-    console.print(", ".join(said), highlight=False)
+    show(Text("\n" + ", ".join(said)))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return wrapped or [""]

@@ -32,6 +32,7 @@ constexpr size_t kGuardBytes = 512;
 struct Allocation {
   size_t size;
   uint64_t serial;
+  bool pooled;  // by torch_npu's allocators, for tensors and graphs that end with the process
 };
 
 struct Memory {
@@ -120,7 +121,7 @@ bool find_room(const Memory& m, int device, size_t size, size_t* offset) {
   return at + size <= end;
 }
 
-aclError allocate(void** out, size_t size) {
+aclError allocate(void** out, size_t size, bool pooled) {
   const int device = current_device();
   if (device < 0) return fail(acl::kNoContext, "no device was set before allocating");
   if (!out || !size) return misuse(acl::kInvalidParameter, "allocation of nothing");
@@ -134,7 +135,7 @@ aclError allocate(void** out, size_t size) {
                                        std::to_string(m.capacity - m.used[device]) +
                                        " bytes left, " + std::to_string(size) + " wanted");
   }
-  m.allocations[offset] = {size, ++m.serial};
+  m.allocations[offset] = {size, ++m.serial, pooled};
   m.used[device] += size;
   auto& peak = counters().peak_memory_bytes;
   if (m.used[device] > peak) peak = m.used[device];
@@ -218,14 +219,18 @@ std::string describe_address(const void* address) {
   return described(m, address);
 }
 
-std::vector<std::string> describe_allocations() {
+Held held_memory() {
   auto& m = memory();
   std::unique_lock lock(m.mutex, std::try_to_lock);
-  std::vector<std::string> out;
+  Held out;
   if (!lock) return out;
   for (const auto& [offset, allocation] : m.allocations) {
-    if (out.size() == 20) break;
-    out.push_back("npu:" + std::to_string(offset / m.capacity) + " allocation #" +
+    if (allocation.pooled) {
+      ++out.pooled_blocks;
+      out.pooled_bytes += allocation.size;
+      continue;
+    }
+    out.leaks.push_back("npu:" + std::to_string(offset / m.capacity) + " allocation #" +
                   std::to_string(allocation.serial) + " of " + std::to_string(allocation.size) +
                   " bytes");
   }
@@ -238,12 +243,13 @@ using namespace emulator;
 
 ACL_API aclError aclrtMalloc(void** address, size_t size, int /*policy*/) {
   EMULATOR_CALL();
-  return allocate(address, size);
+  return allocate(address, size, false);
 }
 
+// What torch_npu's allocators call, and nobody else.
 ACL_API aclError aclrtMallocAlign32(void** address, size_t size, int /*policy*/) {
   EMULATOR_CALL();
-  return allocate(address, size);
+  return allocate(address, size, true);
 }
 
 ACL_API aclError aclrtFree(void* address) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,13 @@ bool is_alias(const void* address);
 bool is_within_allocation(const void* address, size_t size);
 
 std::string describe_address(const void* address);
-std::vector<std::string> describe_allocations();
+
+// Memory that is allocated now: what the program has to free itself, a line each, and what
+// torch_npu's allocators keep for tensors and graphs.
+struct Held {
+  std::vector<std::string> leaks;
+  uint64_t pooled_blocks = 0, pooled_bytes = 0;
+};
+Held held_memory();
 
 }  // namespace emulator

@@ -89,7 +89,7 @@ std::string report_text() {
       {"syncs", c.syncs},                 {"event_waits", c.event_waits},
       {"hazards", c.hazards},             {"errors", c.errors},
       {"peak_memory_bytes", c.peak_memory_bytes}};
-  const auto leaks = describe_allocations();
+  const auto held = held_memory();
   std::lock_guard lock(log().mutex);
   std::vector<std::string> pending;
   if (log().fault_status != acl::kSuccess) pending.push_back(log().fault_message);
@@ -99,7 +99,10 @@ std::string report_text() {
   return "{\"pid\": " + std::to_string(getpid()) + ", \"counters\": " + object_of(numbers) +
          ", \"calls\": " + object_of(calls) + ", \"kernels\": " + object_of(log().kernels) +
          ", \"hazards\": " + list_of(log().hazards) + ", \"errors\": " + list_of(log().errors) +
-         ", \"leaks\": " + list_of(leaks) + ", \"unreported_faults\": " + list_of(pending) + "}\n";
+         ", \"leaks\": " + list_of(held.leaks) + ", \"held_at_exit\": " +
+         object_of(std::map<std::string, uint64_t>{{"blocks", held.pooled_blocks},
+                                                   {"bytes", held.pooled_bytes}}) +
+         ", \"unreported_faults\": " + list_of(pending) + "}\n";
 }
 
 void at_exit() { write_report(true); }

@@ -1,0 +1,1 @@
+"""Long runs that are finished over several slices: their results, their clock, the suite's run."""

@@ -1,0 +1,182 @@
+"""Results of a long run, one JSON object a line, appended to a file that is committed.
+
+A line is one of four things; the first three refer to each other by the id of the slice, so that
+lines of two branches may be merged in any order::
+
+    {"slice": "4f2a91", "run": "4f2a91", "begun": "2026-11-22T15:02:11Z", "commit": "097a18a3c1",
+     "dirty": false, "source": "6b1f0c22d9ae", "seed": 20240607, "settings": {"examples": 10000}}
+    {"slice": "4f2a91", "unit": "tests/prep/test_state.py::test_rule[3]", "outcome": "passed",
+     "seconds": 1.5}
+    {"slice": "4f2a91", "ended": "2026-11-22T15:32:40Z", "left": 312, "changed": false}
+    {"folded": "4f2a91", "begun": "2026-11-22T15:02:11Z", "commits": ["097a18a3c1"],
+     "outcomes": {"passed": 2611, "failed": 1}, "failed": ["tests/..."], ...}
+
+A run has the id of its first slice. The last line is a whole run before the current one.
+"""
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GOOD = {"passed", "skipped", "caught", "agreed", "gone"}
+"""Outcomes that are no failure: of tests, of planted bugs, of random episodes; and what became of a
+unit that had failed and was removed."""
+ENDLESS = "endless"
+"""What is left of a run that has no end."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one unit.
+
+    Attributes
+    ----------
+    unit
+        Id of a test, name of a planted bug, or seed of an episode.
+    outcome
+        One of `GOOD`, or a failure in a word.
+    seconds
+        How long it took.
+    slice
+        Id of the slice that it ran in, whose header names commit and seed.
+    version
+        Of the unit itself: a result of another version says nothing of it. Empty for units whose
+        version is the tree's.
+    more
+        What else was recorded.
+    """
+
+    unit: str
+    outcome: str
+    seconds: float
+    slice: str
+    version: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome not in GOOD
+
+
+class Results:
+    """What a file of results holds.
+
+    Attributes
+    ----------
+    slices
+        Headers of slices by id, in the order of the file.
+    ends
+        The line that closed a slice, by id. A slice that was killed has none.
+    by_slice
+        Results of each slice, in the order of the file.
+    folded
+        Earlier runs, one line each.
+    unreadable
+        Lines that aren't JSON: what a killed process was writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.slices: dict[str, dict[str, Any]] = {}
+        self.ends: dict[str, dict[str, Any]] = {}
+        self.by_slice: dict[str, list[Result]] = {}
+        self.folded: list[dict[str, Any]] = []
+        self.unreadable = 0
+        text = path.read_text(errors="replace") if path.exists() else ""
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                self.unreadable += bool(line.strip())
+                continue
+            self._take(entry)
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "folded" in entry:
+            self.folded.append(entry)
+        elif "unit" in entry:
+            known = {name: entry.pop(name) for name in ("unit", "outcome", "seconds", "slice")}
+            version = entry.pop("version", "")
+            result = Result(**known, version=version, more=entry)
+            self.by_slice.setdefault(result.slice, []).append(result)
+        elif "ended" in entry:
+            self.ends[entry["slice"]] = entry
+        else:
+            self.slices[entry["slice"]] = entry
+
+    def runs(self) -> list[str]:
+        """Ids of the runs that aren't folded, by when they were begun."""
+        first = [header for header in self.slices.values() if header["slice"] == header["run"]]
+        return [header["run"] for header in sorted(first, key=lambda header: header["begun"])]
+
+    def slices_of(self, run: str) -> list[dict[str, Any]]:
+        """Headers of a run's slices, by when they were begun."""
+        found = [header for header in self.slices.values() if header["run"] == run]
+        return sorted(found, key=lambda header: header["begun"])
+
+    def latest(self, run: str) -> dict[str, Result]:
+        """The last result of each unit of a run."""
+        return {
+            result.unit: result
+            for header in self.slices_of(run)
+            for result in self.by_slice.get(header["slice"], [])
+        }
+
+    def left(self, run: str) -> int | str | None:
+        """How many units lacked a result when the last slice ended.
+
+        `ENDLESS` if the run has no end, None if it isn't known.
+        """
+        return self.ends.get(self.slices_of(run)[-1]["slice"], {}).get("left")
+
+    def complete(self, run: str) -> bool:
+        """Whether every unit of the run has a result, as far as its last slice knew."""
+        return self.left(run) == 0
+
+    def fold(self, run: str) -> dict[str, Any]:
+        """One line for a whole run."""
+        slices, latest = self.slices_of(run), self.latest(run).values()
+        return {
+            "folded": run,
+            "begun": slices[0]["begun"],
+            "commits": sorted({header["commit"] for header in slices}),
+            "dirty": any(header["dirty"] for header in slices),
+            "seed": slices[0]["seed"],
+            "settings": slices[0]["settings"],
+            "outcomes": dict(Counter(result.outcome for result in latest)),
+            "failed": [result.unit for result in latest if result.failed],
+            "left": self.left(run),
+            "seconds": round(sum(result.seconds for result in latest)),
+        }
+
+
+def dumps(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, ensure_ascii=False) + "\n"
+
+
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Add one line, in one write: a killed process loses that line at most.
+
+    What it leaves of a line is closed first, and stays unreadable.
+    """
+    with path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        os.write(file.fileno(), ("\n" * torn + dumps(entry)).encode())
+
+
+def fold_runs(path: Path) -> None:
+    """Make each run of the file one line, so that the file holds the units of one run only.
+
+    Git's history keeps the units of earlier ones.
+    """
+    results = Results(path)
+    if not results.slices:
+        return
+    lines = results.folded + [results.fold(run) for run in results.runs()]
+    new = path.with_suffix(".new")
+    new.write_text("".join(map(dumps, lines)))
+    new.replace(path)

@@ -1,0 +1,140 @@
+"""The suite in slices, tried on a small one: with workers and without."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.resume.log import Results
+from tests.resume.tree import ROOT
+
+CONFTEST = """
+import os
+import pytest
+from pathlib import Path
+from tests.resume.plugin import NAME, configure_worker
+
+def pytest_configure(config):
+    configure_worker(config)
+
+@pytest.fixture(scope="module")
+def server():
+    yield
+    with open("closed", "a") as file:
+        file.write("closed\\n")
+
+@pytest.fixture
+def time_is_up(request):
+    if os.environ.get("STOP"):
+        request.config.pluginmanager.get_plugin(NAME).deadline = 0
+"""
+FILES = {
+    "conftest.py": CONFTEST,
+    "test_a.py": """
+        def test_first(server): pass
+        def test_last_one(server, time_is_up): pass
+        def test_left(server): pass
+        def test_wrong(server): assert False
+    """,
+    "test_b.py": """
+        import os
+        import pytest
+        @pytest.fixture
+        def broken(): yield; assert not os.environ.get("STOP")
+        def test_whose_teardown_fails(broken, time_is_up): pass
+        def test_dies():
+            if os.environ.get("DIE"): os._exit(3)
+        def test_skipped(): pytest.skip("no reason")
+    """,
+}
+FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+MAIN = """
+import sys
+from pathlib import Path
+from tests.resume.suite import main
+sys.exit(main(sys.argv[1:], Path("results.jsonl"), {"NPU_PREP_TEST_EXAMPLES": 7}))
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name, text in FILES.items():
+        lines = text.strip("\n").splitlines()
+        indent = len(lines[0]) - len(lines[0].lstrip())
+        (tmp_path / name).write_text("\n".join(line[indent:] for line in lines) + "\n")
+    return tmp_path
+
+
+def run_slice(folder, *arguments, processes=0, **environment):
+    """A slice of the small suite: exit code, outcomes that it recorded, what it printed."""
+    path = folder / "results.jsonl"
+    before = set(Results(path).slices)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, f"--processes={processes}", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **FEW_PLUGINS, **environment},
+        capture_output=True,
+        text=True,
+    )
+    results = Results(path)
+    (new,) = set(results.slices) - before
+    return (
+        done.returncode,
+        {result.unit: result.outcome for result in results.by_slice.get(new, [])},
+        done.stdout,
+    )
+
+
+def test_workers_stop_in_time_and_the_next_slice_runs_the_others(project):
+    code, ran, out = run_slice(project, processes=2, STOP="1")
+    assert ran == {
+        "test_a.py::test_first": "passed",
+        "test_a.py::test_last_one": "passed",
+        "test_b.py::test_whose_teardown_fails": "failed",
+    }
+    assert code == 1
+    assert "unfinished, 4 left; go on with: make test-all" in out
+    assert (project / "closed").read_text() == "closed\n"  # what the left ones shared, too
+
+    code, ran, out = run_slice(project, processes=2, DIE="1")
+    assert ran == {
+        "test_a.py::test_left": "passed",
+        "test_a.py::test_wrong": "failed",
+        "test_b.py::test_dies": "failed",
+        "test_b.py::test_skipped": "skipped",
+    }
+    assert code == 1
+    assert "complete, 3 failed" in out
+
+    code, ran, out = run_slice(project, processes=2)
+    assert (code, ran) == (1, {})
+    assert "complete, 3 failed" in out
+    code, ran, out = run_slice(project, "--retry")
+    assert code == 1
+    assert ran == {
+        "test_a.py::test_wrong": "failed",
+        "test_b.py::test_dies": "passed",
+        "test_b.py::test_whose_teardown_fails": "passed",
+    }
+    for header in Results(project / "results.jsonl").slices.values():
+        assert header["settings"] == {"NPU_PREP_TEST_EXAMPLES": 7}
+
+
+def test_a_run_is_not_complete_before_all_could_be_collected(project):
+    code, ran, out = run_slice(project, "test_a.py", "-k", "first or left")
+    assert (code, len(ran)) == (0, 2)
+    assert "what is left is not known" in out
+
+    (project / "test_c.py").write_text("import nothing_of_this_name\n")
+    code, _, out = run_slice(project, processes=2, STOP="1")
+    assert code == 1
+    assert "complete" not in out.rpartition("\nrun ")[2]
+    assert "what is left is not known" in out
+
+    (project / "test_c.py").unlink()
+    (project / "test_b.py").unlink()
+    code, ran, out = run_slice(project, "--fresh", STOP="1")
+    assert list(ran) == ["test_a.py::test_first", "test_a.py::test_last_one"]
+    assert code == 0
+    assert "unfinished, 2 left" in out

@@ -1,0 +1,276 @@
+"""What users have to change is told in one line, whichever process finds it.
+
+vLLM starts an engine in a process of its own, and its ranks in further ones. Each process logs what
+went wrong there with a traceback, down to the one that the user started, whose own traceback ends
+with "see root cause above". A `PrepError` needs none of them: the process that meets it leaves its
+text in a file, and the first process takes it from there. Everything else, bugs above all, keeps
+its tracebacks.
+
+Nothing here patches vLLM; `compat` puts these functions in their places.
+"""
+
+import atexit
+import contextlib
+import dis
+import functools
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from vllm_npu_prep.errors import PrepError
+
+T = TypeVar("T")
+
+FILE_ENV_VAR = "NPU_PREP_REFUSAL_FILE"
+"""Set by the main process for its children; not for users."""
+
+EXIT_CODE = 2
+"""Of a process that ends because of what its user has to change."""
+
+LOGGERS = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.ray_executor_v2",
+)
+"""Who logs exceptions of engines and ranks."""
+
+CONFIGURING = {
+    *("validate_parsed_serve_args", "setup_server"),
+    *("from_cli_args", "create_engine_config"),
+}
+"""Functions of vLLM in which a command's flags are checked: what they raise is up to the user."""
+
+MISTAKES = (ValueError, TypeError, KeyError, NotImplementedError)
+"""What vLLM and transformers raise for bad flags, where a ``raise`` stands in their code."""
+
+
+# ----------------------------------------------------------------- between processes
+
+
+def share_file() -> None:
+    """In the main process: make the file in which children leave what they refuse, or empty it."""
+    prefix = f"vllm-npu-prep-{os.getpid()}-"  # an inherited one is another engine's
+    if Path(os.environ.get(FILE_ENV_VAR, "")).name.startswith(prefix):
+        leave("")
+        return
+    with contextlib.suppress(OSError):  # no room for a file: tracebacks, then
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".refusal")
+        os.close(handle)
+        atexit.register(Path(name).unlink, missing_ok=True)
+        os.environ[FILE_ENV_VAR] = name
+
+
+def leave(text: str) -> None:
+    """Leave the text of a `PrepError` to the main process, if it is on this host."""
+    path = os.environ.get(FILE_ENV_VAR)
+    if path is not None and os.path.exists(path):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(text)
+
+
+def left() -> str | None:
+    """Text that a process of this engine has left, if one has."""
+    path = os.environ.get(FILE_ENV_VAR)
+    with contextlib.suppress(OSError):
+        return (path and Path(path).read_text()) or None
+    return None
+
+
+def leaving_refusals(function: Callable[..., T]) -> Callable[..., T]:
+    """A function of a rank: each `PrepError` that it raises or passes on is left, too."""
+
+    @functools.wraps(function)
+    def leaving(*args: Any, **kwargs: Any) -> T:
+        for each in args:
+            if isinstance(each, PrepError):
+                leave(str(each))
+        try:
+            return function(*args, **kwargs)
+        except PrepError as error:
+            leave(str(error))
+            raise
+
+    return leaving
+
+
+def raising_what_was_left(function: Callable[..., T]) -> Callable[..., T]:
+    """A function that starts processes: when it fails and one has refused, that is the reason."""
+
+    @functools.wraps(function)
+    def raising(*args: Any, **kwargs: Any) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            text = refusal_of(error) or left()
+            if text is None:
+                raise
+            executor = getattr(args[0], "model_executor", None) if args else None
+            if executor is not None:  # ranks that run end as told, and free what they share
+                with contextlib.suppress(Exception):
+                    executor.shutdown()
+            raise PrepError(text) from None
+
+    return raising
+
+
+def refusal_of(error: BaseException | None) -> str | None:
+    """Text of the `PrepError` that an exception is or comes from; None if it is another one.
+
+    Ray wraps exceptions of its actors, and has the original as ``cause``.
+    """
+    while error is not None:
+        for each in (getattr(error, "cause", None), error):
+            if isinstance(each, PrepError):
+                return str(each)
+        error = error.__cause__
+    return None
+
+
+@contextlib.contextmanager
+def ending_without_traceback() -> Iterator[None]:
+    """Run a process that vLLM started: a `PrepError` that ends it is left, and ends it quietly."""
+    try:
+        yield
+    except Exception as error:
+        text = refusal_of(error)
+        if text is None:
+            raise
+        leave(text)
+        raise SystemExit(EXIT_CODE) from None
+
+
+class OneLineRefusals(logging.Filter):
+    """Log records of a `PrepError` get its text in place of the traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; every record is let through."""
+        text = refusal_of(record.exc_info[1]) if record.exc_info else None
+        if text is not None:
+            record.msg, record.args = "%s %s", (record.getMessage(), text)
+            record.exc_info = record.exc_text = None
+        return True
+
+
+def log_refusals_in_one_line() -> None:
+    """Have them logged so by vLLM's engine and executors."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, OneLineRefusals) for each in logger.filters):
+            logger.addFilter(OneLineRefusals())
+
+
+# ----------------------------------------------------------------- at the end of a command
+
+
+class OneLineErrors:
+    """Exception hook: what the user has to change is one line, anything else a traceback.
+
+    That is a `PrepError`, and in vLLM's own commands also what vLLM says about their flags. Those
+    end with `EXIT_CODE`.
+    """
+
+    def __init__(self) -> None:
+        self.previous = sys.excepthook
+
+    def __call__(self, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+        """Print an exception that nobody caught."""
+        is_command = is_command_of_vllm()
+        if (text := refusal_of(error)) is not None:
+            print(f"vllm_npu_prep: error: {text}", file=sys.stderr)
+        elif is_command and (text := mistake_of(error)) is not None:
+            if logging.getLogger("vllm").isEnabledFor(logging.DEBUG):
+                self.previous(kind, error, trace)
+            print(f"vllm: error: {text}", file=sys.stderr)
+        else:
+            self.previous(kind, error, trace)
+            return
+        if is_command:  # an interactive session goes on
+            raise SystemExit(EXIT_CODE)
+
+
+def end_with(error: PrepError) -> NoReturn:
+    """End this process, where vLLM would swallow the exception."""
+    print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
+    raise SystemExit(EXIT_CODE)
+
+
+def is_command_of_vllm() -> bool:
+    """Whether this process is ``vllm serve``, say, rather than somebody's program."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return "vllm.entrypoints.cli.main" in sys.modules or (
+        spec is not None and spec.name.startswith("vllm.")
+    )
+
+
+def mistake_of(error: BaseException) -> str | None:
+    """What is wrong with a command's flags, from an exception of vLLM; None if that isn't it.
+
+    It was raised while flags were checked: on purpose, by a ``raise`` or one of vLLM's validators,
+    or by the system. An operation that failed by itself is a bug, and none of them.
+    """
+    if not isinstance(error, (*MISTAKES, OSError)) or error.__traceback__ is None:
+        return None
+    steps = list(traceback.walk_tb(error.__traceback__))
+    frames = {frame.f_code.co_name: frame for frame, _ in steps if _is_of_vllm(frame)}
+    if not CONFIGURING & frames.keys():
+        return None
+    if text := _missing_folder(frames) or _socket_error(error, frames):
+        return text
+    if isinstance(error, ValidationError):
+        text = "; ".join(_field(each["loc"]) + each["msg"] for each in error.errors())
+        text = text.replace("Value error, ", "").replace("Assertion failed, ", "")
+    elif isinstance(error, OSError) or _was_raised(error.__traceback__):
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    else:
+        return None
+    return f"{' '.join(text.split())} (VLLM_LOGGING_LEVEL=DEBUG shows where)"
+
+
+def _is_of_vllm(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("vllm.")
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """``--flag: `` of a field of vLLM's configuration; nothing where it is one of Python's."""
+    name = ".".join(str(part) for part in location)
+    return f"{name}: " if name else ""
+
+
+def _was_raised(trace: TracebackType) -> bool:
+    """Whether the innermost frame stands at a ``raise``."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    operation = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return operation in ("RAISE_VARARGS", "RERAISE")
+
+
+def _missing_folder(frames: dict[str, FrameType]) -> str | None:
+    """A model that is meant as a folder and isn't there; vLLM asks Hugging Face for it."""
+    for function, name in (("from_cli_args", "args"), ("create_engine_config", "self")):
+        if function in frames:
+            model = getattr(frames[function].f_locals.get(name), "model", None)
+            is_path = str(model).startswith(("/", ".", "~")) or str(model).count("/") > 1
+            if model and is_path and not os.path.exists(model):
+                return f"{model}: no such folder; give one with a model, or a name on Hugging Face"
+    return None
+
+
+def _socket_error(error: BaseException, frames: dict[str, FrameType]) -> str | None:
+    """An address that the server can't listen on, by its flags."""
+    if not isinstance(error, OSError):
+        return None
+    if frame := frames.get("create_server_unix_socket"):
+        return f"--uds {frame.f_locals.get('path')}: {error.strerror}; give another path"
+    if frame := frames.get("create_server_socket"):
+        host, port = frame.f_locals.get("addr", ("", "?"))
+        given = f"--host {host} --port {port}" if host else f"--port {port}"
+        return f"{given}: {error.strerror}; give another one, or end what listens there"
+    return None
