@@ -248,7 +248,7 @@ def _let_servers_drain_and_stop_quietly() -> None:
 
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
-    AsyncLLM.shutdown = shutdown
+    AsyncLLM.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def _say(line: str) -> None:
@@ -329,7 +329,7 @@ def _refuse_vision_without_torchvision() -> None:
             )
         return upstream(self, architectures, model_config)
 
-    _ModelRegistry.inspect_model_cls = inspect_model_cls
+    _ModelRegistry.inspect_model_cls = inspect_model_cls  # type: ignore[method-assign]
 
 
 def _refuse_ray_where_it_is_missing() -> None:
@@ -385,7 +385,7 @@ def _wake_who_reads_from_another_host() -> None:
                     raise TimeoutError
         return upstream(self, timeout, indefinite)
 
-    MessageQueue.dequeue = dequeue
+    MessageQueue.dequeue = dequeue  # type: ignore[method-assign]
 
 
 class _OneLineErrors:
@@ -438,12 +438,13 @@ def let_profiler_run(device_type: str) -> None:
 
     What torch_npu records under ``PrivateUse1`` was not tried.
     """
+    from vllm.config.profiler import TorchProfilerActivity
     from vllm.profiler import wrapper
 
     if device_type not in wrapper._SUPPORTED_PROFILER_KINDS:
         wrapper._SUPPORTED_PROFILER_KINDS[device_type] = frozenset(("torch",))
         wrapper._DEFAULT_TORCH_PROFILER_ACTIVITIES[device_type] = ("CPU",)
-        known = frozenset(("CPU", "PrivateUse1"))
+        known: frozenset[TorchProfilerActivity] = frozenset(("CPU", "PrivateUse1"))
         wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES[device_type] = known
 
 
