@@ -211,7 +211,8 @@ class SpeculativeRunner(BookkeepingRunner):
     """Upstream's runner with exact counts under speculation, asynchronous scheduling included."""
 
     prep_device: Device
-    drafter: Any  # of `DRAFTERS`, or upstream's that runs no model
+    # Upstream's other ones run no model and are not asked for what these have.
+    drafter: ExactEagleProposer | ExactDraftModelProposer
     backup_next_token_ids: torch.Tensor  # [num_reqs_padded] int32, of the present step
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
