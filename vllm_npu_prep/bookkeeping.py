@@ -165,7 +165,7 @@ class BookkeepingRunner(ModelInputRunner):
         """
         batch = self.input_batch
         num_reqs, sampled = batch.num_reqs, sampler_output.sampled_token_ids
-        outputs = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
+        outputs: list[Any] = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
         req_ids, req_id_to_index = batch.req_ids.copy(), batch.req_id_to_index.copy()
         discard = self.discard_request_mask.np[:num_reqs]
         discarded: list[int] = np.flatnonzero(discard).tolist()

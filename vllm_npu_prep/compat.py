@@ -230,7 +230,7 @@ def _let_servers_drain_and_stop_quietly() -> None:
 
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
-    AsyncLLM.shutdown = shutdown
+    AsyncLLM.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def _say(line: str) -> None:
@@ -319,7 +319,7 @@ def _refuse_vision_without_torchvision() -> None:
             )
         return upstream(self, architectures, model_config)
 
-    _ModelRegistry.inspect_model_cls = inspect_model_cls
+    _ModelRegistry.inspect_model_cls = inspect_model_cls  # type: ignore[method-assign]
 
 
 def _refuse_ray_where_it_is_missing() -> None:
@@ -375,7 +375,7 @@ def _wake_who_reads_from_another_host() -> None:
                     raise TimeoutError
         return upstream(self, timeout, indefinite)
 
-    MessageQueue.dequeue = dequeue
+    MessageQueue.dequeue = dequeue  # type: ignore[method-assign]
 
 
 def _report_errors_in_one_line() -> None:
@@ -412,7 +412,7 @@ def _tell_refusals_to_the_main_process() -> None:
     run_worker.__wrapped__ = WorkerProc.worker_main  # type: ignore[attr-defined]
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     WorkerProc.worker_main = staticmethod(run_worker)
-    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)
+    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)  # type: ignore[method-assign]
     WorkerProc.__init__ = one_line.leaving_refusals(WorkerProc.__init__)
     WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
 
@@ -443,12 +443,13 @@ def let_profiler_run(device_type: str) -> None:
 
     What torch_npu records under ``PrivateUse1`` was not tried.
     """
+    from vllm.config.profiler import TorchProfilerActivity
     from vllm.profiler import wrapper
 
     if device_type not in wrapper._SUPPORTED_PROFILER_KINDS:
         wrapper._SUPPORTED_PROFILER_KINDS[device_type] = frozenset(("torch",))
         wrapper._DEFAULT_TORCH_PROFILER_ACTIVITIES[device_type] = ("CPU",)
-        known = frozenset(("CPU", "PrivateUse1"))
+        known: frozenset[TorchProfilerActivity] = frozenset(("CPU", "PrivateUse1"))
         wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES[device_type] = known
 
 

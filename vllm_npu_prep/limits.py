@@ -71,10 +71,10 @@ def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: De
     num_ranks = ranks_on_host(vllm_config.parallel_config)
     asked = cache.kv_cache_memory_bytes
     if asked and kind == CPU_KIND and asked * num_ranks > free_memory():
-        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        for_each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise PrepError(
-            f"--kv-cache-memory-bytes {asked:,}{each}: only {free_memory():,} bytes of the host "
-            "are free"
+            f"--kv-cache-memory-bytes {asked:,}{for_each}: only {free_memory():,} bytes of the "
+            "host are free"
         )
     if cache.user_specified_block_size and cache.block_size % family.block_size_multiple:
         raise PrepError(
@@ -347,7 +347,11 @@ def _unsupported_speculation(
         kinds = set(getattr(drafter.hf_text_config, "layer_types", None) or ())
         lacks = ", ".join(feature for feature, _ in _family_limits(drafter, family))
         checks += [
-            (lacks, name, f"kernel family {family.name} has no {lacks}; use the CPU fallback"),
+            (
+                bool(lacks),
+                name,
+                f"kernel family {family.name} has no {lacks}; use the CPU fallback",
+            ),
             (
                 model.use_mla or drafter.use_mla,
                 f"speculative method {method} with MLA",

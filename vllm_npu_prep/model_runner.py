@@ -1,7 +1,7 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -277,7 +277,7 @@ class NPUModelRunner(GraphRunner):
             slots = self._slots = (self.positions, by_group, by_layer)
         return slots[1:]
 
-    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> Any:
         """Padding came with the step; dummy runs without a graph take upstream's.
 
         The last thing that upstream asks for before the forward pass of a step or of a dummy run.
@@ -316,8 +316,10 @@ class NPUModelRunner(GraphRunner):
         super()._forget_step()
         self._attn_metadata = self._is_padding = None
 
-    @torch.inference_mode()
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:
+    @torch.inference_mode()  # `inference_mode` without a call, upstream's, isn't a method to mypy
+    def sample_tokens(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> ModelRunnerOutput:
         """Upstream's asynchronous output makes a stream event.
 
         It also rolls back the generators of requests whose sample is discarded, by an offset that
@@ -347,7 +349,11 @@ class NPUModelRunner(GraphRunner):
         """Allocate the cache, then what depends on its groups: staging ring and table views."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self._builders: list[tuple[int, AscendMetadataBuilder, list[str]]] = [
-            (group, attn_group.get_metadata_builder(), attn_group.layer_names)
+            (
+                group,
+                cast(AscendMetadataBuilder, attn_group.get_metadata_builder()),
+                attn_group.layer_names,
+            )
             for group, attn_groups in enumerate(self.attn_groups)
             for attn_group in attn_groups
         ]

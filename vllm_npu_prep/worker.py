@@ -4,8 +4,6 @@ import atexit
 import contextlib
 import gc
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +38,7 @@ class NPUWorker(Worker):
     """One rank of the engine."""
 
     prep_device: Device  # from `init_device` on
+    model_runner: NPUModelRunner
     _scopes: StepScopes | None = None  # while a profiler runs
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +85,7 @@ class NPUWorker(Worker):
 
     def _make_model_runner(self) -> NPUModelRunner:
         """The runner of this plugin in place of upstream's choice."""
+        assert self.device is not None
         return NPUModelRunner(self.vllm_config, self.device, self.prep_device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager:
@@ -161,37 +161,14 @@ class NPUWorker(Worker):
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Start or stop vLLM's profiler, with the phases of the host in it.
-
-        When it stops, these are also written as a trace of their own, with counters, into the
-        profiler's folder.
-        """
+        """Start or stop vLLM's profiler, with the phases of the host in its trace."""
         super().profile(is_start, *args, **kwargs)
         if is_start and self._scopes is None:
             self._scopes = StepScopes(self.model_runner)
             self._scopes.install()
-        elif not is_start:
-            self._stop_scopes()
-
-    def _stop_scopes(self) -> None:
-        scopes, self._scopes = self._scopes, None
-        folder = self.profiler_config.torch_profiler_dir
-        if scopes is None:
-            return
-        scopes.remove()
-        if not folder or "://" in folder:  # another profiler, or a folder of torch's own making
-            return
-        rank = rank_across_engines(self.parallel_config)
-        path = Path(folder) / f"npu_prep_rank{rank}.{time.time_ns()}.trace.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scopes.write_trace(path)
-        except OSError as error:
-            logger.warning("No trace of host phases: %s.", error)
-        else:
-            logger.info(
-                "Host phases and counters of %s: %s", counted(len(scopes.events), "event"), path
-            )
+        elif not is_start and self._scopes is not None:
+            self._scopes.remove()
+            self._scopes = None
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
@@ -243,7 +220,9 @@ class NPUWorker(Worker):
             ``rank`` across engines, ``folder``, how many ``steps``, and all that in a line,
             ``answer``.
         """
-        written = self.model_runner.recorder.dump(reason)
+        recorder = self.model_runner.recorder
+        assert recorder is not None  # the server asks nobody unless steps are recorded
+        written = recorder.dump(reason)
         rank = rank_across_engines(self.parallel_config)
         answer = {"rank": rank, "folder": str(written.folder), "steps": written.steps}
         return answer | {"answer": str(written)}
@@ -254,8 +233,7 @@ class NPUWorker(Worker):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
             self._save_steps(error)
-        super().shutdown()  # ends a profile that still runs
-        self._stop_scopes()
+        super().shutdown()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Weights from a transfer engine: as upstream's, without graphs."""

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
+    AttentionImplBase,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -49,7 +50,7 @@ class AscendAttentionBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type["AscendAttentionImpl"]:
+    def get_impl_cls() -> type[AttentionImplBase]:
         """Class of a layer's attention."""
         return AscendAttentionImpl
 
@@ -159,6 +160,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
         model = vllm_config.model_config
+        assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
         self.masks = MaskCache(
             device,
@@ -174,7 +176,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
         """Full graphs that attention can be inside of: those whose mask keeps its shape.
 
@@ -350,7 +352,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,  # vLLM's `Attention`, which its protocol tells less of
         query: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
         key: torch.Tensor | None,  # [num_input_tokens, num_kv_heads, head_size]
         value: torch.Tensor | None,
