@@ -128,11 +128,18 @@ def emulate(args: argparse.Namespace) -> int:
     )
     site = [args.site.resolve()] if args.site.is_dir() else []
     sys.path[:0] = map(str, site)
+    # The scripts of this environment come first, as they do once it is activated.
+    scripts = str(Path(sys.executable).parent)
+    path = scripts + os.pathsep + os.environ.get("PATH", os.defpath)
+    program = shutil.which(command[0], path=path)
+    if program is None:
+        raise EmulatorError(f"no such command: {command[0]}")
     libraries = ensure_built()
     if not args.quiet:
         _print_banner(options)
     with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
-        code = _run(command, _environment(options, libraries, Path(folder), site))
+        environment = _environment(options, libraries, Path(folder), site) | {"PATH": path}
+        code = _run([program, *command[1:]], environment)
         report = merged_report(Path(folder), options)
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n")
@@ -160,13 +167,7 @@ def _environment(
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
-    # The scripts of this environment come first, as they do once it is activated.
-    scripts = str(Path(sys.executable).parent)
-    environment["PATH"] = scripts + os.pathsep + environment.get("PATH", os.defpath)
-    program = shutil.which(command[0], path=environment["PATH"])
-    if program is None:
-        raise EmulatorError(f"no such command: {command[0]}")
-    process = subprocess.Popen([program, *command[1:]], env=environment)
+    process = subprocess.Popen(command, env=environment)
     forwarded = [*FORWARDED_SIGNALS]
     if sys.stdin is not None and sys.stdin.isatty():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command, too
