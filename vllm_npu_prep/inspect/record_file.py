@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, RecordSettings, StepRecord
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
 
 RECORD_SUFFIX = ".npz"
