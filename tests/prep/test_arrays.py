@@ -19,6 +19,7 @@ from vllm_npu_prep.prep.layout import StepLayout, step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.prep.tables import device_has_all
 
 PACKAGE = Path(fused_pass.__file__).parents[1]
 
@@ -102,15 +103,25 @@ def test_arrays_of_tokens_come_first_where_tokens_alone_decide_their_offset():
 @given(random_batches())
 def test_past_the_batch_is_the_padding_that_the_table_names(batch: RandomBatch):
     planned = batch.step()
-    layout = planned.layout
-    buffer = np.full(len(planned.arrays.buffer), 0x55, np.uint8)  # what an older step left
-    step = prepare_step(planned.batch, planned.padding, layout, layout.views(buffer))
+    tables, padding = planned.batch.tables, planned.padding
+    two_groups = dataclasses.replace(
+        tables,
+        block_sizes=np.repeat(tables.block_sizes, 2),
+        **device_has_all([tables.block_table(0)] * 2),
+    )
+    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 2, 4)
+    buffer = np.full(-(-layout.nbytes() // 64) * 64, 0x55, np.uint8)  # what an older step left
+    step = prepare_step(
+        dataclasses.replace(planned.batch, tables=two_groups),
+        padding,
+        layout,
+        layout.views(buffer),
+    )
     for name, line in STEP_ARRAYS.items():
         if isinstance(line.padding, PaddingRule) or line.level is Level.CHUNK:
             continue
         array, of_batch = getattr(step.arrays, name), getattr(step, name)
-        padding = array[..., of_batch.shape[-1] :]
-        assert (padding == line.padding).all(), name
+        assert (array[..., of_batch.shape[-1] :] == line.padding).all(), name
         assert np.shares_memory(array, of_batch) or not of_batch.size
 
 
@@ -128,7 +139,7 @@ def test_compiled_code_finds_every_array_where_the_layout_has_it():
         for index in range(out.chunk_local_table_rows.shape[0]):
             out.chunk_local_table_rows[index, 0] = 7 + index
         out.discard_request_mask[-1] = True
-        out.mrope_positions[2, 5] = -3
+        out.mrope_positions[1:, 5:7] = -3
         out.input_ids[out.input_ids.shape[0] - 1] = 9
         out.variable_int32[3] = 4
         return out.input_ids_offset, out.draft_token_ids_offset, out.buffer_int32.shape[0]
@@ -139,10 +150,10 @@ def test_compiled_code_finds_every_array_where_the_layout_has_it():
     assert mark(views.addresses) == (*offsets, layout.nbytes(4) // 4)
     assert views.chunk_local_table_rows[:, 0].tolist() == [7, 8]
     assert views.discard_request_mask.tolist() == [False, True]
-    assert views.mrope_positions[2].tolist() == [0] * 5 + [-3, 0, 0]
+    assert views.mrope_positions.tolist() == [[0] * 8] + [[0] * 5 + [-3, -3, 0]] * 2
     assert views.input_ids.tolist() == [0] * 7 + [9]
     assert views.variable_int64[1] == 4 << 32
-    assert np.count_nonzero(views.buffer) == 2 + 1 + 8 + 1 + 1  # -3 has no zero byte
+    assert np.count_nonzero(views.buffer) == 2 + 1 + 4 * 8 + 1 + 1  # -3 has no zero byte
 
 
 def test_code_that_was_compiled_for_another_table_is_not_loaded(tmp_path, monkeypatch):

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_npu_prep.device import Device
-from vllm_npu_prep.prep.arrays import Arrays
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Arrays
 from vllm_npu_prep.prep.layout import StepArrays, StepLayout
 
 CACHED_LAYOUTS = 512
@@ -15,16 +14,15 @@ CACHED_LAYOUTS = 512
 
 
 class TypedBuffer:
-    """One buffer seen as bytes, as int32 and as int64."""
+    """One buffer seen as bytes, as int32 and int64, and as every dtype of the table of arrays."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.bytes = buffer  # [nbytes] uint8
         self.int32 = buffer.view(torch.int32)
         self.int64 = buffer.view(torch.int64)
         self.by_dtype = {
-            np.dtype(np.int32): self.int32,
-            np.dtype(np.int64): self.int64,
-            np.dtype(np.bool_): buffer.view(torch.bool),
+            line.dtype: buffer.view(getattr(torch, line.dtype.name))
+            for line in STEP_ARRAYS.values()
         }
 
     def arrays(self, layout: StepLayout) -> "DeviceArrays":

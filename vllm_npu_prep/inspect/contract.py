@@ -17,7 +17,7 @@ FULL_MASK_CELLS = 4096
 """Masks up to this many cells are kept cell by cell, as in the JSON contract."""
 
 SHOWN = [line for line in STEP_ARRAYS.values() if Shown.BATCH in line.shown]
-"""Arrays of the step that readers see; all others are variables that follow from them."""
+"""Arrays of the step that ``explain`` shows. Other variables of a level follow from arrays."""
 
 GROUP_LEVEL = (
     "block_table",
@@ -53,7 +53,10 @@ LEVELS: dict[str, Level] = (
 )
 """What an element of a variable belongs to, along its last dimension; blocks in a table belong to
 the request of their row."""
+
 UNDEFINED_PADDING = [line for line in STEP_ARRAYS.values() if line.padding is PaddingRule.UNDEFINED]
+"""Arrays that have what older steps left past the batch."""
+
 SCALARS = (
     "total_num_scheduled_tokens",
     "num_input_tokens",
