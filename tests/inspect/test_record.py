@@ -126,6 +126,16 @@ def test_any_step_comes_back_and_is_prepared_again_alike(tmp_path_factory, batch
     assert all(np.array_equal(restored[name], array) for name, array in record.prepared.items())
 
 
+@settings(max_examples=20)
+@given(random_batches())
+def test_what_older_steps_left_in_a_buffer_is_not_recorded(batch):
+    fresh = batch.step()
+    used = np.full(len(fresh.arrays.buffer), 0x55, np.uint8)
+    arrays = fresh.layout.views(used)
+    again = prepare_step(batch.step().batch, fresh.padding, fresh.layout, arrays)
+    assert same(record_of(again), record_of(fresh))
+
+
 def test_groups_chunks_mrope_and_images_come_back(tmp_path):
     scenario = parse_scenario(several_groups())
     batch, padding = scenario_batch(scenario)
