@@ -100,6 +100,18 @@ def test_arrays_of_tokens_come_first_where_tokens_alone_decide_their_offset():
     assert [few[n].offset for n in names[of_tokens:]] != [many[n].offset for n in names[of_tokens:]]
 
 
+@pytest.mark.parametrize("num_tokens", [15, 16, 17])
+def test_spare_elements_belong_to_no_array(num_tokens):
+    """Also where the array fills its last line of 64 bytes."""
+    layout = step_layout(num_tokens, 4, 1)
+    (name,) = (name for name, line in STEP_ARRAYS.items() if line.spare)
+    spare = layout.offset_int32(name) + num_tokens
+    ends = [4 * spare, 4 * spare + 4]
+    others = [spec for other, spec in layout.arrays.items() if other != name]
+    assert all(spec.end <= ends[0] or spec.offset >= ends[1] for spec in others)
+    assert layout.arrays[name].shape == (num_tokens,)
+
+
 @given(random_batches())
 def test_past_the_batch_is_the_padding_that_the_table_names(batch: RandomBatch):
     planned = batch.step()
