@@ -154,12 +154,14 @@ def test_compiled_code_finds_every_array_where_the_layout_has_it():
         out.mrope_positions[1:, 5:7] = -3
         out.input_ids[out.input_ids.shape[0] - 1] = 9
         out.variable_int32[3] = 4
-        return out.input_ids_offset, out.draft_token_ids_offset, out.buffer_int32.shape[0]
+        sizes = out.buffer_int32.shape[0], out.mrope_positions.strides
+        return out.input_ids_offset, out.draft_token_ids_offset, sizes
 
     layout = dataclasses.replace(step_layout(8, 2, 2, 3, 3), local=LocalGroups(4, 1, (0, 1)))
     views = layout.views(np.zeros(layout.nbytes(4), np.uint8))
     offsets = layout.offset_int32("input_ids"), layout.offset_int32("draft_token_ids")
-    assert mark(views.addresses) == (*offsets, layout.nbytes(4) // 4)
+    sizes = layout.nbytes(4) // 4, views.mrope_positions.strides
+    assert mark(views.addresses) == (*offsets, sizes)
     assert views.chunk_local_table_rows[:, 0].tolist() == [7, 8]
     assert views.discard_request_mask.tolist() == [False, True]
     assert views.mrope_positions.tolist() == [[0] * 8] + [[0] * 5 + [-3, -3, 0]] * 2
