@@ -213,7 +213,7 @@ def test_a_shared_block_and_a_stray_token_are_marked():
         "0-1-4",
         "0-1-5",
     ]
-    view.step.slot_mapping()[1] = 40  # as a record of something broken may have it
+    view.step.slot_mapping[0][1] = 40  # as a record of something broken may have it
     text = " ".join(Page(explain_html(view)).texts)
     assert "1 token writes blocks that this request doesn't own: 1" in text
 

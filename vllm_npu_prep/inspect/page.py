@@ -267,7 +267,7 @@ def _name(req_id: str) -> str:
 
 def _token_lines(view: StepView, table: StepTable) -> list[str]:
     step, lines = view.step, []
-    slots = [step.slot_mapping(table) for table in view.tables.values()]
+    slots = [step.slot_mapping[table] for table in view.tables.values()]
     owners, positions = step.req_indices, step.positions
     for cells in table.rows:
         token = int(str(cells[0]))

@@ -329,7 +329,7 @@ def _block_row(
 ) -> BlockRow:
     step, size = view.step, view.groups[index].block_size
     start, end = step.query_start_loc[row : row + 2].tolist()
-    slots = step.slot_mapping(view.tables[index])[start:end]
+    slots = step.slot_mapping[view.tables[index]][start:end]
     slots = slots[slots >= 0]
     touched, offsets = slots // size, slots % size
     strays = start + np.flatnonzero(~np.isin(touched, owned[owned > 0]))

@@ -140,7 +140,7 @@ class StepRecorder:
         self._is_busy = True
         try:
             if self._then is None:
-                self._then = BlockTablesThen(self.tables.block_entries.copy())
+                self._then = BlockTablesThen(self.tables.block_table_flat.copy())
             if req_ids != self._req_ids:  # a copy would touch every name, in every step
                 self._req_ids = list(req_ids)
             kept = KeptStep.of_step(
@@ -200,11 +200,11 @@ class StepRecorder:
         self._begin_folder(reason)
         then, count = self._then, 0
         if self._span is None:  # the ring keeps its steps
-            then = BlockTablesThen(then.entries.copy())
+            then = BlockTablesThen(then.block_table_flat.copy())
         for kept in self._ring:
             then.move_on(kept)
             if kept.number > self._last_written:
-                self._write(kept, then.entries)
+                self._write(kept, then.block_table_flat)
                 if self._why_stopped:
                     break
                 self._last_written = kept.number
