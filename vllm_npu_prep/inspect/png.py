@@ -215,7 +215,7 @@ def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection
                 _draw_block(sheet, x, sheet.y, cell, colour, numbered)
         sheet.y += BLOCK_HEIGHT
         if line.strays:
-            sheet.lines(line.strays)
+            sheet.lines(line.strays, fill=colour)
     return True
 
 
