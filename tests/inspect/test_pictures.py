@@ -189,15 +189,15 @@ def test_bars_are_drawn_in_the_slots_that_they_are_of(monkeypatch):
 
 
 @pytest.mark.parametrize("name", worked_examples.NAMES)
-def test_marks_of_a_mask_are_at_the_middle_of_their_cells_and_count_on(name):
+def test_marks_of_a_mask_are_at_the_middle_of_their_cells_at_even_steps(name):
     view = view_of(worked_examples.load(name)[0])
     ((title, picture),) = distinct_masks(view, select(view))
     drawing = mask_drawing(view, title, picture, MASKS)
     for marks, cells in ((drawing.rows, picture.num_rows), (drawing.columns, picture.num_columns)):
-        assert marks[0].share(cells) == 0.5 / cells
-        assert {np.diff([mark.share(cells) for mark in marks]).round(9).max()} == {
-            np.diff([mark.share(cells) for mark in marks]).round(9).min()
-        }
+        places = np.array([mark.share(cells) for mark in marks])
+        steps = np.diff([mark.cell for mark in marks])
+        assert places[0] == 0.5 / cells
+        assert np.allclose(np.diff(places) * cells, steps) and len(set(steps)) == 1
         assert [mark.number for mark in marks] == [mark.cell for mark in marks]
     assert drawing.width / drawing.height == pytest.approx(1 / drawing.aspect, rel=0.02)
 
