@@ -220,11 +220,11 @@ class Block:
     computed
         Slots that held tokens before the step.
     written
-        Slots that the step writes, from the first to behind the last; None if it writes none.
+        Slots that the step writes, from the first to one past the last; None if it writes none.
     shared
         Whether another request owns it too.
     items
-        Slots of images and videos, from the first to behind the last of each.
+        Slots of images and videos, from the first to one past the last of each.
     """
 
     place: int
