@@ -85,9 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         0 on success, 1 if steps differ, 2 for bad input or output that can't be written, which get
         one line and no traceback.
     """
-    if sys.stdout is None:  # closed by who started us: nobody wants to read it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    output = Output(sys.stdout)
+    # None: closed by who started us, so nobody wants to read it.
+    output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
     code = 2
     try:
         with contextlib.redirect_stdout(output):
