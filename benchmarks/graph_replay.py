@@ -32,8 +32,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import ascend_emulator
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
-from vllm_npu_prep import emulator
 from vllm_npu_prep.attention import backend
 from vllm_npu_prep.attention.kernels.fia import FiaKernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -160,7 +160,7 @@ def run(model: Path, graphs: bool) -> tuple[list[list[int]], Counter, int, float
                 times.append(time.perf_counter() - start)
                 return result
             counts.clear()
-            with counted(counts), emulator.count() as device:
+            with counted(counts), ascend_emulator.count() as device:
                 result = forward(*args, **kwargs)
             steps.append((counts.copy(), device))
             return result

@@ -29,7 +29,7 @@ checked), and with ``--record`` the last 64 are kept for a record. ``--looks`` t
 by itself: ``count_us``, ``check_us``, ``keep_us``, and in percent of our step.
 
 ``--threads 1`` pins torch to one thread in both runners. Upstream's preparation calls torch where
-ours does not, and those calls wait for threads on a busy machine: not pinned, the ratio flatters us.
+ours does not, and these calls wait for threads on a busy machine: not pinned, ratios flatter us.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install vLLM (built empty: no device kernels) and this plugin into a virtual environment.
+# Install vLLM (built empty: no device kernels), this plugin and the emulated Ascend runtime into a
+# virtual environment.
 # make install, CI and the container all run this file.
 #
 #   scripts/install.sh [--venv DIR] [--extras test,npu] [--python PYTHON]
@@ -117,7 +118,8 @@ PYTHON
 }
 
 step_emulator() {
-  heading "torch_npu $(version torch_npu), beside the environment, for the emulated Ascend runtime"
+  heading "ascend_emulator, with torch_npu $(version torch_npu) beside the environment"
+  PYTHONWARNINGS=ignore pip_install --no-build-isolation $editable "$root/emulator"
   # Not in site-packages: there, "import torch" would load it and fail for want of Ascend libraries.
   pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
 }
@@ -156,7 +158,7 @@ stamp=$venv/.installed
 want=
 if [ "$steps" = "$all_steps" ]; then
   want=$( { "$python" --version; echo "$extras$editable"; cat "$0" "$constraints" "$root/setup.py" \
-    "$root/vllm_npu_prep/torchvision_import.py"; } | sha256sum)
+    "$root/emulator/pyproject.toml" "$root/vllm_npu_prep/torchvision_import.py"; } | sha256sum)
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     exit 0
   fi

@@ -13,8 +13,9 @@ import pytest
 from tests.compat import __main__ as command
 from tests.compat import changes
 from tests.compat.requirements import unmet
-from tests.compat.seams import Seam, Uses, installed
-from tests.compat.source import Module, Sources
+from tests.compat.seams import PLUGIN, Seam, Uses
+from tests.compat.source import Sources
+from tests.compat.types import Types
 
 ROOT = Path(__file__).parents[1]
 RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -22,21 +23,18 @@ RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 @pytest.fixture(scope="module")
 def uses():
-    return Uses(installed())
+    return Uses.of_environment()
 
 
-def beside(uses: Uses, tmp_path: Path, edits: dict[str, tuple[str, str]]) -> Uses:
+def beside(uses: Uses, edits: dict[str, tuple[str, str]]) -> Uses:
     """The plugin beside a vLLM in which one text of some modules stands for another."""
-    sources = uses.sources.only(*uses.sources.packages)
-    sources._modules.update(uses.sources._modules)
-    for number, (name, (old, new)) in enumerate(edits.items()):
-        text = uses.sources.module(name).path.read_text()
+    texts = {}
+    for name, (old, new) in edits.items():
+        text = uses.sources.module(name).filepath.read_text()
         assert old in text
-        path = tmp_path / f"{number}.py"
-        path.write_text(text.replace(old, new, 1))
-        sources._modules[name] = Module(name, path)
+        texts[name] = text.replace(old, new, 1)
     planted = copy.copy(uses)
-    planted.sources = sources
+    planted.sources = Sources(uses.sources.packages, texts)
     return planted
 
 
@@ -48,7 +46,7 @@ def test_the_snapshot_holds_what_the_code_uses(uses):
     assert changes.stale(changes.read(), uses) == [], "run: make seams"
 
 
-def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_them(uses, tmp_path):
+def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_them(uses):
     edits = {
         RUNNER: ("def _sync_device(self)", "def _wait_for_device(self, stream)"),
         "vllm.v1.worker.gpu_worker": ("def init_device(self)", "def init_device(self, stream)"),
@@ -58,7 +56,7 @@ def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_th
         "vllm.utils.mem_utils": ("def format_gib(", "def gib("),
         "vllm.v1.core.kv_cache_utils": ("def ", "def format_gib(b: int) -> str: ...\n\n\ndef "),
     }
-    found = changes.changes(changes.read(), beside(uses, tmp_path, edits))
+    found = changes.changes(changes.read(), beside(uses, edits))
     lines = [" ".join(str(change).split()) for change in found]
     batch = "vllm.v1.worker.gpu_input_batch.InputBatch"
     expected = [
@@ -75,7 +73,7 @@ def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_th
     assert lines == expected
 
 
-PLUGIN = {
+DOWNSTREAM = {
     "compat.py": """
         import sys
         import torch
@@ -167,6 +165,7 @@ SEAMS = {
     "torch.accelerator.synchronize": ": (device=None)",
     "vllm.batch.Batch.rows": ": (self) -> list[Row]",
     "vllm.batch.Row.name": ": str",
+    "vllm.batch.Wide.left": ": int",
     "vllm.config.Config": ": class",
     "vllm.config.Config.size": ": int",
     "vllm.engine.Engine": ": class",
@@ -193,8 +192,14 @@ def package(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What mypy knows of Python itself."""
+    return tmp_path_factory.mktemp("mypy")
+
+
 @pytest.fixture
-def small(tmp_path):
+def small(tmp_path, cache):
     """A small plugin and what it rests on."""
     torch = package(tmp_path / "torch", {"__init__.py": ""})
     accelerator = {"__init__.py": "def synchronize(device=None): ..."}
@@ -202,9 +207,9 @@ def small(tmp_path):
     folders = {
         "vllm": package(tmp_path / "vllm", UPSTREAM),
         "torch": torch,
-        "vllm_npu_prep": package(tmp_path / "vllm_npu_prep", {"__init__.py": "", **PLUGIN}),
+        PLUGIN: package(tmp_path / PLUGIN, {"__init__.py": "", **DOWNSTREAM}),
     }
-    return lambda: Uses(Sources(folders))
+    return lambda: Uses(Sources(folders), Types(PLUGIN, folders[PLUGIN], cache, [tmp_path]))
 
 
 def test_what_counts_as_a_seam(small):
@@ -249,7 +254,7 @@ def test_a_class_that_moved_is_followed_unless_it_is_imported_from_its_old_place
 
 def test_the_command_prints_the_list_and_fails(uses, monkeypatch, capsys):
     snapshot = changes.read()
-    monkeypatch.setattr(command, "Uses", lambda sources: uses)
+    monkeypatch.setattr(Uses, "of_environment", lambda: uses)
     monkeypatch.setattr(changes, "read", lambda: snapshot)
     monkeypatch.setattr(sys, "argv", ["compat"])
     assert command.main() == 0

@@ -36,14 +36,21 @@ def test_json_is_exactly_the_contract(name, capsys):
     assert json.loads(capsys.readouterr().out) == worked_examples.load(name)[1]
 
 
-def test_command_runs_without_importing_vllm():
+def test_command_imports_no_engine_and_what_draws_only_to_draw(tmp_path):
     """It has to work beside a broken engine, and at once."""
+    path, page, picture = worked_examples.path_of("decode-only"), tmp_path / "p", tmp_path / "q"
     code = (
         "import sys; from vllm_npu_prep.cli import main\n"
-        f"main(['explain', {str(worked_examples.path_of('decode-only'))!r}, '--json'])\n"
-        "sys.exit(3 if 'vllm' in sys.modules or 'torch' in sys.modules else 0)"
+        "loaded = lambda *names: [name for name in names if name in sys.modules]\n"
+        f"main(['explain', {str(path)!r}, '--json'])\n"
+        "assert loaded('PIL', 'jinja2') == []\n"
+        f"main(['explain', {str(path)!r}, '--html', {str(page)!r}, '--png', {str(picture)!r}])\n"
+        "assert loaded('PIL', 'jinja2') == ['PIL', 'jinja2']\n"
+        "assert loaded('vllm', 'torch') == []\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert page.stat().st_size and picture.stat().st_size
 
 
 def test_tables_show_every_variable(capsys, monkeypatch):

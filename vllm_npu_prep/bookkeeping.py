@@ -17,7 +17,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.model_inputs import ModelInputRunner
-from vllm_npu_prep.prep.kernels import book_tokens
+from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prompt_embeds import without_unknown_ids
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class BookkeepingRunner(ModelInputRunner):
         """
         batch = self.input_batch
         num_reqs, sampled = batch.num_reqs, sampler_output.sampled_token_ids
-        outputs = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
+        outputs: list[Any] = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
         req_ids, req_id_to_index = batch.req_ids.copy(), batch.req_id_to_index.copy()
         discard = self.discard_request_mask.np[:num_reqs]
         discarded: list[int] = np.flatnonzero(discard).tolist()
@@ -190,7 +190,7 @@ class BookkeepingRunner(ModelInputRunner):
                 output_token_ids.extend(new_token_ids)
             if sampler_output.logprobs_tensors is not None:
                 logprobs = sampler_output.logprobs_tensors.tolists()
-        full = book_tokens(
+        full = append_sampled_tokens(
             tokens_np, discard, batch.num_tokens_no_spec, batch.token_ids_cpu, batch.is_token_ids
         )
         assert full < 0, (

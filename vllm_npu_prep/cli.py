@@ -2,22 +2,24 @@
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from vllm_npu_prep import __version__
-from vllm_npu_prep.emulator.run import add_parser as add_emulate_parser
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
+from vllm_npu_prep.server.record_command import add_parser as add_record_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
 
+EMULATOR = "ascend_emulator"
 MOST_MISMATCHES = 10
 """Values other than expected that are named beside JSON."""
 
@@ -83,9 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         0 on success, 1 if steps differ, 2 for bad input or output that can't be written, which get
         one line and no traceback.
     """
-    if sys.stdout is None:  # closed by who started us: nobody wants to read it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    output = Output(sys.stdout)
+    # None: closed by who started us, so nobody wants to read it.
+    output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
     code = 2
     try:
         with contextlib.redirect_stdout(output):
@@ -106,8 +107,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None, output: Output) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["emulate"]:
+        _emulate(arguments[1:])
     try:
-        args = _parser().parse_args(argv)
+        args = _parser().parse_args(arguments)
         code = args.run(args)
     except SystemExit:  # --help, or a mistake in the arguments
         output.finish()
@@ -157,9 +161,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
+    add_record_parser(commands)
     add_replay_parser(commands)
-    add_emulate_parser(commands)
+    commands.add_parser(  # `main` does not come here for it: its options are those of its command
+        "emulate", help="run a command on emulated Ascend devices", add_help=False
+    )
     return parser
+
+
+def _emulate(arguments: list[str]) -> NoReturn:
+    """Become the command of the emulator, a package of its own that is never imported here."""
+    if importlib.util.find_spec(EMULATOR) is None:
+        raise PrepError(
+            f"emulate needs the package {EMULATOR}, which is not installed: "
+            "pip install ./emulator in a checkout of this project"
+        )
+    # -P: a file of the folder this is run from is not mistaken for a module.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
 def _explain(args: argparse.Namespace) -> int:

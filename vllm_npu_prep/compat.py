@@ -22,6 +22,7 @@ from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.one_line import OneLineErrors
 from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.server.processes import look_after_processes
 
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
@@ -72,6 +73,7 @@ def activate_platform() -> str | None:
             return None
         _report_errors_in_one_line()
         check_vllm_version()
+        look_after_processes()
         if choose_device() == NPU_KIND:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -228,7 +230,7 @@ def _let_servers_drain_and_stop_quietly() -> None:
 
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
-    AsyncLLM.shutdown = shutdown
+    AsyncLLM.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def _say(line: str) -> None:
@@ -237,12 +239,15 @@ def _say(line: str) -> None:
 
 
 def _let_servers_drain_and_fail_with_their_engine() -> None:
-    """Requests are counted for `Drain`; a server whose engine died ends with code 1 and says so.
+    """Requests are counted for `Drain`, and records written when asked for.
+
+    A server whose engine died ends with code 1 and says so.
 
     Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
     fails would not. With several API servers their parent notices on its own.
     """
     from vllm_npu_prep.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
+    from vllm_npu_prep.server.record_server import answering
 
     entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
     if entry is None or hasattr(entry.serve_http, "__wrapped__"):
@@ -258,7 +263,8 @@ def _let_servers_drain_and_fail_with_their_engine() -> None:
         app.middleware_stack = DrainMiddleware(served, engine.drain)
         # A client that does not read its answer would keep the server for ever.
         kwargs.setdefault("timeout_graceful_shutdown", END_SECONDS)
-        stopped = await upstream(app, *args, **kwargs)
+        async with answering(engine, kwargs.get("port")):
+            stopped = await upstream(app, *args, **kwargs)
         if not engine.errored or getattr(engine, "was_told_to_stop", False):
             return stopped
 
@@ -313,7 +319,7 @@ def _refuse_vision_without_torchvision() -> None:
             )
         return upstream(self, architectures, model_config)
 
-    _ModelRegistry.inspect_model_cls = inspect_model_cls
+    _ModelRegistry.inspect_model_cls = inspect_model_cls  # type: ignore[method-assign]
 
 
 def _refuse_ray_where_it_is_missing() -> None:
@@ -369,7 +375,7 @@ def _wake_who_reads_from_another_host() -> None:
                     raise TimeoutError
         return upstream(self, timeout, indefinite)
 
-    MessageQueue.dequeue = dequeue
+    MessageQueue.dequeue = dequeue  # type: ignore[method-assign]
 
 
 def _report_errors_in_one_line() -> None:
@@ -406,7 +412,7 @@ def _tell_refusals_to_the_main_process() -> None:
     run_worker.__wrapped__ = WorkerProc.worker_main  # type: ignore[attr-defined]
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     WorkerProc.worker_main = staticmethod(run_worker)
-    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)
+    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)  # type: ignore[method-assign]
     WorkerProc.__init__ = one_line.leaving_refusals(WorkerProc.__init__)
     WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
 
@@ -437,12 +443,13 @@ def let_profiler_run(device_type: str) -> None:
 
     What torch_npu records under ``PrivateUse1`` was not tried.
     """
+    from vllm.config.profiler import TorchProfilerActivity
     from vllm.profiler import wrapper
 
     if device_type not in wrapper._SUPPORTED_PROFILER_KINDS:
         wrapper._SUPPORTED_PROFILER_KINDS[device_type] = frozenset(("torch",))
         wrapper._DEFAULT_TORCH_PROFILER_ACTIVITIES[device_type] = ("CPU",)
-        known = frozenset(("CPU", "PrivateUse1"))
+        known: frozenset[TorchProfilerActivity] = frozenset(("CPU", "PrivateUse1"))
         wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES[device_type] = known
 
 

@@ -14,6 +14,7 @@ from vllm_npu_prep.progress import waiting
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
 
 ALWAYS_ANSWERED = ("/metrics",)
 """Monitoring goes on while the last requests run."""
@@ -143,14 +144,14 @@ def drain_and_shut_down(
         # Whoever does gives this process the same time, and then kills it.
         timeout = max(0.0, (timeout or 0) - CUT_SECONDS)
     has_ended = drain.wait(timeout or 0, say)
-    engine.was_told_to_stop = not engine.errored
+    engine.was_told_to_stop = not engine.errored  # type: ignore[attr-defined]
     loop = handler.get_loop() if handler is not None else None
     outputs = engine.output_processor
     if not has_ended and loop is not None and not loop.is_closed():
 
         async def cut() -> None:
             outputs.propagate_error(stopped_error())
-            await engine.engine_core.abort_requests_async([*outputs.request_states])
+            await _client_of(engine).abort_requests_async([*outputs.request_states])
 
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
@@ -162,7 +163,12 @@ def drain_and_shut_down(
 
 def _owns_engine(engine: "AsyncLLM") -> bool:
     """Whether this process started the engine's; with several API servers their parent did."""
-    return engine.engine_core.resources.engine_manager is not None
+    return _client_of(engine).resources.engine_manager is not None
+
+
+def _client_of(engine: "AsyncLLM") -> "AsyncMPClient":
+    """The engine's client, whose type upstream's decorators hide."""
+    return engine.engine_core
 
 
 def _serves_in_this_thread() -> bool:
@@ -176,8 +182,9 @@ def _serves_in_this_thread() -> bool:
 
 def cause_of_death(engine: "AsyncLLM") -> str:
     """What is known of the end of an engine's process; a killed one could say nothing."""
-    manager = engine.engine_core.resources.engine_manager
+    manager = _client_of(engine).resources.engine_manager
     for process in getattr(manager, "processes", ()):
+        assert manager is not None
         if process.name == manager.failed_proc_name and (process.exitcode or 0) < 0:
             return f"{process.name} was killed by {signal.Signals(-process.exitcode).name}"
     return "the first error above says why"

@@ -20,8 +20,8 @@ class StepLoRAMapping(LoRAMapping):
     Upstream makes tuples of them and compares these: 0.7 ms for 8192 tokens.
     """
 
-    index_mapping: np.ndarray
-    prompt_mapping: np.ndarray
+    index_mapping: Any  # [num_tokens]
+    prompt_mapping: Any  # [num_samples]
 
     def __post_init__(self) -> None:
         """Keep the arrays."""
@@ -60,7 +60,7 @@ class LoRARunner(GPUModelRunner):
         mapping_type
             What the rows are.
         """
-        lora_ids = input_batch.request_lora_mapping[: input_batch.num_reqs]
+        lora_ids: Any = input_batch.request_lora_mapping[: input_batch.num_reqs]
         mapping = StepLoRAMapping(
             lora_ids.repeat(num_scheduled_tokens),
             lora_ids.repeat(1 if num_sampled_tokens is None else num_sampled_tokens),

@@ -140,6 +140,7 @@ class ModelInputRunner(LoRARunner):
         batch = self.input_batch
         self._prompt_embeds = None
         if step.batch.takes_embeds and batch.req_prompt_embeds:
+            assert isinstance(self.dtype, torch.dtype)
             self._prompt_embeds = PromptEmbeds.of_step(
                 step, batch.is_token_ids, batch.req_prompt_embeds, self.dtype
             )
@@ -166,7 +167,8 @@ class ModelInputRunner(LoRARunner):
         """
         model_kwargs = self._init_model_kwargs()
         positions = self.mrope_positions.gpu if self.uses_mrope else self.positions
-        input_ids, inputs_embeds = self.input_ids.gpu, None
+        input_ids: torch.Tensor | None = self.input_ids.gpu
+        inputs_embeds: torch.Tensor | None = None
         if not get_pp_group().is_first_rank:
             received = self.sync_and_gather_intermediate_tensors(
                 num_input_tokens, intermediate_tensors, sync_self=True
@@ -175,7 +177,7 @@ class ModelInputRunner(LoRARunner):
         if scheduler_output.scheduled_encoder_inputs:
             self._execute_mm_encoder(scheduler_output)
         if self._has_embeds:
-            inputs_embeds = self._embed(scheduler_output, input_ids)
+            inputs_embeds = self._embed(scheduler_output, self.input_ids.gpu)
             input_ids = None
         return input_ids, inputs_embeds, positions, None, model_kwargs, None
 
@@ -190,7 +192,8 @@ class ModelInputRunner(LoRARunner):
             return self._prompt_embeds.inputs_embeds(self.model, input_ids)
         mm_embeds, is_multimodal = self._gather_mm_embeddings(scheduler_output)
         padding = len(input_ids) - len(is_multimodal)
-        return self.model.embed_input_ids(
+        model: Any = self.model
+        return model.embed_input_ids(
             input_ids,
             multimodal_embeddings=mm_embeds,
             is_multimodal=torch.nn.functional.pad(is_multimodal, (0, padding)),
@@ -250,8 +253,8 @@ class ModelInputRunner(LoRARunner):
                 self.encoder_counts.placed += 1
         return mm_embeds, is_multimodal
 
-    def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor, None]:
-        """Dummy runs read token ids, as graphs do; upstream's read embeddings."""
+    def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor, Any]:
+        """Dummy runs read token ids and no embeddings, as graphs do; upstream's read embeddings."""
         return self.input_ids.gpu[:num_tokens], None
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:

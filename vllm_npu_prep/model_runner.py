@@ -1,7 +1,7 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -127,10 +127,10 @@ class NPUModelRunner(GraphRunner):
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, staged.np)
         self._collect_prompt_embeds(step)
-        # 5 copy: all of them at once; device tensors are views of the twin
+        # 5 copy: all of them at once; device tensors are views of the device buffer
         self.staging.submit(step.nbytes)
-        self._place_sampled_tokens(step)
-        self._place_block_changes(step)
+        self._scatter_sampled_tokens(step)
+        self._scatter_block_changes(step)
         # 6 metadata: one for each KV-cache group, from host values at hand
         self._attn_metadata = self._build_step_metadata(step, staged)
         self._bind(staged)
@@ -197,16 +197,16 @@ class NPUModelRunner(GraphRunner):
         self._is_padding = device.is_padding
         self.backup_next_token_ids = device.backup_next_token_ids
 
-    def _place_sampled_tokens(self, step: PreparedStep) -> None:
-        """Async scheduling: the last step's samples are still on the device; place them there."""
+    def _scatter_sampled_tokens(self, step: PreparedStep) -> None:
+        """Async scheduling: the last step's samples are still on the device; scatter them there."""
         if step.batch.num_sampled_rows:
-            self.staging.place_sampled_tokens(step.layout, self._last_samples())
+            self.staging.scatter_sampled_tokens(step.layout, self._last_samples())
 
-    def _place_block_changes(self, step: PreparedStep) -> None:
+    def _scatter_block_changes(self, step: PreparedStep) -> None:
         """New entries of the block tables of all groups."""
         if step.num_block_changes:
-            self.staging.place_block_changes(
-                self._block_entries,
+            self.staging.scatter_block_changes(
+                self._block_table_flat,
                 step.layout,
                 step.batch.num_targets,
                 step.num_block_changes,
@@ -232,7 +232,7 @@ class NPUModelRunner(GraphRunner):
         """Block tables of virtual requests, by KV-cache group; none without chunks."""
         if self.local_groups is None:
             return {}
-        return self._local_tables.gather(staged.device.local_table_rows)
+        return self._local_tables.gather(staged.device.chunk_local_table_rows)
 
     def _sampling_inputs(
         self, step: PreparedStep, arrays: DeviceArrays
@@ -277,7 +277,7 @@ class NPUModelRunner(GraphRunner):
             slots = self._slots = (self.positions, by_group, by_layer)
         return slots[1:]
 
-    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def _prepare_padding_mask(self, *args: Any, **kwargs: Any) -> Any:
         """Padding came with the step; dummy runs without a graph take upstream's.
 
         The last thing that upstream asks for before the forward pass of a step or of a dummy run.
@@ -303,7 +303,7 @@ class NPUModelRunner(GraphRunner):
             step, group = self.last_step, self._drafting_group
             assert step is not None
             block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
-            slots = self._staged.device.slot_mapping[group]
+            slots = self._staged.device.slot_mappings[group]
             common = common_metadata(step, self._staged, block_tables[group], slots)
         if self._uses_mla:
             for _, builder, layer_names in self._builders:
@@ -316,8 +316,10 @@ class NPUModelRunner(GraphRunner):
         super()._forget_step()
         self._attn_metadata = self._is_padding = None
 
-    @torch.inference_mode()
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:
+    @torch.inference_mode()  # `inference_mode` without a call, upstream's, isn't a method to mypy
+    def sample_tokens(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> ModelRunnerOutput:
         """Upstream's asynchronous output makes a stream event.
 
         It also rolls back the generators of requests whose sample is discarded, by an offset that
@@ -347,7 +349,11 @@ class NPUModelRunner(GraphRunner):
         """Allocate the cache, then what depends on its groups: staging ring and table views."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self._builders: list[tuple[int, AscendMetadataBuilder, list[str]]] = [
-            (group, attn_group.get_metadata_builder(), attn_group.layer_names)
+            (
+                group,
+                cast(AscendMetadataBuilder, attn_group.get_metadata_builder()),
+                attn_group.layer_names,
+            )
             for group, attn_groups in enumerate(self.attn_groups)
             for attn_group in attn_groups
         ]
@@ -361,17 +367,17 @@ class NPUModelRunner(GraphRunner):
             num_prompt_tokens=batch.num_prompt_tokens,
             num_tokens=batch.num_tokens_no_spec,
             token_ids=batch.token_ids_cpu,
-            block_entries=tables.entries_np,
+            block_table_flat=tables.block_table_flat_np,
             max_num_blocks=tables.max_num_blocks,
             block_sizes=np.array([table.block_size for table in tables.block_tables], np.int32),
             num_blocks=tables.num_blocks,
-            num_known_blocks=tables.num_known_blocks,
+            num_synced_blocks=tables.num_synced_blocks,
             num_device_blocks=tables.num_device_blocks,
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
             mrope=self.mrope_tables,
             local=self.local_groups,
         )
-        self._block_entries = self.prep_device.native(tables.entries)
+        self._block_table_flat = self.prep_device.native(tables.block_table_flat)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
         self._num_groups = self._tables.num_groups
         self._max_logits_per_req = self.uniform_decode_query_len
@@ -380,14 +386,14 @@ class NPUModelRunner(GraphRunner):
             self.max_num_reqs,
             self._num_groups,
             self._max_logits_per_req,
-            len(tables.entries),
+            len(tables.block_table_flat),
             self.mrope_dims,
             self.local_groups,
         )
         if self.local_groups is not None:
             # A virtual request has a token, in padding too
             self._local_tables = LocalBlockTables(
-                self.prep_device, tables.entries, self.local_groups, self.max_num_tokens
+                self.prep_device, tables.block_table_flat, self.local_groups, self.max_num_tokens
             )
         self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
         self.recorder = make_recorder(self, self.recorder)

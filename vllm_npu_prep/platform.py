@@ -47,7 +47,7 @@ class NPUPlatform(Platform):
     dist_backend = KIND.dist_backend
     ray_device_key = "NPU"
     # Workers of a host see all of its NPUs and take the one that Ray gave them, as under mp.
-    ray_noset_device_env_vars = ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",)
+    ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     device_control_env_var = KIND.visible_env_var
     simple_compile_backend = graph_config.COMPILE_BACKEND
 

@@ -201,7 +201,7 @@ class ExactDraftModelProposer(ExactLengths, DraftModelProposer):
     """A model of its own as the drafter."""
 
 
-DRAFTERS: dict[str, type[Any]] = {
+DRAFTERS: dict[Any, type[Any]] = {
     method: ExactDraftModelProposer if method == "draft_model" else ExactEagleProposer
     for method in DRAFT_MODEL_METHODS
 }
@@ -211,6 +211,8 @@ class SpeculativeRunner(BookkeepingRunner):
     """Upstream's runner with exact counts under speculation, asynchronous scheduling included."""
 
     prep_device: Device
+    # Upstream's other ones run no model and are not asked for what these have.
+    drafter: ExactEagleProposer | ExactDraftModelProposer
     backup_next_token_ids: torch.Tensor  # [num_reqs_padded] int32, of the present step
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -260,13 +262,16 @@ class SpeculativeRunner(BookkeepingRunner):
             assert isinstance(self._draft_token_ids, torch.Tensor)
             drafts = self._draft_token_ids.to(torch.int32)
             sampled = self.input_batch.prev_sampled_token_ids
+            assert sampled is not None
             self._drafted_samples = torch.cat((sampled, drafts, drafts), 1).flatten()
 
     def _last_samples(self) -> torch.Tensor:
         """The last step's samples on the device, int32, as `StepLayout` orders their places."""
         if self._num_sampled_drafts:
             return self._drafted_samples
-        return self.input_batch.prev_sampled_token_ids[:, 0].to(torch.int32)
+        sampled = self.input_batch.prev_sampled_token_ids
+        assert sampled is not None
+        return sampled[:, 0].to(torch.int32)
 
     @property
     def _drafting_group(self) -> int:
@@ -288,4 +293,5 @@ class SpeculativeRunner(BookkeepingRunner):
         """Drafts behind each sample that is still on the device."""
         if not self.use_async_spec_decode or self._draft_token_ids is None:
             return 0
+        assert isinstance(self._draft_token_ids, torch.Tensor)
         return self._draft_token_ids.shape[1]

@@ -4,8 +4,6 @@ import atexit
 import contextlib
 import gc
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from vllm_npu_prep.inspect.scopes import StepScopes
 from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
+from vllm_npu_prep.server.record_signal import survive_signals
 from vllm_npu_prep.startup.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.wording import counted
 
@@ -39,6 +38,7 @@ class NPUWorker(Worker):
     """One rank of the engine."""
 
     prep_device: Device  # from `init_device` on
+    model_runner: NPUModelRunner
     _scopes: StepScopes | None = None  # while a profiler runs
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +53,8 @@ class NPUWorker(Worker):
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
         gc.freeze()  # modules: collections while loading and profiling need not look at them
+        if self.parallel_config.use_ray:  # others of vLLM's own processes do so from their start
+            survive_signals()
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
@@ -83,6 +85,7 @@ class NPUWorker(Worker):
 
     def _make_model_runner(self) -> NPUModelRunner:
         """The runner of this plugin in place of upstream's choice."""
+        assert self.device is not None
         return NPUModelRunner(self.vllm_config, self.device, self.prep_device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager:
@@ -158,37 +161,14 @@ class NPUWorker(Worker):
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Start or stop vLLM's profiler, with the phases of the host in it.
-
-        When it stops, these are also written as a trace of their own, with counters, into the
-        profiler's folder.
-        """
+        """Start or stop vLLM's profiler, with the phases of the host in its trace."""
         super().profile(is_start, *args, **kwargs)
         if is_start and self._scopes is None:
             self._scopes = StepScopes(self.model_runner)
             self._scopes.install()
-        elif not is_start:
-            self._stop_scopes()
-
-    def _stop_scopes(self) -> None:
-        scopes, self._scopes = self._scopes, None
-        folder = self.profiler_config.torch_profiler_dir
-        if scopes is None:
-            return
-        scopes.remove()
-        if not folder or "://" in folder:  # another profiler, or a folder of torch's own making
-            return
-        rank = rank_across_engines(self.parallel_config)
-        path = Path(folder) / f"npu_prep_rank{rank}.{time.time_ns()}.trace.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scopes.write_trace(path)
-        except OSError as error:
-            logger.warning("No trace of host phases: %s.", error)
-        else:
-            logger.info(
-                "Host phases and counters of %s: %s", counted(len(scopes.events), "event"), path
-            )
+        elif not is_start and self._scopes is not None:
+            self._scopes.remove()
+            self._scopes = None
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
@@ -224,7 +204,28 @@ class NPUWorker(Worker):
                 'no steps are recorded: start with {"npu_prep": {"record": {"dir": ..., "steps": '
                 '"last 64"}}}'
             )
-        return recorder.dump("dump_steps")
+        return str(recorder.dump("dump_steps"))
+
+    def record_steps(self, reason: str) -> dict[str, Any]:
+        """Write the last steps, for a server that asks all its ranks.
+
+        Parameters
+        ----------
+        reason
+            Who asked for them.
+
+        Returns
+        -------
+        dict
+            ``rank`` across engines, ``folder``, how many ``steps``, and all that in a line,
+            ``answer``.
+        """
+        recorder = self.model_runner.recorder
+        assert recorder is not None  # the server asks nobody unless steps are recorded
+        written = recorder.dump(reason)
+        rank = rank_across_engines(self.parallel_config)
+        answer = {"rank": rank, "folder": str(written.folder), "steps": written.steps}
+        return answer | {"answer": str(written)}
 
     def shutdown(self) -> None:
         """Asynchronous failures show when the engine is on its way down already."""
@@ -232,8 +233,7 @@ class NPUWorker(Worker):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
             self._save_steps(error)
-        super().shutdown()  # ends a profile that still runs
-        self._stop_scopes()
+        super().shutdown()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Weights from a transfer engine: as upstream's, without graphs."""

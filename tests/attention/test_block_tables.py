@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from vllm.v1.worker.block_table import MultiGroupBlockTable
 
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.padding import Padding
 
@@ -40,11 +40,11 @@ class Host:
             num_prompt_tokens=rows,
             num_tokens=rows,
             token_ids=np.zeros((ROWS, 8), np.int32),
-            block_entries=self.tables.entries_np,
+            block_table_flat=self.tables.block_table_flat_np,
             max_num_blocks=self.tables.max_num_blocks,
             block_sizes=np.array(BLOCK_SIZES, np.int32),
             num_blocks=self.tables.num_blocks,
-            num_known_blocks=self.tables.num_known_blocks,
+            num_synced_blocks=self.tables.num_synced_blocks,
             num_device_blocks=self.tables.num_device_blocks,
         )
         self.next_block = 1
@@ -60,15 +60,15 @@ class Host:
     def step(self, num_reqs: int, num_reqs_padded: int) -> None:
         """Prepare a step of one token for each request, and let the device have it."""
         layout = step_layout(num_reqs_padded, num_reqs_padded, 2)
-        nbytes = largest_step(num_reqs_padded, ROWS, 2, 1, len(self.tables.entries))
+        nbytes = largest_step(num_reqs_padded, ROWS, 2, 1, len(self.tables.block_table_flat))
         arrays = layout.views(np.zeros(nbytes, np.uint8))
         ones = np.ones(num_reqs, np.int32)
         batch = StepBatch(self.batch, ones, ones * 0, num_reqs)
         prepared = prepare_step(batch, Padding(num_reqs_padded, num_reqs_padded, 1), layout, arrays)
         count = prepared.num_block_changes
-        indices, ids = arrays.tail_int64[:count], arrays.tail_int32[2 * count : 3 * count]
+        indices, ids = arrays.variable_int64[:count], arrays.variable_int32[2 * count : 3 * count]
         assert len(set(indices.tolist())) == count, "an entry is written twice in one launch"
-        self.tables.entries.numpy()[indices] = ids
+        self.tables.block_table_flat.numpy()[indices] = ids
         self.sent.append(count)
 
     def assert_device_is_right(self, num_reqs: int, num_reqs_padded: int) -> None:
@@ -113,7 +113,7 @@ def test_device_rows_equal_host_rows_after_any_operations(steps, blocks_per_chun
             tables.swap_row(*arguments)
         elif name == "dummy run":  # copies whole rows, then clears some: the device is unknown
             tables.commit_block_table(ROWS)
-            tables.entries.fill_(77)
+            tables.block_table_flat.fill_(77)
         elif name == "step":
             num_reqs, padding = arguments
             host.step(num_reqs, min(num_reqs + padding, ROWS))
@@ -140,8 +140,8 @@ def test_tables_of_all_groups_share_one_tensor_on_either_side():
     tables = device_block_tables()
     for table in tables.block_tables:
         buffer = table.block_table
-        assert buffer.gpu.untyped_storage().data_ptr() == tables.entries.data_ptr()
-        assert buffer.cpu.untyped_storage().data_ptr() == tables.entries_cpu.data_ptr()
+        assert buffer.gpu.untyped_storage().data_ptr() == tables.block_table_flat.data_ptr()
+        assert buffer.cpu.untyped_storage().data_ptr() == tables.block_table_flat_cpu.data_ptr()
         assert buffer.np.ctypes.data == buffer.cpu.data_ptr()
 
 
@@ -188,11 +188,11 @@ def test_a_model_without_a_cache_has_rows_but_no_tables():
         num_prompt_tokens=lengths,
         num_tokens=lengths,
         token_ids=np.arange(8 * ROWS, dtype=np.int32).reshape(ROWS, 8),
-        block_entries=tables.entries_np,
+        block_table_flat=tables.block_table_flat_np,
         max_num_blocks=tables.max_num_blocks,
         block_sizes=np.empty(0, np.int32),
         num_blocks=tables.num_blocks,
-        num_known_blocks=tables.num_known_blocks,
+        num_synced_blocks=tables.num_synced_blocks,
         num_device_blocks=tables.num_device_blocks,
     )
     step = prepare_step(StepBatch(batch, lengths[:2], 0 * lengths, 6), Padding(8, 2))

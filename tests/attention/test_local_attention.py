@@ -25,8 +25,8 @@ SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 
 def tables_of(step: PreparedStep) -> dict[int, torch.Tensor]:
     """Block tables of the step's virtual requests, by group."""
-    tables, rows = step.batch.tables, step.arrays.local_table_rows
-    entries = torch.from_numpy(tables.block_entries)
+    tables, rows = step.batch.tables, step.arrays.chunk_local_table_rows
+    entries = torch.from_numpy(tables.block_table_flat)
     local_tables = LocalBlockTables(CPUDevice(), entries, tables.local, step.num_input_tokens)
     return local_tables.gather(torch.from_numpy(rows.reshape(-1)))
 
@@ -50,7 +50,7 @@ def test_virtual_requests_equal_upstreams(batch, blocks_per_chunk):
             block_table_tensor=torch.from_numpy(
                 step.batch.tables.block_table(group)[: step.num_reqs].copy()
             ),
-            slot_mapping=torch.from_numpy(step.slot_mapping(group)),
+            slot_mapping=torch.from_numpy(step.slot_mapping[group]),
         )
         chunk_size = batch.block_size * blocks_per_chunk
         theirs, _ = make_local_attention_virtual_batches(chunk_size, common, batch.block_size)
@@ -58,9 +58,9 @@ def test_virtual_requests_equal_upstreams(batch, blocks_per_chunk):
         assert local.num_reqs == count
         assert local.max_query_len == theirs.max_query_len
         assert local.max_seq_len == theirs.max_seq_len
-        ours = step.arrays.local_query_start_loc[: count + 1].tolist()
+        ours = step.arrays.chunk_local_query_start_loc[: count + 1].tolist()
         assert ours == theirs.query_start_loc.tolist()
-        seq_lens = step.arrays.local_seq_lens[:count]
+        seq_lens = step.arrays.chunk_local_seq_lens[:count]
         assert seq_lens.tolist() == theirs.seq_lens.tolist()
         blocks = -(-seq_lens // batch.block_size)  # what lies behind, nobody reads
         for row, owned in enumerate(blocks):

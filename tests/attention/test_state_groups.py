@@ -84,11 +84,11 @@ def test_tables_and_slots_equal_upstreams_on_random_schedules(mode, seed):
         num_prompt_tokens=np.full(ROWS, 1, np.int32),
         num_tokens=np.full(ROWS, MAX_MODEL_LEN, np.int32),
         token_ids=tokens,
-        block_entries=ours.entries_np,
+        block_table_flat=ours.block_table_flat_np,
         max_num_blocks=ours.max_num_blocks,
         block_sizes=np.array([table.block_size for table in ours.block_tables], np.int32),
         num_blocks=ours.num_blocks,
-        num_known_blocks=ours.num_known_blocks,
+        num_synced_blocks=ours.num_synced_blocks,
         num_device_blocks=ours.num_device_blocks,
     )
     running: list[Request] = []
@@ -143,8 +143,8 @@ def test_tables_and_slots_equal_upstreams_on_random_schedules(mode, seed):
         )
         # The device gets what the step brings along.
         count = step.num_block_changes
-        changed = step.arrays.tail_int64[:count]
-        ours.entries.numpy()[changed] = step.arrays.tail_int32[2 * count : 3 * count]
+        changed = step.arrays.variable_int64[:count]
+        ours.block_table_flat.numpy()[changed] = step.arrays.variable_int32[2 * count : 3 * count]
         theirs.commit_block_table(num_reqs)
         theirs.compute_slot_mapping(
             num_reqs, torch.from_numpy(step.query_start_loc), torch.from_numpy(step.positions)
@@ -158,7 +158,7 @@ def test_tables_and_slots_equal_upstreams_on_random_schedules(mode, seed):
                 nulls += rows[row, : width[row]].tolist().count(0)
             if MODES[group] is SlotMappingMode.TOKEN_TO_KV_SLOT:  # states have no slots
                 assert (
-                    step.slot_mapping(group).tolist() == upstream.slot_mapping.gpu[:total].tolist()
+                    step.slot_mapping[group].tolist() == upstream.slot_mapping.gpu[:total].tolist()
                 )
         for request, count in zip(running, scheduled):
             request.num_computed_tokens += count

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.compat import changes, start
 from tests.compat.requirements import unmet
-from tests.compat.seams import Uses, installed
+from tests.compat.seams import Uses
 
 SECONDS = 900
 """For a start, which inspects a model and captures graphs."""
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what the start says")
     options = parser.parse_args()
     version = metadata.version("vllm").partition("+")[0]
-    uses = Uses(installed())
+    uses = Uses.of_environment()
     if options.write:
         snapshot = changes.snapshot_of(uses)
         changes.write(snapshot, version)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.compat.seams import PATCHED, UPSTREAM, Seam, Uses
-from tests.compat.source import Class, Module, Sources
+import griffe
+
+from tests.compat.seams import UPSTREAM, Seam, Uses
+from tests.compat.source import Sources, signature
 
 SNAPSHOT = Path(__file__).with_name("seams.txt")
 HEAD = """\
@@ -54,18 +56,18 @@ class Change:
 
 def snapshot_of(uses: Uses) -> dict[Seam, str]:
     """What the plugin uses, as the installed vLLM has it."""
-    return {seam: str(uses.definitions[seam]) for seam in sorted(uses.definitions)}
+    return {seam: uses.signatures[seam] for seam in sorted(uses.signatures)}
 
 
 def write(snapshot: Snapshot, version: str, path: Path = SNAPSHOT) -> None:
     """Save a snapshot, a class or module at a time."""
     lines = [HEAD.format(version=version)]
     owner = ""
-    for seam, signature in sorted(snapshot.items()):
+    for seam, said in sorted(snapshot.items()):
         if seam.owner != owner:
             owner = seam.owner
             lines.append(f"{owner}\n")
-        lines.append(f"    {seam.name}{signature}\n")
+        lines.append(f"    {seam.name}{said}\n")
     path.write_text("".join(lines))
 
 
@@ -92,7 +94,7 @@ def version_of(path: Path = SNAPSHOT) -> str:
 
 def stale(snapshot: Snapshot, uses: Uses) -> list[str]:
     """Seams that the snapshot lacks, and those that nothing uses any more."""
-    used = set(uses.definitions)
+    used = set(uses.signatures)
     return [
         *(
             f"new      {seam}  in {', '.join(sorted(uses.files[seam]))}"
@@ -108,7 +110,7 @@ def changes(snapshot: Snapshot, uses: Uses) -> list[Change]:
     A class that only moved is followed; whoever imports it from its old place sees that name gone.
     A class that is gone is named once, for all its members.
     """
-    found = []
+    found, sources = [], uses.sources
     by_owner: dict[str, list[Seam]] = defaultdict(list)
     for seam in snapshot:
         by_owner[seam.owner].append(seam)
@@ -117,7 +119,6 @@ def changes(snapshot: Snapshot, uses: Uses) -> list[Change]:
         return tuple(sorted(uses.files.get(seam) or uses.mentions[seam.name]))
 
     for name, seams in by_owner.items():
-        sources = uses.patched if name.split(".")[0] == PATCHED else uses.sources
         owner = _owner(sources, name)
         if owner is None and _was_class(name):
             last = name.rpartition(".")[2]
@@ -125,7 +126,7 @@ def changes(snapshot: Snapshot, uses: Uses) -> list[Change]:
             members = f"with {', '.join(seam.name for seam in seams)}"
             found.append(Change(Seam(*_split(name)), "", None, users, members))
             continue
-        moved = f"of  {owner.name}" if owner is not None and owner.name != name else ""
+        moved = f"of  {owner.path}" if owner is not None and owner.path != name else ""
         for seam in seams:
             if str(seam) in by_owner and _owner(sources, str(seam)) is None:
                 continue  # a class, named with its members
@@ -133,8 +134,7 @@ def changes(snapshot: Snapshot, uses: Uses) -> list[Change]:
             if definition is None:
                 hint = moved if _was_class(name) else _places(sources, seam)
                 found.append(Change(seam, snapshot[seam], None, files(seam), hint))
-            elif str(definition) != snapshot[seam]:
-                now = str(definition)
+            elif (now := signature(definition)) != snapshot[seam]:
                 found.append(Change(seam, snapshot[seam], now, files(seam), moved))
     return sorted(found, key=lambda change: (change.now is not None, change.seam))
 
@@ -149,12 +149,12 @@ def _was_class(name: str) -> bool:
     return not name.rpartition(".")[2].islower()
 
 
-def _owner(sources: Sources, name: str) -> Module | Class | None:
+def _owner(sources: Sources, name: str) -> griffe.Object | None:
     found = sources.find(name)
     if found is None and _was_class(name):
         places = sources.places_of(UPSTREAM, name.rpartition(".")[2])
         found = sources.find(places[0]) if len(places) == 1 else None
-    return found if isinstance(found, Module | Class) else None
+    return found if isinstance(found, griffe.Module | griffe.Class) else None
 
 
 def _places(sources: Sources, seam: Seam) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.deploy import ROOT
+from tests.helpers.deploy import ROOT, files_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from healthcheck import health_url
@@ -277,12 +277,6 @@ def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
     assert int(misses) == 0 and int(hits) >= 4
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Files of a package, relative to it; without byte code."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return [path.relative_to(folder) for path in paths]
-
-
 def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_path):
     # A Python that notes what it is asked for, and nothing else.
     log, python = tmp_path / "log", tmp_path / "python"
@@ -304,7 +298,7 @@ def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_pat
     calls = [line.partition("|") for line in log.read_text().splitlines()]
     pip = [(device, call.split()[2:]) for device, _, call in calls if call.startswith("-m pip ")]
     installed = [(device, words) for device, words in pip if words[0] == "install"]
-    assert len(installed) == 6
+    assert len(installed) == 7
     for _, words in installed:
         assert words[words.index("--constraint") + 1] == str(ROOT / "constraints.txt")
     [(device, vllm)] = [one for one in installed if one[1][-1].startswith("vllm==")]

@@ -421,7 +421,7 @@ class Traffic:
             ours._dummy_run(4)
             # With attention it commits whole rows and then clears those of its padding.
             ours.block_tables.commit_block_table(ours.max_num_reqs)
-            ours.block_tables.entries.zero_()
+            ours.block_tables.block_table_flat.zero_()
         self.count["dummy run"] += 1
 
     # ----------------------------------------------------------------- steps

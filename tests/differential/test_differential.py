@@ -16,7 +16,8 @@ from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
 from vllm_npu_prep import model_runner
 from vllm_npu_prep.inspect.violation import StepCheckError
-from vllm_npu_prep.prep.kernels import book_tokens, fill_step_at
+from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
+from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
@@ -47,7 +48,7 @@ def test_every_array_decision_and_sample_agrees(number):
     print(number, dict(traffic.count), dict(traffic.states))
     # Compiled at worker start, for the types that steps have: nothing was compiled in between.
     assert len(fill_step_at.signatures) == 1
-    assert len(book_tokens.signatures) <= 1  # none where nothing is sampled
+    assert len(append_sampled_tokens.signatures) <= 1  # none where nothing is sampled
     happened = {what for what, times in (traffic.count + traffic.states).items() if times}
     assert happened >= EPISODES[number] | {"finished"}
 

@@ -1,4 +1,4 @@
-"""README and the pages of docs/, read as CommonMark: code blocks, links, tables, code spans."""
+"""READMEs and the pages of docs/, read as CommonMark: code blocks, links, tables, code spans."""
 
 import re
 from dataclasses import dataclass
@@ -133,8 +133,9 @@ def _slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", plain)
 
 
+READMES = ("README.md", "emulator/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): Page(path)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [*map(ROOT.joinpath, READMES), *sorted((ROOT / "docs").rglob("*.md"))]
 }
 """Every page by its name."""

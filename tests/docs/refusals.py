@@ -1,4 +1,4 @@
-"""What the package refuses: start-up's list, and messages in its source, as templates."""
+"""What is refused: start-up's list, and messages in plugin and emulator, as templates."""
 
 import ast
 import re
@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 from vllm_npu_prep.startup.refusals import REFUSALS
 
-PACKAGE = ROOT / "vllm_npu_prep"
+PACKAGES = (ROOT / "vllm_npu_prep", ROOT / "emulator/ascend_emulator")
+ERRORS = {"PrepError", "EmulatorError"}
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """Features that start-up refuses, and every message of a `PrepError`.
+    """Features that start-up refuses, and every message of a `PrepError` or an `EmulatorError`.
 
     Messages of which nothing but a hole is written there are left out: others made them.
     """
     found = [Message(f"REFUSALS[{id!r}]", _holes(each.feature)) for id, each in REFUSALS.items()]
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
@@ -62,9 +63,11 @@ def _of_function(function: ast.FunctionDef, path: Path) -> list[Message]:
     messages: list[ast.expr] = []
     for node in ast.walk(function):
         match node:
-            case ast.Raise(exc=ast.Call(func=ast.Name(id="PrepError"), args=[message, *_])):
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=error), args=[message, *_])) if (
+                error in ERRORS
+            ):
                 messages.append(message)
-    place = path.relative_to(PACKAGE).as_posix()
+    place = path.relative_to(ROOT).as_posix()
     texts = [each for message in messages for each in _alternatives(message, function)]
     return [Message(f"{place}:{message.lineno}", _template(message)) for message in texts]
 

@@ -1,4 +1,4 @@
-"""Every code block of README and docs/ runs, unless a comment before it says why it can't.
+"""Every code block of the READMEs and docs/ runs, unless a comment before it says why it can't.
 
 Blocks of a page share a folder, in which the repository's folders lie, the demo model, and
 ``steps``, recorded by the server. One server runs behind ``localhost:8000``, started by the command
@@ -21,7 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, CodeBlock
+from tests.helpers.emulator import import_path
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.inspect.scenario import parse_scenario
@@ -79,10 +81,10 @@ def read_flags(words: list[str]) -> None:
 
             parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
             parse_config(parsed.additional_config)
+        case ["ascend-emulator", *flags] | ["vllm-npu-prep", "emulate", *flags]:
+            read_flags(emulator_parser().parse_args(flags).command_line[1:])
         case ["vllm-npu-prep", *flags]:
-            parsed = cli._parser().parse_args(flags)
-            if parsed.command == "emulate":
-                read_flags(parsed.command_line[1:])
+            cli._parser().parse_args(flags)
         case ["make", *targets]:
             targets = [target for target in targets if "=" not in target]
             known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -101,7 +103,7 @@ class Bench:
         stand_in.chmod(0o755)
         self.folder, self.port = folder, server.port
         path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": import_path()}
         self.ran: set[CodeBlock] = set()
 
     def run_up_to(self, block: CodeBlock) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, code_of
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
@@ -66,20 +67,22 @@ def test_environment_variables_of_the_plugin_are_documented():
         assert row_of(OPTIONS.name, name)[-1]
 
 
-def parsers(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
-    found = {name: parser}
-    for action in parser._actions:
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Parsers by subcommand; that of ``emulate`` is another command's."""
+    found = {"": cli._parser()}
+    for action in found[""]._actions:
         if isinstance(action, argparse._SubParsersAction):
             found |= action.choices
-    return found
+    assert "emulate" in found
+    return found | {"emulate": emulator_parser()}
 
 
-@pytest.mark.parametrize("command", parsers(cli._parser()))
+@pytest.mark.parametrize("command", parsers())
 def test_every_option_of_the_command_is_documented(command):
     page = "docs/changing/emulator.md" if command == "emulate" else "docs/reference/command.md"
     headings = [token.content for token in PAGES["docs/reference/command.md"].tokens if token.map]
     assert not command or any(heading.startswith(f"`{command}") for heading in headings)
-    for action in parsers(cli._parser())[command]._actions:
+    for action in parsers()[command]._actions:
         for option in action.option_strings:
             if option.startswith("--") and (option != "--help" or not command):
                 described = [row for row in PAGES[page].rows if _names(row[0], option)]
@@ -132,12 +135,13 @@ BASES = (
     ROOT / "tests",
     PACKAGE,
     ROOT / "docs",
-    PACKAGE / "emulator",
+    ROOT / "emulator",
+    ROOT / "emulator/ascend_emulator",
     ROOT / "examples/deploy",
     INSTALLED,
 )
 """Where a path on a page may begin."""
-WRITTEN = {"step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
+WRITTEN = {"try.py", "step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
 """Files that the pages tell of, and that are made."""
 
 

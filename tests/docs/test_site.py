@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import PAGES, READMES, ROOT
 from tests.helpers.browser import needs_browser, opened
 
 FETCHED = {
@@ -83,10 +83,12 @@ def test_a_browser_searches_it_as_files_and_asks_nobody(site, network, dark):
     assert f'data-md-color-scheme="{"slate" if dark else "default"}"' in document
 
 
-def test_the_readme_links_to_what_is_there():
-    readme = PAGES["README.md"]
-    for target in readme.links:
+@pytest.mark.parametrize("name", READMES)
+def test_a_readme_links_to_what_is_there(name):
+    for target in PAGES[name].links:
         path, _, anchor = target.partition("#")
         if not ELSEWHERE.match(target):
-            assert (ROOT / path).exists(), target
-            assert not anchor or anchor in PAGES[path or "README.md"].anchors, target
+            linked = (ROOT / name).parent / path if path else ROOT / name
+            assert linked.exists(), target
+            page = str(linked.resolve().relative_to(ROOT))
+            assert not anchor or anchor in PAGES[page].anchors, target

@@ -1,4 +1,4 @@
-"""Run a script as `vllm-npu-prep emulate -- python` runs it."""
+"""Run a script as `ascend-emulator -- python` runs it."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from ascend_emulator.options import Options
+from ascend_emulator.run import merged_report
 from tests.helpers.emulator import ROOT, why_no_emulator
-from vllm_npu_prep.emulator.options import Options
-from vllm_npu_prep.emulator.run import merged_report
 
 PROLOGUE = """
 import ctypes, torch, torch_npu
-from vllm_npu_prep import emulator
+import ascend_emulator as emulator
 acl = ctypes.CDLL("libascendcl.so")
 INT = torch.int32
 
@@ -34,7 +34,7 @@ def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
 """
 
-TOOL = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate"]
+TOOL = [sys.executable, "-m", "ascend_emulator"]
 TEMPLATE = "tests.emulator.template"
 SECONDS = 180
 
@@ -139,7 +139,7 @@ def emulate(tmp_path, templates):
 
 
 def run_by_command(script: Path, report: Path, options: tuple[str, ...]) -> Run:
-    """Run a script with ``vllm-npu-prep emulate``, in processes of its own."""
+    """Run a script with ``ascend-emulator``, in processes of its own."""
     done = subprocess.run(
         [*TOOL, "--report", str(report), *options, "--", sys.executable, str(script)],
         capture_output=True,

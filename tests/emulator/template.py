@@ -1,6 +1,6 @@
 """A process with torch and torch_npu imported, forked for each script.
 
-Importing both takes ten times as long as most scripts. Started by `vllm-npu-prep emulate`, it takes
+Importing both takes ten times as long as most scripts. Started by `ascend-emulator`, it takes
 jobs as JSON lines on its standard input: a script, and files for standard output and error. For
 each it prints a JSON line: the exit code, and the reports that the script's processes left.
 """

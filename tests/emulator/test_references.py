@@ -1,5 +1,7 @@
 """Operator references written in Python run as kernels do."""
 
+from tests.helpers.emulator import import_path
+
 RMS = """
     torch.inference_mode().__enter__()
     calls = []
@@ -122,7 +124,7 @@ def test_modules_with_references_are_installed_in_every_process(emulate, tmp_pat
         "def install(register_reference):\n"
         "    register_reference('npu::npu_swiglu', lambda input, dim=-1: input.chunk(2, dim)[0])\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", import_path(tmp_path))
     emulate(
         """
         y = torch_npu.npu_swiglu(torch.ones(2, 4, device="npu"))

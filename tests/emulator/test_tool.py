@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from vllm_npu_prep.emulator import build
-from vllm_npu_prep.emulator.options import bytes_of
-from vllm_npu_prep.errors import PrepError
+from ascend_emulator import build
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.options import bytes_of
+from tests.helpers.emulator import import_path
 
-TOOL = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate"]
+TOOL = [sys.executable, "-m", "ascend_emulator"]
 
 
 def tool(*arguments, **keywords):
@@ -55,7 +56,7 @@ def test_signals_reach_the_command():
 
 def test_the_hook_leaves_another_sitecustomize_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = '1'\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": import_path(tmp_path)}
     command = (sys.executable, "-c", "import os; print(os.environ['THEIRS'])")
     assert tool("--quiet", "--", *command, env=environment).stdout == "1\n"
 
@@ -63,7 +64,7 @@ def test_the_hook_leaves_another_sitecustomize_alone(tmp_path):
 def test_sizes_are_binary():
     assert bytes_of("512M") == 512 << 20
     assert bytes_of("8g") == bytes_of("8GiB") == 8 << 30
-    with pytest.raises(PrepError, match="is no size"):
+    with pytest.raises(EmulatorError, match="is no size"):
         bytes_of("0")
 
 
@@ -71,11 +72,20 @@ def raise_missing(name):
     raise build.importlib.metadata.PackageNotFoundError(name)
 
 
+def raise_without_torch_npu(name):
+    return "2.13.0" if name == "torch" else raise_missing(name)
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
         ("platform.machine", lambda: "riscv64", "runs on Linux on x86_64 or aarch64"),
-        ("importlib.metadata.version", raise_missing, "is not installed: pip install"),
+        ("importlib.metadata.version", raise_missing, r"torch is not installed: pip install torch"),
+        (
+            "importlib.metadata.version",
+            raise_without_torch_npu,
+            r"pip install --no-deps --target \S+npu-emulator torch_npu==2\.13\.0$",
+        ),
         ("importlib.metadata.version", lambda name: "2.12.0", "made for torch_npu 2.13.0"),
         (
             "importlib.metadata.version",
@@ -88,8 +98,17 @@ def raise_missing(name):
 def test_what_is_missing_is_said_in_one_line(monkeypatch, attribute, value, message):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "2.13.0")
-    monkeypatch.setattr(f"vllm_npu_prep.emulator.build.{attribute}", value)
-    with pytest.raises(PrepError, match=message):
+    monkeypatch.setattr(f"ascend_emulator.build.{attribute}", value)
+    with pytest.raises(EmulatorError, match=message):
+        build.ensure_built()
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    target = build.Target("g++", tmp_path, tmp_path, ("2.13.0", "2.13.0"))
+    monkeypatch.setattr(build, "_find_target", lambda: target)
+    with pytest.raises(EmulatorError, match=r"file/ascend_emulator: Not a directory; XDG_CACHE"):
         build.ensure_built()
 
 
@@ -99,5 +118,5 @@ def test_a_cuda_build_of_torch_is_refused_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "lib" / "libtorch_cuda.so").touch()
     monkeypatch.setattr(build, "_package_folder", lambda package: tmp_path)
     monkeypatch.setattr(build, "_version", lambda package: build.SUPPORTED_TORCH_NPU[0])
-    with pytest.raises(PrepError, match=r"is a CUDA build.*PIP_FIND_LINKS"):
+    with pytest.raises(EmulatorError, match=r"is a CUDA build.*PIP_FIND_LINKS"):
         build.ensure_built()

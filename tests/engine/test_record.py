@@ -32,7 +32,7 @@ from vllm_npu_prep.inspect.kept_step import copy_step, enter_blocks
 from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import first_difference, replay_core, replay_oracle
-from vllm_npu_prep.inspect.upstream import DRAFT_ARRAYS, UpstreamReplay
+from vllm_npu_prep.inspect.upstream import UpstreamReplay
 from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep import batch, oracle
 
@@ -60,6 +60,15 @@ ALWAYS_COMPARED = {
     "block_table",
 }
 """Arrays that upstream's runner has in every step."""
+
+DRAFT_ARRAYS = (
+    "draft_token_ids_padded",
+    "target_logits_indices_padded",
+    "bonus_logits_indices_padded",
+    "cu_num_draft_tokens_padded",
+    "cu_num_sampled_tokens_padded",
+)
+"""Arrays that upstream's runner has in steps with drafts."""
 
 
 def check(records: list, *compared: str) -> None:
@@ -102,7 +111,7 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         assert all(compiled)  # no request waits for that
         keep = runner_of(llm).recorder.keep
         runner_of(llm).recorder.keep = lambda step, *more: (
-            prepared.append([step.slot_mapping(g).copy() for g in range(3)]),
+            prepared.append([step.slot_mapping[g].copy() for g in range(3)]),
             keep(step, *more),
         )
         generate(llm, prompts[:1], greedy(2))
@@ -193,19 +202,17 @@ def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, async
     if asynchronous:
         assert any(record.prepared["is_on_device"].any() for record in on_device)
         assert any(record.batch.token_ids.min() < 0 for record in on_device)
-        check(
-            records, "is_on_device", "sampled_token_targets", *(f"{n}_padded" for n in DRAFT_ARRAYS)
-        )
+        check(records, "is_on_device", "sampled_token_targets", *DRAFT_ARRAYS)
         change_targets(on_device)
     else:
-        check(records, *(f"{n}_padded" for n in DRAFT_ARRAYS))
+        check(records, *DRAFT_ARRAYS)
 
 
 def change_targets(records: list) -> None:
     """Samples and drafts that the device would put elsewhere are found by upstream."""
     upstream, changed = UpstreamReplay(), set()
     for record in records:
-        spare = record.settings.layout.place("input_ids_and_spare")
+        spare = record.settings.layout.offset_int32("input_ids")
         spare += record.settings.num_input_tokens
         said = upstream.prepare(record)
         for place, target in enumerate(record.prepared["sampled_token_targets"]):

@@ -254,15 +254,18 @@ def test_unsafe_padding_is_named(padding, fault):
 
 
 UNSAFE_CHUNKS = {
-    "stale length": (lambda s, a, t: a.local_seq_lens.__setitem__(2, 4), r"local_seq_lens\[2\]"),
+    "stale length": (
+        lambda s, a, t: a.chunk_local_seq_lens.__setitem__(2, 4),
+        r"chunk_local_seq_lens\[2\]",
+    ),
     "stale block": (lambda s, a, t: t.__setitem__((2, 0), 3), r"local block table .*\[2, 0\] is 3"),
     "short query_start_loc": (
-        lambda s, a, t: a.local_query_start_loc.__setitem__(-1, 7),
-        "local_query_start_loc",
+        lambda s, a, t: a.chunk_local_query_start_loc.__setitem__(-1, 7),
+        "chunk_local_query_start_loc",
     ),
     "falling query_start_loc on the host": (
-        lambda s, a, t: s.np.local_query_start_loc.__setitem__(2, 0),
-        "local_query_start_loc .* must rise from 0",
+        lambda s, a, t: s.np.chunk_local_query_start_loc.__setitem__(2, 0),
+        "chunk_local_query_start_loc .* must rise from 0",
     ),
 }
 
@@ -271,7 +274,7 @@ UNSAFE_CHUNKS = {
 @pytest.mark.parametrize("fault", [None, *UNSAFE_CHUNKS])
 def test_unsafe_padding_of_virtual_requests_is_named(padding, fault):
     step, staged, tables = staged_step(padding, local=LOCAL)
-    local_table = torch.zeros(len(staged.np.local_seq_lens), 1, dtype=torch.int32)
+    local_table = torch.zeros(len(staged.np.chunk_local_seq_lens), 1, dtype=torch.int32)
     local_table[:2, 0] = torch.tensor([2, 4])
     if fault is None:
         check_padding(step, staged, tables, {0: local_table})
@@ -284,7 +287,7 @@ def test_unsafe_padding_of_virtual_requests_is_named(padding, fault):
 
 def test_nothing_is_said_of_real_tokens_and_requests():
     step, staged, tables = staged_step(FULL)
-    staged.device.slot_mapping[0][0] = 0
+    staged.device.slot_mappings[0][0] = 0
     staged.device.input_ids[1] = 3
     tables[0][1, 0] = 7
     check_padding(step, staged, tables)

@@ -6,17 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_npu_prep.prep.batch import (
-    BatchTables,
-    PreparedStep,
-    StepBatch,
-    device_has_all,
-    prepare_step,
-)
+from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
+from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 LOCAL_GROUPS = (0, 2)
 """Groups with chunks; the one between them has none, and the first one's blocks."""
@@ -75,10 +70,13 @@ def step_batch(
     def column(values) -> np.ndarray:
         return np.array(list(values), np.int32)
 
+    def rows_of(values) -> np.ndarray:
+        return np.pad(column(values), (0, rows - len(requests)), constant_values=-7)
+
     tables = BatchTables(
-        num_computed_tokens=column(r.num_computed_tokens for r in requests),
-        num_prompt_tokens=column(r.num_prompt_tokens for r in requests),
-        num_tokens=column(len(r.token_ids) for r in requests),
+        num_computed_tokens=rows_of(r.num_computed_tokens for r in requests),
+        num_prompt_tokens=rows_of(r.num_prompt_tokens for r in requests),
+        num_tokens=rows_of(len(r.token_ids) for r in requests),
         token_ids=token_ids,
         block_sizes=np.array([block_size], np.int32),
         chunked_prefill=chunked_prefill,

@@ -29,7 +29,7 @@ class CacheWatch:
         result = self._forward(*args, **kwargs)
         after = self._planes()
         step = self.runner.last_step
-        own = set(step.slot_mapping().tolist())
+        own = set(step.slot_mapping[0].tolist())
         for plane, (old, new) in enumerate(zip(before, after)):
             written = set((old != new).any(1).nonzero().flatten().tolist())
             assert written <= own, (

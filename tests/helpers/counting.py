@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from vllm_npu_prep import emulator
+import ascend_emulator
 
 
 class PreparationCounts:
@@ -18,12 +18,12 @@ class PreparationCounts:
         prepare_inputs, model_forward = runner._prepare_inputs, runner._model_forward
 
         def counted_prepare_inputs(*args: Any) -> Any:
-            self._start = asdict(emulator.counters())
+            self._start = asdict(ascend_emulator.counters())
             return prepare_inputs(*args)
 
         def counted_model_forward(*args: Any, **kwargs: Any) -> Any:
             if self._start:  # dummy runs prepare nothing
-                end = asdict(emulator.counters())
+                end = asdict(ascend_emulator.counters())
                 counts = {name: end[name] - start for name, start in self._start.items()}
                 self.steps.append({name: count for name, count in counts.items() if count})
                 self._start = {}

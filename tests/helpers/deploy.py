@@ -133,3 +133,9 @@ def command_of(part: dict[str, Any]) -> list[str]:
     if "args" in part:
         return [*(part.get("command") or entry_point()), *part["args"]]
     return [*(part.get("entrypoint") or entry_point()), *(part.get("command") or [])]
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files of a package, relative to it; without byte code."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return [path.relative_to(folder) for path in paths]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_npu_prep.emulator.build import is_cuda_build
+from ascend_emulator.build import is_cuda_build
 
 
 def why_no_emulator() -> str:
@@ -25,6 +25,11 @@ def why_no_emulator() -> str:
 
 
 ROOT = Path(__file__).parents[2]
+
+
+def import_path(*first: Path) -> str:
+    """Value of ``PYTHONPATH`` by which these folders come first, then this tree's packages."""
+    return os.pathsep.join(map(str, [*first, ROOT, ROOT / "emulator"]))
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
@@ -43,7 +48,7 @@ def emulate(
     *command: str, options: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess:
     """Run Python with arguments on emulated devices, where hazards are errors."""
-    cli = [sys.executable, "-m", "vllm_npu_prep.cli", "emulate", "--hazards", "error", *options]
+    cli = [sys.executable, "-m", "ascend_emulator", "--hazards", "error", *options]
     environment = {"NPU_PREP_DEVICE": "npu", **environment}
     return run([*cli, "--", sys.executable, *command], **environment)
 

@@ -33,4 +33,4 @@ def record_of(
         number, step, EAGER, req_ids, placeholders, modalities, rows_with_embeds
     )
     recorded = Recorded(groups, MaskForm(mask), mask_itemsize=1)
-    return kept.record(recorded, req_ids, tables.block_entries)
+    return kept.record(recorded, req_ids, tables.block_table_flat)

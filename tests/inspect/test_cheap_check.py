@@ -86,7 +86,7 @@ def of_another_block(step):
 
 
 def virtual_requests_without_padding(step):
-    step.arrays.local_query_start_loc[step.local.num_reqs :] = 11
+    step.arrays.chunk_local_query_start_loc[step.local.num_reqs :] = 11
 
 
 def changed(name, index, value):
@@ -176,11 +176,11 @@ FAULTS = {
         ["TND end", "given 11, allowed 16"],
     ),
     "virtual requests that fall": (
-        changed("local_query_start_loc", 2, 0),
+        changed("chunk_local_query_start_loc", 2, 0),
         ["local queries", "virtual request 1", "given 1 to 0"],
     ),
     "a virtual length beyond its chunk": (
-        changed("local_seq_lens", 0, 9),
+        changed("chunk_local_seq_lens", 0, 9),
         ["local lengths", "virtual request 0", "given 9", "one chunk of 8"],
     ),
     "a graph of virtual requests that ends early": (
@@ -203,9 +203,9 @@ def test_a_planted_fault_is_named(kind):
 
 def test_virtual_requests_end_at_the_tokens_of_the_step():
     step = mixed_step()
-    starts, last = step.arrays.local_query_start_loc, step.local.num_reqs
+    starts, last = step.arrays.chunk_local_query_start_loc, step.local.num_reqs
     starts[last] -= 1
-    step.arrays.local_seq_lens[last - 1] -= 1
+    step.arrays.chunk_local_seq_lens[last - 1] -= 1
     assert 'step check "local end"' in message(step)
 
 

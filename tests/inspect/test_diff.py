@@ -133,7 +133,7 @@ def test_padding_that_differs_alone_is_found():
 
 def test_virtual_requests_that_differ_alone_are_found():
     a, b = view_of(in_chunks()), view_of(in_chunks())
-    b.step.arrays.local_seq_lens[0] += 1
+    b.step.arrays.chunk_local_seq_lens[0] += 1
     (entry,) = differences(a, b)
     assert (entry.name, entry.group) == ("seq_lens of virtual requests", 0)
 

@@ -34,6 +34,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.texts: list[str] = []
+        self.of_tags: dict[str, str] = {}  # texts by the elements that are open around them
         self.tables: list[list[list[str]]] = []  # cells, of headings first
         self.feed(html)
         self.close()
@@ -55,11 +56,17 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.texts.append(data)
+        for tag in set(self.open):
+            self.of_tags[tag] = self.of_tags.get(tag, "") + data
         if {"td", "th"} & set(self.open):
             self.tables[-1][-1][-1] += data
 
     def of_class(self, name: str) -> list[dict[str, str]]:
         return [a for _, a in self.elements if name in (a.get("class") or "").split()]
+
+    def text_in(self, tag: str) -> str:
+        """Texts of all elements of a tag."""
+        return self.of_tags.get(tag, "")
 
     def tokens(self) -> dict[str, list[str]]:
         """Columns of the token tables by their headings."""
@@ -174,6 +181,22 @@ def test_slots_that_the_step_writes_are_drawn_where_they_are():
     assert slots["0-2-8"] == "16 to 17"
 
 
+def test_bars_of_blocks_are_as_wide_as_their_slots_and_where_these_are():
+    bars: dict[str, list[tuple[str, str]]] = {}
+    for _, attributes in page_of(small()).elements:
+        if "data-at" in attributes:
+            own = bars.setdefault(attributes["data-at"], [])
+        elif attributes.get("class") in ("computed", "written") and bars:
+            own.append((attributes["class"], attributes["style"]))
+    # Blocks of 2 slots; those of requests 0 and 2 are as in test_pictures.py.
+    left, right = "left:0.000%;width:50.000%", "left:50.000%;width:50.000%"
+    whole = "left:0.000%;width:100.000%"
+    assert bars["0-0-1"] == [("computed", whole)]
+    assert bars["0-0-2"] == [("computed", left), ("written", right)]
+    assert bars["0-2-6"] == [("computed", left), ("written", right)]
+    assert bars["0-2-8"] == [("written", whole)]
+
+
 def test_groups_images_mrope_and_padding_are_on_the_page():
     scenario = with_an_image() | {"capture_sizes": [8]}
     page, step = page_of(scenario), explain_json(view_of(scenario))
@@ -213,7 +236,7 @@ def test_a_shared_block_and_a_stray_token_are_marked():
         "0-1-4",
         "0-1-5",
     ]
-    view.step.slot_mapping()[1] = 40  # as a record of something broken may have it
+    view.step.slot_mapping[0][1] = 40  # as a record of something broken may have it
     text = " ".join(Page(explain_html(view)).texts)
     assert "1 token writes blocks that this request doesn't own: 1" in text
 
@@ -245,6 +268,13 @@ def test_names_stay_text(name):
     assert page.tables[0][1][0] == seen
     assert page.of_class("owner")[0]["title"] == seen
     assert not set("\u202e\u2066") & set(html)
+    lines = [a for _, a in page.elements if "data-name" in a]
+    assert lines[0]["data-name"] == seen
+    assert [a["title"] for _, a in page.elements if a.get("class") == "item"] == [
+        f"{seen} 0 of its request"
+    ] * 3
+    for tag, written in (("title", seen), ("h1", seen)):
+        assert written == page.text_in(tag)
 
 
 def test_the_page_loads_nothing():

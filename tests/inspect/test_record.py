@@ -126,6 +126,38 @@ def test_any_step_comes_back_and_is_prepared_again_alike(tmp_path_factory, batch
     assert all(np.array_equal(restored[name], array) for name, array in record.prepared.items())
 
 
+@settings(max_examples=20)
+@given(random_batches())
+def test_what_older_steps_left_in_a_buffer_is_not_recorded(batch):
+    fresh = batch.step()
+    used = np.full(len(fresh.arrays.buffer), 0x55, np.uint8)
+    arrays = fresh.layout.views(used)
+    again = prepare_step(batch.step().batch, fresh.padding, fresh.layout, arrays)
+    assert same(record_of(again), record_of(fresh))
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "req_id", "token"),
+    [
+        ("positions", 3, "r2", 3),
+        ("slot_mapping_padded", 1, "r1", 1),
+        ("input_ids_padded", 6, None, None),  # padding
+        ("seq_lens", 1, "r1", None),
+        ("query_start_loc", 2, "r1", None),  # where it ends
+        ("logits_indices", 2, "r2", None),
+        ("discard_request_mask_padded", 0, "r0", None),
+    ],
+)
+def test_a_difference_names_the_request_and_the_token(tmp_path, name, index, req_id, token):
+    scenario = worked_examples.load("chunked-prefill")[0] | {"capture_sizes": [8]}
+    step = prepare_step(*scenario_batch(parse_scenario(scenario)))
+    record = through_a_file(record_of(step), tmp_path)  # no two arrays share memory
+    record.prepared[name][index] ^= 1
+    found = replay_core(record)
+    assert (found.variable, found.index) == (name, (index,))
+    assert (found.req_id, found.token) == (req_id, token)
+
+
 def test_groups_chunks_mrope_and_images_come_back(tmp_path):
     scenario = parse_scenario(several_groups())
     batch, padding = scenario_batch(scenario)

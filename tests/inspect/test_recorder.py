@@ -23,8 +23,8 @@ from vllm_npu_prep.inspect.record import RecordGroup
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.recorder import StepRecorder
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
-from vllm_npu_prep.prep.kernels import PADDING_ROWS
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import Padding
@@ -44,11 +44,11 @@ class Decodes:
             num_prompt_tokens=lengths.copy(),
             num_tokens=lengths + np.int32(1),
             token_ids=self.rng.integers(2, 500, (NUM_REQS, MODEL_LEN)).astype(np.int32),
-            block_entries=np.full((NUM_REQS + PADDING_ROWS) * width, 7777, np.int32),  # stale
+            block_table_flat=np.full((NUM_REQS + PADDING_ROWS) * width, 7777, np.int32),  # stale
             max_num_blocks=np.array([width], np.int32),
             block_sizes=np.array([BLOCK_SIZE], np.int32),
             num_blocks=np.zeros((1, NUM_REQS), np.int32),
-            num_known_blocks=np.zeros((1, NUM_REQS), np.int32),
+            num_synced_blocks=np.zeros((1, NUM_REQS), np.int32),
             num_device_blocks=np.zeros((1, NUM_REQS), np.int32),
         )
         self.table = self.tables.block_table(0)
@@ -74,7 +74,7 @@ class Decodes:
                 tables.num_blocks[0],
             ):
                 array[[0, 4]] = array[[4, 0]]
-            tables.num_known_blocks[0, [0, 4]] = 0
+            tables.num_synced_blocks[0, [0, 4]] = 0
         for row, length in enumerate(tables.num_computed_tokens + 1):
             while tables.num_blocks[0, row] * BLOCK_SIZE < length:
                 self.table[row, tables.num_blocks[0, row]] = self.next_block
@@ -89,7 +89,7 @@ class Decodes:
             {
                 "block_table": np.where(owned, self.table, 0).tolist(),
                 "input_ids": step.input_ids.tolist(),
-                "slot_mapping": step.slot_mapping().tolist(),
+                "slot_mapping": step.slot_mapping[0].tolist(),
                 "seq_lens": step.seq_lens.tolist(),
             }
         )
@@ -153,11 +153,11 @@ def test_the_ring_holds_tables_as_they_were_at_each_step(make):
     recorder, decodes = make("last 7")
     decodes.record(recorder, 31)
     assert not recorder.folder.exists()
-    assert recorder.dump("asked for").startswith("7 steps are in ")
+    assert str(recorder.dump("asked for")).startswith("7 steps are in ")
     check(recorder.folder, decodes, range(24, 31))
-    assert recorder.dump("asked for").startswith("no new step")
+    assert str(recorder.dump("asked for")).startswith("no new step")
     decodes.record(recorder, 9)
-    assert recorder.dump("asked for").startswith("7 steps are in ")
+    assert str(recorder.dump("asked for")).startswith("7 steps are in ")
     check(recorder.folder, decodes, [*range(24, 31), *range(33, 40)])
 
 

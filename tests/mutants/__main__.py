@@ -1,4 +1,4 @@
-"""Plant each bug in a copy of the package, run its tests, print who caught it.
+"""Plant each bug in a copy of the packages, run its tests, print who caught it.
 
     python -m tests.mutants [--minutes 30] [--fresh] [--retry]
     python -m tests.mutants PART OF A NAME ...
@@ -54,8 +54,8 @@ def version(mutant: Mutant) -> str:
 
 
 def plant(mutant: Mutant, root: Path) -> bool:
-    """Copy the package to `root` with the bug in it; False if its line isn't there exactly once."""
-    for name in ("vllm_npu_prep", "tests", "examples", "pyproject.toml"):
+    """Copy the packages to `root` with the bug; False if its line isn't there exactly once."""
+    for name in ("vllm_npu_prep", "emulator", "tests", "examples", "pyproject.toml"):
         source = ROOT / name
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
@@ -79,7 +79,7 @@ def run_tests(mutant: Mutant, kept: str, limit: float = LIMIT) -> Verdict:
             return Verdict("stale", f"{mutant.before!r} is not once in {mutant.path}")
         environment = {
             **os.environ,
-            "PYTHONPATH": folder,
+            "PYTHONPATH": os.pathsep.join([folder, str(Path(folder) / "emulator")]),
             "NPU_PREP_TEST_EXAMPLES": "200",
             "NPU_PREP_TEST_REFERENCE": kept,
             "NPU_PREP_DEVICE": os.environ.get("NPU_PREP_DEVICE", "cpu"),

@@ -27,6 +27,7 @@ CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 VISION = ("tests/engine/test_multimodal.py",)
 RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
@@ -57,71 +58,74 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "positions start at zero in every chunk",
-        "prep/kernels.py",
-        "positions[start + offset] = first + offset",
-        "positions[start + offset] = offset",
+        "prep/fused_pass.py",
+        "out.positions[start + offset] = first + offset",
+        "out.positions[start + offset] = offset",
     ),
     Mutant(
         "slot of the logical block",
-        "prep/kernels.py",
-        "slot = block_entries[row + block] * block_size",
+        "prep/fused_pass.py",
+        "slot = t.block_table_flat[row + block] * block_size",
         "slot = block * block_size",
     ),
     Mutant(
         "slots of a block's later tokens shifted",
-        "prep/kernels.py",
-        "slot_mapping[group, token + offset] = slot + offset",
-        "slot_mapping[group, token + offset] = slot",
+        "prep/fused_pass.py",
+        "out.slot_mapping[group, token + offset] = slot + offset",
+        "out.slot_mapping[group, token + offset] = slot",
     ),
     Mutant(
         "first group's block table for all groups",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "row = table + req * width",
         "row = req * width",
     ),
-    Mutant("padding writes slot 0", "prep/kernels.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
+    Mutant("padding writes slot 0", "prep/arrays.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
     Mutant(
         "short query_start_loc in a mixed full graph",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "            end = num_input_tokens\n",
         "            end = end\n",
     ),
     Mutant(
         "padding decodes of one token under speculation",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "min(end + decode_query_len, num_input_tokens)",
         "min(end + 1, num_input_tokens)",
     ),
     Mutant(
-        "stale lengths in padding rows", "prep/kernels.py", "seq_lens[req] = 0", "seq_lens[req] = 1"
+        "lengths in padding rows",
+        "prep/arrays.py",
+        '    seq_lens: A = array(int32, "R", REQUEST, 0,',
+        '    seq_lens: A = array(int32, "R", REQUEST, 1,',
     ),
     Mutant(
         "one logit too few for drafts",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "range(end - 1 - drafts, end)",
         "range(end - drafts, end)",
     ),
     Mutant(
         "whole prompts are discarded",
-        "prep/kernels.py",
-        "seq_len < num_tokens[req]",
-        "seq_len <= num_tokens[req]",
+        "prep/fused_pass.py",
+        "seq_len < t.num_tokens[req]",
+        "seq_len <= t.num_tokens[req]",
     ),
     Mutant(
         "sampled token placed behind the drafts",
-        "prep/kernels.py",
-        "tail_int64[target] = input_ids_place + end - 1 - drafts",
-        "tail_int64[previous_rows[req]] = end - 1",
+        "prep/fused_pass.py",
+        "out.variable_int64[target] = out.input_ids_offset + end - 1 - drafts",
+        "out.variable_int64[step.previous_rows[req]] = end - 1",
     ),
     Mutant(
         "decodes win over drafts",
         "prep/state.py",
-        "if facts & SOME_DRAFTS and not facts & SOME_BEYOND_DRAFTS:",
-        "if facts & SOME_DRAFTS and facts & SOME_BEYOND_DRAFTS:",
+        "if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:",
+        "if flags & SOME_DRAFTS and flags & SOME_NOT_VERIFYING:",
     ),
     Mutant(
         "one fresh request makes a prefill",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "if first > 0:",
         "if first > 0 and req == 0:",
     ),
@@ -266,27 +270,27 @@ MUTANTS = [
     ),
     Mutant(
         "a draft's logits verify the one before it",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "= num_logits - 1 - drafts + draft",
         "= num_logits - drafts + draft",
     ),
     Mutant(
         "a place kept for a draft is looked up",
-        "prep/kernels.py",
-        "        input_ids[token] = max(input_ids[token], 0)",
-        "        input_ids[token] = input_ids[token]",
+        "prep/fused_pass.py",
+        "        out.input_ids[token] = max(out.input_ids[token], 0)",
+        "        out.input_ids[token] = out.input_ids[token]",
     ),
     Mutant(
         "drafters go on from the last token behind a chunk",
-        "prep/kernels.py",
-        "known = min(seq_lens[req], num_tokens[req] - 1)",
-        "known = num_tokens[req] - 1",
+        "prep/fused_pass.py",
+        "known = min(out.seq_lens[req], t.num_tokens[req] - 1)",
+        "known = t.num_tokens[req] - 1",
     ),
     Mutant(
         "drafts of another row",
-        "prep/kernels.py",
-        "tail_int64[target] = input_ids_place + end - drafts + draft",
-        "tail_int64[target] = input_ids_place + end - 1 - draft",
+        "prep/fused_pass.py",
+        "out.variable_int64[target] = out.input_ids_offset + end - drafts + draft",
+        "out.variable_int64[target] = out.input_ids_offset + end - 1 - draft",
     ),
     Mutant(
         "draft passes keep rejected tokens",
@@ -516,45 +520,45 @@ MUTANTS = [
     ),
     Mutant(
         "samples that nobody waits for overwrite a token",
-        "prep/kernels.py",
-        "tail_int64[index] = input_ids_place + num_input_tokens",
-        "tail_int64[index] = input_ids_place",
+        "prep/fused_pass.py",
+        "out.variable_int64[index] = out.input_ids_offset + num_input_tokens",
+        "out.variable_int64[index] = out.input_ids_offset",
     ),
     Mutant(
         "padding not marked",
-        "prep/kernels.py",
-        "is_padding[token] = True",
-        "is_padding[token] = False",
+        "prep/arrays.py",
+        'is_padding: A = array(bool_, "T", TOKEN, True,',
+        'is_padding: A = array(bool_, "T", TOKEN, False,',
     ),
     Mutant(
         "rows of padding keep their blocks",
-        "prep/kernels.py",
-        "last_padded = min(num_reqs_padded, max_num_reqs)",
+        "prep/fused_pass.py",
+        "last_padded = min(out.seq_lens.shape[0], max_num_reqs)",
         "last_padded = num_reqs",
     ),
     Mutant(
         "block ids sent beside their place",
-        "prep/kernels.py",
-        "2 * (taken + count)",
-        "2 * taken + count",
+        "prep/fused_pass.py",
+        "2 * (num_targets + count)",
+        "2 * num_targets + count",
     ),
     Mutant(
         "block changes over the samples' targets",
-        "prep/kernels.py",
-        "index_of, id_of = taken,",
+        "prep/fused_pass.py",
+        "index_of, id_of = num_targets,",
         "index_of, id_of = 0,",
         ENGINE,
     ),
     Mutant(
         "a row that is replaced is not sent again",
         "attention/block_tables.py",
-        "super().add_row(block_ids, row_idx)\n        self.num_known_blocks[:, row_idx] = 0\n",
+        "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n",
         "super().add_row(block_ids, row_idx)\n",
     ),
     Mutant(
         "rows that change places are not sent again",
         "attention/block_tables.py",
-        "super().swap_row(src, tgt)\n        self.num_known_blocks[:, [src, tgt]] = 0\n",
+        "super().swap_row(src, tgt)\n        self.num_synced_blocks[:, [src, tgt]] = 0\n",
         "super().swap_row(src, tgt)\n",
     ),
     Mutant(
@@ -585,7 +589,7 @@ MUTANTS = [
     ),
     Mutant(
         "discarded samples are booked",
-        "prep/kernels.py",
+        "prep/bookkeeping.py",
         "        if discard_request_mask[req]:\n            continue\n",
         "",
         ENGINE,
@@ -607,8 +611,8 @@ MUTANTS = [
     Mutant(
         "npu: a length is read back",
         "model_runner.py",
-        "        self._place_block_changes(step)\n",
-        "        self._place_block_changes(step)\n        staged.device.seq_lens.max().item()\n",
+        "        self._scatter_block_changes(step)\n",
+        "        self._scatter_block_changes(step)\n        staged.device.seq_lens.max().item()\n",
         COUNTS,
     ),
     Mutant(
@@ -642,7 +646,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups' tables without rows of padding between them",
-        "prep/kernels.py",
+        "prep/fused_pass.py",
         "table += (max_num_reqs + PADDING_ROWS) * width",
         "table += max_num_reqs * width",
     ),
@@ -1080,11 +1084,11 @@ MUTANTS = [
     Mutant(
         "blocks of virtual requests are gathered before new ones are placed",
         "model_runner.py",
-        "        self._place_block_changes(step)\n"
+        "        self._scatter_block_changes(step)\n"
         "        # 6 metadata: one for each KV-cache group, from host values at hand\n"
         "        self._attn_metadata = self._build_step_metadata(step, staged)\n",
         "        self._attn_metadata = self._build_step_metadata(step, staged)\n"
-        "        self._place_block_changes(step)\n",
+        "        self._scatter_block_changes(step)\n",
         CHUNKS_ENGINE,
     ),
     Mutant(
@@ -1197,7 +1201,7 @@ MUTANTS = [
     Mutant(
         "records have the block tables of before the ring",
         "inspect/kept_step.py",
-        "entries[indices[place]] = staged[first + place]",
+        "block_table_flat[indices[entry]] = staged[first + entry]",
         "pass",
         RECORDS,
     ),
@@ -1214,6 +1218,48 @@ MUTANTS = [
         "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:",
         "if False:",
         RECORDS,
+    ),
+    Mutant(
+        "an engine outlives its server",
+        "server/processes.py",
+        "while os.getppid() == parent:",
+        "while True:",
+        SERVERS,
+    ),
+    Mutant(
+        "a process that does not heed SIGTERM outlives its parent",
+        "server/processes.py",
+        "os._exit(1)",
+        "pass",
+        SERVERS,
+    ),
+    Mutant(
+        "an engine dies of SIGUSR1",
+        "server/record_signal.py",
+        "signal.signal(signal.SIGUSR1, pass_on)",
+        "pass",
+        SERVERS,
+    ),
+    Mutant(
+        "the first engine alone writes records",
+        "server/record_server.py",
+        "for ranks in engines for rank in ranks",
+        "for ranks in engines[:1] for rank in ranks",
+        SERVERS,
+    ),
+    Mutant(
+        "any user may have records written",
+        "server/record_server.py",
+        "CREDENTIALS.unpack(raw)[1] in (ROOT, os.geteuid())",
+        "True",
+        SERVERS,
+    ),
+    Mutant(
+        "a server is found from its own process only",
+        "server/record_client.py",
+        "for each in _and_ancestors(pid) if",
+        "for each in [pid] if",
+        SERVERS,
     ),
     Mutant(
         "steps are not checked",
@@ -1247,8 +1293,8 @@ MUTANTS = [
     Mutant(
         "a page traces tokens to the first group's slots only",
         "inspect/page.py",
-        "[step.slot_mapping(table) for table in view.tables.values()]",
-        "[step.slot_mapping(0) for table in view.tables.values()]",
+        "[step.slot_mapping[table] for table in view.tables.values()]",
+        "[step.slot_mapping[0] for table in view.tables.values()]",
         PAGES,
     ),
     Mutant(

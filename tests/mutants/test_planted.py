@@ -35,7 +35,7 @@ def test_a_bug_s_version_changes_with_all_that_its_result_follows_from(changed):
     assert version(Mutant(**plain)) == version(Mutant(**plain))
 
 
-PAD = {"path": "prep/kernels.py", "before": "PAD_SLOT_ID = -1", "after": "PAD_SLOT_ID = 0"}
+PAD = {"path": "prep/arrays.py", "before": "PAD_SLOT_ID = -1", "after": "PAD_SLOT_ID = 0"}
 HERE = "tests/mutants/test_planted.py"
 
 

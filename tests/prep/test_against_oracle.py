@@ -4,7 +4,12 @@ import numpy as np
 from hypothesis import given
 
 from tests.helpers.batches import RandomBatch, random_batches
-from vllm_npu_prep.inspect.contract import GROUP_LEVEL, REQUEST_LEVEL, SCALARS, TOKEN_LEVEL
+from vllm_npu_prep.inspect.contract import (
+    REQUEST_LEVEL,
+    SCALARS,
+    TOKEN_LEVEL,
+    group_variables,
+)
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, compressed_mask, plan_mask
 from vllm_npu_prep.prep.oracle import oracle_step
 
@@ -37,8 +42,8 @@ def test_every_variable_equals_the_oracle(batch):
     expected = oracle_step(batch.requests, **batch.settings(), speculation=True)
     for name in (*TOKEN_LEVEL, *REQUEST_LEVEL, *SPECULATIVE):
         assert getattr(step, name).tolist() == expected[name], name
-    for name in GROUP_LEVEL:
-        assert getattr(step, name)(0).tolist() == expected[name], name
+    for name, values in group_variables(step, 0).items():
+        assert values.tolist() == expected[name], name
     for name in SCALARS:
         assert getattr(step, name) == expected[name], name
     assert step.attn_state.name == expected["attn_state"]
@@ -78,7 +83,7 @@ def test_invariants_of_the_design_hold(batch):
         assert starts[-1] == step.num_input_tokens
     assert len(starts) - 1 == len(arrays.seq_lens) == step.padding.num_reqs_padded
     assert (step.seq_lens >= step.query_lens).all()
-    slots = step.slot_mapping()
+    slots = step.slot_mapping[0]
     assert len(set(slots.tolist())) == total
     assert (slots >= batch.block_size).all(), "a slot of the null block"
     for token, slot in enumerate(slots):

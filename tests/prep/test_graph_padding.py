@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
+from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
-from vllm_npu_prep.prep.kernels import NULL_BLOCK_ID
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleGraphs, OracleRequest, oracle_step
 from vllm_npu_prep.prep.padding import (
@@ -112,7 +112,7 @@ def test_a_step_without_requests_is_all_padding(case):
     step = prepared(batch, graphs)
     nobody = step_batch(batch.requests, batch.block_size, batch.max_model_len)
     nobody.tables.num_blocks[0, : len(batch.requests)] = 1
-    nobody.tables.num_known_blocks[0, : len(batch.requests)] = 1
+    nobody.tables.num_synced_blocks[0, : len(batch.requests)] = 1
     nobody.tables.num_device_blocks[0, : len(batch.requests)] = 1
     nobody.num_scheduled_tokens = np.empty(0, np.int32)
     nobody.total_num_scheduled_tokens = 0
@@ -128,15 +128,15 @@ def test_a_step_without_requests_is_all_padding(case):
         assert arrays.query_start_loc[-1] == step.num_input_tokens
     # Rows that requests had on the device are the null block's, and are sent again later.
     count = min(len(batch.requests), step.padding.num_reqs_padded)
-    _, indices, ids = dummy.layout.tail(0, dummy.num_block_changes)
+    _, indices, ids = dummy.layout.variable_part(0, dummy.num_block_changes)
     assert dummy.num_block_changes == count
-    assert (arrays.tail_int32[_relative(ids, dummy, 4)] == NULL_BLOCK_ID).all()
-    assert not nobody.tables.num_known_blocks[0, :count].any()
-    assert len(arrays.tail_int64[_relative(indices, dummy, 8)]) == count
+    assert (arrays.variable_int32[_relative(ids, dummy, 4)] == NULL_BLOCK_ID).all()
+    assert not nobody.tables.num_synced_blocks[0, :count].any()
+    assert len(arrays.variable_int64[_relative(indices, dummy, 8)]) == count
 
 
 def _relative(part: slice, step, itemsize: int) -> slice:
-    start = step.layout.tail_offset // itemsize
+    start = step.layout.variable_offset // itemsize
     return slice(part.start - start, part.stop - start)
 
 
@@ -199,7 +199,7 @@ def test_arrays_that_piecewise_graphs_read_lie_where_they_lay_whatever_the_reque
     for count in (1, 5, 8):
         batch = step_batch(decodes(count), block_size=4, max_model_len=16)
         layout = prepare_step(batch, dispatch(graphs, count, count, False)).layout
-        names = "input_ids_and_spare", "positions", "slot_mapping", "is_padding"
+        names = "input_ids", "positions", "slot_mapping", "is_padding"
         places.add(tuple(layout.arrays[name].offset for name in names))
     assert len(places) == 1
 

@@ -34,8 +34,8 @@ from vllm_npu_prep.prep.state import AttentionState
 def gathered(step: PreparedStep) -> np.ndarray:
     """Block tables of the virtual requests, as a device gathers them; ``[2, V, blocks]``."""
     tables = step.batch.tables
-    chunks = tables.block_entries.reshape(-1, tables.local.blocks_per_chunk)
-    return chunks[step.arrays.local_table_rows]
+    chunks = tables.block_table_flat.reshape(-1, tables.local.blocks_per_chunk)
+    return chunks[step.arrays.chunk_local_table_rows]
 
 
 @given(random_batches(), st.integers(1, 5))
@@ -51,17 +51,17 @@ def test_virtual_requests_equal_the_oracle(batch, blocks_per_chunk):
     assert local.num_reqs == count
     assert local.max_query_len == np.diff(expected["query_start_loc"]).max()
     assert local.max_seq_len == max(expected["seq_lens"])
-    assert arrays.local_query_start_loc[: count + 1].tolist() == expected["query_start_loc"]
+    assert arrays.chunk_local_query_start_loc[: count + 1].tolist() == expected["query_start_loc"]
     for name in ("seq_lens", "num_computed_tokens"):
-        assert getattr(arrays, f"local_{name}")[:count].tolist() == expected[name], name
+        assert getattr(arrays, f"chunk_local_{name}")[:count].tolist() == expected[name], name
     first, last = gathered(step)
     assert first[:count].tolist() == expected["block_table"]
     assert (last[:count] == first[:count] + 1000 * (first[:count] > 0)).all()
     # Padding
-    assert not arrays.local_seq_lens[count:].any()
-    assert not arrays.local_num_computed_tokens[count:].any()
+    assert not arrays.chunk_local_seq_lens[count:].any()
+    assert not arrays.chunk_local_num_computed_tokens[count:].any()
     assert not first[count:].any() and not last[count:].any(), "not the null block"
-    starts = arrays.local_query_start_loc
+    starts = arrays.chunk_local_query_start_loc
     assert (np.diff(starts) >= 0).all()
     assert starts[-1] == step.num_input_tokens
 
@@ -81,7 +81,7 @@ def test_causal_attention_over_virtual_requests_is_chunked_local_attention(batch
         attention_chunk_size=chunk_size,
     )
     mask = build_mask(plan, step.positions)
-    starts, lengths = step.arrays.local_query_start_loc, step.arrays.local_seq_lens
+    starts, lengths = step.arrays.chunk_local_query_start_loc, step.arrays.chunk_local_seq_lens
     for req in range(local.num_reqs):
         for token in range(starts[req], starts[req + 1]):
             in_chunk = lengths[req] - (starts[req + 1] - token)  # by causality
@@ -142,7 +142,7 @@ def test_chunks_are_as_long_as_they_can_be_in_a_capture(padding):
 def test_an_engine_without_chunks_has_nothing_of_them():
     layout = step_layout(16, 4, 2)
     for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "table_rows"):
-        assert layout.arrays[f"local_{name}"].nbytes == 0
+        assert layout.arrays[f"chunk_local_{name}"].nbytes == 0
 
 
 def test_rows_that_are_no_whole_chunks_are_refused():

@@ -46,7 +46,7 @@ def test_positions_equal_the_oracle(batch, seed, num_dims, strided):
     tables = replace(plain.batch.tables, mrope=tables_of(requests, num_dims, strided))
     sizes = plain.num_input_tokens, plain.padding.num_reqs_padded, 1, 4
     layout = step_layout(*sizes, mrope_dims=num_dims)
-    buffer = np.full(layout.tail_offset + 64, 0x7F, np.uint8)  # what was there before
+    buffer = np.full(layout.variable_offset + 64, 0x7F, np.uint8)  # what was there before
     step = prepare_step(
         replace(plain.batch, tables=tables), plain.padding, layout, layout.views(buffer)
     )
@@ -74,7 +74,7 @@ def test_rows_that_get_other_requests_forget_the_old_ones():
     tables.set_rows([(image, 5), (None, 0)])
     tables.set_rows([(None, 0), (image, 5)])
     layout = step_layout(4, 2, 1, mrope_dims=3)
-    arrays = layout.views(np.zeros(layout.tail_offset + 64, np.uint8))
+    arrays = layout.views(np.zeros(layout.variable_offset + 64, np.uint8))
     arrays.query_start_loc[:] = 0, 2, 4
     arrays.num_computed_tokens[:] = 0, 7
     tables.fill(2, arrays)

@@ -76,13 +76,13 @@ def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
     for left, right in pairwise(arrays):
         assert left.end <= right.offset
         assert right.offset % ALIGNMENT == 0
-    assert arrays[-1].end <= layout.tail_offset
+    assert arrays[-1].end <= layout.variable_offset
 
 
 def test_parts_of_the_tail_do_not_overlap_and_end_where_the_step_ends():
     layout = step_layout(37, 5, 2)
-    targets, indices, ids = layout.tail(3, 7)
-    assert targets.start * 8 == layout.tail_offset
+    targets, indices, ids = layout.variable_part(3, 7)
+    assert targets.start * 8 == layout.variable_offset
     assert (targets.stop - targets.start, indices.stop - indices.start) == (3, 7)
     assert targets.stop == indices.start
     assert ids.start * 4 == indices.stop * 8
@@ -98,8 +98,8 @@ def test_same_sizes_give_the_same_layout_and_addresses():
 
 def test_a_step_without_samples_or_new_blocks_has_no_tail():
     layout = step_layout(16, 2, 1)
-    assert layout.nbytes() == layout.tail_offset
-    assert layout.nbytes(0, 1) == layout.tail_offset + 12
+    assert layout.nbytes() == layout.variable_offset
+    assert layout.nbytes(0, 1) == layout.variable_offset + 12
 
 
 def test_logits_are_bounded_by_tokens_and_by_requests():
@@ -133,8 +133,8 @@ def test_groups_get_slots_of_their_own_tables():
         no_padding(2, 2),
     )
     # Position 5: the second block of four tokens, the third of two.
-    assert both.slot_mapping(0).tolist() == [2 * 4 + 1, 4 * 4 + 1]
-    assert both.slot_mapping(1).tolist() == [10 * 2 + 1, 10 * 2 + 1]
+    assert both.slot_mapping[0].tolist() == [2 * 4 + 1, 4 * 4 + 1]
+    assert both.slot_mapping[1].tolist() == [10 * 2 + 1, 10 * 2 + 1]
     assert both.block_numbers(1).tolist() == [10, 10]
 
 
@@ -155,7 +155,7 @@ def test_tables_of_another_type_are_refused():
         ({"num_computed_tokens": [5, -1, 5]}, "past max_model_len"),
         ({"num_draft_tokens": [0, 1, 0]}, "more drafts than scheduled tokens"),
         ({"max_num_blocks": [1]}, "longer than its row of the block table"),
-        ({"previous_rows": [0, 7, 1]}, "behind the last step's samples"),
+        ({"previous_rows": [0, 7, 1]}, "past the last step's samples"),
         ({"num_sampled_rows": 1 << 20}, "no room for the last step's samples"),
         ({"num_blocks": [[5, 5, 5, 0, 0]]}, "no room for the new block-table entries"),
     ],
@@ -195,9 +195,9 @@ def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
     batch.num_sampled_rows = 6
     step = prepare_step(batch, no_padding(9, 3))
     # Rows 1, 2, 3 and 5 belong to nobody any more: the place behind the tokens.
-    first = step.layout.place("input_ids_and_spare")
-    assert (step.arrays.tail_int64[:6] - first).tolist() == [6, 9, 9, 9, 0, 9]
-    assert step.nbytes == step.layout.tail_offset + 6 * 8
+    first = step.layout.offset_int32("input_ids")
+    assert (step.arrays.variable_int64[:6] - first).tolist() == [6, 9, 9, 9, 0, 9]
+    assert step.nbytes == step.layout.variable_offset + 6 * 8
 
 
 def test_drafts_that_the_last_step_made_are_placed_among_tokens_and_drafts():
@@ -206,13 +206,13 @@ def test_drafts_that_the_last_step_made_are_placed_among_tokens_and_drafts():
     batch.previous_rows = np.array([2, -1, 0], np.int64)
     batch.num_sampled_rows, batch.num_sampled_drafts = 3, 3
     step = prepare_step(batch, no_padding(9, 3))
-    tokens, drafts = (step.layout.place(n) for n in ("input_ids_and_spare", "draft_token_ids"))
+    tokens, drafts = (step.layout.offset_int32(n) for n in ("input_ids", "draft_token_ids"))
     spare = tokens + 9
-    rows = step.arrays.tail_int64[: batch.num_targets].reshape(3, 7).tolist()
+    rows = step.arrays.variable_int64[: batch.num_targets].reshape(3, 7).tolist()
     assert rows[0] == [tokens + 6, tokens + 7, tokens + 8, spare, drafts + 4, drafts + 5, spare]
     assert rows[1] == [spare] * 7
     assert rows[2] == [tokens, tokens + 1, tokens + 2, spare, drafts, drafts + 1, spare]
-    assert step.nbytes == step.layout.tail_offset + 21 * 8
+    assert step.nbytes == step.layout.variable_offset + 21 * 8
 
 
 def test_a_place_kept_for_a_draft_is_no_token_and_never_accepted():

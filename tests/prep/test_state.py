@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
+from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
 
 # computed, scheduled, drafts, prompt, chunked prefill, state
 CASES = {
@@ -27,4 +27,4 @@ CASES = {
 def test_first_matching_rule_decides(case):
     *counts, chunked_prefill, state = CASES[case]
     columns = [np.array(column, np.int32) for column in counts]
-    assert attention_state(batch_facts(*columns), chunked_prefill) == AttentionState[state]
+    assert attention_state(batch_flags(*columns), chunked_prefill) == AttentionState[state]

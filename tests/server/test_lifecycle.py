@@ -7,9 +7,7 @@ import os
 import signal
 import time
 
-import psutil
-
-from tests.server.test_server import QUESTIONS, Server, check_clean_stop
+from tests.server.test_server import QUESTIONS, Server, check_all_gone, check_clean_stop
 
 FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", "60")
 LONG = {"prompt": "one, two,", "ignore_eos": True, "stream": True, "temperature": 0}
@@ -75,8 +73,7 @@ def test_sigterm_drains_and_the_next_server_gives_the_same_answers(demo_model, t
         assert errors == [f"vllm_npu_prep: error: {why}"]
         assert "Traceback" not in second.log()
         assert "Waiting for the engine to start" in second.log()
-        _, alive = psutil.wait_procs(second.children, timeout=10)
-        assert not alive, f"left behind: {alive}"
+        check_all_gone(second)
     finally:
         second.kill()
 

@@ -1,4 +1,4 @@
-"""``vllm serve`` on several ranks: answers, metrics, and the end of a server that loses a rank."""
+"""``vllm serve`` on several ranks: answers, metrics, records, and what is left of a killed one."""
 
 import contextlib
 import http.client
@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
 
-from tests.server.test_server import Server
+from tests.server.test_server import Server, check_all_gone, wait_until
 
 QUESTION, ANSWER = tiny_model.exchanges()[0]
 SECONDS = 60
@@ -44,8 +44,12 @@ def num_steps(server: Server, engine: int) -> float:
 def test_a_rank_that_dies_ends_the_server_with_a_message_and_no_orphan(
     demo_model, tmp_path, layout
 ):
-    """Before: all ranks of an engine prepare a step, which is counted once; others know nothing."""
+    """Before: all ranks of an engine prepare a step, which is counted once; others know nothing.
+
+    Whichever process is told to, the records of all ranks are written.
+    """
     flags, lost, message = LAYOUTS[layout]
+    flags += ("--additional-config", json.dumps({"npu_prep": {"record": {"dir": str(tmp_path)}}}))
     server = Server(demo_model, tmp_path / "log", *flags, "--enforce-eager")
     engines = range(2 if layout == "engines" else 1)
     try:
@@ -56,6 +60,8 @@ def test_a_rank_that_dies_ends_the_server_with_a_message_and_no_orphan(
         assert server.request("POST", "/v1/completions", body, **headers)[0] == 200
         counted = [num_steps(server, each) - was for each, was in zip(engines, before)]
         assert counted == [0] * (len(engines) - 1) + [4]
+
+        check_records(server, tmp_path, engines)
 
         connection = server.connect()
         body |= {"max_tokens": 450, "stream": True}
@@ -73,7 +79,59 @@ def test_a_rank_that_dies_ends_the_server_with_a_message_and_no_orphan(
         log = server.log()
         assert message in re.search("^.*(ERROR | error: ).*$", log, re.MULTILINE)[0]
         assert "\nvllm_npu_prep: error: the engine died" in log
-        _, alive = psutil.wait_procs(server.children, timeout=10)
-        assert not alive, f"left behind: {alive}"
+        check_all_gone(server)
+    finally:
+        server.kill()
+
+
+def check_records(server: Server, folder: Path, engines: range) -> None:
+    """SIGUSR1 to any process has both ranks write what each has prepared since the last time."""
+
+    def written() -> dict[str, int]:
+        # The first of several engines does not know of others, and its folder has no rank.
+        folders = {each.parent for each in folder.glob("*/step-*")}
+        return {each.name: len([*each.glob("step-*")]) for each in folders}
+
+    processes = [server.process.pid, *(each.pid for each in of_vllm(server))]
+    # An engine and two ranks; or two engines with a rank each, and their coordinator.
+    assert len(processes) == (4 if len(engines) == 1 else 6)
+    for pid in processes:
+        before = written()
+        for engine in engines:
+            assert server.chat(QUESTION, engine=engine) == ANSWER
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(
+            lambda before=before: (
+                len(now := written()) == 2 and all(now[each] > before.get(each, 0) for each in now)
+            )
+        )
+
+
+def of_vllm(server: Server) -> list[psutil.Process]:
+    """Processes that vLLM has started, without helpers of Python's."""
+    return [each for each in server.children if each.name().startswith("VLLM::")]
+
+
+def test_a_server_that_is_killed_leaves_no_process(demo_model, tmp_path):
+    """It has started two API servers and an engine, which has started two ranks.
+
+    Before that each of them is told to write records, which are not configured: none dies of it.
+    """
+    flags = ("--api-server-count", "2", "--tensor-parallel-size", "2", "--enforce-eager")
+    server = Server(demo_model, tmp_path / "log", *flags)
+    try:
+        assert server.chat(QUESTION) == ANSWER
+        processes = [server.process.pid, *(each.pid for each in of_vllm(server))]
+        assert len(processes) == 6, processes
+        says = "SIGUSR1: no steps are recorded: start with --additional-config"
+        for number, pid in enumerate(processes, 1):
+            os.kill(pid, signal.SIGUSR1)
+            wait_until(lambda number=number: server.log().count(says) == number)
+        assert server.chat(QUESTION) == ANSWER
+        server.process.kill()
+        check_all_gone(server, seconds=30)
+        gone = f"The process that started it (pid {server.process.pid}) is gone: "
+        for name in ("ApiServer_0", "ApiServer_1", "EngineCore"):
+            assert f"{gone}{name} ends." in server.log()
     finally:
         server.kill()

@@ -3,13 +3,16 @@
 import contextlib
 import http.client
 import json
+import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from examples import tiny_model
-from tests.helpers.cluster import ServerOnHost, two_hosts, why_no_hosts
+from tests.helpers.cluster import Host, ServerOnHost, two_hosts, why_no_hosts
+from tests.server.test_server import check_all_gone, wait_until
 
 SECONDS = 45
 """In which a server that lost a host ends; about 15 of them are Ray's, by these settings."""
@@ -30,10 +33,14 @@ QUESTION, ANSWER = tiny_model.exchanges()[0]
 
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 def test_two_hosts_serve_one_model_until_the_link_between_them_is_cut(demo_model, tmp_path):
-    """Each has a stage; what is left on either ends."""
+    """Each has a stage; what is left on either ends.
+
+    Another server before it writes records of either host, and is killed: nothing is left of it.
+    """
     with two_hosts(**RAY) as (head, other):
         flags = ["--pipeline-parallel-size", "2", "--enforce-eager"]
         flags += ["--kv-cache-memory-bytes", str(32 << 20)]
+        check_records_and_a_kill(head, other, demo_model, tmp_path, flags)
         server = ServerOnHost(head, demo_model, tmp_path / "log", *flags)
         try:
             assert "ranks         2 stages, started by ray, over gloo" in server.log()
@@ -64,3 +71,27 @@ def test_two_hosts_serve_one_model_until_the_link_between_them_is_cut(demo_model
             print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
         finally:
             server.kill()
+
+
+def check_records_and_a_kill(
+    head: Host, other: Host, model: Path, folder: Path, flags: list[str]
+) -> None:
+    """A server that is told to write its records, and then killed."""
+    config = json.dumps({"npu_prep": {"record": {"dir": str(folder / "steps")}}})
+
+    def newest() -> Path | None:
+        return max(folder.glob("steps/*-rank1/step-*"), default=None)
+
+    server = ServerOnHost(head, model, folder / "first", *flags, "--additional-config", config)
+    try:
+        workers = head.workers() + other.workers()
+        for process in (server.process, workers[1]):  # a worker of Ray's writes its own
+            assert server.chat(QUESTION) == ANSWER
+            before = newest()
+            process.send_signal(signal.SIGUSR1)
+            wait_until(lambda before=before: newest() != before)
+        wait_until(lambda: len([*folder.glob("steps/*-rank?/manifest.json")]) == 2)
+        server.process.kill()
+        check_all_gone(server, *workers, seconds=SECONDS)
+    finally:
+        server.kill()

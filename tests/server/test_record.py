@@ -2,49 +2,63 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.server.test_server import QUESTIONS, Server
+from tests.server.test_server import QUESTIONS, Server, check_all_gone, wait_until
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 
-def replayed(path: Path, *flags: str) -> tuple[int, str]:
-    """Exit code and output of the command."""
-    command = [str(Path(sys.executable).with_name("vllm-npu-prep")), "replay", str(path), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def command(*words: str | Path) -> tuple[int, str]:
+    """Exit code and output of ``vllm-npu-prep``."""
+    words = (Path(sys.executable).with_name("vllm-npu-prep"), *words)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_served_run_is_recorded_by_signal_and_replayed(demo_model, tmp_path):
-    """Asynchronous scheduling, graphs, a prefix that all questions share; and then a fault."""
+def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
+    """Asynchronous scheduling, graphs, a prefix that all questions share; and then a fault.
+
+    At last the server is killed, which its engine notices.
+    """
     config = {"npu_prep": {"record": {"dir": str(tmp_path / "records"), "steps": "last 40"}}}
     server = Server(demo_model, tmp_path / "log", "--additional-config", json.dumps(config))
+    (engine,) = (each for each in server.children if each.name() == "VLLM::EngineCore")
     try:
         asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(24)]
         with ThreadPoolExecutor(24) as pool:
             answers = list(pool.map(lambda pair: server.chat(pair[0]), asked))
         assert answers == [answer for _, answer in asked]
         assert f"record        last 40, in {tmp_path / 'records'}" in server.log()
-        found = re.search(r"Recording the last 40 steps.*kill -USR1 (\d+)", server.log())
-        assert found is not None
-        os.kill(int(found[1]), signal.SIGUSR1)
-        deadline = time.monotonic() + 60
-        while "40 steps are in" not in server.log() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]  # it serves on
-        assert server.stop(signal.SIGTERM) == 0
+        assert "by `vllm-npu-prep record` or `kill -USR1 " in server.log()
+        code, text = command("record", str(server.port))
+        (folder,) = (tmp_path / "records").iterdir()
+        assert (code, text) == (0, f"40 steps are in {folder} (vllm-npu-prep record)\n")
+        assert len(record_files(folder)) == 40
+        for pid in (server.process.pid, engine.pid):
+            before = len(record_files(folder))
+            assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
+            os.kill(pid, signal.SIGUSR1)
+            wait_until(lambda before=before: len(record_files(folder)) > before)
+        nothing = f"no new step to write; those of this run are in {folder}"
+        code, text = command("record", str(engine.pid), "--json")
+        (rank,) = json.loads(text)["ranks"]
+        assert (code, rank["steps"], rank["answer"]) == (1, 0, nothing)
+
+        server.process.kill()
+        check_all_gone(server, seconds=30)
+        why = f"The process that started it (pid {server.process.pid}) is gone: EngineCore ends."
+        assert why in server.log() and "it exits now" not in server.log()
     finally:
         server.kill()
-    (folder,) = (tmp_path / "records").iterdir()
     files = record_files(folder)
-    assert len(files) == 40
-    assert replayed(folder) == (0, "40 steps: core and oracle prepare what was recorded\n")
+    assert command("replay", folder) == (
+        0,
+        f"{len(files)} steps: core and oracle prepare what was recorded\n",
+    )
     records = [read_record(file) for file in files]
     assert any("is_on_device" in record.prepared for record in records)
     assert any(record.settings.num_reqs > 4 for record in records)
@@ -52,10 +66,10 @@ def test_a_served_run_is_recorded_by_signal_and_replayed(demo_model, tmp_path):
     file, record = files[7], records[7]
     record.prepared["positions"][0] += 1
     file.write_bytes(record.to_bytes())
-    code, text = replayed(folder)
+    code, text = command("replay", folder)
     position = int(record.prepared["positions"][0])
     where = f"positions[0] (token 0, request {record.settings.req_ids[0]})"
     said = f"recorded {position}, the %s says {position - 1}\n"
-    assert code == 1 and text.startswith(f"1 of 40 steps differ, first in {file}\n")
+    assert code == 1 and text.startswith(f"1 of {len(files)} steps differ, first in {file}\n")
     for by in ("core", "oracle"):
         assert f"step {record.number}: {where}: {said % by}" in text

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -409,6 +410,21 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
     check({"base": "base", "first": "second", "third": "third"})
 
 
+def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def check_all_gone(server: Server, *more: psutil.Process, seconds: float = 10) -> None:
+    """No process of the server is left, nor of others that belong to it."""
+    began = time.monotonic()
+    _, alive = psutil.wait_procs([*server.children, *more], timeout=seconds)
+    assert not alive, f"left behind: {alive}"
+    print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
+
+
 def check_clean_stop(server: Server, signum: int | None = None) -> None:
     """Without a signal: the server has had one."""
     code = server.process.wait(60) if signum is None else server.stop(signum)
@@ -417,8 +433,7 @@ def check_clean_stop(server: Server, signum: int | None = None) -> None:
     assert "Traceback" not in log
     assert "ERROR" not in log
     assert "leaked" not in log
-    _, alive = psutil.wait_procs(server.children, timeout=10)
-    assert not alive, f"left behind: {alive}"
+    check_all_gone(server)
 
 
 def test_the_serve_example_prints_the_answer_and_exits(demo_model):

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
+    AttentionImplBase,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -27,7 +28,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
-from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_facts
+from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
 from vllm_npu_prep.startup.asked import DEFAULT_BLOCK_SIZE
 
 ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
@@ -49,7 +50,7 @@ class AscendAttentionBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type["AscendAttentionImpl"]:
+    def get_impl_cls() -> type[AttentionImplBase]:
         """Class of a layer's attention."""
         return AscendAttentionImpl
 
@@ -124,13 +125,13 @@ def local_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests
     arrays, host, local = staged.device, staged.np, step.local
     assert local is not None
     in_full_graph = step.padding.mode is GraphMode.FULL
-    num_rows = len(host.local_seq_lens) if in_full_graph else local.num_reqs
+    num_rows = len(host.chunk_local_seq_lens) if in_full_graph else local.num_reqs
     return AttendedRequests(
-        arrays.local_query_start_loc[: num_rows + 1],
-        host.local_query_start_loc[: num_rows + 1],
-        arrays.local_seq_lens[:num_rows],
-        host.local_seq_lens[:num_rows],
-        arrays.local_num_computed_tokens[:num_rows],
+        arrays.chunk_local_query_start_loc[: num_rows + 1],
+        host.chunk_local_query_start_loc[: num_rows + 1],
+        arrays.chunk_local_seq_lens[:num_rows],
+        host.chunk_local_seq_lens[:num_rows],
+        arrays.chunk_local_num_computed_tokens[:num_rows],
         local.num_reqs,
         local.max_query_len,
         local.max_seq_len,
@@ -159,6 +160,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
         model = vllm_config.model_config
+        assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
         self.masks = MaskCache(
             device,
@@ -174,7 +176,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
         """Full graphs that attention can be inside of: those whose mask keeps its shape.
 
@@ -251,7 +253,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             attn_state=step.attn_state,
             attn_mask=mask,
             block_tables=block_table,
-            slot_mapping=None if block_table is None else arrays.slot_mapping[group],
+            slot_mapping=None if block_table is None else arrays.slot_mappings[group],
             **requests._asdict(),
             num_actual_tokens=step.total_num_scheduled_tokens,
             num_input_tokens=step.num_input_tokens,
@@ -282,8 +284,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         seq_lens_np = common.seq_lens_cpu_upper_bound[:num_reqs].numpy()
         num_tokens = int(query_start_loc_np[-1])
         no_drafts = np.zeros_like(query_lens)
-        facts = batch_facts(seq_lens_np - query_lens, query_lens, no_drafts, seq_lens_np)
-        state = attention_state(facts, self.chunked_prefill)
+        flags = batch_flags(seq_lens_np - query_lens, query_lens, no_drafts, seq_lens_np)
+        state = attention_state(flags, self.chunked_prefill)
         max_seq_len = int(seq_lens_np.max())
         plan = self._plan(state, num_tokens, max_seq_len, bool(common.causal))
         return AscendMetadata(
@@ -350,7 +352,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,  # vLLM's `Attention`, which its protocol tells less of
         query: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
         key: torch.Tensor | None,  # [num_input_tokens, num_kv_heads, head_size]
         value: torch.Tensor | None,

@@ -4,17 +4,17 @@ import numpy as np
 import torch
 from vllm.v1.worker.block_table import MultiGroupBlockTable
 
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 
 
 class DeviceBlockTables(MultiGroupBlockTable):
     """The block tables of all KV-cache groups, with the device's copy changed entry by entry.
 
     Upstream copies every row of the batch, as wide as ``max_model_len`` makes it, in every step.
-    Here the tables lie behind one another, on the host and on the device, and only entries that the
-    device doesn't have are sent, with everything else of the step (`list_block_changes`). A row
-    that grows needs no note: what lies behind `num_known_blocks` is new. A row that is replaced
-    forgets. Behind the rows of requests lie `PADDING_ROWS`, which nothing writes.
+    Here the tables are flat, one after the other, on the host and on the device, and only entries
+    that the device doesn't have are sent, with everything else of the step (`list_block_changes`).
+    A row that grows needs no note: what is past `num_synced_blocks` is new. A row that is replaced
+    forgets. After the rows of requests come `PADDING_ROWS`, which nothing writes.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         shape = (len(self.block_tables), max_num_reqs)
         # See `BatchTables` for these.
         self.num_blocks = np.zeros(shape, np.int32)
-        self.num_known_blocks = np.zeros(shape, np.int32)
+        self.num_synced_blocks = np.zeros(shape, np.int32)
         self.num_device_blocks = np.zeros(shape, np.int32)
         widths = [table.max_num_blocks_per_req for table in self.block_tables]
         chunks = [-(-width // blocks_per_chunk) for width in widths]
@@ -49,10 +49,14 @@ class DeviceBlockTables(MultiGroupBlockTable):
         sizes = [num_rows * width for width in self.max_num_blocks.tolist()]
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
         with torch.inference_mode(False):
-            self.entries_cpu = torch.zeros(sum(sizes), dtype=torch.int32)
-            self.entries = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.entries_np = self.entries_cpu.numpy()
-        views = zip(self.entries_cpu.split(sizes), self.entries.split(sizes), self.num_blocks)
+            self.block_table_flat_cpu = torch.zeros(sum(sizes), dtype=torch.int32)
+            self.block_table_flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.block_table_flat_np = self.block_table_flat_cpu.numpy()
+        views = zip(
+            self.block_table_flat_cpu.split(sizes),
+            self.block_table_flat.split(sizes),
+            self.num_blocks,
+        )
         for table, (host, on_device, num_blocks) in zip(self.block_tables, views):
             buffer = table.block_table
             buffer.cpu = host.view(num_rows, -1)
@@ -87,7 +91,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
 
     def forget(self) -> None:
         """The device's tables may hold anything: send every row again."""
-        self.num_known_blocks[:] = 0
+        self.num_synced_blocks[:] = 0
         self.num_device_blocks[:] = self.max_num_blocks[:, None]
 
     def add_row(self, block_ids: tuple[list[int], ...], row_idx: int) -> None:
@@ -96,24 +100,24 @@ class DeviceBlockTables(MultiGroupBlockTable):
         Requests that come back were taken out first, and upstream then forgets their sample too.
         """
         super().add_row(block_ids, row_idx)
-        self.num_known_blocks[:, row_idx] = 0
+        self.num_synced_blocks[:, row_idx] = 0
         self.previous_rows[row_idx] = NO_PREVIOUS_ROW
 
     def clear_row(self, row_idx: int) -> None:
         """A row loses its request."""
         super().clear_row(row_idx)
-        self.num_known_blocks[:, row_idx] = 0
+        self.num_synced_blocks[:, row_idx] = 0
 
     def move_row(self, src: int, tgt: int) -> None:
         """A request moves to a free row."""
         super().move_row(src, tgt)
-        self.num_known_blocks[:, [src, tgt]] = 0
+        self.num_synced_blocks[:, [src, tgt]] = 0
         self.previous_rows[tgt] = self.previous_rows[src]
 
     def swap_row(self, src: int, tgt: int) -> None:
         """Two requests change places."""
         super().swap_row(src, tgt)
-        self.num_known_blocks[:, [src, tgt]] = 0
+        self.num_synced_blocks[:, [src, tgt]] = 0
         self.previous_rows[[src, tgt]] = self.previous_rows[[tgt, src]]
 
     def commit_block_table(self, num_reqs: int) -> None:

@@ -105,7 +105,9 @@ def split_by_window(
             by_window.setdefault(windows, []).append(name)
         for windows, layer_names in by_window.items():
             spec = group.kv_cache_spec
-            known = {kind: size for kind, size in zip(WINDOWS, windows) if hasattr(spec, kind)}
+            known: dict[str, Any] = {
+                kind: size for kind, size in zip(WINDOWS, windows) if hasattr(spec, kind)
+            }
             spec = replace(spec, **known)
             split.append(replace(group, layer_names=layer_names, kv_cache_spec=spec))
     return split

@@ -70,7 +70,7 @@ class LocalBlockTables:
     device
         Where they are.
     entries
-        int32, the device's block tables of all groups behind one another, in rows of whole chunks.
+        int32, the device's block tables of all groups one after the other, in rows of whole chunks.
     local
         The groups that need them.
     max_num_reqs
@@ -102,15 +102,15 @@ class LocalBlockTables:
         Parameters
         ----------
         table_rows
-            `StepArrays.local_table_rows` on the device, flat.
+            ``chunk_local_table_rows`` of the step on the device.
 
         Returns
         -------
         dict
             By KV-cache group: int32 ``[V, blocks_per_chunk]``.
         """
+        device, table_rows = self._device, table_rows.view(-1)
         gathered = self._gathered[: len(table_rows)]
-        device = self._device
         device.gather(device.native(gathered), self._chunks, device.native(table_rows))
         self.of_step = dict(zip(self.local.groups, gathered.chunk(len(self.local.groups))))
         return self.of_step

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import (
+    AttentionImplBase,
     AttentionMetadata,
     AttentionType,
     CommonAttentionMetadata,
@@ -63,7 +64,7 @@ class AscendMLABackend(AscendAttentionBackend):
     forward_includes_kv_cache_update = False
 
     @staticmethod
-    def get_impl_cls() -> type["AscendMLAImpl"]:
+    def get_impl_cls() -> type[AttentionImplBase]:
         """Class of a layer's attention."""
         return AscendMLAImpl
 
@@ -100,8 +101,8 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> MLALayerMetadata:
-        """Metadata from vLLM's common metadata."""
+    ) -> Any:
+        """Metadata from vLLM's common metadata, as a `MLALayerMetadata`."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return self.for_layers(metadata)
 
@@ -155,7 +156,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
 
     def forward_mqa(
         self,
-        q: tuple[torch.Tensor, torch.Tensor],  # [num_input_tokens, num_heads, kv_lora_rank], rope
+        # [num_input_tokens, num_heads, kv_lora_rank] and rope; one tensor on other backends only
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         kv_c_and_k_pe_cache: torch.Tensor,  # [1, num_blocks, block_size, 1, head_size]
         attn_metadata: MLALayerMetadata,
         layer: Any,
@@ -171,6 +173,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         """
         del layer
         step = attn_metadata.step
+        assert isinstance(q, tuple)
         query = torch.cat(q, dim=-1)
         output = torch.zeros_like(query)
         seen = slice(0, step.num_attended_tokens)

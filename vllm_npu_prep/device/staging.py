@@ -1,77 +1,48 @@
-"""The staging ring: pinned host buffers, the one device twin, and the one copy of a step."""
+"""The staging ring: pinned host buffers, one device buffer, and the one copy of a step."""
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_npu_prep.device import Device
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Arrays
 from vllm_npu_prep.prep.layout import StepArrays, StepLayout
 
 CACHED_LAYOUTS = 512
 """Layouts whose views are kept. Captured sizes are far fewer; eager steps make new ones."""
 
 
-@dataclass(frozen=True)
-class DeviceArrays:
-    """The arrays of one layout as tensors: views of the twin, or of a pinned buffer.
-
-    See `StepArrays` for dtypes.
-    """
-
-    input_ids: torch.Tensor  # [num_input_tokens]
-    input_ids_and_spare: torch.Tensor  # [num_input_tokens + 1]
-    positions: torch.Tensor  # [num_input_tokens]
-    mrope_positions: torch.Tensor  # [mrope_dims, num_input_tokens]
-    slot_mapping: tuple[torch.Tensor, ...]  # one [num_input_tokens] for each group
-    query_start_loc: torch.Tensor  # [num_reqs_padded + 1]
-    seq_lens: torch.Tensor  # [num_reqs_padded]
-    num_computed_tokens: torch.Tensor  # [num_reqs_padded]
-    logits_indices: torch.Tensor  # [max_logits]
-    target_logits_indices: torch.Tensor  # [max_drafts]
-    draft_token_ids: torch.Tensor  # [max_drafts]
-    # [num_reqs_padded], or empty without speculation
-    bonus_logits_indices: torch.Tensor
-    cu_num_draft_tokens: torch.Tensor
-    cu_num_sampled_tokens: torch.Tensor
-    backup_next_token_ids: torch.Tensor
-    # Empty without chunked local attention
-    local_query_start_loc: torch.Tensor  # [V + 1]
-    local_seq_lens: torch.Tensor  # [V]
-    local_num_computed_tokens: torch.Tensor  # [V]
-    local_table_rows: torch.Tensor  # [L * V]
-    discard_request_mask: torch.Tensor  # [num_reqs_padded]
-    is_padding: torch.Tensor  # [num_input_tokens]
-
-
 class TypedBuffer:
-    """One buffer seen as bytes, as int32 and as int64."""
+    """One buffer seen as bytes, as int32 and int64, and as every dtype of the table of arrays."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.bytes = buffer  # [nbytes] uint8
         self.int32 = buffer.view(torch.int32)
         self.int64 = buffer.view(torch.int64)
-        self._by_dtype = {
-            np.dtype(np.int32): self.int32,
-            np.dtype(np.int64): self.int64,
-            np.dtype(np.bool_): buffer.view(torch.bool),
+        self.by_dtype = {
+            line.dtype: buffer.view(getattr(torch, line.dtype.name))
+            for line in STEP_ARRAYS.values()
         }
 
-    def arrays(self, layout: StepLayout) -> DeviceArrays:
+    def arrays(self, layout: StepLayout) -> "DeviceArrays":
         """Every array of `layout`."""
-        views = {}
+        return DeviceArrays(self, layout)
+
+
+class DeviceArrays(Arrays[torch.Tensor]):
+    """The arrays of one layout as tensors: views of the device buffer, or of a pinned one.
+
+    Attributes
+    ----------
+    slot_mappings
+        ``slot_mapping`` of each KV-cache group, ``[num_input_tokens]``.
+    """
+
+    def __init__(self, buffer: TypedBuffer, layout: StepLayout) -> None:
         for name, spec in layout.arrays.items():
-            size = spec.dtype.itemsize
-            views[name] = self._by_dtype[spec.dtype][spec.offset // size : spec.end // size]
-        slots = views.pop("slot_mapping").view(layout.num_groups, layout.num_input_tokens)
-        mrope_positions = views.pop("mrope_positions")
-        return DeviceArrays(
-            input_ids=views["input_ids_and_spare"][:-1],
-            slot_mapping=slots.unbind(),
-            mrope_positions=mrope_positions.view(layout.mrope_dims, layout.num_input_tokens),
-            **views,
-        )
+            setattr(self, name, buffer.by_dtype[spec.dtype][spec.elements].view(spec.shape))
+        self.slot_mappings = self.slot_mapping.unbind()
 
 
 @dataclass(frozen=True)
@@ -80,7 +51,7 @@ class StagedArrays:
 
     np: StepArrays
     cpu: DeviceArrays  # the same memory as `np`
-    device: DeviceArrays  # views of the twin, at the same addresses for every step of the layout
+    device: DeviceArrays  # at the same addresses for every step of the layout
 
 
 class StagingSlot:
@@ -102,7 +73,7 @@ class StagingRing:
     Parameters
     ----------
     device
-        Where the twin lives.
+        Where the device buffer lives.
     nbytes
         Size of the largest step, a multiple of 8.
     depth
@@ -124,10 +95,14 @@ class StagingRing:
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
         with torch.inference_mode(False):
             self.slots = [StagingSlot(nbytes, pin_memory) for _ in range(depth)]
-            self.twin = TypedBuffer(torch.zeros(nbytes, dtype=torch.uint8, device=device.device))
-        self._twin_int32 = device.native(self.twin.int32)
-        self._twin_int64 = device.native(self.twin.int64)
-        self._copies = [device.copy_to_device(self.twin.bytes, s.host.bytes) for s in self.slots]
+            self.device_buffer = TypedBuffer(
+                torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
+            )
+        self._device_buffer_int32 = device.native(self.device_buffer.int32)
+        self._device_buffer_int64 = device.native(self.device_buffer.int64)
+        self._copies = [
+            device.copy_to_device(self.device_buffer.bytes, s.host.bytes) for s in self.slots
+        ]
         self._on_device: dict[StepLayout, DeviceArrays] = {}
         self.turn = 0
         self.steps = 0
@@ -145,7 +120,7 @@ class StagingRing:
         if staged is None:
             on_device = self._on_device.get(layout)
             if on_device is None:
-                on_device = self.twin.arrays(layout)
+                on_device = self.device_buffer.arrays(layout)
                 _keep(self._on_device, layout, on_device)
             staged = StagedArrays(layout.views(slot.host_np), slot.host.arrays(layout), on_device)
             _keep(slot.staged, layout, staged)
@@ -156,30 +131,32 @@ class StagingRing:
         self._copies[self.turn](nbytes)
         self.slots[self.turn].event = self.device.record_event()
 
-    def place_sampled_tokens(self, layout: StepLayout, sampled_token_ids: torch.Tensor) -> None:
-        """Put the last step's samples where they belong; `submit` has sent their targets.
+    def scatter_sampled_tokens(self, layout: StepLayout, sampled_token_ids: torch.Tensor) -> None:
+        """Scatter the last step's samples to their targets, which `submit` has sent.
 
         Parameters
         ----------
         sampled_token_ids
-            int32 ``[num_targets]`` on the device, in the order of the layout's tail.
+            int32 ``[num_targets]`` on the device, in the order of the layout's variable part.
         """
-        targets, _, _ = layout.tail(len(sampled_token_ids), 0)
+        targets, _, _ = layout.variable_part(len(sampled_token_ids), 0)
         values = self.device.native(sampled_token_ids)
-        self.device.scatter(self._twin_int32, self._twin_int64[targets], values)
+        self.device.scatter(self._device_buffer_int32, self._device_buffer_int64[targets], values)
 
-    def place_block_changes(
-        self, entries: Any, layout: StepLayout, num_targets: int, num_block_changes: int
+    def scatter_block_changes(
+        self, block_table_flat: Any, layout: StepLayout, num_targets: int, num_block_changes: int
     ) -> None:
-        """Write the block-table entries that `submit` has sent.
+        """Scatter the block-table entries that `submit` has sent.
 
         Parameters
         ----------
-        entries
-            int32, the device's block tables of all groups behind one another, native.
+        block_table_flat
+            int32, the device's block tables of all groups one after the other, native.
         """
-        _, indices, ids = layout.tail(num_targets, num_block_changes)
-        self.device.scatter(entries, self._twin_int64[indices], self._twin_int32[ids])
+        _, indices, ids = layout.variable_part(num_targets, num_block_changes)
+        self.device.scatter(
+            block_table_flat, self._device_buffer_int64[indices], self._device_buffer_int32[ids]
+        )
 
 
 def _keep(views: dict[StepLayout, Any], layout: StepLayout, made: object) -> None:

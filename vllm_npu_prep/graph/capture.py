@@ -15,7 +15,7 @@ from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.progress import waiting
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.model_runner import NPUModelRunner
+    from vllm_npu_prep.graph.runner import GraphRunner
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -29,7 +29,7 @@ class Captured(NamedTuple):
     nbytes: int
 
 
-def capture_graphs(runner: "NPUModelRunner") -> int:
+def capture_graphs(runner: "GraphRunner") -> int:
     """Capture a graph for every descriptor of the runner's dispatcher, the largest first.
 
     A size for which memory does not suffice is given up for all kinds of graph, and so is every
@@ -86,7 +86,7 @@ def capture_graphs(runner: "NPUModelRunner") -> int:
 
 
 def _without_garbage_collection(
-    runner: "NPUModelRunner",
+    runner: "GraphRunner",
 ) -> contextlib.AbstractContextManager[None]:
     """A capture does not survive it. Where nothing is captured it would cost time only."""
     if runner.prep_device.computes_on_host:
@@ -94,9 +94,7 @@ def _without_garbage_collection(
     return runner._freeze_gc()
 
 
-def _capture(
-    runner: "NPUModelRunner", mode: CUDAGraphMode, descriptor: BatchDescriptor
-) -> Captured:
+def _capture(runner: "GraphRunner", mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Captured:
     device = runner.prep_device
     free, _ = device.memory_info()
     start = time.perf_counter()
@@ -118,7 +116,7 @@ def _say_out_of_memory(num_tokens: int, left: list[int], error: Exception) -> No
     )
 
 
-def _forget_sizes(runner: "NPUModelRunner", sizes: set[int]) -> None:
+def _forget_sizes(runner: "GraphRunner", sizes: set[int]) -> None:
     """Let the dispatcher pad to the sizes that were captured for every kind of graph."""
     compilation, dispatcher = runner.compilation_config, runner.cudagraph_dispatcher
     kept = [size for size in compilation.cudagraph_capture_sizes if size not in sizes]

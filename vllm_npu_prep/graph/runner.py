@@ -177,23 +177,18 @@ class GraphRunner(SpeculativeRunner):
 
     def _dummy_run(
         self,
+        num_tokens: int,
         *args: Any,
-        force_attention: bool = False,
-        is_graph_capturing: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's own buffers, which hold the largest sizes; graphs use ours."""
         self._forget_step()
         self._restore_upstream_buffers()
-        self._in_dummy_run, self._dummy_attends = True, force_attention
-        self._in_capture = is_graph_capturing
+        self._in_dummy_run = True
+        self._dummy_attends = kwargs.get("force_attention", False)
+        self._in_capture = kwargs.get("is_graph_capturing", False)
         try:
-            return super()._dummy_run(
-                *args,
-                force_attention=force_attention,
-                is_graph_capturing=is_graph_capturing,
-                **kwargs,
-            )
+            return super()._dummy_run(num_tokens, *args, **kwargs)
         finally:
             self._in_dummy_run = self._in_capture = self._dummy_attends = False
             self._forget_step()

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.graph import GraphCall, tensors_of
+from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.kernels import NULL_BLOCK_ID, PAD_SLOT_ID
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.wording import counted
 
@@ -180,7 +180,7 @@ def check_padding(
     arrays = staged.device
     _expect("input_ids", arrays.input_ids, tokens, 0)
     _expect("positions", arrays.positions, tokens, 0)
-    for group, slots in enumerate(arrays.slot_mapping):
+    for group, slots in enumerate(arrays.slot_mappings):
         _expect(f"slot_mapping of group {group}", slots, tokens, PAD_SLOT_ID)
     if step.padding.mode is not GraphMode.FULL:
         return
@@ -192,11 +192,14 @@ def check_padding(
     if step.local is None:
         return
     reqs = step.local.num_reqs
-    _expect("local_seq_lens", arrays.local_seq_lens, reqs, 0)
+    _expect("chunk_local_seq_lens", arrays.chunk_local_seq_lens, reqs, 0)
     for group, table in (local_tables or {}).items():
         _expect(f"local block table of group {group}", table, reqs, NULL_BLOCK_ID)
-    for starts in (arrays.local_query_start_loc.numpy(), staged.np.local_query_start_loc):
-        _expect_starts("local_query_start_loc", starts, reqs, step)
+    for starts in (
+        arrays.chunk_local_query_start_loc.numpy(),
+        staged.np.chunk_local_query_start_loc,
+    ):
+        _expect_starts("chunk_local_query_start_loc", starts, reqs, step)
 
 
 def _expect_starts(name: str, starts: np.ndarray, reqs: int, step: PreparedStep) -> None:

@@ -20,6 +20,7 @@ class GraphWrapper(CUDAGraphWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.concrete_cudagraph_entries: dict[Any, Any]
         self._pools: dict[Any, GraphPool] = {}  # by memory pool: upstream profiles in another one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +30,8 @@ class GraphWrapper(CUDAGraphWrapper):
             return self.runnable(*args, **kwargs)
         call = GraphCall(self.runnable, args, kwargs)
         if self.runtime_mode == CUDAGraphMode.FULL:
-            call.attn_metadata, call.layers = context.attn_metadata, context.no_compile_layers
+            metadata: Any = context.attn_metadata  # a list only with micro-batches
+            call.attn_metadata, call.layers = metadata, context.no_compile_layers
         graph = self.concrete_cudagraph_entries.get(context.batch_descriptor)
         if graph is not None:
             return graph.replay(call)

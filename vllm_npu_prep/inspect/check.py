@@ -135,7 +135,7 @@ def explain_fault(
     if req < 0 <= token < step.total_num_scheduled_tokens:
         req = int(np.searchsorted(arrays.query_start_loc[: step.num_reqs + 1], token, "right")) - 1
     is_local = rule >= Rule.LOCAL_QUERY_LENS
-    starts = arrays.local_query_start_loc if is_local else arrays.query_start_loc
+    starts = arrays.chunk_local_query_start_loc if is_local else arrays.query_start_loc
     given: Any
     allowed: Any
     name, text = RULES[rule]
@@ -189,7 +189,7 @@ def explain_fault(
         given = f"{starts[req]} to {starts[req + 1]}"
         allowed = f"rising from 0 to {step.num_input_tokens} at most"
     else:
-        given = arrays.local_seq_lens[req]
+        given = arrays.chunk_local_seq_lens[req]
         assert tables.local is not None
         allowed = (
             f"computed and scheduled tokens of one chunk of {tables.local.attention_chunk_size}"
@@ -222,12 +222,12 @@ RULES: dict[Rule, tuple[str, str]] = {
     Rule.PADDING_TOKENS: ("padding", "padding writes no slot"),
     Rule.PADDING_REQS: ("padding requests", "padding requests have no length"),
     Rule.ENDS_AT_INPUT_TOKENS: ("TND end", "query_start_loc of a full graph ends at its tokens"),
-    Rule.LOCAL_QUERY_LENS: ("local queries", "local_query_start_loc rises from 0"),
-    Rule.LOCAL_SEQ_LENS: ("local lengths", "local_seq_lens stay within a chunk"),
+    Rule.LOCAL_QUERY_LENS: ("local queries", "chunk_local_query_start_loc rises from 0"),
+    Rule.LOCAL_SEQ_LENS: ("local lengths", "chunk_local_seq_lens stay within a chunk"),
     Rule.LOCAL_ENDS_AT_TOKENS: ("local end", "virtual requests end at the step's tokens"),
     Rule.LOCAL_ENDS_AT_INPUT_TOKENS: (
         "local TND end",
-        "local_query_start_loc of a full graph ends at its tokens",
+        "chunk_local_query_start_loc of a full graph ends at its tokens",
     ),
 }
 """Each rule's name and text."""

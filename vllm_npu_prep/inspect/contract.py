@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Level, PaddingRule, Shown
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
@@ -15,22 +16,47 @@ if TYPE_CHECKING:
 FULL_MASK_CELLS = 4096
 """Masks up to this many cells are kept cell by cell, as in the JSON contract."""
 
+SHOWN = [line for line in STEP_ARRAYS.values() if Shown.BATCH in line.shown]
+"""Arrays of the step that ``explain`` shows. Other variables of a level follow from arrays."""
+
 GROUP_LEVEL = (
     "block_table",
     "block_table_indices",
     "block_numbers",
     "block_offsets",
-    "slot_mapping",
+    *(line.name for line in SHOWN if line.by_group),
 )
+"""Variables of which each KV-cache group has its own."""
+
 REQUEST_LEVEL = (
     "query_lens",
     "cu_num_tokens",
-    "query_start_loc",
-    "seq_lens",
-    "num_computed_tokens",
-    "logits_indices",
+    *(line.name for line in SHOWN if line.level in (Level.REQUEST, Level.LOGIT, Level.DRAFT)),
 )
-TOKEN_LEVEL = ("req_indices", "query_pos", "positions", "token_indices", "input_ids")
+"""Variables of requests, and of their rows of logits."""
+
+_TOKEN_ARRAYS = [line.name for line in SHOWN if line.dims == ("T",)]
+TOKEN_LEVEL = ("req_indices", "query_pos", _TOKEN_ARRAYS[0], "token_indices", *_TOKEN_ARRAYS[1:])
+"""Variables of tokens, in the order in which they follow from each other."""
+
+SEVERAL_PER_TOKEN = tuple(
+    line.name
+    for line in SHOWN
+    if line.level is Level.TOKEN and len(line.dims) > 1 and not line.by_group
+)
+"""Variables with several rows of tokens; without rows where a model has no use for them."""
+
+LEVELS: dict[str, Level] = (
+    dict.fromkeys((*TOKEN_LEVEL, *GROUP_LEVEL, "is_on_device"), Level.TOKEN)
+    | dict.fromkeys(("block_table", "query_lens", "cu_num_tokens"), Level.REQUEST)
+    | {name: line.level for name, line in STEP_ARRAYS.items()}
+)
+"""What an element of a variable belongs to, along its last dimension; blocks in a table belong to
+the request of their row."""
+
+UNDEFINED_PADDING = [line for line in STEP_ARRAYS.values() if line.padding is PaddingRule.UNDEFINED]
+"""Arrays that have what older steps left past the batch."""
+
 SCALARS = (
     "total_num_scheduled_tokens",
     "num_input_tokens",
@@ -63,19 +89,24 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGrou
     )
 
 
+def group_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
+    """What a KV-cache group has of its own, by the names of `GROUP_LEVEL`."""
+    found = {name: getattr(step, name) for name in GROUP_LEVEL}
+    return {n: v[group] if n in STEP_ARRAYS else v(group) for n, v in found.items()}
+
+
 def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, np.ndarray]:
     """What travels to the device, padding included, by a record's names: views, nothing copied."""
     staged = {}
-    for name in settings.layout.arrays:
-        if name == "slot_mapping":
-            for index, group in enumerate(settings.groups):
-                if group.group < len(arrays.slot_mapping):
-                    where = f"kv_cache_groups.{index}." if index else ""
-                    staged[f"{where}slot_mapping_padded"] = arrays.slot_mapping[group.group]
-        elif name == "input_ids_and_spare":
-            staged["input_ids_padded"] = arrays.input_ids
-        else:
-            staged[name if name == "is_padding" else f"{name}_padded"] = getattr(arrays, name)
+    for name, line in STEP_ARRAYS.items():
+        array = getattr(arrays, name)
+        if not line.by_group:
+            staged[line.recorded_as] = array
+            continue
+        for index, group in enumerate(settings.groups):
+            if group.group < len(array):
+                where = f"kv_cache_groups.{index}." if index else ""
+                staged[f"{where}{line.recorded_as}"] = array[group.group]
     return staged
 
 
@@ -102,24 +133,11 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
         scalars |= {f"local_requests.{n}": getattr(step.local, n) for n in LOCAL_SCALARS}
     out |= {name: np.array(value, np.int64) for name, value in scalars.items()}
     out["model_input"] = np.array("inputs_embeds" if step.batch.takes_embeds else "input_ids", "S")
-    if settings.mrope_dims:
-        out["mrope_positions"] = step.mrope_positions
-    drafts, reqs = step.num_drafts, step.num_reqs
-    used = {
-        "logits_indices_padded": step.num_logits,
-        "target_logits_indices_padded": drafts,
-        "draft_token_ids_padded": drafts,
-        "bonus_logits_indices_padded": reqs,
-        "cu_num_draft_tokens_padded": reqs,
-        "cu_num_sampled_tokens_padded": reqs,
-        "backup_next_token_ids_padded": reqs,
-    }
-    for name, array in staged_arrays(step.arrays, settings).items():
-        if name in used:  # what lies behind is of earlier steps, and not read
-            array = np.where(np.arange(len(array)) < used[name], array, array.dtype.type(0))
-        out[name] = array
+    out |= {n: a for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
+    out |= staged_arrays(step.arrays, settings)
+    out |= {line.recorded_as: _without_leftovers(step, line) for line in UNDEFINED_PADDING}
     if step.batch.num_sampled_rows:
-        targets = step.arrays.tail_int64[: step.batch.num_targets]
+        targets = step.arrays.variable_int64[: step.batch.num_targets]
         out["sampled_token_targets"] = targets
         out["is_on_device"] = _on_device(step, targets)
     return {
@@ -129,14 +147,22 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
 
 def prepared_names(settings: "RecordSettings") -> set[str]:
     """Every name that `prepared_arrays` can give an array of a step with such settings."""
-    of_group = {*GROUP_LEVEL, "slot_mapping_padded"}
+    of_group = {*GROUP_LEVEL, *(line.recorded_as for line in STEP_ARRAYS.values() if line.by_group)}
     of_group |= {f"attn_mask.{name}" for name in MASK_ARRAYS}
     of_group |= {f"local_requests.{name}" for name in (*LOCAL_ARRAYS, *LOCAL_SCALARS)}
     names = {f"{prefix}{name}" for prefix in ("", *settings.group_prefixes) for name in of_group}
-    names |= {*REQUEST_LEVEL, *TOKEN_LEVEL, *SCALARS}
-    names |= {"attn_state", "model_input", "num_reqs_padded", "mrope_positions"}
-    names |= {"sampled_token_targets", "is_on_device", "is_padding", "input_ids_padded"}
-    return names | {f"{name}_padded" for name in settings.layout.arrays}
+    names |= {*REQUEST_LEVEL, *TOKEN_LEVEL, *SEVERAL_PER_TOKEN, *SCALARS}
+    names |= {"attn_state", "model_input", "num_reqs_padded"}
+    names |= {"sampled_token_targets", "is_on_device"}
+    return names | {line.recorded_as for line in STEP_ARRAYS.values()}
+
+
+def _without_leftovers(step: PreparedStep, line: Array) -> np.ndarray:
+    """A whole array, with zeros in place of what earlier steps left past the batch."""
+    out = np.zeros_like(getattr(step.arrays, line.name))
+    used = getattr(step, line.name)
+    out[..., : used.shape[-1]] = used
+    return out
 
 
 def _group_arrays(
@@ -145,7 +171,7 @@ def _group_arrays(
     """What a group has of its own."""
     out = {}
     if group.group < len(settings.block_sizes):
-        out = {name: getattr(step, name)(group.group) for name in GROUP_LEVEL}
+        out = group_variables(step, group.group)
     plan = mask_plan(step, settings, group)
     out |= {f"attn_mask.{n}": a for n, a in mask_arrays(plan, step.positions).items()}
     if group.attention_chunk_size is not None:
@@ -180,7 +206,7 @@ def mask_arrays(plan: MaskPlan, positions: np.ndarray) -> dict[str, np.ndarray]:
 
 def _on_device(step: PreparedStep, targets: np.ndarray) -> np.ndarray:
     """Tokens whose id was not on the host: the device put the last step's samples there."""
-    places = targets - step.layout.place("input_ids_and_spare")
+    tokens = targets - step.layout.offset_int32("input_ids")
     out = np.zeros(step.total_num_scheduled_tokens, np.bool_)
-    out[places[(places >= 0) & (places < len(out))]] = True
+    out[tokens[(tokens >= 0) & (tokens < len(out))]] = True
     return out

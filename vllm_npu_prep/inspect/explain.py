@@ -14,13 +14,15 @@ from rich.text import Text
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.contract import (
-    GROUP_LEVEL,
     REQUEST_LEVEL,
     SCALARS,
+    SEVERAL_PER_TOKEN,
     TOKEN_LEVEL,
+    group_variables,
     mask_arrays,
 )
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.wording import counted
 
@@ -50,7 +52,7 @@ def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
     table = view.groups[index].table
     if table is None:
         return {}
-    return {name: getattr(view.step, name)(table) for name in GROUP_LEVEL}
+    return group_variables(view.step, table)
 
 
 def explain_json(view: StepView) -> dict[str, Any]:
@@ -64,14 +66,17 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out["attn_mask"] = _mask_json(view.groups[0].plan, step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
-        for name in ("input_ids", "positions", "query_start_loc", "seq_lens"):
-            out[f"{name}_padded"] = getattr(step.arrays, name).tolist()
-        if 0 in view.tables:
-            out["slot_mapping_padded"] = step.arrays.slot_mapping[view.tables[0]].tolist()
+        for name, line in STEP_ARRAYS.items():
+            array = getattr(step.arrays, name)
+            if Shown.PADDED not in line.shown:
+                continue
+            if not line.by_group:
+                out[f"{name}_padded"] = array.tolist()
+            elif 0 in view.tables:
+                out[f"{name}_padded"] = array[view.tables[0]].tolist()
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
-    if len(step.mrope_positions):
-        out["mrope_positions"] = step.mrope_positions.tolist()
+    out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
     if any(request.items for request in view.requests):
         out["model_input"] = view.model_input
         out["multimodal"] = view.spans()
@@ -234,8 +239,8 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
     """Each token's line, with what each KV-cache group has of it."""
     step = view.step
     variables = token_level(view)
-    for dim, positions in enumerate(step.mrope_positions):
-        variables[f"mrope_positions {dim}"] = positions
+    for name in SEVERAL_PER_TOKEN:
+        variables |= {f"{name} {index}": row for index, row in enumerate(getattr(step, name))}
     for index in view.tables:
         if index:
             own = group_level(view, index)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.inspect.check import StepCheck
+from vllm_npu_prep.inspect.contract import REQUEST_LEVEL, TOKEN_LEVEL, group_variables
 from vllm_npu_prep.inspect.ledger import SlotLedger
 from vllm_npu_prep.inspect.violation import expect, given_allowed
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests, oracle_step
 from vllm_npu_prep.prep.padding import GraphMode
@@ -26,18 +28,6 @@ if TYPE_CHECKING:
 MAX_MASK_ENTRIES = 1 << 24
 """Entries up to which a dense mask is compared one by one; of larger ones the shape is."""
 
-SAMPLED_ON_DEVICE = ("input_ids_and_spare", "draft_token_ids")
-"""Arrays that are completed on the device, where samples are still there."""
-
-TOKEN_ARRAYS = ("positions", "req_indices", "query_pos", "token_indices")
-REQUEST_ARRAYS = (
-    "query_start_loc",
-    "cu_num_tokens",
-    "query_lens",
-    "seq_lens",
-    "num_computed_tokens",
-    "logits_indices",
-)
 DRAFT_ARRAYS = (
     "target_logits_indices",
     "bonus_logits_indices",
@@ -142,13 +132,15 @@ class FullCheck(StepCheck):
                 mrope_dims=runner.mrope_dims,
             )
             if tables.num_groups:
+                own = group_variables(step, group)
                 for name in ("slot_mapping", "block_numbers", "block_offsets"):
-                    self._compare(step, name, getattr(step, name)(group), expected[name], group)
+                    self._compare(step, name, own[name], expected[name], group)
                 self._check_local(step, requests, group, block_size)
             if group:
                 continue
-            for name in (*TOKEN_ARRAYS, *REQUEST_ARRAYS):
-                self._compare(step, name, getattr(step, name), expected[name])
+            for name in (*TOKEN_LEVEL, *REQUEST_LEVEL):
+                if name not in STEP_ARRAYS or not STEP_ARRAYS[name].sampled:
+                    self._compare(step, name, getattr(step, name), expected[name])
             if runner.mrope_dims:
                 for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
                     self._compare(step, "mrope_positions", given, row)
@@ -240,7 +232,7 @@ class FullCheck(StepCheck):
             return
         mine, other = pairs[index]
         token = row = None
-        if len(expected) == step.total_num_scheduled_tokens and name not in REQUEST_ARRAYS:
+        if len(expected) == step.total_num_scheduled_tokens and name not in REQUEST_LEVEL:
             token = index
             row = int(np.searchsorted(step.query_start_loc, token, side="right")) - 1
         elif len(expected) == step.num_reqs:
@@ -252,15 +244,15 @@ class FullCheck(StepCheck):
 
     def _check_device(self, step: "PreparedStep", staged: "StagedArrays") -> None:
         """The device has the arrays that were prepared."""
-        for name in step.layout.arrays:
-            if name == "slot_mapping":
-                for group, slots in enumerate(staged.device.slot_mapping):
-                    expected = staged.np.slot_mapping[group]
-                    self._expect_copy(name, slots.cpu().numpy(), expected, group)
-            elif name not in SAMPLED_ON_DEVICE or not step.batch.num_sampled_rows:
-                given = getattr(staged.device, name).cpu().numpy()
-                expected = getattr(staged.np, name)
-                self._expect_copy(name, given, expected.reshape(given.shape))
+        for name, line in STEP_ARRAYS.items():
+            if line.sampled and step.batch.num_sampled_rows:
+                continue  # completed on the device, where the last step's samples still are
+            given, expected = getattr(staged.device, name).cpu().numpy(), getattr(staged.np, name)
+            if line.by_group:
+                for group, rows in enumerate(zip(given, expected)):
+                    self._expect_copy(name, *rows, group)
+            else:
+                self._expect_copy(name, given, expected)
 
     @staticmethod
     def _expect_copy(

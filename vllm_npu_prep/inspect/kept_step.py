@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from numba import carray
 
 from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.record import RecordBatch, RecordGroup, RecordSettings, StepRecord
-from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
+from vllm_npu_prep.prep.arrays import PADDING_ROWS
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.compiled import arrays_of, compiled
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
-from vllm_npu_prep.prep.kernels import PADDING_ROWS, compiled, pointer
 from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.prep.tables import BatchTables, tables_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Recorded:
 
 @compiled
 def copy_step(
-    tables,  # int64, `vllm_npu_prep.prep.batch.BatchTables.addresses`
+    tables,  # int64, `vllm_npu_prep.prep.tables.BatchTables.addresses`
     arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
     num_scheduled_tokens,  # [num_reqs] int32
     previous_rows,  # [num_reqs or more] int64
@@ -35,36 +36,32 @@ def copy_step(
     kept,  # int32, written: `KeptStep.parts`
 ):
     """Copy what is kept of a step, in one pass: a dozen calls of numpy took four times as long."""
-    reqs, model_len, groups = tables[0], tables[1], tables[2]
+    t, out = tables_of(tables), arrays_of(arrays)
     num_reqs = num_scheduled_tokens.shape[0]
-    computed = carray(pointer(tables[4]), reqs, np.int32)
-    num_tokens = carray(pointer(tables[6]), reqs, np.int32)
-    token_ids = carray(pointer(tables[7]), (reqs, model_len), np.int32)
-    num_blocks = carray(pointer(tables[11]), (groups, reqs), np.int32)
-    kept[:staged_size] = carray(pointer(arrays[8]), staged_size, np.int32)  # from `positions` on
+    kept[:staged_size] = out.buffer_int32[:staged_size]
     end = staged_size
-    kept[end : end + num_reqs] = computed[:num_reqs]
+    kept[end : end + num_reqs] = t.num_computed_tokens[:num_reqs]
     end += num_reqs
-    kept[end : end + num_reqs] = carray(pointer(tables[5]), reqs, np.int32)[:num_reqs]
+    kept[end : end + num_reqs] = t.num_prompt_tokens[:num_reqs]
     end += num_reqs
-    kept[end : end + num_reqs] = num_tokens[:num_reqs]
+    kept[end : end + num_reqs] = t.num_tokens[:num_reqs]
     end += num_reqs
-    for group in range(groups):
-        kept[end : end + num_reqs] = num_blocks[group, :num_reqs]
+    for group in range(t.num_blocks.shape[0]):
+        kept[end : end + num_reqs] = t.num_blocks[group, :num_reqs]
         end += num_reqs
     if num_sampled_rows > 0:
         for req in range(num_reqs):
             kept[end + req] = previous_rows[req]
         end += num_reqs
-    if arrays[3] > 0:  # there can be drafts
+    if out.draft_token_ids.shape[0] > 0:  # there can be drafts
         for req in range(num_reqs):
-            seq_len = computed[req] + num_scheduled_tokens[req]
-            kept[end + req] = token_ids[req, min(seq_len, num_tokens[req] - 1)]
+            seq_len = t.num_computed_tokens[req] + num_scheduled_tokens[req]
+            kept[end + req] = t.token_ids[req, min(seq_len, t.num_tokens[req] - 1)]
         end += num_reqs
     for req in range(num_reqs):
-        first = computed[req]
+        first = t.num_computed_tokens[req]
         for offset in range(num_scheduled_tokens[req]):
-            kept[end + offset] = token_ids[req, first + offset]
+            kept[end + offset] = t.token_ids[req, first + offset]
         end += num_scheduled_tokens[req]
 
 
@@ -74,12 +71,12 @@ def enter_blocks(
     first_index,  # of the changed entries, int64 there
     first,  # of the ids
     end,
-    entries,  # int32, written: `vllm_npu_prep.prep.batch.BatchTables.block_entries`
+    block_table_flat,  # int32, written: `vllm_npu_prep.prep.tables.BatchTables`
 ):
     """Enter block ids that a step sent; one call of numpy would take twice as long."""
     indices = staged[2 * first_index : 2 * (first_index + end - first)].view(np.int64)
-    for place in range(end - first):
-        entries[indices[place]] = staged[first + place]
+    for entry in range(end - first):
+        block_table_flat[indices[entry]] = staged[first + entry]
 
 
 def warm_up(step: PreparedStep) -> None:
@@ -101,7 +98,7 @@ class KeptStep:
     step: PreparedStep
     kind: str
     req_ids: Sequence[str]
-    copied: np.ndarray  # int32, `parts` behind one another
+    copied: np.ndarray  # int32, `parts` one after the other
     mrope: tuple[list[np.ndarray], np.ndarray] | None  # prompts' positions, deltas, by row
     placeholders: Placeholders
     modalities: Sequence[str]  # of each run of placeholders
@@ -194,7 +191,7 @@ class KeptStep:
         req_ids
             Names to record for the requests.
         blocks
-            int32, block tables as the device had them (`BlockTablesThen.entries`).
+            int32, block tables as the device had them (`BlockTablesThen.block_table_flat`).
         """
         then, layout = self.step, self.step.layout
         tables, padding = then.batch.tables, then.padding
@@ -298,17 +295,18 @@ class BlockTablesThen:
 
     Parameters
     ----------
-    entries
-        int32, the tables of all groups (`BatchTables.block_entries`); moved on in place.
+    block_table_flat
+        int32, the tables of all groups (`BatchTables.block_table_flat`); moved on in place.
     """
 
-    def __init__(self, entries: np.ndarray) -> None:
-        self.entries = entries
+    def __init__(self, block_table_flat: np.ndarray) -> None:
+        self.block_table_flat = block_table_flat
 
     def move_on(self, kept: KeptStep) -> None:
         """Enter what a step sent."""
         step = kept.step
         if step.num_block_changes:
-            _, indices, ids = step.layout.tail(step.batch.num_targets, step.num_block_changes)
+            parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
+            _, indices, ids = parts
             # What was copied begins with the buffer that travelled
-            enter_blocks(kept.copied, indices.start, ids.start, ids.stop, self.entries)
+            enter_blocks(kept.copied, indices.start, ids.start, ids.stop, self.block_table_flat)

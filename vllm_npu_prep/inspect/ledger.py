@@ -351,7 +351,7 @@ class SlotLedger:
                 group=index,
             )
         first = int(step.query_start_loc[row])
-        slots = step.slot_mapping(index)[first : first + end - computed].tolist()
+        slots = step.slot_mapping[index][first : first + end - computed].tolist()
         for offset, slot in enumerate(slots):
             position = computed + offset
             block, expected = blocks[position // size], blocks[position // size] * size

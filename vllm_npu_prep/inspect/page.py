@@ -1,19 +1,25 @@
 """A step as one HTML page that needs nothing else: tables, masks as pictures, KV blocks as a grid.
 
-The page loads nothing (its content security policy forbids it) and runs one script, known by its
-hash: names in it can be whatever they like, they stay text.
+Here is what the page holds; ``page.html``, a Jinja2 template, makes markup of it. Every text goes
+through the template's escaping: names in it can be whatever they like, they stay text. The page
+loads nothing (its content security policy forbids it) and runs one script, known by its hash.
 """
 
 import base64
 import hashlib
-from collections.abc import Iterable, Iterator
-from html import escape
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from vllm_npu_prep.inspect.drawing import BlockMap, MaskScale, block_map, mask_drawings, visible
 from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,
-    group_title,
     item_table,
     local_table,
     request_table,
@@ -21,17 +27,7 @@ from vllm_npu_prep.inspect.explain import (
     summary,
     token_table,
 )
-from vllm_npu_prep.inspect.pictures import (
-    Block,
-    BlockRow,
-    MaskPicture,
-    axis_ticks,
-    block_rows,
-    data_url,
-    distinct_masks,
-    request_hue,
-    row_names,
-)
+from vllm_npu_prep.inspect.pictures import ITEM_COLOUR, png_bytes, request_hue
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.wording import counted
 
@@ -46,20 +42,19 @@ OPEN_TOKENS = 512
 TOGETHER = 128
 """Tokens of short requests that one fold has."""
 
-MASK_PIXELS = 368
-"""Width of a mask on a wide screen."""
-
-NAME_PIXELS = 16
-"""Height of a request's name or of a number beside a mask."""
-
 NAME_CHARACTERS = 20
 """Longer names beside a mask are cut; pointing at one shows it whole."""
 
-MAX_COLUMN_TICKS = 12
-"""Numbers below a mask."""
-
-MAX_TICKS = 32
-"""Slots of a block, cells of a mask's side that are told apart by lines."""
+MASKS = MaskScale(
+    width=368,
+    height=368,
+    cell_width=368,
+    name_height=16,
+    row_pitch=16,
+    column_pitch=30,
+    min_cell=11.5,
+)
+"""Masks on a wide screen."""
 
 
 def explain_html(
@@ -81,162 +76,234 @@ def explain_html(
     """
     selection = select(view, req_id, tokens)
     own = files(__package__)
-    style = (own / "page.css").read_text(encoding="utf-8")
     script = (own / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        f"script-src 'sha256-{digest}'"
-    )
-    lines = "".join(f"<dt>{name}</dt><dd>{shown(text)}</dd>" for name, text in summary(view))
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{shown(view.name)}</title>",
-            f"<style>\n{style}</style></head><body>",
-            f'<h1><span class="name">{shown(view.name)}</span></h1>',
-            f"<dl>{lines}</dl>",
-            '<div class="columns"><div class="tables">',
-            *_tables(view, selection),
-            '</div><div class="pictures">',
-            *_masks(view, selection),
-            *_block_maps(view, selection),
-            "</div></div>",
-            '<div id="trace" aria-live="polite">Point at a token: its request, its row of the '
-            "mask, its block and slot are marked. A click keeps it, arrow keys go on.</div>",
-            f"<script>{script}</script></body></html>\n",
-        ]
+    tokens_left_out, token_tables = _token_tables(view, selection)
+    requests_left_out, blocks = _block_maps(view, selection)
+    return _template().render(
+        policy="default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src 'sha256-{digest}'",
+        style=Markup((own / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        item_colour="#{:02x}{:02x}{:02x}".format(*ITEM_COLOUR),
+        view=view,
+        summary=summary(view),
+        tables=list(_tables(view, selection)),
+        token_tables=token_tables,
+        tokens_left_out=tokens_left_out,
+        local_tables=list(_local_tables(view, selection)),
+        masks=list(mask_drawings(view, selection, MASKS)),
+        blocks=blocks,
+        requests_left_out=requests_left_out,
     )
 
 
-def shown(text: object) -> str:
-    """A text as markup that shows it; what can't be seen is written as its escape."""
-    own = str(text)
-    if not own.isprintable():
-        own = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in own)
-    return escape(own, quote=True)
-
-
-# ----------------------------------------------------------------- tables
-
-
-def _tables(view: StepView, selection: Selection) -> Iterator[str]:
-    """What a terminal shows as tables."""
-    requests = request_table(view, selection)
-    yield from _table(
-        requests,
-        [_request_line(row, cells) for row, cells in zip(selection.requests, requests.rows)],
-        MAX_REQUESTS,
-        OPEN_REQUESTS,
+@cache
+def _template() -> jinja2.Template:
+    """``page.html``, which escapes all that isn't known as markup, and has no silent gaps."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalized,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    items = item_table(view, selection)
-    if items.rows:
-        yield from _table(items, [_line(row) for row in items.rows], MAX_REQUESTS, OPEN_REQUESTS)
-    yield from _tokens(view, selection)
-    for index in view.tables:
-        group = view.groups[index]
-        if group.attention_chunk_size is not None and len(selection.requests) == len(view.requests):
-            local = local_table(view, index)
-            rows = [_line(row) for row in local.rows]
-            yield from _table(local, rows, MAX_REQUESTS, OPEN_REQUESTS)
+    environment.filters.update(hue=request_hue, counted=counted, are=_are)
+    environment.filters.update(data_url=_data_url, percent=_percent)
+    environment.tests["numbers"] = _is_numbers
+    environment.globals.update(OPEN_REQUESTS=OPEN_REQUESTS, NAME_CHARACTERS=NAME_CHARACTERS)
+    return environment.get_template("page.html")
 
 
-def _line(cells: Iterable[object], attributes: str = "", first: str = "") -> str:
-    """A line of a table."""
-    texts = []
-    for cell in cells:
-        text = shown(cell)
-        is_list = " " in text and not text.strip("0123456789 ,;-")
-        texts.append(f'<td class="list">{text}</td>' if is_list else f"<td>{text}</td>")
-    texts[0] = texts[0].replace("<td>", f"<td>{first}", 1)
-    return f"<tr{attributes}>{''.join(texts)}</tr>"
+def _finalized(value: object) -> object:
+    """Each value before it is escaped."""
+    return value if isinstance(value, int | Markup) else visible(str(value))
 
 
-def _request_line(row: int, cells: list[object]) -> str:
-    name, *values = cells
-    own = f"<td>{_chip(row)}{_name(str(name))}</td>"
-    return _line(values, f' data-request="{row}"').replace("<td", own + "<td", 1)
+def _is_numbers(cell: object) -> bool:
+    """Whether a cell is a list of numbers, which may be broken into lines."""
+    if isinstance(cell, int):
+        return False
+    text = str(cell)
+    return " " in text and not text.strip("0123456789 ,;-")
 
 
-def _chip(row: int) -> str:
-    return f'<span class="chip" style="--h:{request_hue(row)}"></span>'
+def _percent(share: float, digits: int) -> str:
+    return f"{100 * share:.{digits}f}%"
 
 
-def _table(table: StepTable, lines: list[str], most: int, open_lines: int) -> Iterator[str]:
-    """A table whose middle is left out where it is long."""
-    left_out = len(lines) - most
-    if left_out > 0:
-        note = _left_out(len(table.columns), f"{_are(left_out, 'line')} left out")
-        lines = [*lines[: most // 2], note, *lines[-(most - most // 2) :]]
-    yield f"<h2>{shown(table.title)}</h2>"
-    body = _body(table.columns, lines)
-    if len(lines) > open_lines:
-        yield f"<details><summary>{counted(len(lines), 'line')}</summary>{body}</details>"
-    else:
-        yield body
-
-
-def _body(columns: list[str], lines: Iterable[str]) -> str:
-    heads = "".join(f"<th>{shown(name).replace('_', '_<wbr>')}</th>" for name in columns)
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>'
-        f"{''.join(lines)}</tbody></table></div>"
-    )
+def _data_url(pixels: np.ndarray) -> str:
+    """A picture that stands in the page itself."""
+    return "data:image/png;base64," + base64.b64encode(png_bytes(pixels)).decode()
 
 
 def _are(number: int, noun: str) -> str:
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
-def _left_out(columns: int, text: str) -> str:
-    return f'<tr class="out"><td colspan="{columns}">{text}</td></tr>'
+# ----------------------------------------------------------------- tables
 
 
-def _tokens(view: StepView, selection: Selection) -> Iterator[str]:
-    """The tokens: in one table, or for large batches in one for each request."""
+@dataclass(frozen=True)
+class Line:
+    """A line of a table.
+
+    Attributes
+    ----------
+    cells
+        Its texts and numbers.
+    row
+        The request that it is about, by its row of the batch; None for none.
+    token
+        What it is about, if that is a token.
+    """
+
+    cells: list[object]
+    row: int | None = None
+    token: "Token | None" = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """What the script of the page knows of a token.
+
+    Attributes
+    ----------
+    index
+        Its place in the step.
+    position
+        Its position in its request.
+    req_id
+        Name of that.
+    slots
+        Its slot in each table of the step.
+    item
+        Names the image or video that it belongs to; empty for none.
+    """
+
+    index: int
+    position: int
+    req_id: str
+    slots: list[int]
+    item: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A line that stands for others."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of the page.
+
+    Attributes
+    ----------
+    title
+        Above it.
+    columns, lines
+        Its headings and what is below them.
+    """
+
+    title: str
+    columns: list[str]
+    lines: list[Line | LeftOut]
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Tokens of one or more requests.
+
+    Attributes
+    ----------
+    requests
+        Row of the batch and name of the first request, and of the last if that is another.
+    span
+        Which tokens they have; empty for all, in a table that isn't folded.
+    columns, lines
+        Its headings and what is below them.
+    """
+
+    requests: list[tuple[int, str]]
+    span: str
+    columns: list[str]
+    lines: list[Line | LeftOut]
+
+
+def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
+    """Requests, and images and videos."""
+    requests = request_table(view, selection)
+    lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
+    yield _table(requests, lines)
+    items = item_table(view, selection)
+    if items.rows:
+        yield _table(items, [Line(cells) for cells in items.rows])
+
+
+def _local_tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
+    """Virtual requests of each group that attends in chunks."""
+    for index in view.tables:
+        group = view.groups[index]
+        if group.attention_chunk_size is not None and len(selection.requests) == len(view.requests):
+            local = local_table(view, index)
+            yield _table(local, [Line(cells) for cells in local.rows])
+
+
+def _table(table: StepTable, lines: list[Line]) -> PageTable:
+    """A table whose middle is left out where it is long."""
+    shown: list[Line | LeftOut] = [*lines]
+    left_out = len(lines) - MAX_REQUESTS
+    if left_out > 0:
+        middle = slice(MAX_REQUESTS // 2, MAX_REQUESTS // 2 + left_out)
+        shown[middle] = [LeftOut(f"{_are(left_out, 'line')} left out")]
+    return PageTable(table.title, table.columns, shown)
+
+
+def _token_tables(view: StepView, selection: Selection) -> tuple[int, list[TokenTable]]:
+    """How many requests are left out, and the tokens: in one table, or in folds where many."""
     starts = view.step.query_start_loc.tolist()
     of_rows = []  # the tokens of each request
     for row in selection.requests:
         low, high = max(starts[row], selection.first), min(starts[row + 1], selection.end)
         if low < high:
             of_rows.append((row, range(low, high)))
-    yield "<h2>token level</h2>"
     total = sum(len(tokens) for _, tokens in of_rows)
     if total <= OPEN_TOKENS:
-        every = [token for _, tokens in of_rows for token in tokens]
-        table = token_table(view, every)
-        yield _body(table.columns, _token_lines(view, table))
-        return
-    hidden = len(of_rows) - MAX_REQUESTS
-    if hidden > 0:
+        table = token_table(view, [token for _, tokens in of_rows for token in tokens])
+        return 0, [TokenTable([], "", table.columns, [*_token_lines(view, table)])]
+    hidden = max(len(of_rows) - MAX_REQUESTS, 0)
+    if hidden:
         of_rows = [*of_rows[: MAX_REQUESTS // 2], *of_rows[-MAX_REQUESTS // 2 :]]
-        yield (
-            f'<p class="note">the tokens of {_are(hidden, "request")} left out: --request ID</p>'
-        )
     lengths = [len(tokens) for _, tokens in of_rows]
     most = _shown_of_each(lengths, MAX_TOKENS)
-    for part in _together(lengths):
-        tables, lines = [], []
-        for _, tokens in of_rows[part]:
-            head, tail = tokens, range(0)
-            if len(tokens) > most:
-                head, tail = tokens[: most // 2], tokens[len(tokens) - most // 2 :]
-            tables.append(token_table(view, [*head, *tail]))
-            own = _token_lines(view, tables[-1])
-            if tail:
-                left_out = f"{_are(tail.start - head.stop, 'token')} left out: "
-                left_out += f"--tokens {head.stop}:{tail.start}"
-                own.insert(len(head), _left_out(len(tables[-1].columns), left_out))
-            lines += own
-        (first, tokens), (last, last_tokens) = of_rows[part][0], of_rows[part][-1]
-        names = dict.fromkeys((first, last))
-        chips = " to ".join(f"{_chip(row)}{_name(view.requests[row].req_id)}" for row in names)
-        span = f"{counted(sum(lengths[part]), 'token')}, {tokens.start}:{last_tokens.stop}"
-        body = _body(tables[0].columns, lines)
-        yield f"<details><summary>{chips}: {span}</summary>{body}</details>"
+    return hidden, [_folded(view, of_rows[part], most) for part in _together(lengths)]
+
+
+def _folded(view: StepView, of_rows: list[tuple[int, range]], most: int) -> TokenTable:
+    """Tokens of some requests, no more than `most` of each."""
+    lines: list[Line | LeftOut] = []
+    for _, tokens in of_rows:
+        head, tail = tokens, range(0)
+        if len(tokens) > most:
+            head, tail = tokens[: most // 2], tokens[len(tokens) - most // 2 :]
+        table = token_table(view, [*head, *tail])
+        own: list[Line | LeftOut] = [*_token_lines(view, table)]
+        if tail:
+            left_out = f"{_are(tail.start - head.stop, 'token')} left out: "
+            own.insert(len(head), LeftOut(f"{left_out}--tokens {head.stop}:{tail.start}"))
+        lines += own
+    (first, tokens), (last, last_tokens) = of_rows[0], of_rows[-1]
+    total = sum(len(tokens) for _, tokens in of_rows)
+    return TokenTable(
+        requests=[(row, view.requests[row].req_id) for row in dict.fromkeys((first, last))],
+        span=f"{counted(total, 'token')}, {tokens.start}:{last_tokens.stop}",
+        columns=table.columns,
+        lines=lines,
+    )
 
 
 def _shown_of_each(lengths: list[int], most: int) -> int:
@@ -261,186 +328,33 @@ def _together(lengths: list[int]) -> Iterator[slice]:
             first = place
 
 
-def _name(req_id: str) -> str:
-    return f'<span class="name">{shown(req_id)}</span>'
-
-
-def _token_lines(view: StepView, table: StepTable) -> list[str]:
-    step, lines = view.step, []
-    slots = [step.slot_mapping(table) for table in view.tables.values()]
+def _token_lines(view: StepView, table: StepTable) -> Iterator[Line]:
+    step = view.step
+    slots = [step.slot_mapping[table] for table in view.tables.values()]
     owners, positions = step.req_indices, step.positions
     for cells in table.rows:
         token = int(str(cells[0]))
         row, position = int(owners[token]), int(positions[token])
         request = view.requests[row]
-        place = next(
-            (i for i, item in enumerate(request.items) if item.offset <= position < item.end), None
+        item = next(
+            (
+                f"{item.modality} {place} of its request"
+                for place, item in enumerate(request.items)
+                if item.offset <= position < item.end
+            ),
+            "",
         )
-        attributes = (
-            f' data-t="{token}" data-r="{row}" data-p="{position}"'
-            f' data-name="{shown(request.req_id)}"'
-            f' data-slots="{" ".join(str(of_group[token]) for of_group in slots)}"'
-        )
-        if place is not None:
-            item = request.items[place]
-            attributes += f' class="item" title="{shown(item.modality)} {place} of its request"'
-        lines.append(_line(cells, attributes, _chip(row)))
-    return lines
+        of_groups = [int(of_group[token]) for of_group in slots]
+        yield Line(cells, row, Token(token, position, request.req_id, of_groups, item))
 
 
 # ----------------------------------------------------------------- pictures
 
 
-def _masks(view: StepView, selection: Selection) -> Iterator[str]:
-    """What tokens see in each KV-cache group."""
-    yield "<h2>mask</h2>"
-    for title, picture in distinct_masks(view, selection):
-        if isinstance(picture, str):
-            yield f'<p class="note">{title}{picture}</p>'
-            continue
-        rows, columns = picture.num_rows, picture.num_columns
-        shape = min(max(rows / columns, 0.12), 1)
-        height = round(MASK_PIXELS * shape)
-        grid = ""
-        if max(rows, columns) <= MAX_TICKS:
-            grid = (
-                f'<div class="grid" style="background-size:{_step(columns)} {_step(rows)}"></div>'
-            )
-        yield (
-            f'<figure><div class="axes"><div class="title rows">{picture.row_title}</div>'
-            f"{_row_labels(view, picture, height)}"
-            f'<div class="ticks">{_ticks("top", rows, height // NAME_PIXELS, picture.first)}</div>'
-            f'<div class="mask" style="aspect-ratio:{1 / shape:.4f}" data-rows="{rows}" '
-            f'data-columns="{columns}" data-first="{picture.first}" '
-            f'data-by-position="{int(picture.by_position)}" '
-            f'data-chunk="{picture.attention_chunk_size or 0}">'
-            f'<img alt="mask" src="{data_url(picture.pixels)}">{grid}'
-            '<div class="band"></div><div class="dot"></div></div>'
-            f'<div class="title columns">{picture.column_title}</div>'
-            f'<div class="ticks across">{_ticks("left", columns, MAX_COLUMN_TICKS)}</div></div>'
-            f"<figcaption>{title}{shown(picture.size)}: {shown(picture.caption)}. "
-            "Coloured: may attend.</figcaption></figure>"
-        )
-
-
-def _row_labels(view: StepView, picture: MaskPicture, height: int) -> str:
-    """Requests beside the rows of a mask, and place for them."""
-    if picture.by_position:
-        return '<div class="names"></div>'
-    parts, longest = [], 0
-    for y, row in row_names(view, picture, height, NAME_PIXELS):
-        name = shown(view.requests[row].req_id)
-        longest = max(longest, len(view.requests[row].req_id))
-        parts.append(
-            f'<div style="top:{100 * y / height:.3f}%" title="{name}">{_chip(row)}'
-            f"{_name(view.requests[row].req_id)}</div>"
-        )
-    width = min(longest, NAME_CHARACTERS) + 3  # with the chip
-    return f'<div class="names" style="width:{width}ch">{"".join(parts)}</div>'
-
-
-def _ticks(side: str, cells: int, most: int, first: int = 0) -> str:
-    """Numbers beside the middle of rows (``top``) or below that of columns (``left``)."""
-    return "".join(
-        f'<span style="{side}:{100 * (cell + 0.5) / cells:.3f}%">{first + cell}</span>'
-        for cell in axis_ticks(cells, max(most, 1))
-    )
-
-
-def _step(cells: int) -> str:
-    return f"{100 / cells:.4f}%"
-
-
-LEGEND = (
-    ("had", "computed before"),
-    ("new", "written by the step"),
-    ("picture", "image or video"),
-    ("", "empty"),
-)
-
-
-def _block_maps(view: StepView, selection: Selection) -> Iterator[str]:
-    """The KV blocks of each group, a line for each request."""
+def _block_maps(view: StepView, selection: Selection) -> tuple[int, list[BlockMap]]:
+    """The KV blocks of each group, and how many requests are left out."""
     requests = selection.requests
-    if len(requests) > MAX_REQUESTS:
+    hidden = max(len(requests) - MAX_REQUESTS, 0)
+    if hidden:
         requests = [*requests[: MAX_REQUESTS // 2], *requests[-MAX_REQUESTS // 2 :]]
-    for index in view.tables:
-        yield f"<h2>KV blocks{group_title(view, index)}</h2>"
-        if index == 0:
-            parts = (
-                f'<span class="note"><span class="slots" style="--h:210">'
-                f'<i class="{name}" style="left:0;right:0"></i></span>{text}</span>'
-                for name, text in LEGEND
-                if name != "picture" or any(request.items for request in view.requests)
-            )
-            yield f'<div class="legend">{"".join(parts)}</div>'
-        if len(requests) < len(selection.requests):
-            hidden = len(selection.requests) - len(requests)
-            yield f'<p class="note">{_are(hidden, "request")} left out: --request ID</p>'
-        size = view.groups[index].block_size
-        body = f'<div class="requests" data-block-size="{size}">'
-        body += "".join(_block_line(view, index, row) for row in block_rows(view, index, requests))
-        body += "</div>"
-        if len(requests) > OPEN_REQUESTS:
-            body = (
-                f"<details><summary>{counted(len(requests), 'request')}</summary>{body}</details>"
-            )
-        yield body
-
-
-def _block_line(view: StepView, index: int, line: BlockRow) -> str:
-    """A request and its blocks."""
-    size, row = view.groups[index].block_size, line.row
-    name = shown(view.requests[row].req_id)
-    parts = []
-    for block in line.blocks:
-        if block.place in line.folded:
-            count = line.folded[block.place]
-            parts.append(
-                f"<details><summary>+{count:,}</summary>"
-                f"{shown(line.folded_numbers[block.place])}</details>"
-            )
-        parts.append(_block(block, f"{index}-{row}-{block.number}", size))
-    strays = ""
-    if line.strays:
-        tokens = ", ".join(map(str, line.strays[:10]))
-        write = "writes" if len(line.strays) == 1 else "write"
-        strays = (
-            f'<div class="stray">{counted(len(line.strays), "token")} {write} blocks that this '
-            f"request doesn't own: {tokens}</div>"
-        )
-    return (
-        f'<div class="owner" data-request="{row}" title="{name}">{_chip(row)}'
-        f"{_name(view.requests[row].req_id)}</div>"
-        f'<div class="blocks" style="--h:{request_hue(row)}">{"".join(parts)}</div>{strays}'
-    )
-
-
-def _block(block: Block, at: str, size: int) -> str:
-    """A block and what its slots hold."""
-
-    def part(name: str, low: int, high: int) -> str:
-        left, width = 100 * low / size, 100 * (high - low) / size
-        return f'<i class="{name}" style="left:{left:.3f}%;width:{width:.3f}%"></i>'
-
-    if not block.number:
-        return (
-            f'<div class="block null" title="block_table[{block.place}]: the null block, freed">'
-            '<b>0</b><div class="slots"></div></div>'
-        )
-    first = block.number * size
-    title = f"block_table[{block.place}]: block {block.number}, slots {first} to {first + size - 1}"
-    bars = part("had", 0, block.computed) if block.computed else ""
-    if block.written is not None:
-        bars += part("new", *block.written)
-        title += f", writes {first + block.written[0]} to {first + block.written[1] - 1}"
-    if size <= MAX_TICKS:
-        bars += f'<i class="tick" style="background-size:{_step(size)} 100%"></i>'
-    bars += "".join(part("picture", *item) for item in block.items)
-    kind = "block shared" if block.shared else "block"
-    if block.shared:
-        title += ", shared"
-    return (
-        f'<div class="{kind}" data-at="{at}" data-place="{block.place}" title="{title}">'
-        f'<b>{block.number}</b><div class="slots">{bars}<i class="slot"></i></div></div>'
-    )
+    return hidden, [block_map(view, index, requests) for index in view.tables]

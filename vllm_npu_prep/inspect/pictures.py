@@ -1,16 +1,15 @@
-"""What is drawn of a step: its masks as pixels, its KV blocks and what their slots hold.
+"""A step's masks as pixels, its KV blocks with what their slots hold, and the colours of both.
 
-Pages (`vllm_npu_prep.inspect.page`) and PNG files (`vllm_npu_prep.inspect.png`) both draw this.
+`vllm_npu_prep.inspect.drawing` says where this stands in a page or a PNG file.
 """
 
-import base64
 import colorsys
-import struct
-import zlib
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from PIL import Image
 
 from vllm_npu_prep.inspect.explain import Selection, ranges
 from vllm_npu_prep.inspect.view import StepView
@@ -177,48 +176,6 @@ def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, 
         yield title, mask_picture(view, index, selection) or "no mask, nothing to draw"
 
 
-def axis_ticks(number: int, most: int) -> list[int]:
-    """Which of a number of rows or columns are numbered: at steps of 1, 2, 5, 10, 20, 50, ..."""
-    step = next(
-        step for n in range(20) for step in (10**n, 2 * 10**n, 5 * 10**n) if number <= most * step
-    )
-    return list(range(0, number, step))
-
-
-def row_names(
-    view: StepView, picture: MaskPicture, height: int, label_height: int
-) -> list[tuple[float, int]]:
-    """Which requests are named beside the rows of a mask, and how far down.
-
-    Parameters
-    ----------
-    view, picture
-        The step and its mask, whose rows are tokens.
-    height, label_height
-        Of the picture and of a name, in pixels. Where there is no place for all names, requests
-        with many rows come first.
-
-    Returns
-    -------
-    list of (float, int)
-        Upper edge of a name in pixels, and the request's row of the batch.
-    """
-    rows = picture.num_rows
-    starts = np.clip(view.step.query_start_loc - picture.first, 0, rows)
-    present = np.flatnonzero(np.diff(starts))
-    places = starts[present] * height / rows
-    if len(present) * label_height <= height:  # moved down where they are close, and up at the end
-        steps = np.arange(len(present)) * label_height
-        places = np.maximum.accumulate(places - steps) + steps
-        places = np.minimum(places, height - label_height - steps[::-1])
-        return list(zip(places.tolist(), present.tolist()))
-    chosen: list[int] = []
-    for place in np.argsort(-np.diff(starts)[present], kind="stable").tolist():
-        if all(abs(places[place] - places[other]) >= label_height for other in chosen):
-            chosen.append(place)
-    return [(float(places[place]), int(present[place])) for place in chosen]
-
-
 def _visible(plan: MaskPlan, positions: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
     """Some rows of a mask, True where the token may attend, ``[len(rows), width]``."""
     chosen = replace(plan, kind=MaskKind.ROWS, shape=(len(rows), width))
@@ -241,23 +198,10 @@ def _edges(number: int) -> np.ndarray:
 
 
 def png_bytes(pixels: np.ndarray) -> bytes:
-    """A PNG file of uint8 ``[height, width, 4]``."""
-    height, width, _ = pixels.shape
-    lines = np.zeros((height, 1 + 4 * width), np.uint8)  # each behind its filter, none
-    lines[:, 1:] = pixels.reshape(height, -1)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        body = name + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
-
-
-def data_url(pixels: np.ndarray) -> str:
-    """A picture that stands in the page itself."""
-    return "data:image/png;base64," + base64.b64encode(png_bytes(pixels)).decode()
+    """A PNG file of uint8 ``[height, width, 3]`` (RGB) or ``[height, width, 4]`` (RGBA)."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", optimize=True)
+    return file.getvalue()
 
 
 # ----------------------------------------------------------------- blocks
@@ -276,11 +220,11 @@ class Block:
     computed
         Slots that held tokens before the step.
     written
-        Slots that the step writes, from the first to behind the last; None if it writes none.
+        Slots that the step writes, from the first to one past the last; None if it writes none.
     shared
         Whether another request owns it too.
     items
-        Slots of images and videos, from the first to behind the last of each.
+        Slots of images and videos, from the first to one past the last of each.
     """
 
     place: int
@@ -329,7 +273,7 @@ def _block_row(
 ) -> BlockRow:
     step, size = view.step, view.groups[index].block_size
     start, end = step.query_start_loc[row : row + 2].tolist()
-    slots = step.slot_mapping(view.tables[index])[start:end]
+    slots = step.slot_mapping[view.tables[index]][start:end]
     slots = slots[slots >= 0]
     touched, offsets = slots // size, slots % size
     strays = start + np.flatnonzero(~np.isin(touched, owned[owned > 0]))

@@ -1,25 +1,28 @@
-"""``vllm-npu-prep explain --png``: masks and KV blocks of a step as one picture."""
+"""``vllm-npu-prep explain --png``: masks and KV blocks of a step as one picture.
 
-import io
+Renders `vllm_npu_prep.inspect.drawing` with Pillow and the font that Pillow contains, so that
+pictures are the same on every machine.
+"""
+
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.explain import Selection, group_title, select, summary
-from vllm_npu_prep.inspect.pictures import (
-    ITEM_COLOUR,
-    Block,
-    Colour,
-    MaskPicture,
-    axis_ticks,
-    block_rows,
-    distinct_masks,
-    request_colour,
-    row_names,
+from vllm_npu_prep.inspect.drawing import (
+    BlockDrawing,
+    BlockFold,
+    BlockMap,
+    MaskDrawing,
+    MaskScale,
+    block_map,
+    mask_drawings,
+    visible,
 )
+from vllm_npu_prep.inspect.explain import Selection, select, summary
+from vllm_npu_prep.inspect.pictures import ITEM_COLOUR, Colour, png_bytes, request_colour
 from vllm_npu_prep.inspect.view import StepView
 
 WIDTH = 1200
@@ -27,28 +30,26 @@ MARGIN = 24
 MAX_HEIGHT = 6000
 """Most pixels of a PNG file; what doesn't fit is left out, and a line says so."""
 
-MASK_WIDTH, MASK_HEIGHT = 760, 480
 LABEL_WIDTH, LABEL_HEIGHT = 190, 16
 BLOCK_WIDTH, SLOTS_HEIGHT, BLOCK_HEIGHT = 60, 18, 40
-MIN_CELL = 14
-"""Cells of a mask that are smaller than this have no borders, and only some have numbers."""
-
-TICK_WIDTH = 24
-"""Width that the number of a column takes."""
+MASKS = MaskScale(
+    width=760,
+    height=480,
+    cell_width=40,
+    name_height=LABEL_HEIGHT,
+    row_pitch=14,
+    column_pitch=24,
+    min_cell=14,
+)
 
 INK, FAINT, LINE, EMPTY = (28, 33, 39), (102, 112, 128), (200, 206, 214), (238, 240, 243)
+WHITE = (255, 255, 255)
 
 
 class _Sheet:
-    """What is drawn, from the top down; drawn at last, when the height is known."""
+    """What is drawn, from the top down; Pillow draws it last, when the height is known."""
 
     def __init__(self) -> None:
-        try:
-            from PIL import ImageFont
-        except ImportError:
-            raise PrepError(
-                "--png needs Pillow: pip install pillow; --html needs nothing"
-            ) from None
         self.y = MARGIN
         self.right = 0.0  # of all that is drawn
         self.label_width = 0  # what names need, LABEL_WIDTH at most
@@ -61,6 +62,10 @@ class _Sheet:
         font = self.fonts[size]
         self.right = max(self.right, x + font.getlength(text))
         self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
+
+    def centred(self, x: float, y: float, text: str, fill: Colour = FAINT) -> None:
+        """Small words around a place."""
+        self.text(x - self.fonts[11].getlength(text) / 2, y, text, 11, fill)
 
     def label(self, y: float, name: str, fill: Colour) -> None:
         """A name left of what it names."""
@@ -94,23 +99,17 @@ class _Sheet:
 
     def picture(self, x: int, y: int, pixels: np.ndarray, size: tuple[int, int]) -> None:
         """Pixels, as large as asked for."""
-        from PIL import Image
-
         picture = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
         self.calls.append(lambda draw: draw._image.paste(picture, (x, y), picture))
 
     def png(self) -> bytes:
         """The file."""
-        from PIL import Image, ImageDraw
-
         width = min(round(self.right) + MARGIN, WIDTH)
         image = Image.new("RGB", (width, self.y + MARGIN), "white")
         draw = ImageDraw.Draw(image)
         for call in self.calls:
             call(draw)
-        file = io.BytesIO()
-        image.save(file, "PNG", optimize=True)
-        return file.getvalue()
+        return png_bytes(np.asarray(image))
 
 
 def explain_png(
@@ -128,17 +127,17 @@ def explain_png(
     Raises
     ------
     PrepError
-        If there is no such request, or no such token, or no Pillow.
+        If there is no such request, or no such token.
     """
     selection = select(view, req_id, tokens)
-    sheet, masks = _Sheet(), list(distinct_masks(view, selection))
-    titles = (each.column_title for _, each in masks if isinstance(each, MaskPicture))
+    sheet, masks = _Sheet(), list(mask_drawings(view, selection, MASKS))
+    titles = (each.picture.column_title for each in masks if isinstance(each, MaskDrawing))
     sheet.make_place([*titles, *(view.requests[row].req_id for row in selection.requests)])
     sheet.lines(_fitting(view.name, 90), 20)
     for name, text in summary(view)[: 1 + len(view.groups)]:
         sheet.lines(f"{name}: {text}")
-    for title, picture in masks:
-        if not _draw_mask(sheet, view, title, picture):
+    for drawing in masks:
+        if not _draw_mask(sheet, drawing):
             break
     for index in view.tables:
         if not _draw_blocks(sheet, view, index, selection):
@@ -154,118 +153,77 @@ def _full(sheet: _Sheet, height: int) -> bool:
     return True
 
 
-def _draw_mask(sheet: _Sheet, view: StepView, title: str, picture: MaskPicture | str) -> bool:
-    """A mask and what its sides are; False if there was no place."""
-    if isinstance(picture, str):
-        sheet.lines(f"mask: {title}{picture}", fill=FAINT)
+def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
+    """A mask and what stands around it; False if there was no place."""
+    if isinstance(drawing, str):
+        sheet.lines(f"mask: {drawing}", fill=FAINT)
         return True
-    if _full(sheet, MASK_HEIGHT + 90):
+    if _full(sheet, MASKS.height + 90):
         return False
+    picture, width, height = drawing.picture, drawing.width, drawing.height
     sheet.y += 14
     sheet.text(MARGIN, sheet.y, picture.row_title, 11, FAINT)
     sheet.y += 18
-    rows, columns = picture.num_rows, picture.num_columns
-    shape = min(max(rows / columns, 0.12), 1)  # as of the page: long sides are shortened
-    width = min(MASK_WIDTH, round(MASK_HEIGHT / shape), max(40 * columns, 60))
-    height = max(round(width * shape), 16)
     left, top = MARGIN + sheet.label_width, sheet.y
     sheet.box((left - 1, top - 1, left + width, top + height), EMPTY, LINE)
     sheet.picture(left, top, picture.pixels, (width, height))
-    for y, name, colour in _row_names(view, picture, height):
-        sheet.label(top + y, name, colour)
-    _number_rows(sheet, view, picture, (left, top, left + width, top + height))
+    if drawing.has_borders:
+        for column in range(1, picture.num_columns):
+            x = left + width * column / picture.num_columns
+            sheet.box((x, top, x, top + height - 1), WHITE, None)
+        for row in range(1, picture.num_rows):
+            y = top + height * row / picture.num_rows
+            sheet.box((left, y, left + width - 1, y), WHITE, None)
+    for label in drawing.labels:
+        sheet.label(top + label.y, label.req_id, request_colour(label.row))
+    for mark in drawing.rows:
+        y = top + height * mark.share(picture.num_rows)
+        sheet.text(left + width + 8, y - 7, mark.words, 11, FAINT)
     sheet.y = top + height + 4
     sheet.text(MARGIN, sheet.y, picture.column_title, 11, FAINT)
-    for column in axis_ticks(columns, width // TICK_WIDTH):
-        name = str(column)
-        middle = left + width * (column + 0.5) / columns
-        sheet.text(middle - sheet.fonts[11].getlength(name) / 2, sheet.y, name, 11, FAINT)
+    for mark in drawing.columns:
+        sheet.centred(left + width * mark.share(picture.num_columns), sheet.y, mark.words)
     sheet.y += 20
-    caption = f"{title}{picture.size}: {picture.caption}. Coloured: may attend."
-    sheet.lines(caption, fill=FAINT)
+    sheet.lines(drawing.caption, fill=FAINT)
     return True
-
-
-def _number_rows(
-    sheet: _Sheet, view: StepView, picture: MaskPicture, box: tuple[int, int, int, int]
-) -> None:
-    """Borders of a mask's cells, where they fit, and which token or position a row is."""
-    left, top, right, bottom = box
-    rows, columns = picture.num_rows, picture.num_columns
-    cell = (bottom - top) / rows
-    whole = cell >= MIN_CELL and (right - left) / columns >= MIN_CELL
-    for column in range(1, columns) if whole else ():
-        x = left + (right - left) * column / columns
-        sheet.box((x, top, x, bottom - 1), (255, 255, 255), None)
-    positions = view.step.positions[picture.first :]
-    for row in axis_ticks(rows, max(1, (bottom - top) // MIN_CELL)):
-        y = top + cell * row
-        if row and whole:
-            sheet.box((left, y, right - 1, y), (255, 255, 255), None)
-        name = f"position {row}"
-        if not picture.by_position:
-            name = "padding"
-            if row < len(positions):
-                name = f"token {picture.first + row}, position {positions[row]}"
-        sheet.text(right + 8, y + cell / 2 - 7, name, 11, FAINT)
-
-
-def _row_names(
-    view: StepView, picture: MaskPicture, height: int
-) -> list[tuple[float, str, Colour]]:
-    """Names of requests that stand beside the rows of a mask, and how far down."""
-    if picture.by_position:
-        return []
-    return [
-        (y, view.requests[row].req_id, request_colour(row))
-        for y, row in row_names(view, picture, height, LABEL_HEIGHT)
-    ]
 
 
 def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection) -> bool:
     """The blocks of a KV-cache group, a line for each request; False if there was no place."""
+    blocks = block_map(view, index, selection.requests)
     sheet.y += 14
-    size = view.groups[index].block_size
-    sheet.lines(f"KV blocks{group_title(view, index) or f', block size {size}'}")
-    lines = block_rows(view, index, selection.requests)
-    last = max((block.number for line in lines for block in line.blocks), default=0)
-    slot_width = (BLOCK_WIDTH - 6) / size
-    numbered = sheet.fonts[11].getlength(str((last + 1) * size - 1)) + 4 <= slot_width
-    _draw_legend(sheet, view, numbered)
+    sheet.lines(blocks.title)
+    numbers = [c.number for line in blocks.lines for c in line.cells if isinstance(c, BlockDrawing)]
+    widest = str((max(numbers, default=0) + 1) * blocks.num_slots - 1)
+    slot_width = (BLOCK_WIDTH - 6) / blocks.num_slots
+    numbered = sheet.fonts[11].getlength(widest) + 4 <= slot_width
+    _draw_legend(sheet, blocks, numbered)
     per_line = (WIDTH - 2 * MARGIN - sheet.label_width) // BLOCK_WIDTH
-    for line in lines:
-        places = len(line.blocks) + len(line.folded)
-        if _full(sheet, BLOCK_HEIGHT * -(-places // per_line)):
+    for line in blocks.lines:
+        if _full(sheet, BLOCK_HEIGHT * -(-len(line.cells) // per_line)):
             return False
-        sheet.label(sheet.y + 14, view.requests[line.row].req_id, request_colour(line.row))
-        column = 0
-
-        def place() -> tuple[int, int]:
-            nonlocal column
-            if column == per_line:
-                column = 0
+        colour = request_colour(line.row)
+        sheet.label(sheet.y + 14, line.req_id, colour)
+        for place, cell in enumerate(line.cells):
+            column = place % per_line
+            if place and not column:
                 sheet.y += BLOCK_HEIGHT
-            column += 1
-            return MARGIN + sheet.label_width + (column - 1) * BLOCK_WIDTH, sheet.y
-
-        for block in line.blocks:
-            if block.place in line.folded:
-                x, y = place()
-                sheet.text(x + 4, y + 15, f"+{line.folded[block.place]:,}", 11, FAINT)
-            _draw_block(sheet, *place(), block, size, request_colour(line.row), numbered)
+            x = MARGIN + sheet.label_width + column * BLOCK_WIDTH
+            if isinstance(cell, BlockFold):
+                sheet.text(x + 4, sheet.y + 15, f"+{cell.count:,}", 11, FAINT)
+            else:
+                _draw_block(sheet, x, sheet.y, cell, colour, numbered)
         sheet.y += BLOCK_HEIGHT
+        if line.strays:
+            sheet.lines(line.strays, fill=colour)
     return True
 
 
-def _draw_legend(sheet: _Sheet, view: StepView, numbered: bool) -> None:
-    """What the colours of slots mean, of those that the step can have, and what the numbers do."""
-    colour = request_colour(0)
-    parts = [(_pale(colour), "computed before"), (colour, "written by the step"), (EMPTY, "empty")]
-    if any(request.items for request in view.requests):
-        parts.append((ITEM_COLOUR, "image or video"))
+def _draw_legend(sheet: _Sheet, blocks: BlockMap, numbered: bool) -> None:
+    """What the colours of slots mean, and what the numbers do."""
     x = float(MARGIN)
-    for fill, text in parts:
-        sheet.box((x, sheet.y + 2, x + 14, sheet.y + 11), fill, LINE)
+    for kind, text in blocks.legend:
+        sheet.box((x, sheet.y + 2, x + 14, sheet.y + 11), _fill(kind, request_colour(0)), LINE)
         sheet.text(x + 20, sheet.y, text, 11, FAINT)
         x += 20 + sheet.fonts[11].getlength(text) + 16
     numbers = "numbers: the block above (0: freed)" + ", slots inside" * numbered
@@ -273,43 +231,41 @@ def _draw_legend(sheet: _Sheet, view: StepView, numbered: bool) -> None:
     sheet.y += 20
 
 
-def _pale(colour: Colour) -> Colour:
+def _fill(kind: str, colour: Colour) -> Colour:
+    """Colour of slots that hold something, in a block of a request of some colour."""
     red, green, blue = ((part + 2 * 255) // 3 for part in colour)
-    return red, green, blue
+    return {
+        "computed": (red, green, blue),
+        "written": colour,
+        "picture": ITEM_COLOUR,
+        "empty": EMPTY,
+    }[kind]
 
 
 def _draw_block(
-    sheet: _Sheet, x: int, y: int, block: Block, size: int, colour: Colour, numbered: bool
+    sheet: _Sheet, x: int, y: int, block: BlockDrawing, colour: Colour, numbered: bool
 ) -> None:
     """A block under its number, and what its slots hold; their numbers in them if asked for."""
-    width, top = BLOCK_WIDTH - 6, y + 14
+    width, top, size = BLOCK_WIDTH - 6, y + 14, block.num_slots
+    bottom = top + SLOTS_HEIGHT
     sheet.text(x, y, str(block.number), 11, FAINT)
-    sheet.box((x, top, x + width, top + SLOTS_HEIGHT), EMPTY, None)
-
-    def part(low: int, high: int, fill: Colour, above: int = 0) -> None:
-        left, right = x + width * low / size, x + width * high / size
-        sheet.box((left, top + above, max(left, right), top + SLOTS_HEIGHT), fill, None)
-
-    if block.computed:
-        part(0, block.computed, _pale(colour))
-    if block.written is not None:
-        part(*block.written, colour)
-    for item in block.items:
-        part(*item, ITEM_COLOUR, SLOTS_HEIGHT - 4)
-    for slot in range(1, size) if size <= 16 else ():
-        tick = x + width * slot / size
-        sheet.box((tick, top, tick, top + SLOTS_HEIGHT), (255, 255, 255), None)
-    sheet.box((x, top, x + width, top + SLOTS_HEIGHT), None, FAINT if block.shared else LINE)
-    font = sheet.fonts[11]
-    low, high = block.written or (0, 0)
+    sheet.box((x, top, x + width, bottom), EMPTY, None)
+    for bar in block.bars:
+        left, right = x + width * bar.low / size, x + width * bar.high / size
+        above = SLOTS_HEIGHT - 4 if bar.kind == "picture" else 0
+        sheet.box((left, top + above, max(left, right), bottom), _fill(bar.kind, colour), None)
+    for slot in range(1, size) if block.has_lines else ():
+        line = x + width * slot / size
+        sheet.box((line, top, line, bottom), WHITE, None)
+    sheet.box((x, top, x + width, bottom), None, FAINT if block.shared else LINE)
+    written = {slot for b in block.bars if b.kind == "written" for slot in range(b.low, b.high)}
     for slot in range(size) if numbered and block.number else ():
-        name = str(block.number * size + slot)
+        fill = WHITE if slot in written else FAINT
         middle = x + width * (slot + 0.5) / size
-        fill: Colour = (255, 255, 255) if low <= slot < high else FAINT
-        sheet.text(middle - font.getlength(name) / 2, top + 3, name, 11, fill)
+        sheet.centred(middle, top + 3, str(block.number * size + slot), fill)
 
 
 def _fitting(name: str, most: int) -> str:
     """A name that fits its place."""
-    name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    name = visible(name)
     return name if len(name) <= most else f"{name[: most - 1]}\u2026"

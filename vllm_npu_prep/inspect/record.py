@@ -27,15 +27,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.contract import LOCAL_SCALARS, mask_plan, staged_arrays
 from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
-from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import ALIGNMENT, StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups, LocalRequests
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.wording import counted
 
 FORMAT = 1
@@ -295,12 +296,12 @@ class StepRecord:
             num_prompt_tokens=column(batch.num_prompt_tokens),
             num_tokens=column(batch.num_tokens),
             token_ids=token_ids,
-            block_entries=entries,
+            block_table_flat=entries,
             max_num_blocks=widths,
             block_sizes=np.array(settings.block_sizes, np.int32),
             num_blocks=num_blocks,
             # The device has all, and nothing to be cleared
-            num_known_blocks=num_blocks.copy(),
+            num_synced_blocks=num_blocks.copy(),
             num_device_blocks=np.zeros_like(num_blocks),
             chunked_prefill=settings.chunked_prefill,
             mrope=self._mrope_tables(),
@@ -355,7 +356,7 @@ class StepRecord:
         arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
         for name, view in staged_arrays(arrays, settings).items():
             view[...] = self._array(name, view)
-        targets = arrays.tail_int64[: batch.num_targets]
+        targets = arrays.variable_int64[: batch.num_targets]
         if len(targets):
             targets[:] = self._array("sampled_token_targets", targets)
         local = None
@@ -363,8 +364,9 @@ class StepRecord:
             most = layout.local_sizes[0], layout.num_input_tokens, settings.max_model_len
             sizes = zip(LOCAL_SCALARS, most)
             local = LocalRequests(*(self._scalar(f"local_requests.{n}", m) for n, m in sizes))
-            num_chunks = len(batch.tables.block_entries) // settings.local.blocks_per_chunk
-            arrays.local_table_rows.clip(0, num_chunks - 1, out=arrays.local_table_rows)
+            num_chunks = len(batch.tables.block_table_flat) // settings.local.blocks_per_chunk
+            rows = arrays.chunk_local_table_rows
+            rows.clip(0, num_chunks - 1, out=rows)
         state = self._array("attn_state").tobytes().decode("ascii", "replace")
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is none of the states")

@@ -16,7 +16,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.contract import prepared_names
 from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, RecordSettings, StepRecord
 from vllm_npu_prep.inspect.scenario import why_not_json
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted

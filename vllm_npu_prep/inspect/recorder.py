@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded,
 from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
+from vllm_npu_prep.server.record_client import server_of
+from vllm_npu_prep.server.record_signal import ask_in_background, pass_on
 from vllm_npu_prep.startup.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.wording import counted
 
@@ -37,6 +40,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 MANIFEST = "manifest.json"
+
+
+class Written(NamedTuple):
+    """What came of a request to write the last steps; as text, one line.
+
+    Attributes
+    ----------
+    folder
+        Of this run.
+    steps
+        So many were written.
+    why
+        The reason for writing them, or why there are none.
+    """
+
+    folder: Path
+    steps: int
+    why: str
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.why}; those of this run are in {self.folder}"
+        verb = "is" if self.steps == 1 else "are"
+        return f"{counted(self.steps, 'step')} {verb} in {self.folder} ({self.why})"
 
 
 class StepRecorder:
@@ -84,7 +111,8 @@ class StepRecorder:
         self._ring_bytes = self._file_bytes = 0
         self._then: BlockTablesThen | None = None  # before the first step of the ring
         self._last_written = -1
-        self._stopped = self._is_busy = self._is_asked = False
+        self._is_busy = self._is_asked = self._is_alone = False
+        self._why_stopped = ""
         self._salt = os.urandom(16)
         if self._span is None:
             self._listen()
@@ -107,12 +135,12 @@ class StepRecorder:
         """Note a step that was just prepared; see `KeptStep.of_step`. Names are copied."""
         number = self.steps
         self.steps = number + 1
-        if self._stopped or (self._span is not None and number not in self._span):
+        if self._why_stopped or (self._span is not None and number not in self._span):
             return
         self._is_busy = True
         try:
             if self._then is None:
-                self._then = BlockTablesThen(self.tables.block_entries.copy())
+                self._then = BlockTablesThen(self.tables.block_table_flat.copy())
             if req_ids != self._req_ids:  # a copy would touch every name, in every step
                 self._req_ids = list(req_ids)
             kept = KeptStep.of_step(
@@ -143,13 +171,13 @@ class StepRecorder:
 
     # ----------------------------------------------------------------- files
 
-    def dump(self, reason: str) -> str:
+    def dump(self, reason: str) -> Written:
         """Write the steps of the ring that are not on disk yet.
 
         Returns
         -------
-        str
-            Where they are, or why there are none, in one line.
+        Written
+            Where they are, or why there are none.
         """
         self._is_busy = True
         try:
@@ -159,9 +187,8 @@ class StepRecorder:
             count = 0
         self._is_busy = False
         if not count:
-            return f"no new step to write; those of this run are in {self.folder}"
-        verb = "is" if count == 1 else "are"
-        answer = f"{counted(count, 'step')} {verb} in {self.folder} ({reason})"
+            return Written(self.folder, 0, self._why_stopped or "no new step to write")
+        answer = Written(self.folder, count, reason)
         logger.warning("Recording: %s.", answer)
         return answer
 
@@ -173,12 +200,12 @@ class StepRecorder:
         self._begin_folder(reason)
         then, count = self._then, 0
         if self._span is None:  # the ring keeps its steps
-            then = BlockTablesThen(then.entries.copy())
+            then = BlockTablesThen(then.block_table_flat.copy())
         for kept in self._ring:
             then.move_on(kept)
             if kept.number > self._last_written:
-                self._write(kept, then.entries)
-                if self._stopped:
+                self._write(kept, then.block_table_flat)
+                if self._why_stopped:
                     break
                 self._last_written = kept.number
                 count += 1
@@ -212,35 +239,48 @@ class StepRecorder:
 
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
         """Record nothing from now on, and say so once."""
-        if not self._stopped:
-            self._stopped, self._ring, self._then = True, deque(), None
-            logger.log(level, "Recording stopped: %s", " ".join(why.split()))
+        if not self._why_stopped:
+            self._why_stopped = "Recording stopped: " + " ".join(why.split())
+            self._ring, self._then = deque(), None
+            logger.log(level, "%s", self._why_stopped)
 
     # ----------------------------------------------------------------- signals
 
     def _listen(self) -> None:
         """Write the ring on SIGUSR1, unless somebody else listens to it."""
-        where = (
-            f"the last {counted(self.config.last, 'step')}, to be written to {self.folder.parent}"
-        )
+        what = f"Recording the last {counted(self.config.last, 'step')}"
+        where = f"to be written to {self.folder.parent} by `vllm-npu-prep record`"
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        self._before = signal.getsignal(signal.SIGUSR1)
+        if in_main_thread and self._before in (signal.SIG_DFL, pass_on):
             signal.signal(signal.SIGUSR1, self._on_signal)
-            logger.info("Recording %s by `kill -USR1 %d`.", where, os.getpid())
+            logger.info("%s, %s or `kill -USR1 %d`.", what, where, os.getpid())
         else:
-            logger.info("Recording %s by dump_steps only: SIGUSR1 is taken.", where)
+            logger.info("%s, %s or dump_steps: SIGUSR1 is taken.", what, where)
 
     def _on_signal(self, *_: Any) -> None:
-        """Write now, or behind the step that is being noted: signals come between any two lines."""
-        if self._is_busy:
+        """Let the server ask all ranks; or write now, or after the step that is being noted.
+
+        Signals come between any two lines.
+        """
+        server = None if self._is_alone else server_of(os.getpid())
+        self._is_alone = False
+        if server is not None:
+            ask_in_background(server, self._write_alone)
+        elif self._is_busy:
             self._is_asked = True
         else:
             self.dump("SIGUSR1")
 
+    def _write_alone(self) -> None:
+        """Have the main thread write this rank's steps, as nobody asks the others."""
+        self._is_alone = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+
     def close(self) -> None:
         """Stop listening."""
         if signal.getsignal(signal.SIGUSR1) == self._on_signal:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR1, self._before)
 
 
 def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder | None:

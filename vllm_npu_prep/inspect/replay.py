@@ -16,46 +16,6 @@ if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record import RecordGroup, StepRecord
     from vllm_npu_prep.prep.oracle import OracleRequest
 
-TOKEN_LEVEL = {
-    "req_indices",
-    "query_pos",
-    "positions",
-    "token_indices",
-    "input_ids",
-    "block_table_indices",
-    "block_numbers",
-    "block_offsets",
-    "slot_mapping",
-    "mrope_positions",
-    "is_padding",
-    "is_on_device",
-}
-"""Variables whose last dimension is tokens."""
-
-REQUEST_LEVEL = {
-    "query_lens",
-    "cu_num_tokens",
-    "seq_lens",
-    "num_computed_tokens",
-    "block_table",
-    "discard_request_mask",
-    "bonus_logits_indices",
-    "cu_num_draft_tokens",
-    "cu_num_sampled_tokens",
-    "backup_next_token_ids",
-}
-"""Variables whose first dimension is requests."""
-
-VERIFIED = (
-    "target_logits_indices",
-    "draft_token_ids",
-    "bonus_logits_indices",
-    "cu_num_draft_tokens",
-    "cu_num_sampled_tokens",
-    "backup_next_token_ids",
-)
-"""What the oracle says of drafts; records have these with what lies behind them."""
-
 ORACLE_CELLS = 1 << 20
 """Masks and chunks up to this many cells are gone through one by one."""
 
@@ -165,20 +125,23 @@ def _owner(
     record: "StepRecord", name: str, index: tuple[int, ...]
 ) -> tuple[str | None, int | None]:
     """Request and token that an element belongs to, by what the step was prepared from."""
+    from vllm_npu_prep.inspect.contract import LEVELS
+    from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
+
     batch, req_ids = record.batch, record.settings.req_ids
     ends = np.cumsum(batch.num_scheduled_tokens)
     base = name.rpartition(".")[2].removesuffix("_padded")
     token = req = None
     if "local" in name or not index:
         return None, None
-    if base in TOKEN_LEVEL:
+    level = LEVELS.get(base)
+    if level is Level.TOKEN:
         token = index[-1]
-    elif base in REQUEST_LEVEL:
-        req = index[0]
-    elif base == "query_start_loc":
-        req = max(0, index[0] - 1)
-    elif base in ("logits_indices", "target_logits_indices", "draft_token_ids"):
-        rows = batch.num_draft_tokens + (base == "logits_indices")
+    elif level is Level.REQUEST:
+        line = STEP_ARRAYS.get(base)
+        req = max(0, index[0] - (line is not None and line.has_borders))
+    elif level is not None:
+        rows = batch.num_draft_tokens + (level is Level.LOGIT)
         req = int(np.searchsorted(np.cumsum(rows), index[0], side="right"))
     elif "attn_mask." in name and base != "shape" and _has_row_for_each_token(record, name):
         token = index[0]
@@ -276,6 +239,7 @@ def _oracle_arrays(
 ) -> dict[str, np.ndarray]:
     """What the oracle says of a step, by a record's names; what it can't know is as recorded."""
     from vllm_npu_prep.inspect.contract import GROUP_LEVEL
+    from vllm_npu_prep.prep.arrays import STEP_ARRAYS
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
 
     settings = record.settings
@@ -314,8 +278,9 @@ def _oracle_arrays(
                 out[f"{prefix}{name}"] = np.array(values)
         elif prefix:
             continue  # the same for all groups
-        elif name in VERIFIED:
-            out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", values)
+        elif name in STEP_ARRAYS and not STEP_ARRAYS[name].shown:
+            name = STEP_ARRAYS[name].recorded_as  # which has it with what is past the batch only
+            out[name] = _with_rest(record, name, values)
         else:
             out[name] = np.array(values)
     if not prefix:

@@ -1,18 +1,13 @@
-"""The host's phases of a step while a profiler runs: named scopes, and a trace with counters.
+"""The host's phases of a step in vLLM's profile, as scopes of ``torch.profiler``.
 
 A runner is wrapped when a profile starts and unwrapped when it stops, so that steps cost nothing
 more at any other time.
 """
 
-import json
-import os
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import record_function
-from vllm.logger import init_logger
 
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.padding import GraphMode
@@ -20,22 +15,19 @@ from vllm_npu_prep.prep.padding import GraphMode
 if TYPE_CHECKING:
     from vllm_npu_prep.model_runner import NPUModelRunner
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
-
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "kernel", "copy", "metadata")
 """Of `NPUModelRunner._prepare_inputs`, where kernel and state are one pass."""
 
-MOST_EVENTS = 1 << 20
-"""Spans and counters that are kept, of about 100,000 steps; scopes go on beyond."""
-
-Event = dict[str, Any]
+STEP = "step "
+"""Then the step's numbers: the last scope in each preparation, which has no length."""
 
 
 class StepScopes:
-    """Scopes around a runner's host phases.
+    """Scopes around a runner's host phases, named ``npu_prep: <phase>``.
 
-    Each is seen by whatever profiler runs, under ``npu_prep: <phase>``, and kept for a trace.
+    Whatever profiler runs sees them. Numbers of a step are in the name of a scope, because torch
+    records arguments of scopes only together with the shapes of all operators.
 
     Parameters
     ----------
@@ -45,10 +37,8 @@ class StepScopes:
 
     def __init__(self, runner: "NPUModelRunner") -> None:
         self.runner = runner
-        self.events: list[Event] = []
-        self._open: list[tuple[str, int, record_function]] = []
+        self._open: list[record_function] = []
         self._replaced: list[tuple[Any, str]] = []
-        self._epoch = time.time_ns() - time.perf_counter_ns()
 
     def install(self) -> None:
         """Begin to watch."""
@@ -65,17 +55,6 @@ class StepScopes:
         for target, name in self._replaced:
             delattr(target, name)
         self._replaced.clear()
-
-    def write_trace(self, path: Path) -> None:
-        """Write a Chrome trace: a span for each phase, and counters at the end of each step.
-
-        Raises
-        ------
-        OSError
-            If it can't be written.
-        """
-        with path.open("w") as file:
-            json.dump({"traceEvents": self.events, "displayTimeUnit": "ms"}, file)
 
     # ----------------------------------------------------------------- around methods
 
@@ -108,12 +87,12 @@ class StepScopes:
             self._enter(PHASES[0])
             try:
                 prepared = prepare_inputs(*args, **kwargs)
+                assert self.runner.last_step is not None
+                self._next(_numbers(self.runner.last_step, self.runner.staging.waits))
+                return prepared
             finally:
                 while len(self._open) > depth:
                     self._leave()
-            assert self.runner.last_step is not None
-            self._count(self.runner.last_step)
-            return prepared
 
         return scoped
 
@@ -142,38 +121,27 @@ class StepScopes:
 
         return wrap
 
-    # ----------------------------------------------------------------- scopes and counters
+    # ----------------------------------------------------------------- scopes
 
     def _next(self, phase: str) -> None:
         self._leave()
         self._enter(phase)
 
     def _enter(self, scope: str) -> None:
-        recorded = record_function(PREFIX + scope)
-        recorded.__enter__()
-        self._open.append((scope, time.perf_counter_ns(), recorded))
+        self._open.append(record_function(PREFIX + scope).__enter__())
 
     def _leave(self) -> None:
-        scope, started, recorded = self._open.pop()
-        duration = time.perf_counter_ns() - started
-        recorded.__exit__(None, None, None)
-        self._keep(scope, "X", started, dur=duration / 1000)
+        self._open.pop().__exit__(None, None, None)
 
-    def _count(self, step: PreparedStep) -> None:
-        """Counters of a step, which a viewer draws as curves."""
-        tokens, padded = step.total_num_scheduled_tokens, step.num_input_tokens
-        replays = step.padding.mode is not GraphMode.NONE
-        now = time.perf_counter_ns()
-        for name, values in {
-            "tokens": {"real": tokens, "padding": padded - tokens},
-            "graph size": {"tokens": padded if replays else 0},
-            "copy": {"bytes": step.nbytes},
-            "waits": {"so far": self.runner.staging.waits},
-        }.items():
-            self._keep(name, "C", now, args=values)
 
-    def _keep(self, name: str, kind: str, at: int, **more: Any) -> None:
-        if len(self.events) < MOST_EVENTS:
-            stamp = (self._epoch + at) / 1000
-            event = {"name": PREFIX + name, "ph": kind, "ts": stamp, "pid": os.getpid(), "tid": 0}
-            self.events.append(event | more)
+def _numbers(step: PreparedStep, num_waits: int) -> str:
+    """Name of the scope that tells a step's numbers."""
+    num_tokens, padded = step.total_num_scheduled_tokens, step.num_input_tokens
+    numbers = {
+        "tokens": num_tokens,
+        "padding": padded - num_tokens,
+        "graph": 0 if step.padding.mode is GraphMode.NONE else padded,
+        "bytes": step.nbytes,
+        "waits": num_waits,
+    }
+    return STEP + " ".join(f"{name}={value}" for name, value in numbers.items())

@@ -22,19 +22,11 @@ from vllm_npu_prep.inspect.upstream_runner import (
     import_vllm,
     make_runner,
 )
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.layout import targets_per_row
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record import RecordGroup, RecordSettings, StepRecord
-
-DRAFT_ARRAYS = (
-    "draft_token_ids",
-    "target_logits_indices",
-    "bonus_logits_indices",
-    "cu_num_draft_tokens",
-    "cu_num_sampled_tokens",
-)
-"""Of upstream's ``SpecDecodeMetadata``; a record has them with padding only."""
 
 
 class UpstreamReplay:
@@ -137,7 +129,7 @@ def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
     if settings.mrope_dims:
         said["mrope_positions"] = runner.mrope_positions.gpu[:, :total].numpy()
     if drafts is not None:
-        said |= {name: getattr(drafts, name).numpy() for name in DRAFT_ARRAYS}
+        said |= {name: vars(drafts)[name].numpy() for name in STEP_ARRAYS if name in vars(drafts)}
     out = _without_samples(record, said, first_sample)
     for index, group in enumerate(settings.groups):
         if group.group >= len(settings.block_sizes):
@@ -172,7 +164,7 @@ def _without_samples(
     if not settings.num_sampled_rows:
         return out
     layout, num_drafts = settings.layout, settings.num_sampled_drafts
-    tokens = layout.place("input_ids_and_spare")
+    tokens = layout.offset_int32("input_ids")
     per_row = targets_per_row(num_drafts)
     # What nobody waits for goes behind the tokens
     targets = np.full(settings.num_sampled_rows * per_row, tokens + settings.num_input_tokens)
@@ -184,7 +176,7 @@ def _without_samples(
         ids = said["draft_token_ids"].copy()
         places = np.flatnonzero(ids >= first_sample)
         rows, nth = np.divmod(ids[places] - first_sample, 1 + num_drafts)
-        targets[rows * per_row + num_drafts + nth] = layout.place("draft_token_ids") + places
+        targets[rows * per_row + num_drafts + nth] = layout.offset_int32("draft_token_ids") + places
         ids[places] = _recorded(record, "draft_token_ids_padded", ids)[places]
         out["draft_token_ids"] = ids
     return out | {"is_on_device": on_device, "sampled_token_targets": targets}

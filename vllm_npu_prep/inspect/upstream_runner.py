@@ -180,7 +180,7 @@ def fill_batch(record: "StepRecord", runner: Any, first_sample: int) -> Any:
             int(counts[req]) for counts in (batch.num_computed_tokens, batch.num_scheduled_tokens)
         )
         num_prompt_tokens = int(batch.num_prompt_tokens[req])
-        mrope = {}
+        mrope: dict[str, Any] = {}
         if settings.mrope_dims:
             mrope = {
                 "mrope_positions": torch.from_numpy(_prompt_mrope(record, req, start)),
@@ -188,7 +188,7 @@ def fill_batch(record: "StepRecord", runner: Any, first_sample: int) -> Any:
             }
         runner.requests[req_id] = request = CachedRequestState(
             req_id=req_id,
-            prompt_token_ids=np.zeros(num_prompt_tokens, np.int32),
+            prompt_token_ids=[0] * num_prompt_tokens,
             mm_features=[],
             sampling_params=greedy,
             generator=None,

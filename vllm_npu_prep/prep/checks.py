@@ -1,6 +1,6 @@
 """What must hold of a prepared step before it is launched: one compiled pass over its arrays.
 
-Written from the rules, not from `vllm_npu_prep.prep.kernels`, whose results it looks at: every
+Written from the rules, not from `vllm_npu_prep.prep.fused_pass`, whose results it looks at: every
 request and every token once, in about the time that a decode step's tokens take to be written.
 `vllm_npu_prep.inspect.check` says what was broken in words.
 """
@@ -9,10 +9,11 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import carray
 
-from vllm_npu_prep.prep.kernels import NO_PREVIOUS_ROW, PADDING_ROWS, compiled, pointer
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.compiled import arrays_of, compiled
 from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
     from vllm_npu_prep.prep.batch import PreparedStep
@@ -117,24 +118,18 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
             step.num_input_tokens,
             local.attention_chunk_size,
             in_full_graph,
-            step.arrays.local_query_start_loc,
-            step.arrays.local_seq_lens,
-            step.arrays.local_num_computed_tokens,
+            step.arrays.chunk_local_query_start_loc,
+            step.arrays.chunk_local_seq_lens,
+            step.arrays.chunk_local_num_computed_tokens,
         )
     return None if found[0] == HOLDS else Fault(Rule(found[0]), *found[1:])
 
 
 @compiled
-def check_step(
-    # The runner's tables
-    num_computed_tokens,  # [max_num_reqs] int32
-    block_entries,  # [sum of rows * max_num_blocks] int32
-    max_num_blocks,  # [num_groups] int32
-    block_sizes,  # [num_groups] int32
-    num_blocks,  # [num_groups, max_num_reqs] int32
-    max_model_len,
+def check_step_at(
+    tables,  # int64, `vllm_npu_prep.prep.tables.BatchTables.addresses`
+    arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
     limits,  # [1 + num_groups] int64
-    # The step
     num_scheduled_tokens,  # [num_reqs] int32
     num_draft_tokens,  # [num_reqs or more] int32
     previous_rows,  # [num_reqs or more] int64
@@ -144,40 +139,33 @@ def check_step(
     max_seq_len,
     num_logits,
     in_full_graph,
-    # Its arrays; T = num_input_tokens, R = num_reqs_padded
-    input_ids,  # [T + 1]
-    positions,  # [T]
-    slot_mapping,  # [num_groups, T]
-    query_start_loc,  # [R + 1]
-    seq_lens,  # [R]
-    computed,  # [R]
-    logits_indices,  # [max_logits]
 ):
     """The first rule that is broken, and where: see `find_fault`."""
-    num_reqs, num_groups = num_scheduled_tokens.shape[0], block_sizes.shape[0]
-    num_input_tokens, max_num_reqs = positions.shape[0], num_computed_tokens.shape[0]
+    t, out = tables_of(tables), arrays_of(arrays)
+    num_reqs, num_groups = num_scheduled_tokens.shape[0], t.block_sizes.shape[0]
+    num_input_tokens, max_num_reqs = out.positions.shape[0], t.num_computed_tokens.shape[0]
     vocab_size = limits[0]
     longest_query = 0
     longest_seq = 0
-    if query_start_loc[0] != 0:
+    if out.query_start_loc[0] != 0:
         return STARTS_AT_ZERO, -1, -1, -1
     start = 0
     for req in range(num_reqs):
-        query_len, end = num_scheduled_tokens[req], query_start_loc[req + 1]
+        query_len, end = num_scheduled_tokens[req], out.query_start_loc[req + 1]
         if query_len < 1 or end - start != query_len or end > num_input_tokens:
             return QUERY_LENS, req, -1, -1
-        first, seq_len = computed[req], seq_lens[req]
-        if first < 0 or first != num_computed_tokens[req] or seq_len != first + query_len:
+        first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
+        if first < 0 or first != t.num_computed_tokens[req] or seq_len != first + query_len:
             return SEQ_LENS, req, -1, -1
-        if seq_len > max_model_len:
+        if seq_len > t.token_ids.shape[1]:
             return MODEL_LEN, req, -1, -1
-        # A sample that is still on the device is put behind the tokens that the host knows.
+        # A sample that is still on the device is put after the tokens that the host knows.
         awaited = -1
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
             awaited = end - 1 - num_draft_tokens[req]
         for token in range(start, end):
-            token_id = input_ids[token]
-            if positions[token] != first + token - start:
+            token_id = out.input_ids[token]
+            if out.positions[token] != first + token - start:
                 return POSITIONS, req, token, -1
             if (token_id < 0 or token_id >= vocab_size) and token != awaited:
                 return VOCABULARY, req, token, -1
@@ -188,24 +176,24 @@ def check_step(
         return ENDS_AT_TOKENS, -1, -1, -1
     table = 0  # first entry of the group
     for group in range(num_groups):
-        block_size, num_slots = block_sizes[group], limits[1 + group]
-        width = max_num_blocks[group]
+        block_size, num_slots = t.block_sizes[group], limits[1 + group]
+        width = t.max_num_blocks[group]
         per_block = 1.0 / block_size
         for req in range(num_reqs):
-            if num_blocks[group, req] * block_size < seq_lens[req]:
+            if t.num_blocks[group, req] * block_size < out.seq_lens[req]:
                 return BLOCKS, req, -1, group
-            last, token = seq_lens[req] - 1, query_start_loc[req + 1] - 1
+            last, token = out.seq_lens[req] - 1, out.query_start_loc[req + 1] - 1
             # Exact below 2**31, and a division of integers would cost as much as all the rest.
             block = int((last + 0.5) * per_block)
-            slot = block_entries[table + req * width + block] * block_size
-            if slot_mapping[group, token] != slot + last - block * block_size:
+            slot = t.block_table_flat[table + req * width + block] * block_size
+            if out.slot_mapping[group, token] != slot + last - block * block_size:
                 return LAST_SLOT, req, token, group
         for token in range(start):
-            slot = slot_mapping[group, token]
+            slot = out.slot_mapping[group, token]
             if slot < block_size or slot >= num_slots:  # the null block is nobody's
                 return SLOTS, -1, token, group
         for token in range(start, num_input_tokens):
-            if slot_mapping[group, token] >= 0:
+            if out.slot_mapping[group, token] >= 0:
                 return PADDING_TOKENS, -1, token, group
         table += (max_num_reqs + PADDING_ROWS) * width
     if max_query_len != longest_query:
@@ -214,63 +202,19 @@ def check_step(
         return MAX_SEQ_LEN, -1, -1, -1
     previous = -1
     for index in range(num_logits):
-        token = logits_indices[index]
+        token = out.logits_indices[index]
         if token <= previous or token >= start:
             return LOGITS, -1, token, -1
         previous = token
-    for req in range(num_reqs, seq_lens.shape[0]):
-        end = query_start_loc[req + 1]
-        if end < start or end > num_input_tokens or seq_lens[req] != 0 or computed[req] != 0:
+    for req in range(num_reqs, out.seq_lens.shape[0]):
+        end = out.query_start_loc[req + 1]
+        computed = out.num_computed_tokens[req]
+        if end < start or end > num_input_tokens or out.seq_lens[req] != 0 or computed != 0:
             return PADDING_REQS, req, -1, -1
         start = end
     if in_full_graph and start != num_input_tokens:
         return ENDS_AT_INPUT_TOKENS, -1, -1, -1
     return HOLDS, -1, -1, -1
-
-
-@compiled
-def check_step_at(
-    tables,  # int64, `vllm_npu_prep.prep.batch.BatchTables.addresses`
-    arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
-    limits,
-    num_scheduled_tokens,
-    num_draft_tokens,
-    previous_rows,
-    num_sampled_rows,
-    total_num_scheduled_tokens,
-    max_query_len,
-    max_seq_len,
-    num_logits,
-    in_full_graph,
-):
-    """`check_step` on arrays that stay, by address, as `kernels.fill_step_at` does."""
-    reqs, model_len, groups, entries = tables[0], tables[1], tables[2], tables[3]
-    tokens, reqs_padded, logits = arrays[0], arrays[1], arrays[2]
-    return check_step(
-        carray(pointer(tables[4]), reqs, np.int32),
-        carray(pointer(tables[8]), entries, np.int32),
-        carray(pointer(tables[9]), groups, np.int32),
-        carray(pointer(tables[10]), groups, np.int32),
-        carray(pointer(tables[11]), (groups, reqs), np.int32),
-        model_len,
-        limits,
-        num_scheduled_tokens,
-        num_draft_tokens,
-        previous_rows,
-        num_sampled_rows,
-        total_num_scheduled_tokens,
-        max_query_len,
-        max_seq_len,
-        num_logits,
-        in_full_graph,
-        carray(pointer(arrays[7]), tokens + 1, np.int32),
-        carray(pointer(arrays[8]), tokens, np.int64),
-        carray(pointer(arrays[9]), (groups, tokens), np.int32),
-        carray(pointer(arrays[10]), reqs_padded + 1, np.int32),
-        carray(pointer(arrays[11]), reqs_padded, np.int32),
-        carray(pointer(arrays[12]), reqs_padded, np.int32),
-        carray(pointer(arrays[13]), logits, np.int32),
-    )
 
 
 @compiled
@@ -280,23 +224,23 @@ def check_local_requests(
     num_input_tokens,
     attention_chunk_size,
     in_full_graph,
-    local_query_start_loc,  # [V + 1] int32
-    local_seq_lens,  # [V] int32
-    local_num_computed_tokens,  # [V] int32
+    chunk_local_query_start_loc,  # [V + 1] int32
+    chunk_local_seq_lens,  # [V] int32
+    chunk_local_num_computed_tokens,  # [V] int32
 ):
     """The same for virtual requests (`vllm_npu_prep.prep.local_attention`)."""
-    if local_query_start_loc[0] != 0:
+    if chunk_local_query_start_loc[0] != 0:
         return LOCAL_QUERY_LENS, 0, -1, -1
     end = 0
-    for req in range(local_seq_lens.shape[0]):
-        start, end = end, local_query_start_loc[req + 1]
+    for req in range(chunk_local_seq_lens.shape[0]):
+        start, end = end, chunk_local_query_start_loc[req + 1]
         is_padding = req >= num_local_reqs
         if end < start or end > num_input_tokens or (end == start and not is_padding):
             return LOCAL_QUERY_LENS, req, -1, -1
-        seq_len = local_num_computed_tokens[req] + end - start
+        seq_len = chunk_local_num_computed_tokens[req] + end - start
         if is_padding:
             seq_len = 0
-        if local_seq_lens[req] != seq_len or seq_len > attention_chunk_size:
+        if chunk_local_seq_lens[req] != seq_len or seq_len > attention_chunk_size:
             return LOCAL_SEQ_LENS, req, -1, -1
         if req == num_local_reqs - 1 and end != total_num_scheduled_tokens:
             return LOCAL_ENDS_AT_TOKENS, req, -1, -1

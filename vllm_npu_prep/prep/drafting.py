@@ -15,7 +15,7 @@ def num_rejected_tokens(
     num_draft_tokens
         Drafts of each request in the step, ``[num_reqs]``.
     num_valid_tokens
-        Sampled tokens that count, ``[num_reqs]``: accepted drafts and the token behind them; 0 for
+        Sampled tokens that count, ``[num_reqs]``: accepted drafts and the token after them; 0 for
         a request whose sample is discarded.
 
     Returns

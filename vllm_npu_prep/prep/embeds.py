@@ -28,7 +28,7 @@ class Placeholders:
 
     rows: np.ndarray  # [num_runs] int64, request
     starts: np.ndarray  # [num_runs] int64, first position
-    ends: np.ndarray  # [num_runs] int64, behind the last one
+    ends: np.ndarray  # [num_runs] int64, past the last one
 
     @classmethod
     def of_rows(cls, runs: Sequence[Sequence[tuple[int, int]]]) -> "Placeholders":
@@ -49,7 +49,7 @@ class Placeholders:
         num_computed_tokens, num_scheduled_tokens
             Of the step.
         shift
-            1 for a drafter, which reads the token behind each of the step's.
+            1 for a drafter, which reads the token after each of the step's.
 
         Returns
         -------

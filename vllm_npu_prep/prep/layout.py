@@ -6,7 +6,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from vllm_npu_prep.prep.kernels import PADDING_ROWS
+from vllm_npu_prep.prep.arrays import PADDING_ROWS, STEP_ARRAYS, Arrays
+from vllm_npu_prep.prep.compiled import STEP
 from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
 
 ALIGNMENT = 64
@@ -16,21 +17,28 @@ vector units load)."""
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Place of one array in the buffer."""
+    """Where one array is in the buffer."""
 
     offset: int  # bytes from the start of the buffer
     shape: tuple[int, ...]
     dtype: np.dtype
+    spare: int = 0  # elements after the array, which belong to nobody
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size in bytes, without spare elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """First byte behind the array."""
-        return self.offset + self.nbytes
+        """First byte past the array and its spare elements."""
+        return self.offset + self.nbytes + self.spare * self.dtype.itemsize
+
+    @property
+    def elements(self) -> slice:
+        """The array in a buffer seen as its dtype."""
+        first = self.offset // self.dtype.itemsize
+        return slice(first, first + math.prod(self.shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +67,13 @@ class StepLayout:
 
     Notes
     -----
-    Behind the arrays comes a tail for what has another length in every step and is placed by a
-    launch of its own, before any graph runs:
+    After the fixed arrays comes a variable-length part, for what has another length in every step
+    and is scattered by a launch of its own, before any graph runs:
 
     ======================  ======  ========================================================
     part                    dtype   length
     ======================  ======  ========================================================
-    sampled_token_targets   int64   places of the last step's samples, none unless these are
+    sampled_token_targets   int64   where the last step's samples go, none unless these are
                                     still on the device (async scheduling); for each row of
                                     them its next token's among the input ids, then its
                                     drafts', then its drafts' among `draft_token_ids`
@@ -90,68 +98,57 @@ class StepLayout:
         sizes = self.num_input_tokens, self.num_reqs_padded, self.local.attention_chunk_size
         return max_local_reqs(*sizes), len(self.local.groups)
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """Size of each dimension that `vllm_npu_prep.prep.arrays` names."""
+        num_reqs = self.num_reqs_padded
+        num_local, num_local_groups = self.local_sizes
+        return {
+            "T": self.num_input_tokens,
+            "R": num_reqs,
+            "R + 1": num_reqs + 1,
+            "G": self.num_groups,
+            "P": self.mrope_dims,
+            "K": self.max_logits,
+            "D": self.max_drafts,
+            "S": num_reqs if self.max_drafts else 0,
+            "V": num_local,
+            "V + 1": num_local + 1 if num_local else 0,
+            "L": num_local_groups,
+        }
+
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
-        """Name to place of every array, in the order of the buffer.
-
-        What has a length in tokens comes first: its place follows from ``num_input_tokens`` alone,
-        because a piecewise graph serves any number of requests.
-        """
-        num_tokens, num_reqs = self.num_input_tokens, self.num_reqs_padded
-        num_drafters = num_reqs if self.max_drafts else 0  # requests that may have drafts
-        num_local, num_local_groups = self.local_sizes
-        shapes: dict[str, tuple[tuple[int, ...], type]] = {
-            "positions": ((num_tokens,), np.int64),
-            "mrope_positions": ((self.mrope_dims, num_tokens), np.int64),
-            # One more place behind the tokens: samples of the last step that no request of this
-            # one waits for are put there.
-            "input_ids_and_spare": ((num_tokens + 1,), np.int32),
-            "slot_mapping": ((self.num_groups, num_tokens), np.int32),
-            "is_padding": ((num_tokens,), np.bool_),
-            "query_start_loc": ((num_reqs + 1,), np.int32),
-            "seq_lens": ((num_reqs,), np.int32),
-            "num_computed_tokens": ((num_reqs,), np.int32),
-            "logits_indices": ((self.max_logits,), np.int32),
-            "target_logits_indices": ((self.max_drafts,), np.int32),
-            "draft_token_ids": ((self.max_drafts,), np.int32),
-            "bonus_logits_indices": ((num_drafters,), np.int32),
-            "cu_num_draft_tokens": ((num_drafters,), np.int32),
-            "cu_num_sampled_tokens": ((num_drafters,), np.int32),
-            "backup_next_token_ids": ((num_drafters,), np.int32),
-            "local_query_start_loc": ((num_local + 1 if num_local else 0,), np.int32),
-            "local_seq_lens": ((num_local,), np.int32),
-            "local_num_computed_tokens": ((num_local,), np.int32),
-            "local_table_rows": ((num_local_groups, num_local), np.int32),
-            "discard_request_mask": ((num_reqs,), np.bool_),
-        }
-        arrays, offset = {}, 0
-        for name, (shape, dtype) in shapes.items():
-            arrays[name] = ArraySpec(offset, shape, np.dtype(dtype))
-            offset = -(-arrays[name].end // ALIGNMENT) * ALIGNMENT
+        """Name to place of every array, in the order of the buffer."""
+        dims, arrays, end = self.dims, {}, 0
+        for name, line in STEP_ARRAYS.items():
+            shape = tuple(dims[dim] for dim in line.dims)
+            spec = arrays[name] = ArraySpec(_aligned(end), shape, line.dtype, line.spare)
+            end = spec.end
         return arrays
 
     @cached_property
-    def tail_offset(self) -> int:
-        """First byte of the tail."""
-        return -(-self.arrays["discard_request_mask"].end // ALIGNMENT) * ALIGNMENT
+    def variable_offset(self) -> int:
+        """First byte of the variable part."""
+        return _aligned(next(reversed(self.arrays.values())).end)
 
-    def place(self, name: str) -> int:
+    def offset_int32(self, name: str) -> int:
         """First element of an int32 array in the buffer seen as int32."""
-        return self.arrays[name].offset // 4
+        return self.arrays[name].elements.start
 
     def nbytes(self, num_targets: int = 0, num_block_changes: int = 0) -> int:
-        """Bytes of a step: the arrays and what it has in its tail."""
-        return self.tail_offset + 8 * num_targets + 12 * num_block_changes
+        """Bytes of a step: the arrays and what it has in its variable part."""
+        return self.variable_offset + 8 * num_targets + 12 * num_block_changes
 
-    def tail(self, num_targets: int, num_block_changes: int) -> tuple[slice, slice, slice]:
-        """Place of the tail's parts.
+    def variable_part(self, num_targets: int, num_block_changes: int) -> tuple[slice, slice, slice]:
+        """Where the variable part's arrays are.
 
         Returns
         -------
         sampled_token_targets, block_change_indices, block_change_ids
             As slices of the buffer seen as int64, int64 and int32.
         """
-        targets = self.tail_offset // 8
+        targets = self.variable_offset // 8
         indices = targets + num_targets
         end = indices + num_block_changes
         return (
@@ -178,85 +175,50 @@ class StepLayout:
             raise ValueError(
                 f"the staging buffer has {buffer.nbytes} bytes, this step needs {self.nbytes()}"
             )
-        views = {
-            name: buffer[spec.offset : spec.end].view(spec.dtype).reshape(spec.shape)
-            for name, spec in self.arrays.items()
-        }
-        tail = buffer[self.tail_offset :]
-        return StepArrays(
-            input_ids=views["input_ids_and_spare"][:-1],
-            tail_int64=tail.view(np.int64),
-            tail_int32=tail.view(np.int32),
-            places=(self.place("input_ids_and_spare"), self.place("draft_token_ids")),
-            **views,
-        )
+        return StepArrays(self, buffer)
 
 
-@dataclass(frozen=True)
-class StepArrays:
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class StepArrays(Arrays[np.ndarray]):
     """The arrays of one layout, all views of one buffer; padding included.
 
-    ``T`` is ``num_input_tokens``, ``R`` is ``num_reqs_padded``, ``G`` the number of groups, ``D``
-    is ``max_drafts`` and ``S`` is ``R`` where there can be drafts, else 0; ``P`` is ``mrope_dims``,
-    and ``V`` virtual requests and ``L`` groups that see them are `StepLayout.local_sizes`.
+    Attributes
+    ----------
+    layout, buffer
+        Where they are, and in what: uint8.
+    variable_int64, variable_int32
+        The variable part and all that is after it, the same memory twice.
     """
 
-    input_ids: np.ndarray  # [T] int32
-    input_ids_and_spare: np.ndarray  # [T + 1] int32
-    positions: np.ndarray  # [T] int64
-    mrope_positions: np.ndarray  # [P, T] int64, time, height and width
-    slot_mapping: np.ndarray  # [G, T] int32
-    query_start_loc: np.ndarray  # [R + 1] int32
-    seq_lens: np.ndarray  # [R] int32
-    num_computed_tokens: np.ndarray  # [R] int32
-    logits_indices: np.ndarray  # [max_logits] int32
-    target_logits_indices: np.ndarray  # [D] int32, logits that verify each draft
-    draft_token_ids: np.ndarray  # [D] int32, -1 where the scheduler kept a place only
-    bonus_logits_indices: np.ndarray  # [S] int32, logits behind each request's last draft
-    cu_num_draft_tokens: np.ndarray  # [S] int32
-    cu_num_sampled_tokens: np.ndarray  # [S] int32
-    backup_next_token_ids: np.ndarray  # [S] int32, what drafters go on from without a sample
-    local_query_start_loc: np.ndarray  # [V + 1] int32, empty without chunked local attention
-    local_seq_lens: np.ndarray  # [V] int32
-    local_num_computed_tokens: np.ndarray  # [V] int32
-    # [L, V] int32, rows of the device's block tables, all seen as rows of one chunk
-    local_table_rows: np.ndarray
-    discard_request_mask: np.ndarray  # [R] bool
-    is_padding: np.ndarray  # [T] bool
-    tail_int64: np.ndarray  # [bytes of the tail / 8] int64
-    tail_int32: np.ndarray  # [bytes of the tail / 4] int32, the same memory
-    places: tuple[int, int]  # of `input_ids` and `draft_token_ids` (`StepLayout.place`)
+    def __init__(self, layout: StepLayout, buffer: np.ndarray) -> None:
+        self.layout, self.buffer = layout, buffer
+        for name, spec in layout.arrays.items():
+            elements = buffer[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
+            setattr(self, name, elements.reshape(spec.shape))
+        variable = buffer[layout.variable_offset :]
+        self.variable_int64, self.variable_int32 = variable.view(np.int64), variable.view(np.int32)
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Sizes and addresses for `vllm_npu_prep.prep.kernels.fill_step_at`, int64."""
-        sizes = (
-            len(self.positions),
-            len(self.seq_lens),
-            len(self.logits_indices),
-            len(self.draft_token_ids),
-            len(self.tail_int64),
-            *self.places,
+        """Sizes and addresses for compiled code (`prep.compiled.arrays_of`), int64."""
+        layout, first = self.layout, self.buffer.ctypes.data
+        variable = first + layout.variable_offset
+        num_words = len(self.variable_int64)
+        return STEP.pack(
+            layout.dims
+            | {"buffer / 4": self.buffer.nbytes // 4}
+            | {"variable / 8": num_words, "variable / 4": 2 * num_words},
+            {name: first + spec.offset for name, spec in layout.arrays.items()}
+            | {"buffer_int32": first, "variable_int64": variable, "variable_int32": variable},
+            {
+                f"{name}_offset": layout.offset_int32(name)
+                for name, line in STEP_ARRAYS.items()
+                if line.sampled
+            },
         )
-        arrays = (
-            self.input_ids_and_spare,
-            self.positions,
-            self.slot_mapping,
-            self.query_start_loc,
-            self.seq_lens,
-            self.num_computed_tokens,
-            self.logits_indices,
-            self.target_logits_indices,
-            self.draft_token_ids,
-            self.bonus_logits_indices,
-            self.cu_num_draft_tokens,
-            self.cu_num_sampled_tokens,
-            self.backup_next_token_ids,
-            self.discard_request_mask,
-            self.is_padding,
-            self.tail_int64,
-        )
-        return np.array([*sizes, *(array.ctypes.data for array in arrays)], np.int64)
 
 
 @lru_cache(maxsize=1024)
@@ -286,7 +248,7 @@ def step_layout(
 
 
 def targets_per_row(num_drafts: int) -> int:
-    """Places of one row of the last step's samples: its next token and, twice, its drafts."""
+    """Targets of one row of the last step's samples: its next token and, twice, its drafts."""
     return 1 + 2 * num_drafts
 
 
@@ -310,4 +272,4 @@ def largest_step(
     )
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return _aligned(nbytes)

@@ -7,14 +7,14 @@ is a request like any other, with a row of blocks that begins at its chunk. vLLM
 ``make_local_attention_virtual_batches`` makes the same ones.
 
 How many there are depends on where chunks begin; how many there can be is a function of the padded
-sizes (`max_local_reqs`), and so are the places of their arrays.
+sizes (`max_local_reqs`), and so are the offsets of their arrays.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_npu_prep.prep.kernels import compiled
+from vllm_npu_prep.prep.compiled import compiled
 from vllm_npu_prep.prep.padding import Padding
 
 
@@ -88,10 +88,10 @@ def split_at_chunks(
     chunks_per_req,  # [num_local_groups] int32
     null_req,  # a row of every table that is the null block
     # Outputs; V = `max_local_reqs`
-    local_query_start_loc,  # [V + 1] int32
-    local_seq_lens,  # [V] int32
-    local_num_computed_tokens,  # [V] int32
-    local_table_rows,  # [num_local_groups, V] int32
+    chunk_local_query_start_loc,  # [V + 1] int32
+    chunk_local_seq_lens,  # [V] int32
+    chunk_local_num_computed_tokens,  # [V] int32
+    chunk_local_table_rows,  # [num_local_groups, V] int32
 ):
     """Write the virtual requests of a step, padding included.
 
@@ -106,31 +106,31 @@ def split_at_chunks(
     Raises
     ------
     ValueError
-        If there are more than the layout has places for, before anything is written past an end.
+        If there are more than the layout has room for, before anything is written past an end.
     """
-    num_groups, num_places = local_table_rows.shape
+    num_groups, num_places = chunk_local_table_rows.shape
     max_query_len = 0
     max_seq_len = 0
     count = 0
     end = 0
-    local_query_start_loc[0] = 0
+    chunk_local_query_start_loc[0] = 0
     for req in range(num_reqs):
         position, seq_len = num_computed_tokens[req], seq_lens[req]
         end = query_start_loc[req]
         while position < seq_len:
             if count == num_places:
-                raise ValueError("more virtual requests than the layout has places for")
+                raise ValueError("more virtual requests than the layout has room for")
             chunk = position // attention_chunk_size
             chunk_start = chunk * attention_chunk_size
             query_len = min(seq_len, chunk_start + attention_chunk_size) - position
             end += query_len
-            local_query_start_loc[count + 1] = end
-            local_num_computed_tokens[count] = position - chunk_start
+            chunk_local_query_start_loc[count + 1] = end
+            chunk_local_num_computed_tokens[count] = position - chunk_start
             position += query_len
-            local_seq_lens[count] = position - chunk_start
+            chunk_local_seq_lens[count] = position - chunk_start
             for group in range(num_groups):
                 row = first_table_rows[group] + req * chunks_per_req[group] + chunk
-                local_table_rows[group, count] = row
+                chunk_local_table_rows[group, count] = row
             max_query_len = max(max_query_len, query_len)
             max_seq_len = max(max_seq_len, position - chunk_start)
             count += 1
@@ -139,10 +139,10 @@ def split_at_chunks(
             end = num_input_tokens
         else:
             end = min(end + decode_query_len, num_input_tokens)
-        local_query_start_loc[padding + 1] = end
-        local_seq_lens[padding] = 0
-        local_num_computed_tokens[padding] = 0
+        chunk_local_query_start_loc[padding + 1] = end
+        chunk_local_seq_lens[padding] = 0
+        chunk_local_num_computed_tokens[padding] = 0
         for group in range(num_groups):
             row = first_table_rows[group] + null_req * chunks_per_req[group]
-            local_table_rows[group, padding] = row
+            chunk_local_table_rows[group, padding] = row
     return count, max_query_len, max_seq_len

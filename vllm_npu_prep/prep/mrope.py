@@ -1,7 +1,7 @@
 """M-RoPE: positions of several dimensions (time, height, width) in place of the one.
 
 A token of an image has the place of its patch; text counts on in all dimensions alike. What a
-prompt's positions are is the model's own rule (``get_rope_index`` of transformers); behind the
+prompt's positions are is the model's own rule (``get_rope_index`` of transformers); after the
 prompt each token is at its position in the sequence plus one number, the request's
 ``mrope_position_delta``.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numba import carray
 
-from vllm_npu_prep.prep.kernels import compiled, pointer
-from vllm_npu_prep.prep.layout import StepArrays
+from vllm_npu_prep.prep.arrays import Arrays
+from vllm_npu_prep.prep.compiled import compiled, pointer
 
 
 @dataclass
@@ -62,8 +62,8 @@ class MropeTables:
             self.lengths[row] = 0 if prompt is None else kept.shape[1]
             self.position_deltas[row] = delta
 
-    def fill(self, num_reqs: int, arrays: StepArrays) -> None:
-        """Write ``mrope_positions`` of a step whose other arrays are there; 0 in padding."""
+    def fill(self, num_reqs: int, arrays: Arrays[np.ndarray]) -> None:
+        """Write ``mrope_positions`` of a step whose other arrays are there."""
         fill_mrope_positions(
             self.addresses,
             self.lengths,
@@ -88,9 +88,9 @@ def fill_mrope_positions(
     """Positions of each scheduled token in every dimension.
 
     Source: ``get_rope_index`` of transformers for prompts, vLLM's ``_calc_mrope_positions`` for
-    what is behind them.
+    what comes after them.
     """
-    num_dims, num_input_tokens = mrope_positions.shape
+    num_dims = mrope_positions.shape[0]
     for dim in range(num_dims):
         for req in range(num_reqs):
             token, end = query_start_loc[req], query_start_loc[req + 1]
@@ -106,5 +106,3 @@ def fill_mrope_positions(
                 mrope_positions[dim, token] = position + delta
                 token += 1
                 position += 1
-        for token in range(query_start_loc[num_reqs], num_input_tokens):
-            mrope_positions[dim, token] = 0

@@ -21,7 +21,7 @@ class OracleRequest:
     num_draft_tokens: int = 0
     draft_token_ids: Sequence[int] = field(default_factory=tuple)
     # Of a model with M-RoPE: positions of the prompt's tokens in each dimension, none where they
-    # count up from 0; and what is added behind the prompt
+    # count up from 0; and what is added after the prompt
     mrope_positions: Sequence[Sequence[int]] = ()
     mrope_position_delta: int = 0
 
@@ -154,7 +154,7 @@ def oracle_step(
 
 
 def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> list[int]:
-    """One dimension: of the prompt as the model's rule has it, behind it as the position says."""
+    """One dimension: of the prompt as the model's rule has it, after it as the position says."""
     row = []
     for index, position in zip(out["req_indices"], out["positions"]):
         request = requests[index]
@@ -166,7 +166,7 @@ def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> 
 
 
 def _verify(out: dict[str, Any], requests: Sequence[OracleRequest]) -> None:
-    """Each request has a row of logits for every draft, which verifies it, and one behind them."""
+    """Each request has a row of logits for every draft, which verifies it, and one after them."""
     targets, drafts, bonus, cu_drafts, cu_samples, backups = [], [], [], [], [], []
     row = 0
     for request in requests:
@@ -318,7 +318,7 @@ def oracle_local_requests(
     Returns
     -------
     dict
-        ``query_start_loc``, ``seq_lens``, ``num_computed_tokens``, ``block_table`` (0 behind the
+        ``query_start_loc``, ``seq_lens``, ``num_computed_tokens``, ``block_table`` (0 past the
         blocks that a request owns) and, for each token of the step, ``visible``: the positions that
         it sees.
     """

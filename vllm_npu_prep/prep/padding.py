@@ -5,6 +5,10 @@ Sizes
     above the largest size, or where no graph was captured for such a step (`dispatch`), it is the
     number of scheduled tokens and nothing is padded.
 
+Values
+    Constants stand in the table of arrays (`vllm_npu_prep.prep.arrays`), from which the fused pass
+    writes them; the rest is written by rule.
+
 Token level
     ================  =============================================
     array             value in padding
@@ -20,7 +24,7 @@ Request level, in a full graph
     array                uniform decode batch        any other batch
     ===================  ==========================  ==============================
     padding requests     as many as fill the size    one takes all the rest; it and
-                                                     rows behind it are always there
+                                                     later rows are always there
     query_start_loc      + decode length for each    ends at ``num_input_tokens``
     seq_lens             0                           0
     num_computed_tokens  0                           0
@@ -39,7 +43,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from vllm_npu_prep.prep.kernels import PADDING_ROWS
+from vllm_npu_prep.prep.arrays import PADDING_ROWS
 
 
 class GraphMode(StrEnum):

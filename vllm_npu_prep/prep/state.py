@@ -4,13 +4,12 @@ from enum import IntEnum
 
 import numpy as np
 
-from vllm_npu_prep.prep.kernels import (
-    SOME_BEYOND_DRAFTS,
-    SOME_COMPUTED,
-    SOME_DRAFTS,
-    SOME_PAST_PROMPT,
-    SOME_SEVERAL_TOKENS,
-)
+SOME_COMPUTED = 1
+SOME_DRAFTS = 2
+SOME_NOT_VERIFYING = 4
+SOME_SEVERAL_TOKENS = 8
+SOME_PAST_PROMPT = 16
+"""Batch flags, from which the state follows; `batch_flags` says what they mean."""
 
 
 class AttentionState(IntEnum):
@@ -41,15 +40,15 @@ class AttentionState(IntEnum):
     ChunkedPrefill = 4
 
 
-def batch_facts(
+def batch_flags(
     num_computed_tokens: np.ndarray,  # [num_reqs]
     num_scheduled_tokens: np.ndarray,  # [num_reqs]
     num_draft_tokens: np.ndarray,  # [num_reqs]
     num_prompt_tokens: np.ndarray,  # [num_reqs]
 ) -> int:
-    """Facts of a batch that decide its state, as bits of one number.
+    """Flags of a batch that decide its state, as bits of one number.
 
-    The fused pass collects them on its way (`vllm_npu_prep.prep.kernels.fill_step`).
+    The fused pass collects them on its way (`vllm_npu_prep.prep.fused_pass.fill_step`).
 
     Parameters
     ----------
@@ -64,20 +63,20 @@ def batch_facts(
     some_request = {
         SOME_COMPUTED: num_computed_tokens > 0,
         SOME_DRAFTS: num_draft_tokens > 0,
-        SOME_BEYOND_DRAFTS: num_scheduled_tokens - num_draft_tokens != 1,
+        SOME_NOT_VERIFYING: num_scheduled_tokens - num_draft_tokens != 1,
         SOME_SEVERAL_TOKENS: num_scheduled_tokens != 1,
         SOME_PAST_PROMPT: num_computed_tokens >= num_prompt_tokens,
     }
     return sum(bit for bit, holds in some_request.items() if holds.any())
 
 
-def attention_state(facts: int, chunked_prefill: bool) -> AttentionState:
+def attention_state(flags: int, chunked_prefill: bool) -> AttentionState:
     """Decide the attention state of a step.
 
     Parameters
     ----------
-    facts
-        As `batch_facts` gives them.
+    flags
+        As `batch_flags` gives them.
     chunked_prefill
         Whether the scheduler may split a prompt over several steps.
 
@@ -86,13 +85,13 @@ def attention_state(facts: int, chunked_prefill: bool) -> AttentionState:
     AttentionState
         The first state of the table in `AttentionState` whose condition holds.
     """
-    if not facts & SOME_COMPUTED:
+    if not flags & SOME_COMPUTED:
         return AttentionState.PrefillNoCache
-    if facts & SOME_DRAFTS and not facts & SOME_BEYOND_DRAFTS:
+    if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:
         return AttentionState.SpecDecoding
-    if not facts & SOME_SEVERAL_TOKENS:
+    if not flags & SOME_SEVERAL_TOKENS:
         return AttentionState.DecodeOnly
-    if not chunked_prefill and not facts & SOME_PAST_PROMPT:
+    if not chunked_prefill and not flags & SOME_PAST_PROMPT:
         return AttentionState.PrefillCacheHit
     return AttentionState.ChunkedPrefill
 

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from vllm_npu_prep.emulator.operators import REFERENCES
+from ascend_emulator.operators import REFERENCES
 
 FUNCTIONS = {(reference.name, reference.overload): reference.function for reference in REFERENCES}
 V1 = "npu::npu_fused_infer_attention_score"

@@ -3,6 +3,13 @@
 import pytest
 import torch
 
+from ascend_emulator.operators import (
+    CONSTRAINTS,
+    HOST_ARGUMENTS,
+    KernelRefusalError,
+    check_placement,
+)
+from ascend_emulator.operators.schemas import signature
 from tests.emulator.operators import (
     test_atb_attention,
     test_cache_write,
@@ -11,13 +18,6 @@ from tests.emulator.operators import (
 )
 from tests.emulator.operators.calls import Batch, cache_arguments, call, fused
 from tests.emulator.operators.violations import VIOLATIONS
-from vllm_npu_prep.emulator.operators import (
-    CONSTRAINTS,
-    HOST_ARGUMENTS,
-    KernelRefusalError,
-    check_placement,
-)
-from vllm_npu_prep.emulator.operators.schemas import signature
 
 DEMANDS = [constraint for constraint in CONSTRAINTS if constraint.refused]
 READINGS = [constraint for constraint in CONSTRAINTS if not constraint.refused]

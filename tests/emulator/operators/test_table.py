@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from ascend_emulator.operators import CONSTRAINTS, REFERENCES, install
+from ascend_emulator.operators.document import render
+from ascend_emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
 from tests.emulator.operators.calls import (
     FUNCTIONS,
     MIXED,
@@ -23,9 +26,7 @@ from tests.emulator.operators.calls import (
     scatter_arguments,
     splitfuse_arguments,
 )
-from vllm_npu_prep.emulator.operators import CONSTRAINTS, REFERENCES, install
-from vllm_npu_prep.emulator.operators.document import render
-from vllm_npu_prep.emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
+from tests.helpers.emulator import import_path
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "changing" / "operators.md"
 KEYS = [(reference.name, reference.overload) for reference in REFERENCES]
@@ -144,7 +145,7 @@ def test_refusals_pass_the_dispatcher(dispatched):
 
 
 def test_the_document_is_up_to_date():
-    command = "python -m vllm_npu_prep.emulator.operators.document docs/changing/operators.md"
+    command = "python -m ascend_emulator.operators.document docs/changing/operators.md"
     assert DOCUMENT.read_text() == render(), f"run {command}"
 
 
@@ -157,8 +158,8 @@ def test_records_are_complete():
 
 def test_importing_the_references_needs_neither_torch_npu_nor_vllm():
     code = (
-        "import sys, vllm_npu_prep.emulator.operators as o;"
+        "import sys, ascend_emulator.operators as o;"
         "sys.exit(bool({'torch_npu', 'vllm'} & set(sys.modules)))"
     )
-    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "", "PYTHONPATH": import_path()}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

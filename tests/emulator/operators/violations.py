@@ -6,6 +6,7 @@ several arguments or both versions are concerned, there is one for each.
 
 import torch
 
+from ascend_emulator.operators import check_placement
 from tests.emulator.operators.calls import (
     V1,
     cache_arguments,
@@ -18,7 +19,6 @@ from tests.emulator.operators.calls import (
     strided,
 )
 from tests.emulator.operators.fused_violations import FUSED_VIOLATIONS
-from vllm_npu_prep.emulator.operators import check_placement
 
 FUSED, CACHE, ATB = "fused attention", "cache write", "atb attention"
 NORMS, SWIGLU, ROTARY, PLACEMENT = "norms", "npu_swiglu", "npu_rotary_mul", "placement"

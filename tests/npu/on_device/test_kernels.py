@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ascend_emulator
 from tests.helpers.kernels import (
     Drafts,
     expanded_inputs,
@@ -10,7 +11,6 @@ from tests.helpers.kernels import (
     padded_inputs,
     padded_next_tokens,
 )
-from vllm_npu_prep import emulator
 from vllm_npu_prep.ops import register_overrides
 
 register_overrides("replace")
@@ -41,7 +41,7 @@ def test_a_kernel_writes_what_it_does_on_the_cpu_and_reads_nothing_back(name, se
         launch = make(each)
         moved = launch.to("npu")
         torch.npu.synchronize()
-        with emulator.count() as counts:
+        with ascend_emulator.count() as counts:
             moved.launch()
         for written, values in launch.run().items():
             assert torch.equal(moved.arguments[written].cpu(), values), written

@@ -4,12 +4,12 @@ from dataclasses import asdict
 
 import pytest
 
+import ascend_emulator
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_verified, on_prepared
-from vllm_npu_prep import emulator
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def test_a_step_copies_once_and_reads_back_no_more_than_it_must(
         execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
         def counted_execute_model(*args):
-            whole.append(asdict(emulator.counters()))
+            whole.append(asdict(ascend_emulator.counters()))
             return execute_model(*args)
 
         def counted_sample_tokens(*args):
             result, before = sample_tokens(*args), whole[-1]
-            after = asdict(emulator.counters())
+            after = asdict(ascend_emulator.counters())
             whole[-1] = {name: after[name] - count for name, count in before.items()}
             return result
 

@@ -90,7 +90,7 @@ def _visible_devices(host: Host, num_nodes: int) -> Finding:
 
 
 def _compiled_code(host: Host) -> Finding:
-    """Where numba keeps `vllm_npu_prep.prep.kernels`, which take seconds to compile."""
+    """Where numba keeps the compiled code of `vllm_npu_prep.prep`, which takes seconds to make."""
     chosen = host.environment.get(CACHE)
     folder = host.path(chosen) if chosen else Path(__file__).parents[2] / "prep"
     while not folder.exists() and folder != folder.parent:

@@ -1,0 +1,313 @@
+"""What Python code inside an emulated command may ask the emulator for."""
+
+import ctypes
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ascend_emulator.build import LAUNCHER_LIBRARY, RUNTIME_LIBRARY
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.options import LIBRARIES, REFERENCES
+
+OWN_REFERENCES = "ascend_emulator.operators"
+PlacementCheck = Callable[[str, Mapping[str, bool], str], None]
+
+
+@dataclass
+class Counts:
+    """What the device was asked to do; fields in the order of native/runtime/report.h."""
+
+    h2d_copies: int = 0
+    h2d_bytes: int = 0
+    d2h_copies: int = 0
+    d2h_bytes: int = 0
+    d2d_copies: int = 0
+    d2d_bytes: int = 0
+    staged_copies: int = 0
+    """Asynchronous host-to-device copies from pageable memory, also part of ``h2d_copies``."""
+    staged_bytes: int = 0
+    launches: int = 0
+    """Kernels launched or captured; a graph's kernels don't count again when it is replayed."""
+    graph_launches: int = 0
+    syncs: int = 0
+    """Waits of the host for a stream, an event or the device."""
+    event_waits: int = 0
+    hazards: int = 0
+    errors: int = 0
+    """Calls refused as misuse."""
+    peak_memory_bytes: int = 0
+    """Highest memory in use so far, not per region."""
+
+    def nonzero(self) -> dict[str, int]:
+        """Return the fields that aren't 0, for messages."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+class count:  # noqa: N801 - used as a statement: with count() as c
+    """Count what happens in a region; the fields of `Counts` are set when the region ends.
+
+    Examples
+    --------
+    >>> with ascend_emulator.count() as c:
+    ...     runner.execute_model(step)
+    >>> c.h2d_copies, c.syncs
+    """
+
+    def __enter__(self) -> Counts:
+        self._counts = Counts()
+        self._start = counters()
+        return self._counts
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        end = counters()
+        for field in fields(Counts):
+            difference = getattr(end, field.name) - getattr(self._start, field.name)
+            setattr(self._counts, field.name, difference)
+        self._counts.peak_memory_bytes = end.peak_memory_bytes
+
+
+def counters() -> Counts:
+    """Counters of this process since it started."""
+    runtime = _runtime()
+    _drain_task_queue()
+    values = (ctypes.c_uint64 * len(fields(Counts)))()
+    runtime.emulator_counters(values)
+    return Counts(*values)
+
+
+def is_active() -> bool:
+    """Whether this process runs under `ascend-emulator`."""
+    return LIBRARIES in os.environ
+
+
+def is_on_device(tensor: Any) -> bool:
+    """Whether a tensor that a reference was given is device memory, rather than a host argument."""
+    return bool(_runtime().emulator_is_alias(ctypes.c_void_p(tensor.data_ptr())))
+
+
+def register_reference(
+    name: str,
+    function: Callable[..., Any],
+    overload: str = "",
+    written: Sequence[str] = (),
+    check_placement: PlacementCheck | None = None,
+    on_host: Callable[..., Any] | None = None,
+) -> None:
+    """Run a Python function wherever torch_npu would run a device kernel.
+
+    The function gets CPU tensors: views of device memory for device tensors, copies made at the
+    call for host tensors (`is_on_device` tells them apart). It runs in stream order on the stream's
+    worker, and again at each replay of a graph that captured it. It is called with every argument
+    of the operator's schema by name, as far as its signature takes them; an argument that it
+    doesn't take must have its default value. A positional parameter whose name isn't in the schema
+    stands for the argument at its position.
+
+    Results are returned: their shapes and dtypes must be those of torch_npu's Meta function, `None`
+    leaves one unwritten, and an operator without Meta function makes the caller wait for them.
+    Arguments that the schema marks as written, and `out`, are written in place. An exception
+    surfaces at the next sync.
+
+    Parameters
+    ----------
+    name
+        Operator with its namespace, ``npu::npu_rms_norm`` say.
+    function
+        The reference.
+    overload
+        ``out`` for the variant ``.out``.
+    written
+        Arguments that the operator writes although its schema doesn't say so.
+    check_placement
+        Called before the function with the operator's name, whether each tensor is on the host (by
+        argument name), and the overload; raises when one is on the wrong side.
+    on_host
+        For an operator that launches nothing, one that sizes a workspace say: gets the device's
+        tensors, whose values it can't see, and returns device tensors. The reference then serves
+        calls with tensors of the CPU only.
+
+    Raises
+    ------
+    EmulatorError
+        When torch_npu has no such operator.
+    """
+    import torch
+
+    launcher = _launcher()
+    error = launcher.emulator_install_reference(
+        name.encode(), overload.encode(), ",".join(written).encode()
+    )
+    if error:
+        raise EmulatorError(f"torch_npu has no operator {name}{overload and '.' + overload}")
+    namespace, operator = name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), operator)
+    schema = getattr(packet, overload or "default")._schema
+    kernel = _cpu_kernel(schema, function, check_placement, launcher)
+    full_name = f"{operator}.{overload}" if overload else operator
+    _library(namespace).impl(full_name, kernel, "CPU", allow_override=True)
+    if on_host is not None:
+        _library(namespace).impl(full_name, on_host, "PrivateUse1", allow_override=True)
+
+
+def install() -> None:
+    """Replace the npu kernels in this process; the import hook calls it after torch_npu."""
+    if not is_active():
+        return
+    replaced = _launcher().emulator_install()
+    if replaced == 0:
+        raise EmulatorError("torch_npu registered no kernels that the emulator could replace")
+    _load_atb()
+    _flush_at_hard_exit()
+    for module in filter(None, (OWN_REFERENCES, *os.environ.get(REFERENCES, "").split(","))):
+        _install_references(importlib.import_module(module))
+
+
+def _install_references(module: Any) -> None:
+    """Let a module register its references, which it may also have done when it was imported."""
+    if hasattr(module, "install"):
+        check = getattr(module, "check_placement", None)
+        module.install(functools.partial(register_reference, check_placement=check))
+
+
+def _cpu_kernel(
+    schema: Any,
+    function: Callable[..., Any],
+    check_placement: PlacementCheck | None,
+    launcher: Any,
+) -> Callable[..., Any]:
+    """Make a CPU kernel of a reference: binds its arguments, refuses calls by hand."""
+    bind = _binder(schema, inspect.signature(function))
+    # Not every operator that takes `out` returns it: one sizes a workspace for another.
+    is_out = schema.overload_name == "out" or any(r.alias_info is not None for r in schema.returns)
+
+    @functools.wraps(function)
+    def kernel(*given: Any, **keywords: Any) -> Any:
+        if not launcher.emulator_in_launch():
+            raise NotImplementedError(f"{schema.name} was called with tensors of the CPU only")
+        arguments = {a.name: a.default_value for a in schema.arguments}
+        arguments.update(zip((a.name for a in schema.arguments), given))
+        arguments.update(keywords)
+        if check_placement is not None:
+            check_placement(schema.name, _on_host(arguments), schema.overload_name)
+        result = function(**bind(arguments))
+        if is_out and schema.returns:
+            return tuple(arguments["out"]) if len(schema.returns) > 1 else arguments["out"]
+        return _without_none(result, len(schema.returns))
+
+    return kernel
+
+
+def _binder(
+    schema: Any, signature: inspect.Signature
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """How a schema's arguments are passed: by their names, as far as they are taken at all."""
+    parameters = list(signature.parameters.values())
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {argument.name for argument in schema.arguments}
+    passed_as = {}
+    for argument, parameter in zip(schema.arguments, parameters):
+        by_position = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if by_position and not argument.kwarg_only and parameter.name not in names:
+            passed_as[argument.name] = parameter.name  # the reference names it differently
+    for name in names:
+        if name in signature.parameters or (takes_all and name not in passed_as):
+            passed_as[name] = name
+
+    def bind(arguments: dict[str, Any]) -> dict[str, Any]:
+        bound = {}
+        for argument in schema.arguments:
+            value = arguments[argument.name]
+            if argument.name in passed_as:
+                bound[passed_as[argument.name]] = value
+            elif not _is_default(value, argument):
+                raise NotImplementedError(f"the reference of {schema.name} has no {argument.name}")
+        return bound
+
+    return bind
+
+
+def _on_host(arguments: dict[str, Any]) -> dict[str, bool]:
+    import torch
+
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    # An empty tensor has no address to tell by.
+    return {name: not is_on_device(value) for name, value in tensors.items() if value.numel()}
+
+
+def _is_default(value: Any, argument: Any) -> bool:
+    if value is None or argument.default_value is None:
+        return value is None
+    return bool(value == argument.default_value)
+
+
+def _without_none(result: Any, count_of_results: int) -> Any:
+    import torch
+
+    if count_of_results == 0:
+        return None
+    if count_of_results == 1:
+        return torch.empty(0) if result is None else result
+    return tuple(torch.empty(0) if item is None else item for item in result)
+
+
+def _load_atb() -> None:
+    """Load the atb operators now, rather than at their first use: references need their schemas."""
+    try:
+        from torch_npu.op_plugin.atb import _atb_ops
+    except ImportError:
+        return
+    load = getattr(_atb_ops, "_register_atb_extensions", None)
+    if load is not None:
+        load()
+
+
+def _flush_at_hard_exit() -> None:
+    """Write the report before os._exit, too, with which vLLM's processes tend to end."""
+    hard_exit = os._exit
+
+    def flush_and_exit(status: int) -> None:
+        _runtime().emulator_write_report()
+        hard_exit(status)
+
+    os._exit = flush_and_exit  # type: ignore[assignment]
+
+
+def _drain_task_queue() -> None:
+    """Let torch_npu issue what it has queued: asking for the raw stream waits for that."""
+    torch = sys.modules.get("torch")
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_initialized():
+        _ = npu.current_stream().npu_stream
+
+
+@functools.cache
+def _library(namespace: str) -> Any:
+    import torch
+
+    return torch.library.Library(namespace, "IMPL")
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    if not is_active():
+        raise EmulatorError("no emulated NPU here: run the command under ascend-emulator --")
+    runtime = ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / RUNTIME_LIBRARY))
+    runtime.emulator_is_alias.argtypes = [ctypes.c_void_p]
+    return runtime
+
+
+@functools.cache
+def _launcher() -> ctypes.CDLL:
+    _runtime()
+    return ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / LAUNCHER_LIBRARY))

@@ -1,0 +1,266 @@
+"""Build the emulated runtime and its launcher, once per version of what they depend on."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascend_emulator.errors import EmulatorError
+
+NATIVE = Path(__file__).parent / "native"
+SITE = Path(sys.prefix) / "npu-emulator"
+"""Where torch_npu is looked for, besides the import path."""
+SUPPORTED_TORCH_NPU = ("2.13.0",)
+SUPPORTED_MACHINES = ("x86_64", "aarch64")
+RUNTIME_LIBRARY = "libascendcl.so"
+LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
+# torch_npu is linked against these, too; one library serves for all.
+OTHER_NAMES = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+LARGEST_PAUSE = 30.0
+"""Seconds between two lines about a build; before, each comes after twice the time of the last."""
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
+# Symbols of CANN's libraries, as opposed to those of torch, Python and the system.
+CANN_SYMBOL = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|ge|GE|aclnn|_ZNK?3atb|_ZNK?2ge)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is built against, and with what."""
+
+    compiler: str
+    torch: Path
+    torch_npu: Path
+    versions: tuple[str, str]
+
+
+def ensure_built() -> Path:
+    """Folder with the libraries, built now if they aren't there.
+
+    Raises
+    ------
+    EmulatorError
+        When something is missing or doesn't fit: compiler, torch_npu, version, architecture.
+    """
+    target = _find_target()
+    folder = _cache_folder() / _key(target)
+    if (folder / LAUNCHER_LIBRARY).exists():
+        return folder
+    _say(f"building into {folder} (once) ...")
+    start = time.monotonic()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch_folder = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise EmulatorError(
+            f"the libraries of the NPU emulator can't be built into {folder.parent}: "
+            f"{error.strerror}; XDG_CACHE_HOME names another place"
+        ) from None
+    # Built aside and renamed: a second process that builds at the same time does no harm.
+    with scratch_folder as scratch:
+        _build(target, Path(scratch))
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            if not (folder / LAUNCHER_LIBRARY).exists():
+                raise
+        else:
+            Path(scratch).mkdir()  # for the context manager to remove
+    _say(f"built in {time.monotonic() - start:.0f} s")
+    return folder
+
+
+def _say(line: str) -> None:
+    print(f"npu-emulator: {line}", file=sys.stderr, flush=True)
+
+
+def _find_target() -> Target:
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in SUPPORTED_MACHINES:
+        raise EmulatorError(
+            f"the NPU emulator runs on Linux on {' or '.join(SUPPORTED_MACHINES)}, "
+            f"this is {sys.platform} on {machine}"
+        )
+    versions = _version("torch"), _version("torch_npu")
+    if versions[1] not in SUPPORTED_TORCH_NPU:
+        raise EmulatorError(
+            f"the NPU emulator is made for torch_npu {' or '.join(SUPPORTED_TORCH_NPU)}, "
+            f"{versions[1]} is installed"
+        )
+    if versions[0].split("+")[0] != versions[1]:
+        raise EmulatorError(
+            f"torch_npu {versions[1]} needs torch {versions[1]}, {versions[0]} is installed"
+        )
+    torch = _package_folder("torch")
+    if is_cuda_build(torch):
+        raise EmulatorError(
+            f"torch in {torch} is a CUDA build, beside which torch_npu does not load: install the "
+            f"CPU build of torch {versions[1]} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
+            "where it is)"
+        )
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler or not shutil.which(compiler) or not shutil.which("nm"):
+        raise EmulatorError(
+            "no C++ compiler found to build the NPU emulator: install g++ and binutils, or set CXX"
+        )
+    return Target(compiler, torch, _package_folder("torch_npu"), versions)
+
+
+def is_cuda_build(torch: Path) -> bool:
+    """Whether torch in this folder is built for CUDA: both it and torch_npu set up allocators."""
+    return (torch / "lib" / "libtorch_cuda.so").exists()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # Beside torch, torch_npu would keep every other program from importing torch.
+        where = f"--no-deps --target {SITE} " if package == "torch_npu" else ""
+        raise EmulatorError(
+            f"the NPU emulator runs the real torch_npu, and {package} is not installed: "
+            f"pip install {where}{package}=={SUPPORTED_TORCH_NPU[-1]}"
+        ) from None
+
+
+def _package_folder(package: str) -> Path:
+    # Not importlib: torch_npu can't be imported before its libraries exist.
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise EmulatorError(f"{package} is installed but can't be found on the import path")
+    return Path(spec.origin).parent
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "ascend_emulator"
+
+
+def _sources() -> list[Path]:
+    return sorted(path for path in NATIVE.rglob("*") if path.suffix in (".cpp", ".h"))
+
+
+def _key(target: Target) -> str:
+    digest = hashlib.sha256()
+    for part in (*target.versions, target.compiler, platform.machine(), sys.version, *FLAGS):
+        digest.update(f"{part}\n".encode())
+    digest.update(Path(__file__).read_bytes())
+    for path in _sources():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(target: Target, out: Path) -> None:
+    runtime = sorted((NATIVE / "runtime").glob("*.cpp"))
+    launcher = sorted((NATIVE / "launcher").glob("*.cpp"))
+    includes = [
+        f"-I{target.torch / 'include'}",
+        f"-I{target.torch / 'include/torch/csrc/api/include'}",
+        f"-I{sysconfig.get_paths()['include']}",
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        launcher_jobs = [pool.submit(_compile, target, path, out, includes) for path in launcher]
+        runtime_jobs = [pool.submit(_compile, target, path, out, []) for path in runtime]
+        jobs, start = [*launcher_jobs, *runtime_jobs], time.monotonic()
+        runtime_objects = _results(runtime_jobs, jobs, start)
+        runtime_objects.append(_traps(target, runtime_objects, out))
+        _link(target, out / RUNTIME_LIBRARY, runtime_objects, ["-lpthread"])
+        for name in OTHER_NAMES:
+            (out / f"lib{name}.so").symlink_to(RUNTIME_LIBRARY)
+        launcher_objects = _results(launcher_jobs, jobs, start)
+    libraries = [f"-L{target.torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-L{out}", "-lascendcl"]
+    # torch_npu is in the process before the launcher is loaded, and so is Python.
+    libraries += [f"-L{target.torch_npu / 'lib'}", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
+    _link(target, out / LAUNCHER_LIBRARY, launcher_objects, libraries)
+    for path in (*runtime_objects, *launcher_objects):
+        path.unlink()
+
+
+def _results(
+    jobs: Sequence[Future[Path]], all_jobs: Sequence[Future[Path]], start: float
+) -> list[Path]:
+    """Wait for `jobs`; after 2, 4, 8, ... seconds a line says how far all of them are.
+
+    Parameters
+    ----------
+    jobs
+        Compilations whose objects are wanted now.
+    all_jobs
+        What the lines count.
+    start
+        When these began, by the monotonic clock.
+
+    Raises
+    ------
+    EmulatorError
+        With the compiler's words for the first that failed.
+    """
+    pause = 2.0
+    while True:
+        done, running = wait(jobs, timeout=pause, return_when=FIRST_EXCEPTION)
+        if failed := [job for job in done if job.exception()]:
+            for job in all_jobs:
+                job.cancel()  # what has not begun need not be waited for
+            failed[0].result()
+        if not running:
+            return [job.result() for job in jobs]
+        seconds = time.monotonic() - start
+        num_done = sum(job.done() for job in all_jobs)
+        _say(f"compiling: {seconds:.0f} s, {num_done} of {len(all_jobs)} files ...")
+        pause = min(seconds, LARGEST_PAUSE)
+
+
+def _compile(target: Target, source: Path, out: Path, includes: list[str]) -> Path:
+    compiled = out / f"{source.parent.name}-{source.stem}.o"
+    _run([target.compiler, *FLAGS, *includes, "-c", str(source), "-o", str(compiled)])
+    return compiled
+
+
+def _link(target: Target, library: Path, objects: list[Path], libraries: list[str]) -> None:
+    soname = f"-Wl,-soname,{library.name}"
+    _run([target.compiler, "-shared", soname, "-o", str(library), *map(str, objects), *libraries])
+
+
+def _traps(target: Target, objects: list[Path], out: Path) -> Path:
+    """Compile a function per CANN symbol that nothing implements: it ends the process by name."""
+    npu_objects = [*target.torch_npu.glob("lib/*.so"), *target.torch_npu.glob("_C*.so")]
+    needed = {name for name in _symbols("--undefined-only", npu_objects) if CANN_SYMBOL.match(name)}
+    missing = sorted(
+        needed - _symbols("--defined-only", npu_objects) - _symbols("--defined-only", objects, [])
+    )
+    lines = ['extern "C" long emulator_unimplemented(const char* name);']
+    for index, name in enumerate(missing):
+        visible = '__attribute__((visibility("default")))'
+        lines.append(f'extern "C" {visible} long trap_{index}() __asm__("{name}");')
+        lines.append(f'long trap_{index}() {{ return emulator_unimplemented("{name}"); }}')
+    source = out / "traps.cpp"
+    source.write_text("\n".join(lines) + "\n")
+    (out / "trapped.txt").write_text("\n".join(missing) + "\n")
+    return _compile(target, source, out, [])
+
+
+def _symbols(which: str, objects: list[Path], table: list[str] | None = None) -> set[str]:
+    table = ["-D"] if table is None else table
+    text = _run(["nm", *table, which, "--format=posix", *map(str, objects)])
+    names = (line.split()[0].split("@")[0] for line in text.splitlines() if " " in line)
+    return set(names)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        reason = lines[0] if lines else (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise EmulatorError(f"building the NPU emulator failed at {command[-1]}: {reason}")
+    return done.stdout

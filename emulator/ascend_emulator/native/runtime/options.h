@@ -1,0 +1,25 @@
+// What `ascend-emulator` set for this process; the names are listed in ascend_emulator/options.py.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace emulator {
+
+enum class Delay { kNone, kEqual, kSkewed };
+
+struct Options {
+  std::string soc = "Ascend910B1";
+  std::string cann = "9.1.0";
+  int devices = 1;
+  size_t memory_bytes = size_t{8} << 30;  // per device
+  Delay delay = Delay::kNone;
+  bool hazards_are_errors = true;
+  bool trace = false;
+  std::string report_folder;  // empty: no report
+  int hang_seconds = 30;      // how long a stream may wait for a value before it counts as hung
+};
+
+const Options& options();
+
+}  // namespace emulator

@@ -1,0 +1,114 @@
+"""CPU references of torch_npu operators.
+
+Plain functions on CPU tensors, one file for each family. Each refuses what the kernel would refuse,
+as far as its documentation and its users tell; ``docs/changing/operators.md`` lists what is
+demanded and on whose word. Nothing here was run on an NPU.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from ascend_emulator.operators import (
+    atb_attention,
+    cache_write,
+    elementwise,
+    fused_attention,
+)
+from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
+from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
+from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
+from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
+
+__all__ = [
+    "CONSTRAINTS",
+    "HOST_ARGUMENTS",
+    "REFERENCES",
+    "KernelRefusalError",
+    "Reference",
+    "check_placement",
+    "install",
+]
+
+
+class Reference(NamedTuple):
+    """One operator and the function that computes it on the CPU."""
+
+    name: str
+    overload: str
+    function: Callable[..., Any]
+    on_host: Callable[..., Any] | None = None  # what it does where it launches nothing
+
+
+REFERENCES = (
+    Reference(fused_attention.V1, "", fused_attention.functional(fused_attention.V1)),
+    Reference(fused_attention.V1, "out", fused_attention.out_variant(fused_attention.V1)),
+    Reference(
+        fused_attention.V1_WORKSPACE,
+        "",
+        fused_attention.max_workspace(fused_attention.V1_WORKSPACE),
+        fused_attention.workspace,
+    ),
+    Reference(fused_attention.V2, "", fused_attention.functional(fused_attention.V2)),
+    Reference(fused_attention.V2, "out", fused_attention.out_variant(fused_attention.V2)),
+    Reference(
+        fused_attention.V2_WORKSPACE,
+        "",
+        fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
+        fused_attention.workspace,
+    ),
+    Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
+    Reference(cache_write.SCATTER_PA_KV_CACHE, "", cache_write.scatter_pa_kv_cache),
+    Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
+    Reference(atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention),
+    Reference(
+        atb_attention.PAGED_ATTENTION_WORKSPACE,
+        "",
+        atb_attention.paged_attention_get_workspace,
+        atb_attention.paged_attention_workspace,
+    ),
+    Reference(atb_attention.SPLITFUSE, "", atb_attention.paged_attention_splitfuse),
+    Reference(elementwise.RMS_NORM, "", elementwise.rms_norm),
+    Reference(elementwise.ADD_RMS_NORM, "", elementwise.add_rms_norm),
+    Reference(elementwise.SWIGLU, "", elementwise.swiglu),
+    Reference(elementwise.ROTARY_MUL, "", elementwise.rotary_mul),
+)
+"""Every reference; an operator that is not here has none."""
+
+FAMILIES = (
+    FUSED_ATTENTION,
+    cache_write.CACHE_WRITE,
+    ATB_ATTENTION,
+    elementwise.NORMS,
+    elementwise.SWIGLU_RULES,
+    elementwise.ROTARY,
+    PLACEMENT,
+)
+
+CONSTRAINTS: tuple[Constraint, ...] = tuple(
+    constraint for family in FAMILIES for constraint in family.constraints.values()
+)
+"""What is demanded, by family."""
+
+
+class RegisterReference(Protocol):
+    """How the runtime takes a reference."""
+
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        overload: str = "",
+        on_host: Callable[..., Any] | None = None,
+    ) -> object:
+        """Register `function` for ``name`` and `overload`."""
+
+
+def install(register_reference: RegisterReference) -> None:
+    """Register every reference with a runtime."""
+    for reference in REFERENCES:
+        register_reference(
+            reference.name,
+            reference.function,
+            overload=reference.overload,
+            on_host=reference.on_host,
+        )

@@ -1,0 +1,345 @@
+"""References of the normalisation, activation and rotary operators."""
+
+from functools import partial
+
+import torch
+
+from ascend_emulator.operators.constraint import (
+    Call,
+    Constraint,
+    Enforced,
+    Family,
+    shape_of,
+)
+
+RMS_NORM = "npu::npu_rms_norm"
+ADD_RMS_NORM = "npu::npu_add_rms_norm"
+SWIGLU = "npu::npu_swiglu"
+ROTARY_MUL = "npu::npu_rotary_mul"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+NORM_NAME, SWIGLU_NAME, ROTARY_NAME = "norms", "npu_swiglu", "npu_rotary_mul"
+norm = partial(Constraint, NORM_NAME)
+swiglu_record = partial(Constraint, SWIGLU_NAME)
+rotary = partial(Constraint, ROTARY_NAME)
+AGREED, DOCSTRING, READING = Enforced.AGREED, Enforced.DOCSTRING, Enforced.READING
+UNKNOWN, NO_SOURCE = "not known", "none found"
+ADD = "; no docstring for npu_add_rms_norm"
+
+# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
+NORMS = Family(
+    NORM_NAME,
+    [
+        norm(
+            "input",
+            "dtype",
+            "float16, bfloat16 or float32",
+            "these three" + ADD,
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+        norm(
+            "gamma",
+            "same dtype",
+            "the dtype of the input",
+            "the dtype of self" + ADD,
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+        ),
+        norm(
+            "input",
+            "rank",
+            "rank 2 to 8",
+            "2 to 8 dimensions" + ADD,
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+        ),
+        norm(
+            "gamma",
+            "gamma shape",
+            "the last dimensions of the input",
+            "2 to 8 dimensions, usually the last of self: its example has one" + ADD,
+            "the last dimensions, also one",
+            "torch_npu's Meta function: rstd covers the rest",
+            Enforced.PRACTICE,
+        ),
+        norm(
+            "x2",
+            "equal shapes",
+            "the shape and dtype of x1",
+            "no docstring",
+            "x = x1 + x2 without broadcasting",
+            "torch_npu's Meta function returns the shape of x1",
+            READING,
+        ),
+        norm(
+            "input",
+            "rounding of the sum",
+            "the sum rounded to its dtype before the norm",
+            "no docstring",
+            UNKNOWN,
+            NO_SOURCE,
+            READING,
+            "the returned x is what the norm saw",
+            refused=False,
+        ),
+    ],
+)
+SWIGLU_RULES = Family(
+    SWIGLU_NAME,
+    [
+        swiglu_record(
+            "input",
+            "dtype",
+            "float16, bfloat16 or float32",
+            "these three",
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+        swiglu_record(
+            "input",
+            "rank",
+            "rank 1 to 8",
+            "1 to 8 dimensions",
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+        ),
+        swiglu_record(
+            "dim",
+            "dim",
+            "an existing dimension",
+            "the dimension to split",
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+        swiglu_record(
+            "input",
+            "even",
+            "an even size along dim",
+            "two halves along dim",
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+    ],
+)
+ROTARY = Family(
+    ROTARY_NAME,
+    [
+        rotary(
+            "input",
+            "dtype",
+            "float16, bfloat16 or float32",
+            "these three",
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+        rotary(
+            "r1, r2, rotate",
+            "same dtype",
+            "the dtype of input",
+            "each of the three dtypes",
+            UNKNOWN,
+            NO_SOURCE,
+            READING,
+            "stricter than the docstring, which does not say that they may differ",
+        ),
+        rotary(
+            "input, r1, r2",
+            "rank",
+            "rank 4",
+            "4 dimensions",
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+        rotary(
+            "input",
+            "head size",
+            "an even D below 896",
+            "D < 896, a multiple of 2",
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+        ),
+        rotary(
+            "input",
+            "batch and heads",
+            "B and N below 1000; with 'interleave' B * N below 1000",
+            "B, N < 1000; B * N < 1000 (interleave)",
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+            "S is the one dimension that r1 follows: tokens belong there",
+        ),
+        rotary(
+            "rotary_mode",
+            "rotary_mode",
+            "'half' or 'interleave'",
+            "these two",
+            "the same",
+            "none needed",
+            AGREED,
+        ),
+        rotary(
+            "r1, r2",
+            "r1 layout",
+            "11SD, B1SD or BNSD in the layout of input; with 'interleave' 11SD alone",
+            "11SD, B1SD, BNSD for BNSD and the same for BSND, SBND; 11SD alone (interleave)",
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+        ),
+        rotary(
+            "r2",
+            "equal shapes",
+            "the shape of r1",
+            "like r1",
+            UNKNOWN,
+            NO_SOURCE,
+            AGREED,
+        ),
+        rotary(
+            "rotate",
+            "rotate",
+            "a [D, D] matrix",
+            "2 dimensions, x_new = input @ rotate",
+            UNKNOWN,
+            NO_SOURCE,
+            DOCSTRING,
+        ),
+        rotary(
+            "r1, r2",
+            "range of r1 and r2",
+            "any values",
+            "values in [-1, 1]",
+            "YaRN scales cosines and sines above 1",
+            "vLLM's rotary embeddings",
+            Enforced.PRACTICE,
+            refused=False,
+        ),
+    ],
+)
+
+
+def rms_norm(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Root mean square norm over the dimensions of gamma; also the reciprocal, float32."""
+    _check_norm(NORMS.call(RMS_NORM), input, gamma)
+    return _normalise(input, gamma, epsilon)
+
+
+def add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm of ``x1 + x2``, its reciprocal, and the sum."""
+    call = NORMS.call(ADD_RMS_NORM, {"input": "x1"})
+    _check_norm(call, x1, gamma)
+    ok = x1.shape == x2.shape and x1.dtype == x2.dtype
+    call.demand("equal shapes", ok, f"{shape_of(x2)} {x2.dtype} for {shape_of(x1)} {x1.dtype}")
+    total = (x1.float() + x2.float()).to(x1.dtype)
+    normed, reciprocal = _normalise(total, gamma, epsilon)
+    return normed, reciprocal, total
+
+
+def _check_norm(call: Call, x: torch.Tensor, gamma: torch.Tensor) -> None:
+    call.demand("dtype", x.dtype in DTYPES, x.dtype)
+    call.demand("rank", 2 <= x.dim() <= 8, shape_of(x))
+    call.demand("same dtype", gamma.dtype == x.dtype, gamma.dtype)
+    ok = 0 < gamma.dim() < x.dim() and x.shape[-gamma.dim() :] == gamma.shape
+    call.demand("gamma shape", ok, f"{shape_of(gamma)} for {shape_of(x)}")
+
+
+def _normalise(
+    x: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_dims = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    mean = x.float().square().mean(normed_dims, keepdim=True)
+    reciprocal = (mean + epsilon).rsqrt()
+    return (x.float() * reciprocal * gamma.float()).to(x.dtype), reciprocal
+
+
+def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """``silu(a) * b`` of the two halves along `dim`."""
+    demand = SWIGLU_RULES.call(SWIGLU).demand
+    demand("dtype", input.dtype in DTYPES, input.dtype)
+    demand("rank", 1 <= input.dim() <= 8, shape_of(input))
+    demand("dim", -input.dim() <= dim < input.dim(), f"{dim} for rank {input.dim()}")
+    demand("even", input.shape[dim] % 2 == 0, f"{shape_of(input)} along {dim}")
+    gate, up = input.float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+def rotary_mul(
+    input: torch.Tensor,
+    r1: torch.Tensor,
+    r2: torch.Tensor,
+    rotary_mode: str = "half",
+    rotate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``r1 * input + r2 * rotated``, where `rotary_mode` or the matrix `rotate` rotates."""
+    _check_rotary(ROTARY.call(ROTARY_MUL), input, r1, r2, rotary_mode, rotate)
+    x = input.float()
+    if rotate is not None:
+        rotated = x @ rotate.float()
+    elif rotary_mode == "half":
+        first, second = x.chunk(2, -1)
+        rotated = torch.cat((-second, first), -1)
+    else:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return (r1.float() * x + r2.float() * rotated).to(input.dtype)
+
+
+def _check_rotary(
+    call: Call,
+    x: torch.Tensor,
+    r1: torch.Tensor,
+    r2: torch.Tensor,
+    rotary_mode: str,
+    rotate: torch.Tensor | None,
+) -> None:
+    demand = call.demand
+    demand("dtype", x.dtype in DTYPES, x.dtype)
+    for argument, tensor in {"input": x, "r1": r1, "r2": r2}.items():
+        demand("rank", tensor.dim() == 4, shape_of(tensor), argument)
+    for argument, factor in {"r1": r1, "r2": r2, "rotate": rotate}.items():
+        if factor is not None:
+            demand("same dtype", factor.dtype == x.dtype, factor.dtype, argument)
+    demand("rotary_mode", rotary_mode in ("half", "interleave"), repr(rotary_mode))
+    head_size = x.shape[3]
+    demand("head size", head_size % 2 == 0 and head_size < 896, head_size)
+    demand("equal shapes", r1.shape == r2.shape, f"{shape_of(r2)} for r1 {shape_of(r1)}")
+    batch_and_heads = _layouts(x, r1, rotary_mode)
+    demand("r1 layout", batch_and_heads, f"{shape_of(r1)} for input {shape_of(x)}")
+    limit = (
+        (lambda b, n: b * n < 1000)
+        if rotary_mode == "interleave"
+        else (lambda b, n: b < 1000 and n < 1000)
+    )
+    demand("batch and heads", any(limit(b, n) for b, n in batch_and_heads), shape_of(x))
+    if rotate is not None:
+        ok = shape_of(rotate) == (head_size, head_size)
+        demand("rotate", ok, f"{shape_of(rotate)} for D {head_size}")
+
+
+def _layouts(x: torch.Tensor, r1: torch.Tensor, rotary_mode: str) -> list[tuple[int, int]]:
+    """B and N under each layout in which `r1` is one of those that the mode takes."""
+    found = []
+    # Positions of B, N and S in BNSD, BSND and SBND.
+    for batch, heads, sequence in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+        size = {"b": x.shape[batch], "n": x.shape[heads]}
+        given = r1.shape[batch], r1.shape[heads]
+        forms = [(1, 1)]
+        if rotary_mode == "half":
+            forms += [(size["b"], 1), (size["b"], size["n"])]
+        if r1.shape[sequence] == x.shape[sequence] and r1.shape[3] == x.shape[3] and given in forms:
+            found.append((size["b"], size["n"]))
+    return found

@@ -1,0 +1,159 @@
+"""References of ``npu_fused_infer_attention_score``, v1 and v2: functional, ``.out``, workspace."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ascend_emulator.operators import attention
+from ascend_emulator.operators.fused_arguments import FusedAttention, bind
+from ascend_emulator.operators.fused_checks import (
+    check,
+    check_out,
+    workspace_elements,
+)
+
+V1 = "npu::npu_fused_infer_attention_score"
+V2 = "npu::npu_fused_infer_attention_score_v2"
+V1_WORKSPACE = "npu::_npu_fused_infer_attention_score_get_max_workspace"
+V2_WORKSPACE = "npu::_npu_fused_infer_attention_score_v2_get_max_workspace"
+
+
+def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a checked call.
+
+    Returns
+    -------
+    torch.Tensor
+        ``attention_out`` in the query's dtype and the layout's shape; zero where a request has
+        query rows that its length excludes.
+    torch.Tensor
+        ``softmax_lse`` float32, empty unless asked for.
+    """
+    output = torch.zeros(fused.output_shape, dtype=fused.query.dtype)
+    lse = torch.full(fused.lse_shape, float("inf"))
+    # The same rows as the query's, seen by request.
+    output_rows = (
+        output if fused.input_layout == "BNSD_BSND" else fused.by_request(output, fused.num_heads)
+    )
+    lse_rows = lse[..., 0] if fused.is_tnd else lse[..., 0].transpose(1, 2)
+    queries = fused.by_request(fused.query, fused.num_heads)
+    for request, rows, key, value in _requests(fused):
+        query = queries[rows]
+        masked = _mask(fused, request, query.shape[0], key.shape[0])
+        result, result_lse = attention.attend(query, key, value, fused.scale, masked)
+        if fused.inner_precise & 2:
+            # Correction of invalid rows: what sees nothing is zero.
+            result = result.masked_fill(result_lse.isinf().unsqueeze(-1), 0.0)
+        output_rows[rows] = result.to(output.dtype)
+        lse_rows[rows] = result_lse
+    return output, lse if fused.softmax_lse_flag else torch.empty(0)
+
+
+def _requests(
+    fused: FusedAttention,
+) -> Iterator[tuple[int, Any, torch.Tensor, torch.Tensor]]:
+    """Index, rows of the query, keys and values of each request."""
+    kv_lens = fused.actual_seq_lengths_kv
+    if fused.is_paged:
+        assert fused.block_table is not None and kv_lens is not None
+        caches = fused.cache_rows(fused.key), fused.cache_rows(fused.value)
+        lengths = list(kv_lens) if fused.is_tnd else fused.kv_lengths(0)
+        planes = (
+            [attention.gather_blocks(cache, row, length) for cache in caches]
+            for row, length in zip(fused.block_table, lengths)
+        )
+    else:
+        fresh = [fused.by_request(plane, fused.kv_heads) for plane in (fused.key, fused.value)]
+        if fused.is_tnd:
+            ends = [0, *(kv_lens or ())]
+            planes = ([plane[a:b] for plane in fresh] for a, b in pairwise(ends))
+        else:
+            lengths = fused.kv_lengths(fresh[0].shape[1])
+            planes = ([plane[i, :n] for plane in fresh] for i, n in enumerate(lengths))
+    if fused.is_tnd:
+        rows: list[Any] = [slice(a, b) for a, b in pairwise(fused.starts)]
+    else:
+        query_lens = fused.query_lengths()
+        rows = [(request, slice(0, length)) for request, length in enumerate(query_lens)]
+    for request, (keys, values) in enumerate(planes):
+        yield request, rows[request], keys, values
+
+
+def _mask(
+    fused: FusedAttention, request: int, num_rows: int, num_columns: int
+) -> torch.Tensor | None:
+    """``[num_rows, num_columns]`` bool, True where masked; None where nothing is."""
+    if fused.atten_mask is None:
+        return None
+    mask = fused.atten_mask.bool()
+    if fused.sparse_mode == 2:
+        return attention.expand_constant(_square(mask), num_rows, num_columns, 0)
+    if fused.sparse_mode == 3:
+        corner = num_columns - num_rows
+        return attention.expand_constant(_square(mask), num_rows, num_columns, corner)
+    if fused.sparse_mode == 4:
+        band = fused.pre_tokens, fused.next_tokens
+        return attention.expand_band(_square(mask), num_rows, num_columns, *band)
+    if mask.dim() == 2 and fused.query_width == 1:
+        full = mask[request][None]  # (B, KV_S): one row for each request
+    elif mask.dim() == 4:
+        full = mask[min(request, mask.shape[0] - 1), 0]
+    else:
+        full = mask[0] if mask.dim() == 3 else mask
+    full = full[:num_rows, :num_columns]
+    if fused.sparse_mode == 0 and fused.query_width > 1:
+        # Unlike mode 4, the band of mode 0 starts in the upper left corner.
+        ahead = torch.arange(num_columns)[None] - torch.arange(num_rows)[:, None]
+        full = full | (ahead > fused.next_tokens) | (ahead < -fused.pre_tokens)
+    return full
+
+
+def _square(mask: torch.Tensor) -> torch.Tensor:
+    return mask.view(mask.shape[-2:])
+
+
+def functional(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Reference of the functional form."""
+
+    def reference(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        fused, _ = bind(name, "", args, kwargs)
+        check(fused)
+        return compute(fused)
+
+    return reference
+
+
+def out_variant(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Reference of ``.out``, which writes into ``out`` and may be given its workspace."""
+
+    def reference(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        fused, arguments = bind(name, "out", args, kwargs)
+        check(fused)
+        check_out(fused, arguments["workspace"], arguments["out"])
+        output, lse = compute(fused)
+        out = arguments["out"]
+        out[0].copy_(output)
+        if fused.softmax_lse_flag:
+            out[1].copy_(lse)
+        return out[0], out[1]
+
+    return reference
+
+
+def max_workspace(name: str) -> Callable[..., torch.Tensor]:
+    """Reference of the function that sizes a workspace once for all lengths."""
+
+    def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
+        fused, _ = bind(name, "", args, kwargs)
+        check(fused)
+        return workspace(fused.query).zero_()
+
+    return reference
+
+
+def workspace(query: torch.Tensor, *others: Any, **keywords: Any) -> torch.Tensor:
+    """A workspace, which the host sizes and allocates without launching anything."""
+    del others, keywords
+    return query.new_empty(workspace_elements(query))

@@ -1,0 +1,234 @@
+"""The ``ascend-emulator`` command: run a command as on a host with Ascend devices."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ascend_emulator import __version__
+from ascend_emulator.build import SITE, ensure_built
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of, check_soc
+
+HOOK = Path(__file__).parent / "hook"
+HAZARD_EXIT_CODE = 3
+"""When the command itself succeeded, but left a hazard that no sync reported."""
+
+LIMITS = (
+    "numerics, speed, alignment and layout limits of real kernels, HCCL and custom operators "
+    "are not covered; operator references are a reading of the documentation"
+)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command on emulated devices.
+
+    Returns
+    -------
+    int
+        The command's exit code; `HAZARD_EXIT_CODE` if it succeeded all the same; 2 if it could not
+        be started, which gets one line and no traceback.
+    """
+    try:
+        return emulate(parser().parse_args(argv))
+    except EmulatorError as error:
+        print(f"ascend-emulator: error: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    defaults = Options()
+    parser = argparse.ArgumentParser(
+        prog="ascend-emulator",
+        usage="ascend-emulator [options] -- COMMAND ...",
+        description=f"Run a command on emulated Ascend devices. Limits: {LIMITS}.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=__version__, help="print the package's version"
+    )
+    parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
+    parser.add_argument(
+        "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
+    )
+    parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--delay",
+        choices=DELAYS,
+        default=defaults.delay,
+        help="wait before each task of a stream (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hazards",
+        choices=HAZARDS,
+        default=defaults.hazards,
+        help="makes the next sync fail, or is reported only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=int,
+        default=defaults.hang_seconds,
+        help="how long a stream waits for an event before it counts as hung (default: %(default)s)",
+    )
+    parser.add_argument("--trace", action="store_true", help="print every call and launch")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
+    parser.add_argument(
+        "--references",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Python module with operator references of your own; may be repeated",
+    )
+    parser.add_argument(
+        "--site",
+        type=Path,
+        metavar="DIR",
+        help="folder with torch_npu, if it isn't installed beside torch (default: %(default)s)",
+        default=SITE,
+    )
+    parser.add_argument("--quiet", action="store_true", help="no banner and no summary")
+    parser.add_argument(
+        "command_line",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND ...",
+        help="the command and its arguments",
+    )
+    return parser
+
+
+def emulate(args: argparse.Namespace) -> int:
+    """Build if needed, run the command, report; the command's exit code."""
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    if not command:
+        raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
+    if not 1 <= args.devices <= 16:
+        raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
+    options = Options(
+        soc=check_soc(args.soc),
+        cann=args.cann,
+        devices=args.devices,
+        memory_bytes=bytes_of(args.memory),
+        delay=args.delay,
+        hazards=args.hazards,
+        trace=args.trace,
+        report=args.report,
+        hang_seconds=args.hang_seconds,
+        references=tuple(args.references),
+    )
+    site = [args.site.resolve()] if args.site.is_dir() else []
+    sys.path[:0] = map(str, site)
+    # The scripts of this environment come first, as they do once it is activated.
+    scripts = str(Path(sys.executable).parent)
+    path = scripts + os.pathsep + os.environ.get("PATH", os.defpath)
+    program = shutil.which(command[0], path=path)
+    if program is None:
+        raise EmulatorError(f"no such command: {command[0]}")
+    libraries = ensure_built()
+    if not args.quiet:
+        _print_banner(options)
+    with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
+        environment = _environment(options, libraries, Path(folder), site) | {"PATH": path}
+        code = _run([program, *command[1:]], environment)
+        report = merged_report(Path(folder), options)
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=2) + "\n")
+    if not args.quiet:
+        _print_summary(report)
+    if code == 0 and report["unreported_faults"]:
+        for fault in report["unreported_faults"]:
+            _say(f"no sync came after: {fault}")
+        return HAZARD_EXIT_CODE
+    return code
+
+
+def _environment(
+    options: Options, libraries: Path, report_folder: Path, site: list[Path]
+) -> dict[str, str]:
+    environment = os.environ | options.environment(libraries, report_folder)
+    added = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": [HOOK, *site]}
+    for name, entries in added.items():
+        rest = os.environ.get(name)
+        environment[name] = os.pathsep.join([*map(str, entries), *([rest] if rest else [])])
+    # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned
+    # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    return environment
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    process = subprocess.Popen(command, env=environment)
+    forwarded = [*FORWARDED_SIGNALS]
+    if sys.stdin is not None and sys.stdin.isatty():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command, too
+    else:
+        forwarded.append(signal.SIGINT)
+    for number in forwarded:
+        signal.signal(number, lambda received, _frame: process.send_signal(received))
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def merged_report(folder: Path, options: Options) -> dict[str, Any]:
+    """One report of those that the processes of a command left in `folder`."""
+    processes = [
+        json.loads(path.read_text(errors="replace")) for path in sorted(folder.glob("*.json"))
+    ]
+    processes = [part for part in processes if any(part["calls"].values())]
+    report: dict[str, Any] = {
+        "soc": options.soc,
+        "devices": options.devices,
+        "delay": options.delay,
+        "processes": len(processes),
+    }
+    for name in ("counters", "calls", "kernels", "held_at_exit"):
+        report[name] = dict(sum((Counter(part[name]) for part in processes), Counter()))
+    peaks = [part["counters"]["peak_memory_bytes"] for part in processes]
+    report["counters"]["peak_memory_bytes"] = max(peaks, default=0)
+    for name in ("hazards", "errors", "leaks", "unreported_faults"):
+        report[name] = [f"process {p['pid']}: {text}" for p in processes for text in p[name]]
+    return report
+
+
+def _print_banner(options: Options) -> None:
+    _say(
+        f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
+        f"delay {options.delay}, hazards {options.hazards}"
+    )
+    _say(f"limits: {LIMITS}")
+
+
+def _print_summary(report: dict[str, Any]) -> None:
+    if report["processes"] == 0:
+        _say("the command used no device")
+        return
+    counted = Counter(report["counters"])
+    _say(
+        f"{report['processes']} process(es), {counted['launches']} launches, "
+        f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
+        f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
+        f"{counted['errors']} errors, {counted['hazards']} hazards, "
+        f"{len(report['leaks'])} leak{'' if len(report['leaks']) == 1 else 's'}"
+    )
+    if held := report["held_at_exit"]:
+        _say(
+            f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
+            "block(s) for tensors and graphs, which end with their process"
+        )
+    for kind in ("hazards", "leaks"):
+        for text in list(dict.fromkeys(report[kind]))[:10]:
+            _say(f"{kind[:-1]}: {text}")
+
+
+def _say(text: str) -> None:
+    print(f"npu-emulator: {text}", file=sys.stderr, flush=True)

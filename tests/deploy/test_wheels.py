@@ -1,0 +1,60 @@
+"""Two distributions in one repository: what is in the wheel of each, and what is not."""
+
+import shutil
+import subprocess
+import sys
+from email import message_from_bytes
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from ascend_emulator.build import SUPPORTED_TORCH_NPU
+from tests.helpers.deploy import ROOT, files_of
+
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "vllm_npu_prep", "emulator")
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what both are built from: building leaves folders behind."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in FILES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=NOT_COPIED)
+        else:
+            shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("package", "folder", "command"),
+    [
+        ("vllm_npu_prep", ".", "vllm-npu-prep = vllm_npu_prep.cli:main"),
+        ("ascend_emulator", "emulator", "ascend-emulator = ascend_emulator.run:main"),
+    ],
+)
+def test_a_wheel_has_all_of_its_package_and_nothing_of_the_other(
+    package, folder, command, checkout, tmp_path
+):
+    source = checkout / folder
+    subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", BUILD, tmp_path],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        info = {Path(name).name: name for name in archive.namelist() if ".dist-info/" in name}
+        files = {Path(name) for name in archive.namelist()} - set(map(Path, info.values()))
+        commands = archive.read(info["entry_points.txt"]).decode().splitlines()
+        about = message_from_bytes(archive.read(info["METADATA"]))
+    assert files == {Path(package) / file for file in files_of(source / package)}
+    assert command in commands and "LICENSE" in info
+    requirements = about.get_all("Requires-Dist")
+    assert f"torch=={SUPPORTED_TORCH_NPU[-1]}" in requirements
+    assert package == "vllm_npu_prep" or len(requirements) == 1

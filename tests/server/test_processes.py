@@ -1,0 +1,89 @@
+"""A process whose parent is killed ends; one that was started by somebody else is left alone."""
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllm_npu_prep.server.processes import STARTED_BY_VLLM
+
+SCRIPT = """
+import multiprocessing, os, signal, sys, time
+from vllm_npu_prep.server import processes
+
+name, manner, method = sys.argv[1:]
+
+def work():
+    if manner == "stubborn":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    elif manner == "orderly":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("orderly", flush=True)))
+    print(os.getpid(), flush=True)
+    while True:
+        time.sleep(0.1)
+
+processes.END_SECONDS = 1.0
+processes.look_after_processes()
+if __name__ == "__main__":
+    multiprocessing.get_context(method).Process(target=work, name=name).start()
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "manner", "method"),
+    [
+        ("EngineCore", "orderly", "fork"),
+        ("VllmWorker-1", "orderly", "spawn"),
+        ("EngineCore_DP3", "stubborn", "fork"),
+        ("somebody's", "orderly", "fork"),
+    ],
+)
+def test_a_process_of_vllm_s_outlives_its_parent_by_seconds_at_most(tmp_path, name, manner, method):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, str(script), name, manner, method],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            # The signal that asks for records ends neither of them, if they are vLLM's.
+            if name != "somebody's":
+                child.send_signal(signal.SIGUSR1)
+            parent.kill()
+            parent.wait()
+            if name == "somebody's":
+                with pytest.raises(psutil.TimeoutExpired):
+                    child.wait(2)
+                return
+            child.wait(10)
+        finally:
+            if child.is_running():
+                child.kill()
+        said = parent.stdout.read()
+    why = f"The process that started it (pid {parent.pid}) is gone: {name} ends."
+    assert why in said
+    assert ("orderly" in said) == (manner == "orderly")
+    assert (f"{name} did not end within 1 s: it exits now." in said) == (manner == "stubborn")
+
+
+def test_processes_have_the_names_that_vllm_gives_them():
+    """All that it starts for a server, read from its source."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    starts = re.compile(r"\.Process\(\s*target=.*?\bname=(.*?),\n", re.DOTALL)
+    files = ("v1/engine/utils.py", "v1/engine/coordinator.py", "v1/executor/multiproc_executor.py")
+    files += ("v1/utils.py", "entrypoints/launchers/dp_supervisor.py")
+    for file in files:
+        text = (Path(folder) / file).read_text()
+        expressions = starts.findall(text)
+        assert len(expressions) == text.count(".Process(\n") == 1, file
+        for name in re.findall(r'"(.+?)"', expressions[0]):
+            assert STARTED_BY_VLLM.fullmatch(re.sub(r"{.*?}", "1", name)), (file, name)

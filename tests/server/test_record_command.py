@@ -1,0 +1,203 @@
+"""`vllm-npu-prep record` beside servers that answer as an API server does, without an engine."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.server import record_client, record_command, record_server
+from vllm_npu_prep.server.record_client import Address, server_of
+
+WRITTEN = [
+    {"rank": rank, "folder": f"/steps/{rank}", "steps": 64, "answer": f"64 steps are in {rank}"}
+    for rank in range(2)
+]
+NOTHING = [{**rank, "steps": 0, "answer": "no new step to write"} for rank in WRITTEN]
+RECORD = {"npu_prep": {"record": {"dir": "/steps"}}}
+
+
+class Engine:
+    """What the answers need of vLLM's `AsyncLLM`: two engines with a rank each."""
+
+    def __init__(self, ranks: list[dict] | Exception, options: dict = RECORD) -> None:
+        self.engine_core, self.ranks, self.asked = self, ranks, []
+        self.vllm_config = SimpleNamespace(
+            additional_config=options, model_config=SimpleNamespace(model="some/model")
+        )
+
+    async def call_utility_all_async(self, *call) -> list[list[dict]]:
+        self.asked.append(call)
+        if isinstance(self.ranks, Exception):
+            raise self.ranks
+        return [[rank] for rank in self.ranks]
+
+
+def while_serving(engine: Engine, function) -> int:
+    """What a function returns that runs while an engine's server answers."""
+
+    async def serve():
+        async with record_server.answering(engine, 8123):
+            return await asyncio.to_thread(function)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        return asyncio.run(serve())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As if no other server ran on this machine; returns what to find, in place of all."""
+    found = []
+    monkeypatch.setattr(record_command, "addresses", lambda: found)
+    return found
+
+
+def here() -> Address:
+    return Address(os.getpid(), os.getpid())
+
+
+@pytest.mark.parametrize("number", [None, 8123, os.getpid()], ids=["none", "port", "pid"])
+def test_the_records_of_all_ranks_are_written_and_named(alone, capsys, number):
+    alone.append(here())
+    engine = Engine(WRITTEN)
+    words = [] if number is None else [str(number)]
+    assert while_serving(engine, lambda: main(["record", *words])) == 0
+    assert capsys.readouterr().out == "64 steps are in 0\n64 steps are in 1\n"
+    assert engine.asked == [
+        ("collective_rpc", "record_steps", None, ("vllm-npu-prep record",), None)
+    ]
+
+
+def test_json_has_the_folder_of_each_rank(alone, capsys):
+    alone.append(here())
+    assert while_serving(Engine(WRITTEN), lambda: main(["record", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out) == {"pid": os.getpid(), "ranks": WRITTEN}
+
+
+def test_without_new_steps_the_exit_code_is_1(alone, capsys):
+    alone.append(here())
+    assert while_serving(Engine(NOTHING), lambda: main(["record"])) == 1
+    assert capsys.readouterr().out == "no new step to write\n" * 2
+    some = [WRITTEN[0], NOTHING[1]]
+    assert while_serving(Engine(some), lambda: main(["record"])) == 0
+
+
+def test_a_server_that_records_nothing_says_how_to(alone, capsys):
+    alone.append(here())
+    assert while_serving(Engine(WRITTEN, {}), lambda: main(["record"])) == 2
+    error = capsys.readouterr().err
+    assert "no steps are recorded: start with --additional-config" in error
+    assert error.count("\n") == 1
+
+
+def test_an_engine_that_died_is_one_line(alone, capsys):
+    alone.append(here())
+    died = Engine(RuntimeError("gone,\nand so on"))
+    assert while_serving(died, lambda: main(["record"])) == 2
+    assert "the engine could not be asked: RuntimeError: gone, and so on" in capsys.readouterr().err
+
+
+def test_a_server_that_hangs_is_given_up(alone, capsys):
+    address = Address(os.getpid(), 1)  # no process has this pair
+    alone.append(address)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(address.name)
+        silent.listen()
+        assert main(["record", "--timeout", "0.1"]) == 1
+    error = capsys.readouterr().err
+    assert "did not answer within 0.1 s: its engine is in a long step, or hangs" in error
+    assert main(["record"]) == 1  # it is gone by now
+    assert "Connection refused" in capsys.readouterr().err
+
+
+def test_no_server_or_several_are_one_line(alone, capsys):
+    assert main(["record"]) == 2
+    assert "no server with this plugin runs on this host" in capsys.readouterr().err
+    alone.extend([here(), Address(1 << 30, 1)])
+    for words, expected in (
+        ([], "2 servers run here; name one: "),
+        (["77"], "no server has port or process 77; there is "),
+    ):
+        assert while_serving(Engine(WRITTEN), lambda words=words: main(["record", *words])) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{expected}pid {os.getpid()}, port 8123: some/model; pid {1 << 30}" in error
+
+
+def test_a_server_is_found_from_any_of_its_processes():
+    """Its own, those that it has started, and theirs; no others."""
+
+    def look():
+        script = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+        grandchild = "import os; print(os.getpid(), flush=True); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", script, "-c", grandchild],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            pid = int(child.stdout.readline())
+            found = [server_of(each) for each in (os.getpid(), child.pid, pid, os.getppid())]
+            child.communicate("\n")
+        return found
+
+    assert here() not in record_client.addresses()
+    assert while_serving(Engine(WRITTEN), look) == [here()] * 3 + [None]
+    assert here() not in record_client.addresses()
+
+
+def test_sigusr1_to_the_server_asks_all_ranks(caplog):
+    engine, unasked = Engine(NOTHING), Engine(WRITTEN, {})
+
+    def send():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(100):
+            if caplog.messages or engine.asked:
+                break
+            threading.Event().wait(0.02)
+
+    with caplog.at_level("INFO", logger=record_server.logger.name):
+        while_serving(engine, send)
+        assert [call[3] for call in engine.asked] == [("SIGUSR1",)]
+        assert caplog.messages == ["Records were asked for (SIGUSR1): no new step to write."] * 2
+        caplog.clear()
+        engine.asked.clear()
+        while_serving(unasked, send)
+    (line,) = caplog.messages
+    assert line.startswith("SIGUSR1: no steps are recorded: start with") and not unasked.asked
+
+
+def test_another_user_is_not_answered(alone, capsys, monkeypatch):
+    alone.append(here())
+    monkeypatch.setattr(record_server.os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(record_server, "ROOT", 54321)
+    engine = Engine(WRITTEN)
+    assert while_serving(engine, lambda: main(["record"])) == 1
+    assert "gave no answer" in capsys.readouterr().err and not engine.asked
+
+
+@pytest.mark.parametrize("words", [b"", b"\n", b"{}\n", b"[1]\n", b'{"ask": "record"}\n'])
+def test_what_is_no_question_does_no_harm(words):
+    """Neither to the server nor to the next who asks."""
+    engine = Engine(WRITTEN)
+
+    def send():
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5)
+            connection.connect(here().name)
+            connection.sendall(words)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(10) == b""
+        return record_client.ask(here(), "describe", 5)
+
+    assert while_serving(engine, send)["model"] == "some/model" and not engine.asked

@@ -1,0 +1,206 @@
+"""The table of a step's arrays: one line for each array that travels to the device.
+
+Layout, views on either side, addresses for compiled code, padding with a constant, records,
+``explain`` and ``replay`` follow from these lines. What a line cannot say is written twice: the
+values in `vllm_npu_prep.prep.fused_pass`, and once more in `vllm_npu_prep.prep.oracle`.
+``docs/changing/adding.md`` walks through adding an array.
+
+Dimensions are named by letters; `vllm_npu_prep.prep.layout.StepLayout.dims` has their sizes:
+
+=====  ==========================================================================================
+T      ``num_input_tokens``
+R      ``num_reqs_padded``; ``R + 1`` for borders between requests
+G      KV-cache groups
+P      ``mrope_dims``
+K      ``max_logits``
+D      ``max_drafts``
+S      R in an engine with speculation, else 0
+V      most virtual requests of chunked local attention, else 0; ``V + 1`` for their borders
+L      KV-cache groups whose layers see virtual requests
+=====  ==========================================================================================
+"""
+
+from enum import Enum, Flag
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy import bool_, int32, int64
+
+PAD_SLOT_ID = -1
+"""Slot of a padding token: skipped by every cache writer."""
+
+NULL_BLOCK_ID = 0
+"""The block that nobody owns; rows of padding requests hold it."""
+
+PADDING_ROWS = 1
+"""Rows of a block table past those of requests, always the null block: a mixed batch that fills a
+full graph's requests still needs one for the rest of its tokens."""
+
+NO_PREVIOUS_ROW = -1
+"""Entry of `previous_rows` for a request that the last step did not sample for."""
+
+
+class Level(Enum):
+    """What an element of an array belongs to; it decides how much of the array is the batch's."""
+
+    TOKEN = "token"  # along the last dimension
+    REQUEST = "request"
+    LOGIT = "row of logits"  # a request has one for each of its drafts, and one after them
+    DRAFT = "draft"
+    CHUNK = "virtual request"  # of chunked local attention
+
+
+class PaddingRule(Enum):
+    """What is past the batch's own elements where that is no constant."""
+
+    BY_RULE = "written by the pass that writes the array, by the tables of `prep.padding`"
+    UNDEFINED = "never read; a record has zeros there"
+
+
+class Shown(Flag):
+    """What ``explain --json`` has of an array, and a record beside what travelled."""
+
+    NOTHING = 0
+    BATCH = 1  # the batch's elements, under the array's name
+    PADDED = 2  # the whole array, under its name and ``_padded``
+
+
+class ArrayType:
+    """Type and dimensions of an array that compiled code finds by its name.
+
+    Parameters
+    ----------
+    dtype
+        Of an element.
+    dims
+        Names of the dimensions, separated by commas.
+    """
+
+    name: str  # of the attribute
+
+    def __init__(self, dtype: type, dims: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self.dims = tuple(dim.strip() for dim in dims.split(","))
+
+
+class Array(ArrayType):
+    """One line of the table.
+
+    Parameters
+    ----------
+    dtype, dims
+        See `ArrayType`.
+    level
+        What an element along the last dimension belongs to.
+    padding
+        What is past the batch's own elements: a constant, which the fused pass writes by itself, or
+        a `PaddingRule`.
+    shown
+        What ``explain`` shows.
+    spare
+        Elements after the array that are laid out and belong to nobody: for what has to be written
+        somewhere and is not wanted.
+    sampled
+        Whether the device overwrites elements with samples of the last step (asynchronous
+        scheduling). Such an array is int32, and compiled code finds its ``<name>_offset``, too.
+    recorded_as
+        Its name in a record; by default its own and ``_padded``.
+    """
+
+    def __init__(
+        self,
+        dtype: type,
+        dims: str,
+        level: Level,
+        padding: int | PaddingRule,
+        shown: Shown,
+        spare: int,
+        sampled: bool,
+        recorded_as: str,
+    ) -> None:
+        super().__init__(dtype, dims)
+        self.level, self.padding, self.shown = level, padding, shown
+        self.spare, self.sampled, self.recorded_as = spare, sampled, recorded_as
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        # "chunk_" is newer than the format of records
+        self.recorded_as = self.recorded_as or f"{name.removeprefix('chunk_')}_padded"
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether elements are borders between what its level names: one more than there are."""
+        return self.dims[-1].endswith("+ 1")
+
+    @property
+    def by_group(self) -> bool:
+        """Whether each KV-cache group has a row of its own."""
+        return self.dims[0] == "G"
+
+
+def array(
+    dtype: type,
+    dims: str,
+    level: Level,
+    padding: int | PaddingRule,
+    shown: Shown = Shown.BATCH,
+    *,
+    spare: int = 0,
+    sampled: bool = False,
+    recorded_as: str = "",
+) -> Any:
+    """An `Array`, as type checkers take it for the value of an attribute."""
+    return Array(dtype, dims, level, padding, shown, spare, sampled, recorded_as)
+
+
+A = TypeVar("A")
+TOKEN, REQUEST, LOGIT, DRAFT, CHUNK = Level
+BY_RULE, UNDEFINED = PaddingRule
+NOTHING, BOTH = Shown.NOTHING, Shown.BATCH | Shown.PADDED
+
+
+class Arrays(Generic[A]):
+    """A step's arrays as attributes: numpy's, or torch's.
+
+    The order is the buffer's. What has a length in tokens comes first: its offset follows from
+    ``num_input_tokens`` alone, because a piecewise graph serves any number of requests.
+    """
+
+    __slots__ = ()
+
+    positions: A = array(int64, "T", TOKEN, 0, BOTH)
+    mrope_positions: A = array(int64, "P, T", TOKEN, 0)  # time, height and width
+    # The spare element takes samples of the last step that no request of this one waits for.
+    input_ids: A = array(int32, "T", TOKEN, 0, BOTH, spare=1, sampled=True)
+    slot_mapping: A = array(int32, "G, T", TOKEN, PAD_SLOT_ID, BOTH)
+    is_padding: A = array(bool_, "T", TOKEN, True, NOTHING, recorded_as="is_padding")
+    query_start_loc: A = array(int32, "R + 1", REQUEST, BY_RULE, BOTH)
+    seq_lens: A = array(int32, "R", REQUEST, 0, BOTH)
+    num_computed_tokens: A = array(int32, "R", REQUEST, 0)
+    logits_indices: A = array(int32, "K", LOGIT, UNDEFINED)
+    # Rows of logits that verify each draft; the draft, -1 where the scheduler only kept a place;
+    # and the row after a request's last draft.
+    target_logits_indices: A = array(int32, "D", DRAFT, UNDEFINED, NOTHING)
+    draft_token_ids: A = array(int32, "D", DRAFT, UNDEFINED, NOTHING, sampled=True)
+    bonus_logits_indices: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
+    cu_num_draft_tokens: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
+    cu_num_sampled_tokens: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
+    # What drafters go on from where nothing is sampled: the token after a chunk of a prompt, else
+    # the last known one.
+    backup_next_token_ids: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
+    # Of virtual requests (`prep.local_attention`); the last are rows of the device's block tables,
+    # all seen as rows of one chunk.
+    chunk_local_query_start_loc: A = array(int32, "V + 1", CHUNK, BY_RULE, NOTHING)
+    chunk_local_seq_lens: A = array(int32, "V", CHUNK, 0, NOTHING)
+    chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
+    chunk_local_table_rows: A = array(int32, "L, V", CHUNK, BY_RULE, NOTHING)
+    discard_request_mask: A = array(bool_, "R", REQUEST, True, NOTHING)
+
+
+STEP_ARRAYS: dict[str, Array] = {
+    name: line for name, line in vars(Arrays).items() if isinstance(line, Array)
+}
+"""The table by name. Attributes of `Arrays` are those of its instances only."""
+
+for _name in STEP_ARRAYS:
+    delattr(Arrays, _name)

@@ -1,0 +1,285 @@
+"""The fused pass: one compiled function writes every array of a step straight into its buffer.
+
+A worker loads it from numba's cache on disk before its first request
+(`vllm_npu_prep.prep.batch.warm_up`).
+
+The wide tables are read in loops of their own. With little else in a loop, the processor waits for
+the rows of many requests at once; one loop over everything took twice the time.
+"""
+
+from collections import namedtuple
+
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, NULL_BLOCK_ID, PADDING_ROWS
+from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, write_padding
+from vllm_npu_prep.prep.state import (
+    SOME_COMPUTED,
+    SOME_DRAFTS,
+    SOME_NOT_VERIFYING,
+    SOME_PAST_PROMPT,
+    SOME_SEVERAL_TOKENS,
+)
+from vllm_npu_prep.prep.tables import tables_of
+
+StepInputs = namedtuple(
+    "StepInputs",
+    [
+        "num_scheduled_tokens",  # [num_reqs] int32
+        "num_draft_tokens",  # [num_reqs or more] int32
+        "previous_rows",  # [num_reqs or more] int64
+        "num_sampled_rows",
+        "num_sampled_drafts",  # of each row
+        "decode_query_len",
+    ],
+)
+"""What a step is beside the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
+
+
+@compiled
+def fill_step_at(
+    tables,  # int64, `vllm_npu_prep.prep.tables.BatchTables.addresses`
+    arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
+    num_scheduled_tokens,
+    num_draft_tokens,
+    previous_rows,
+    num_sampled_rows,
+    num_sampled_drafts,
+    decode_query_len,
+):
+    """`fill_step` by address: looking at two dozen arrays costs as much as the pass itself."""
+    step = StepInputs(
+        num_scheduled_tokens,
+        num_draft_tokens,
+        previous_rows,
+        num_sampled_rows,
+        num_sampled_drafts,
+        decode_query_len,
+    )
+    return fill_step(tables_of(tables), step, arrays_of(arrays))
+
+
+@inlined
+def fill_step(t, step, out):
+    """Write the arrays of one step, padding included.
+
+    Parameters
+    ----------
+    t
+        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`), whose rows are requests; more
+        rows than the step has.
+    step
+        A `StepInputs`.
+    out
+        The step's arrays (`vllm_npu_prep.prep.arrays.Arrays`), written. See
+        `vllm_npu_prep.prep.padding` for the values in padding, and `vllm_npu_prep.prep.oracle` for
+        the same result in plain loops.
+
+    Returns
+    -------
+    tuple of int
+        ``max_query_len``, ``max_seq_len``, the number of logits, the batch flags that decide the
+        attention state (`vllm_npu_prep.prep.state.batch_flags`), and how many block-table entries
+        are new to the device.
+
+    Raises
+    ------
+    ValueError
+        If the counts don't fit the layout or the tables, before anything is written past an end.
+    """
+    num_reqs = step.num_scheduled_tokens.shape[0]
+    num_input_tokens = out.positions.shape[0]
+    if num_reqs > out.seq_lens.shape[0] or num_reqs > t.num_tokens.shape[0]:
+        raise ValueError("more requests than rows of the layout or of the tables")
+    targets_per_row = 1 + 2 * step.num_sampled_drafts
+    num_targets = step.num_sampled_rows * targets_per_row
+    if num_targets > out.variable_int64.shape[0]:
+        raise ValueError("the staging buffer has no room for the last step's samples")
+    max_query_len = 0
+    max_seq_len = 0
+    num_logits = 0
+    num_drafts = 0
+    flags = 0
+    start = 0
+    out.query_start_loc[0] = 0
+    speculates = out.draft_token_ids.shape[0] > 0
+    for index in range(num_targets):
+        # Nobody waits for it: the spare element
+        out.variable_int64[index] = out.input_ids_offset + num_input_tokens
+    for req in range(num_reqs):
+        query_len = step.num_scheduled_tokens[req]
+        drafts = step.num_draft_tokens[req]
+        first = t.num_computed_tokens[req]
+        end = start + query_len
+        seq_len = first + query_len
+        out.query_start_loc[req + 1] = end
+        out.seq_lens[req] = seq_len
+        out.num_computed_tokens[req] = first
+        out.discard_request_mask[req] = seq_len < t.num_tokens[req]
+        if query_len < 1 or first < 0 or end > num_input_tokens or seq_len > t.token_ids.shape[1]:
+            raise ValueError("scheduled tokens past the layout or past max_model_len")
+        if drafts < 0 or drafts >= query_len or num_logits + drafts >= out.logits_indices.shape[0]:
+            raise ValueError("more drafts than scheduled tokens or than the layout has logits")
+        if num_drafts + drafts > out.draft_token_ids.shape[0]:
+            raise ValueError("more drafts than the layout has room for")
+        if step.num_sampled_rows > 0 and step.previous_rows[req] != NO_PREVIOUS_ROW:
+            if step.previous_rows[req] >= step.num_sampled_rows:
+                raise ValueError("a previous row past the last step's samples")
+            target = step.previous_rows[req] * targets_per_row
+            out.variable_int64[target] = out.input_ids_offset + end - 1 - drafts
+            for draft in range(min(drafts, step.num_sampled_drafts)):
+                target += 1
+                out.variable_int64[target] = out.input_ids_offset + end - drafts + draft
+                draft_offset = out.draft_token_ids_offset + num_drafts + draft
+                out.variable_int64[target + step.num_sampled_drafts] = draft_offset
+        for index in range(end - 1 - drafts, end):
+            out.logits_indices[num_logits] = index
+            num_logits += 1
+        if speculates:
+            for draft in range(drafts):
+                out.target_logits_indices[num_drafts + draft] = num_logits - 1 - drafts + draft
+            num_drafts += drafts
+            out.bonus_logits_indices[req] = num_logits - 1
+            out.cu_num_draft_tokens[req] = num_drafts
+            out.cu_num_sampled_tokens[req] = num_logits
+        if first > 0:
+            flags |= SOME_COMPUTED
+        if drafts > 0:
+            flags |= SOME_DRAFTS
+        if query_len - drafts != 1:
+            flags |= SOME_NOT_VERIFYING
+        if query_len != 1:
+            flags |= SOME_SEVERAL_TOKENS
+        if first >= t.num_prompt_tokens[req]:
+            flags |= SOME_PAST_PROMPT
+        max_query_len = max(max_query_len, query_len)
+        max_seq_len = max(max_seq_len, seq_len)
+        start = end
+
+    for group in range(t.block_sizes.shape[0]):
+        if t.max_num_blocks[group] * t.block_sizes[group] < max_seq_len:
+            raise ValueError("a sequence is longer than its row of the block table")
+    for req in range(num_reqs):
+        first, start = out.num_computed_tokens[req], out.query_start_loc[req]
+        query_len = out.query_start_loc[req + 1] - start
+        if query_len == 1:  # a decode: loops would cost more than what they do
+            out.input_ids[start] = t.token_ids[req, first]
+            out.positions[start] = first
+        else:
+            for offset in range(query_len):
+                out.input_ids[start + offset] = t.token_ids[req, first + offset]
+            for offset in range(query_len):
+                out.positions[start + offset] = first + offset
+    for draft in range(num_drafts):
+        token = out.logits_indices[out.target_logits_indices[draft]] + 1
+        out.draft_token_ids[draft] = out.input_ids[token]
+        out.input_ids[token] = max(out.input_ids[token], 0)  # only kept for a draft: no token yet
+    if speculates:
+        for req in range(num_reqs):
+            known = min(out.seq_lens[req], t.num_tokens[req] - 1)  # after a chunk, or the last
+            out.backup_next_token_ids[req] = max(t.token_ids[req, known], 0)
+    fill_slots(t, num_reqs, out)
+    pad(num_reqs, step.decode_query_len, out)
+    num_block_changes = list_block_changes(t, num_reqs, num_targets, out)
+    return max_query_len, max_seq_len, num_logits, flags, num_block_changes
+
+
+@inlined
+def fill_slots(t, num_reqs, out):
+    """Slot of each scheduled token: its offset in the physical block of its position."""
+    num_rows = t.num_computed_tokens.shape[0] + PADDING_ROWS
+    table = 0  # first entry of the group
+    for group in range(out.slot_mapping.shape[0]):
+        block_size, width = t.block_sizes[group], t.max_num_blocks[group]
+        for req in range(num_reqs):
+            row = table + req * width
+            position, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
+            token = out.query_start_loc[req]
+            if seq_len - position == 1:  # a decode
+                block = position // block_size
+                offset = position - block * block_size
+                out.slot_mapping[group, token] = (
+                    t.block_table_flat[row + block] * block_size + offset
+                )
+                continue
+            while position < seq_len:
+                block = position // block_size
+                slot = t.block_table_flat[row + block] * block_size + position % block_size
+                in_block = min(seq_len, (block + 1) * block_size) - position
+                for offset in range(in_block):
+                    out.slot_mapping[group, token + offset] = slot + offset
+                token += in_block
+                position += in_block
+        table += num_rows * width
+
+
+@inlined
+def pad(num_reqs, decode_query_len, out):
+    """Values in padding: the constants of the table of arrays, and the borders of requests."""
+    num_input_tokens = out.positions.shape[0]
+    end = out.query_start_loc[num_reqs]
+    for token in range(end):
+        out.is_padding[token] = False
+    if end < num_input_tokens or num_reqs < out.seq_lens.shape[0]:
+        write_padding(out, end, num_reqs)
+    for req in range(num_reqs, out.seq_lens.shape[0]):
+        if decode_query_len == 0:
+            end = num_input_tokens
+        else:
+            end = min(end + decode_query_len, num_input_tokens)
+        out.query_start_loc[req + 1] = end
+
+
+@inlined
+def list_block_changes(t, num_reqs, num_targets, out):
+    """List the block-table entries that the device doesn't have yet, and count them as synced.
+
+    A row only ever grows past what the device has of it, or is replaced whole, which resets
+    `num_synced_blocks`: so this costs a look at each request and a write for each new block,
+    however wide the table is. Rows of padding requests are set to the null block.
+
+    Indices count as `block_table_flat` does. They come after the `num_targets` of samples, and the
+    block ids after them (`vllm_npu_prep.prep.layout.StepLayout.variable_part`).
+
+    Returns
+    -------
+    int
+        How many entries there are.
+    """
+    num_groups, max_num_reqs = t.num_blocks.shape
+    last_padded = min(out.seq_lens.shape[0], max_num_reqs)
+    count = 0
+    for group in range(num_groups):
+        for req in range(num_reqs):
+            count += max(0, t.num_blocks[group, req] - t.num_synced_blocks[group, req])
+        for req in range(num_reqs, last_padded):
+            count += t.num_device_blocks[group, req]
+    if count == 0:
+        return 0
+    if 2 * num_targets + 3 * count > out.variable_int32.shape[0]:
+        raise ValueError("the staging buffer has no room for the new block-table entries")
+
+    index_of, id_of = num_targets, 2 * (num_targets + count)
+    table = 0  # first entry of the group
+    for group in range(num_groups):
+        width = t.max_num_blocks[group]
+        for req in range(num_reqs):
+            end = t.num_blocks[group, req]
+            if end <= t.num_synced_blocks[group, req]:
+                continue
+            for block in range(t.num_synced_blocks[group, req], end):
+                entry = table + req * width + block
+                out.variable_int64[index_of] = entry
+                out.variable_int32[id_of] = t.block_table_flat[entry]
+                index_of += 1
+                id_of += 1
+            t.num_synced_blocks[group, req] = end
+            t.num_device_blocks[group, req] = max(t.num_device_blocks[group, req], end)
+        for req in range(num_reqs, last_padded):
+            for block in range(t.num_device_blocks[group, req]):
+                out.variable_int64[index_of] = table + req * width + block
+                out.variable_int32[id_of] = NULL_BLOCK_ID
+                index_of += 1
+                id_of += 1
+            t.num_synced_blocks[group, req] = 0
+            t.num_device_blocks[group, req] = 0
+        table += (max_num_reqs + PADDING_ROWS) * width
+    return count

@@ -1,0 +1,138 @@
+"""BatchTables: what the runner knows of its requests, which stays from step to step."""
+
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Annotated, Any, get_args, get_origin
+
+import numpy as np
+
+from vllm_npu_prep.prep.arrays import PADDING_ROWS, ArrayType
+from vllm_npu_prep.prep.compiled import ArrayTuple
+from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.mrope import MropeTables
+
+
+@dataclass(frozen=True)
+class BatchTables:
+    """The runner's tables, which stay from step to step: views, nothing copied.
+
+    The fused pass reads and writes them by address, so they are neither replaced nor resized.
+
+    Rows belong to requests in the order of the batch; rows past the last request are undefined.
+    ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and
+    ``E`` the sum over them of ``(M + PADDING_ROWS) * max_num_blocks``.
+    """
+
+    num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
+    num_prompt_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
+    num_tokens: Annotated[
+        np.ndarray, ArrayType(np.int32, "M")
+    ]  # tokens known of each request, drafts excluded
+    token_ids: Annotated[np.ndarray, ArrayType(np.int32, "M, C")]
+    block_table_flat: Annotated[
+        np.ndarray, ArrayType(np.int32, "E")
+    ]  # the groups' tables one after the other
+    max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # width of each group's table
+    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # tokens
+    num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]  # entries that a request owns
+    # What the device has of the block tables: rows that are replaced, and `prepare_step`, keep it
+    # up to date. Leading entries that are the same on the device, and leading entries that on the
+    # device may be other than the null block.
+    num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
+    num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
+    chunked_prefill: bool = True
+    mrope: MropeTables | None = None  # of a model with M-RoPE
+    local: LocalGroups | None = None  # groups with chunked local attention
+
+    def __post_init__(self) -> None:
+        for name in TABLES:
+            array = getattr(self, name)
+            if array.dtype != TABLES[name].dtype or not array.flags.c_contiguous:
+                raise TypeError(f"{name} is {array.dtype}, not contiguous int32")
+        if self.local is not None and (self.max_num_blocks % self.local.blocks_per_chunk).any():
+            raise ValueError("rows of block tables are not whole chunks")
+
+    @property
+    def num_groups(self) -> int:
+        """KV-cache groups."""
+        return len(self.block_sizes)
+
+    @property
+    def max_model_len(self) -> int:
+        """Columns of the token table."""
+        return self.token_ids.shape[1]
+
+    def block_table(self, group: int) -> np.ndarray:
+        """Block table of a group, int32 ``[M, max_num_blocks]``."""
+        sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
+        table = np.split(self.block_table_flat, np.cumsum(sizes)[:-1])[group]
+        return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
+
+    @cached_property
+    def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tables of local groups begin, and the length of their rows, in chunks.
+
+        Returns
+        -------
+        first_table_rows, chunks_per_req
+            int32 ``[num_local_groups]`` each.
+        """
+        assert self.local is not None
+        groups = list(self.local.groups)
+        chunks = self.max_num_blocks // self.local.blocks_per_chunk
+        ends = np.cumsum(chunks * (len(self.token_ids) + PADDING_ROWS), dtype=np.int32)
+        return np.append(np.int32(0), ends)[groups], chunks[groups]
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """Sizes and addresses for compiled code (`tables_of`), int64.
+
+        Raises
+        ------
+        ValueError
+            If two tables don't agree on a size.
+        """
+        arrays: dict[str, np.ndarray] = {name: getattr(self, name) for name in TABLES}
+        sizes: dict[str, int] = {}
+        for name, array in arrays.items():
+            for dim, size in zip(TABLES[name].dims, array.shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    raise ValueError(f"{name} is {list(array.shape)}, but {dim} is {sizes[dim]}")
+        data = {name: array.ctypes.data for name, array in arrays.items()}
+        return _TUPLE.pack(sizes, data, {})
+
+
+TABLES: dict[str, ArrayType] = {
+    item.name: get_args(item.type)[1]
+    for item in fields(BatchTables)
+    if get_origin(item.type) is Annotated
+}
+"""Arrays of `BatchTables` by name."""
+
+TableViews = namedtuple("TableViews", list(TABLES))  # type: ignore[misc]
+_TUPLE = ArrayTuple(TableViews, TABLES)
+tables_of = _TUPLE.unpack
+"""In compiled code: the tables by name, of `BatchTables.addresses`."""
+
+
+def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The block tables of `BatchTables` for a step of which nothing is sent.
+
+    Parameters
+    ----------
+    block_tables
+        One int32 ``[M, max_num_blocks]`` for each group.
+    """
+    max_num_reqs = len(block_tables[0])
+    nothing = np.zeros((len(block_tables), max_num_reqs), np.int32)
+    return {
+        "block_table_flat": np.concatenate(
+            [np.pad(table, ((0, PADDING_ROWS), (0, 0))).reshape(-1) for table in block_tables]
+        ),
+        "max_num_blocks": np.array([table.shape[1] for table in block_tables], np.int32),
+        "num_blocks": nothing,
+        "num_synced_blocks": nothing.copy(),
+        "num_device_blocks": nothing.copy(),
+    }

@@ -1,0 +1,118 @@
+"""Finding a server that runs on this host, and asking it to write its last steps.
+
+Each API server listens on an abstract Unix socket (`vllm_npu_prep.server.record_server`) whose
+name holds two process ids: its own, and that of the process that ``vllm serve`` began with. Such a
+name needs no folder and is gone with its process, however that ends.
+"""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_npu_prep.errors import PrepError
+
+NAME = "vllm-npu-prep/{root}/{pid}"
+LISTED = re.compile(r"@vllm-npu-prep/(?P<root>\d+)/(?P<pid>\d+)")
+LISTENS = "00010000"
+"""Flags of a listening socket in ``/proc/net/unix``."""
+
+
+class Address(NamedTuple):
+    """Where an API server listens.
+
+    Attributes
+    ----------
+    root
+        Process id of ``vllm serve``: with several API servers that of their parent.
+    pid
+        Process id of the API server.
+    """
+
+    root: int
+    pid: int
+
+    @property
+    def name(self) -> str:
+        """For `socket.socket.bind` and `connect`."""
+        return "\0" + NAME.format(root=self.root, pid=self.pid)
+
+
+def addresses() -> list[Address]:
+    """Those of all API servers of this host, or of this container."""
+    try:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+    except OSError:
+        return []
+    found = set()
+    for line in lines:
+        fields = line.split()
+        if len(fields) == 8 and fields[3] == LISTENS and (match := LISTED.fullmatch(fields[7])):
+            found.add(Address(int(match["root"]), int(match["pid"])))
+    return sorted(found)
+
+
+def server_of(pid: int) -> Address | None:
+    """An API server of the server that a process belongs to; its own, if it is one."""
+    by_root: dict[int, Address] = {}
+    for address in addresses():
+        if address.pid == pid:
+            return address
+        by_root.setdefault(address.root, address)
+    return next((by_root[each] for each in _and_ancestors(pid) if each in by_root), None)
+
+
+def _and_ancestors(pid: int) -> Iterator[int]:
+    """A process, its parent, that one's, and so on."""
+    while pid > 0:
+        yield pid
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return
+        pid = int(status.rpartition(")")[2].split()[1])  # names may hold spaces and brackets
+
+
+def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[str, Any]:
+    """What an API server answers.
+
+    Parameters
+    ----------
+    address
+        Of `addresses`.
+    question
+        ``describe`` or ``record``.
+    timeout
+        Seconds that it gets.
+    more
+        What belongs to the question.
+
+    Raises
+    ------
+    PrepError
+        If it gives none.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout)
+        try:
+            connection.connect(address.name)
+            connection.sendall(json.dumps({"ask": question, **more}).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                answer = lines.readline()
+        except TimeoutError:
+            raise PrepError(
+                f"the server (pid {address.root}) did not answer within {timeout:g} s: its engine "
+                "is in a long step, or hangs"
+            ) from None
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
+        except OSError as error:
+            raise PrepError(f"the server (pid {address.root}): {error.strerror}") from None
+    if not answer:
+        raise PrepError(
+            f"the server (pid {address.root}) gave no answer: it is stopping, or belongs to "
+            "another user"
+        )
+    return json.loads(answer)

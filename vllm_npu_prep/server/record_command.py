@@ -1,0 +1,98 @@
+"""``vllm-npu-prep record``: a running server writes its last steps, and says where."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.server.record_client import Address, addresses, ask, server_of
+
+DESCRIBE_SECONDS = 10
+REASON = "vllm-npu-prep record"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to ``vllm-npu-prep``."""
+    parser = commands.add_parser(
+        "record",
+        help="have a running server write its last steps, and say where they are",
+        description="Have a running server write its last steps, and say where they are. Exit "
+        "code 0: they are written; 1: no step is new, or the engine gives no answer; 2: there is "
+        "no such server, or it records nothing.",
+    )
+    parser.add_argument(
+        "server",
+        type=int,
+        nargs="?",
+        metavar="SERVER",
+        help="its port, or the process id of any of its processes; needed if several servers run",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for the engine (default 60)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    server = _server(args.server)
+    try:
+        answer = ask(server, "record", args.timeout, reason=REASON)
+    except PrepError as error:
+        print(f"vllm-npu-prep: error: {error}", file=sys.stderr)
+        return 1
+    if "error" in answer:
+        raise PrepError(f"the server (pid {server.root}): {answer['error']}")
+    ranks = answer["ranks"]
+    if args.json:
+        print(json.dumps({"pid": server.root, "ranks": ranks}))
+    else:
+        for rank in ranks:
+            print(rank["answer"])
+    return 0 if any(rank["steps"] for rank in ranks) else 1
+
+
+def _server(number: int | None) -> Address:
+    """The server that was asked for, or the only one.
+
+    Raises
+    ------
+    PrepError
+        If there is none, or more than one.
+    """
+    found = {address.root: address for address in reversed(addresses())}
+    if not found:
+        raise PrepError(
+            "no server with this plugin runs on this host, or in this container; one that still "
+            "starts is not found yet"
+        )
+    if number is None and len(found) == 1:
+        return next(iter(found.values()))
+    known = {root: _describe(address) for root, address in sorted(found.items())}
+    if number is not None:
+        for root, description in known.items():
+            if description.get("port") == number:
+                return found[root]
+        if (address := server_of(number)) is not None:
+            return address
+    lines = [_line(root, description) for root, description in known.items()]
+    if number is None:
+        raise PrepError(f"{len(known)} servers run here; name one: {'; '.join(lines)}")
+    raise PrepError(f"no server has port or process {number}; there is {'; '.join(lines)}")
+
+
+def _describe(address: Address) -> dict[str, Any]:
+    try:
+        return ask(address, "describe", DESCRIBE_SECONDS)
+    except PrepError:
+        return {}
+
+
+def _line(root: int, description: dict[str, Any]) -> str:
+    port, model = description.get("port", "?"), description.get("model", "does not answer")
+    return f"pid {root}, port {port}: {model}"
