@@ -38,7 +38,7 @@ test: install lint ## everything that must hold at every change; of some tests f
 
 test-fast: install lint ## under two minutes: no engine, no server, fewer examples
 	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \
-	  tests/emulator/operators tests/test_*.py
+	  tests/emulator/operators tests/startup tests/test_*.py
 
 # A slice of a long run: the next one goes on where it ended. tests/README.md tells how.
 MINUTES ?= 30

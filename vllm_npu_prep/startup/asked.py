@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.attention.families import KernelFamily
-from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.config import PrepConfig, parse_config
 from vllm_npu_prep.device import DeviceKind
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Asked:
         return self.speculative.draft_model_config
 
     @cached_property
-    def options(self) -> Any:
-        """The plugin's own options, a `PrepConfig`."""
+    def options(self) -> PrepConfig:
+        """The plugin's own options."""
         return parse_config(self.config.additional_config)
 
 

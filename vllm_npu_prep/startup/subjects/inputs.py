@@ -1,10 +1,13 @@
 """Input beside text."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
 from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+if TYPE_CHECKING:
+    from vllm.config import MultiModalConfig
 
 MODALITIES = ("image", "video")
 """Kinds of multimodal input that were tried."""
@@ -23,7 +26,7 @@ def _words(asked: Asked) -> dict[str, object]:
     }
 
 
-def _names_encoder_attention(options: Any) -> bool:
+def _names_encoder_attention(options: "MultiModalConfig") -> bool:
     backend = options.mm_encoder_attn_backend
     other = backend is not None and backend.name != "TORCH_SDPA"
     return other or options.mm_encoder_attn_dtype is not None

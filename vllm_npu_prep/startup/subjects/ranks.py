@@ -1,14 +1,17 @@
 """What several ranks can't do."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.ranks import ranks_on_host
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
-def _parallel(asked: Asked) -> Any:
+
+def _parallel(asked: Asked) -> "ParallelConfig":
     return asked.config.parallel_config
 
 
