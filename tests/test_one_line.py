@@ -302,7 +302,7 @@ def test_vllm_serve_ends_with_one_line_for_what_its_user_has_to_change(tmp_path)
             *(str(model), config, f'{{"npu_prep": {{"record": {{"dir": "{tmp_path}/file/r"}}}}}}'),
             *small,
         ],
-        "torch.float32": [str(model), "--quantization", "awq", "--dtype", "float32", *small],
+        "torch.float32": [str(model), "--quantization", "fp8", "--dtype", "float32", *small],
     }
     several = [
         "vllm_npu_prep: error: 2 things have to be changed:",

@@ -204,7 +204,7 @@ REFUSED = {
         "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
         "enable_chunked_prefill": False,
     },
-    "4 ranks on this host: 2 NPUs are visible": {"tensor_parallel_size": 4},
+    "4 ranks on this host: 2 NPUs are visible": {"data_parallel_size": 4},
     "no HcclGetRootInfo": {"pipeline_parallel_size": 2},
 }
 

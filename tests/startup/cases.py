@@ -442,7 +442,11 @@ CACHE = {
     "KV connector of another cache": Case(
         ("kv-connector",),
         ("KV connector NixlConnector", "planes", "ExampleConnector"),
-        connector("NixlConnector"),
+        # What is asked of ours is not asked of others
+        {
+            **connector("NixlConnector", kv_connector_extra_config={}),
+            "enable_chunked_prefill": True,
+        },
     ),
     "KV connector of unknown code": Case(
         ("kv-connector",),
