@@ -127,10 +127,8 @@ class NPUModelRunner(GraphRunner):
         # 3 kernel and 4 state: one fused pass writes every array and decides the state
         step = prepare_step(batch, padding, layout, staged.np)
         self._collect_prompt_embeds(step)
-        # 5 copy: all of them at once; device tensors are views of the twin
-        self.staging.submit(step.nbytes)
-        self._place_sampled_tokens(step)
-        self._place_block_changes(step)
+        # 5 copy: all of them at once; then samples that are still on the device find their place
+        self.staging.send(step, self._last_samples() if batch.num_sampled_rows else None)
         # 6 metadata: one for each KV-cache group, from host values at hand
         self._attn_metadata = self._build_step_metadata(step, staged)
         self._bind(staged)
@@ -196,21 +194,6 @@ class NPUModelRunner(GraphRunner):
         self.optimistic_seq_lens_cpu = cpu.seq_lens
         self._is_padding = device.is_padding
         self.backup_next_token_ids = device.backup_next_token_ids
-
-    def _place_sampled_tokens(self, step: PreparedStep) -> None:
-        """Async scheduling: the last step's samples are still on the device; place them there."""
-        if step.batch.num_sampled_rows:
-            self.staging.place_sampled_tokens(step.layout, self._last_samples())
-
-    def _place_block_changes(self, step: PreparedStep) -> None:
-        """New entries of the block tables of all groups."""
-        if step.num_block_changes:
-            self.staging.place_block_changes(
-                self._block_entries,
-                step.layout,
-                step.batch.num_targets,
-                step.num_block_changes,
-            )
 
     def _build_step_metadata(
         self, step: PreparedStep, staged: StagedArrays
@@ -371,7 +354,6 @@ class NPUModelRunner(GraphRunner):
             mrope=self.mrope_tables,
             local=self.local_groups,
         )
-        self._block_entries = self.prep_device.native(tables.entries)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
         self._num_groups = self._tables.num_groups
         self._max_logits_per_req = self.uniform_decode_query_len
@@ -389,7 +371,12 @@ class NPUModelRunner(GraphRunner):
             self._local_tables = LocalBlockTables(
                 self.prep_device, tables.entries, self.local_groups, self.max_num_tokens
             )
-        self.staging = StagingRing(self.prep_device, nbytes, pin_memory=is_pin_memory_available())
+        self.staging = StagingRing(
+            self.prep_device,
+            nbytes,
+            block_tables=tables.entries,
+            pin_memory=is_pin_memory_available(),
+        )
         self.recorder = make_recorder(self, self.recorder)
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 

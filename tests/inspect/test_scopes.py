@@ -32,7 +32,7 @@ def counters(events: list[dict], name: str) -> list[dict]:
 
 
 def is_wrapped(runner) -> list[str]:
-    staging = [name for name in ("acquire", "submit") if name in vars(runner.staging)]
+    staging = [name for name in ("acquire", "send") if name in vars(runner.staging)]
     return [name for name in WRAPPED if name in vars(runner)] + staging
 
 
@@ -50,7 +50,7 @@ def test_a_profile_shows_the_phases_of_each_step(model, tmp_path):
         submit = runner.staging.submit
         runner.staging.submit = lambda size: (nbytes.append(size), submit(size))[1]
         assert generate(llm, prompts, greedy(4)) == before
-        runner.staging.submit = submit
+        del runner.staging.submit
         steps = runner.staging.steps - steps
         llm.stop_profile()
         assert is_wrapped(runner) == []

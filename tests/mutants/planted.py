@@ -189,9 +189,9 @@ MUTANTS = [
         ENGINE,
     ),
     Mutant(
-        "async: sampled tokens are not placed",
-        "model_runner.py",
-        "        if step.batch.num_sampled_rows:\n",
+        "async: sampled tokens are not scattered",
+        "device/staging.py",
+        "        if last_samples is not None:\n",
         "        if False:\n",
         ENGINE,
     ),
@@ -218,9 +218,9 @@ MUTANTS = [
     ),
     Mutant(
         "copy ends before the logits indices",
-        "model_runner.py",
-        "self.staging.submit(step.nbytes)",
-        "self.staging.submit(step.nbytes - step.layout.max_logits * 8)",
+        "device/staging.py",
+        "self.submit(step.nbytes)",
+        "self.submit(step.nbytes - step.layout.max_logits * 8)",
         ENGINE,
     ),
     Mutant(
@@ -439,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "npu: stale block table",
-        "model_runner.py",
+        "device/staging.py",
         "        if step.num_block_changes:\n",
         "        if False:\n",
         FIA,
@@ -599,16 +599,16 @@ MUTANTS = [
     ),
     Mutant(
         "npu: two copies a step",
-        "model_runner.py",
-        "        self.staging.submit(step.nbytes)\n",
-        "        self.staging.submit(step.nbytes)\n        self.staging.submit(step.nbytes)\n",
+        "device/staging.py",
+        "        self.submit(step.nbytes)\n",
+        "        self.submit(step.nbytes)\n        self.submit(step.nbytes)\n",
         COUNTS,
     ),
     Mutant(
         "npu: a length is read back",
         "model_runner.py",
-        "        self._place_block_changes(step)\n",
-        "        self._place_block_changes(step)\n        staged.device.seq_lens.max().item()\n",
+        "        self._bind(staged)\n",
+        "        self._bind(staged)\n        staged.device.seq_lens.max().item()\n",
         COUNTS,
     ),
     Mutant(
@@ -1078,13 +1078,15 @@ MUTANTS = [
         ("tests/attention/test_mask_cache.py",),
     ),
     Mutant(
-        "blocks of virtual requests are gathered before new ones are placed",
+        "blocks of virtual requests are gathered before new ones are sent",
         "model_runner.py",
-        "        self._place_block_changes(step)\n"
+        "        self.staging.send(step, self._last_samples() if batch.num_sampled_rows else None)"
+        "\n"
         "        # 6 metadata: one for each KV-cache group, from host values at hand\n"
         "        self._attn_metadata = self._build_step_metadata(step, staged)\n",
         "        self._attn_metadata = self._build_step_metadata(step, staged)\n"
-        "        self._place_block_changes(step)\n",
+        "        self.staging.send(step, self._last_samples() if batch.num_sampled_rows else None)"
+        "\n",
         CHUNKS_ENGINE,
     ),
     Mutant(

@@ -137,7 +137,7 @@ def test_the_padding_mask_came_with_the_step(model):
         runner._build_attention_metadata()
         mask = runner._prepare_padding_mask(3, 3)
         assert mask.tolist() == [False] * 3
-        assert mask.untyped_storage().data_ptr() == runner.staging.twin.bytes.data_ptr()
+        assert mask.untyped_storage().data_ptr() == runner.staging.device_buffer.bytes.data_ptr()
         runner._dummy_run(4)
         assert runner._prepare_padding_mask(2, 4).tolist() == [False, False, True, True]
         assert runner._prepare_padding_mask(2, 4).data_ptr() == upstreams.data_ptr()

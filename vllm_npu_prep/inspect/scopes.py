@@ -57,7 +57,7 @@ class StepScopes:
         self._wrap(runner, "_prepare_inputs", self._around_step)
         self._wrap(runner, "_decide_padding", self._before("layout"))
         self._wrap(staging, "acquire", self._before("kernel"))
-        self._wrap(staging, "submit", self._at("copy"))
+        self._wrap(staging, "send", self._at("copy"))
         self._wrap(runner, "_build_step_metadata", self._at("metadata"))
 
     def remove(self) -> None:
