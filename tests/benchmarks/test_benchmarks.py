@@ -49,7 +49,7 @@ def test_host_step_prints_no_number_when_the_runners_disagree():
     plant = (
         "import sys; sys.path.insert(0, 'benchmarks')\n"
         "import host_step\n"
-        "from vllm_npu_prep import model_runner\n"
+        "from vllm_npu_prep.runner import model_runner\n"
         "prepare_step = model_runner.prepare_step\n"
         "def planted(*args):\n"
         "    step = prepare_step(*args)\n"

@@ -43,7 +43,7 @@ def test_embeddings_give_the_tokens_that_their_ids_give(model, embedding, seed, 
     }
     with engine(model, **settings) as llm:
         expected = run(llm, as_ids)
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
         without = counts.total()
         assert mode == "eager" or not any("embeddings" in kind for kind in counts)
         for prompts in (mixed, as_embeds, mixed):

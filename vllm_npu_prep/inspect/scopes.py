@@ -18,7 +18,7 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.padding import GraphMode
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.model_runner import NPUModelRunner
+    from vllm_npu_prep.runner.model_runner import NPUModelRunner
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -52,13 +52,13 @@ class StepScopes:
 
     def install(self) -> None:
         """Begin to watch."""
-        runner, staging = self.runner, self.runner.staging
+        runner, preparer = self.runner, self.runner.preparer
         self._wrap(runner, "_update_states", self._around("update_states"))
         self._wrap(runner, "_prepare_inputs", self._around_step)
-        self._wrap(runner, "_decide_padding", self._before("layout"))
-        self._wrap(staging, "acquire", self._before("kernel"))
-        self._wrap(staging, "send", self._at("copy"))
-        self._wrap(runner, "_build_step_metadata", self._at("metadata"))
+        self._wrap(runner.padding, "decide", self._before("layout"))
+        self._wrap(preparer.staging, "acquire", self._before("kernel"))
+        self._wrap(preparer.staging, "send", self._at("copy"))
+        self._wrap(preparer, "build_metadata", self._at("metadata"))
 
     def remove(self) -> None:
         """Leave the runner as it was."""
@@ -111,8 +111,8 @@ class StepScopes:
             finally:
                 while len(self._open) > depth:
                     self._leave()
-            assert self.runner.last_step is not None
-            self._count(self.runner.last_step)
+            assert self.runner.in_flight is not None
+            self._count(self.runner.in_flight.step)
             return prepared
 
         return scoped
@@ -145,6 +145,8 @@ class StepScopes:
     # ----------------------------------------------------------------- scopes and counters
 
     def _next(self, phase: str) -> None:
+        if not self._open:  # a dummy run, which is no step
+            return
         self._leave()
         self._enter(phase)
 
@@ -168,7 +170,7 @@ class StepScopes:
             "tokens": {"real": tokens, "padding": padded - tokens},
             "graph size": {"tokens": padded if replays else 0},
             "copy": {"bytes": step.nbytes},
-            "waits": {"so far": self.runner.staging.waits},
+            "waits": {"so far": self.runner.preparer.staging.waits},
         }.items():
             self._keep(name, "C", now, args=values)
 

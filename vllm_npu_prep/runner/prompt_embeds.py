@@ -1,8 +1,9 @@
 """Prompts that come as embeddings: which tokens of a step are vectors, and how they get in."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import embedded_tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
@@ -31,6 +35,15 @@ def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
     known = new.prompt_token_ids or is_token_ids
     ids = [token if is_id else no_token for token, is_id in zip(known, is_token_ids)]
     return replace(new, prompt_token_ids=ids, prompt_is_token_ids=is_token_ids)
+
+
+def with_known_ids(scheduler_output: "SchedulerOutput", no_token: int) -> "SchedulerOutput":
+    """The scheduler's output with `without_unknown_ids` of each request that enters the batch."""
+    scheduler_output = copy.copy(scheduler_output)
+    scheduler_output.scheduled_new_reqs = [
+        without_unknown_ids(new, no_token) for new in scheduler_output.scheduled_new_reqs
+    ]
+    return scheduler_output
 
 
 @dataclass(frozen=True)
