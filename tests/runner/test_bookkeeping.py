@@ -181,12 +181,14 @@ def test_a_step_is_in_flight_until_its_tokens_are_sampled_or_it_fails(runners, m
 def test_a_dummy_run_leaves_nothing_in_flight(runners, monkeypatch):
     runner, _ = runners
     last_asked, seen = runner._prepare_padding_mask, []
+    prepare(runner, scheduler_output({"a": 2}, new=[new_request("a", [2, 3], [1])]))
 
     def fail(*args, **kwargs):
         raise RuntimeError("planted")
 
     def look(*args, **kwargs):
         seen.append((runner.in_flight, runner.dummy_run))
+        assert len(runner.seq_lens) == runner.max_num_reqs, "upstream's own, of the largest size"
         return last_asked(*args, **kwargs)
 
     monkeypatch.setattr(runner, "_prepare_padding_mask", look)

@@ -9,7 +9,7 @@ from vllm.v1.utils import CpuGpuBuffer
 from vllm_npu_prep.device.staging import StagedArrays
 
 GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
-"""Those that a graph reads."""
+"""Names of those that a graph reads."""
 
 
 class UpstreamBuffers:
