@@ -67,24 +67,20 @@ class Preparer:
         self.tables, self.block_tables, self.builders = tables, block_tables, builders
         self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
         self.no_drafts = np.zeros(max_num_reqs, np.int32)
-        self._max_logits_per_req = max_logits_per_req
+        num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
+        self._layout_sizes = num_groups, max_logits_per_req, dims, local
+        num_entries = len(block_tables.entries)
         nbytes = largest_step(
-            max_num_tokens,
-            max_num_reqs,
-            tables.num_groups,
-            max_logits_per_req,
-            len(block_tables.entries),
-            self.mrope_dims,
-            tables.local,
+            max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries, dims, local
         )
         self.staging = StagingRing(
             device, nbytes, block_tables=block_tables.entries, pin_memory=pin_memory
         )
         self._local_tables: LocalBlockTables | None = None
-        if tables.local is not None:
+        if local is not None:
             # A virtual request has a token, in padding too
             self._local_tables = LocalBlockTables(
-                device, block_tables.entries, tables.local, max_num_tokens
+                device, block_tables.entries, local, max_num_tokens
             )
         self._slots: tuple[
             DeviceArrays | None, dict[int, torch.Tensor], dict[str, torch.Tensor]
@@ -92,15 +88,7 @@ class Preparer:
 
     def layout(self, padding: Padding) -> StepLayout:
         """Where each array of a step lives: a function of the padded sizes."""
-        tables = self.tables
-        return step_layout(
-            padding.num_input_tokens,
-            padding.num_reqs_padded,
-            len(tables.block_sizes),
-            self._max_logits_per_req,
-            self.mrope_dims,
-            tables.local,
-        )
+        return step_layout(padding.num_input_tokens, padding.num_reqs_padded, *self._layout_sizes)
 
     def build_metadata(self, step: PreparedStep, staged: StagedArrays) -> dict[str, AscendMetadata]:
         """Attention metadata by layer: one object for each attention group, shared by its layers.
