@@ -151,7 +151,7 @@ def run(model: Path, graphs: bool) -> tuple[list[list[int]], Counter, int, float
         forward = runner._model_forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            step = runner.last_step
+            step = runner.in_flight.step
             if step.num_reqs < NUM_REQS or step.max_query_len > 1:
                 return forward(*args, **kwargs)
             if len(times) < len(steps):

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.watch import on_prepared
 
 PROMPT_LEN = 32
 MODEL = {
@@ -45,8 +46,11 @@ def measure(llm: Any, requests: int, steps: int) -> dict[str, Any]:
     for request in range(requests):
         prompt = [2 + (request + i) % 400 for i in range(PROMPT_LEN)]
         core.add_request(str(request), {"prompt_token_ids": prompt}, greedy(steps + 64))
-    while runner.input_batch.num_reqs < requests or runner.last_step.max_query_len > 1:
+    longest = [0]  # query of the last step
+    on_prepared(llm, lambda step: longest.append(step.max_query_len))
+    while runner.input_batch.num_reqs < requests or longest[-1] > 1:
         core.step()
+    del runner._prepare_inputs  # what watches it
     parts, seconds = time_looks(runner), []
     for _ in range(steps):
         start = time.perf_counter()

@@ -180,7 +180,7 @@ class NPUPlatform(Platform):
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         """Refuse what no step could answer, in the process that takes requests."""
         if processed_inputs["type"] == "embeds":
-            from vllm_npu_prep.prompt_embeds import refuse_non_finite
+            from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
             refuse_non_finite(processed_inputs["prompt_embeds"])
 

@@ -21,9 +21,9 @@ from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.scopes import StepScopes
-from vllm_npu_prep.model_runner import NPUModelRunner
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
+from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.server.record_signal import survive_signals
 from vllm_npu_prep.startup.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.wording import counted

@@ -44,7 +44,7 @@ def _run(name: str, arguments: tuple[str, ...], planted: bool) -> Ran:
 
 
 def _plant_a_wrong_position() -> None:
-    from vllm_npu_prep import model_runner
+    from vllm_npu_prep.runner import model_runner
 
     prepare_step = model_runner.prepare_step
 

@@ -430,7 +430,8 @@ class Traffic:
         """Invariants of our step, and what it was made of."""
         ours = self.pair.ours
         self.invariants.check(output)
-        state = ours.last_step.attn_state.name
+        step = self.pair.watched[ours].step
+        state = step.attn_state.name
         self.states[state] += 1
         self.count["steps"] += 1
         self.count["tokens"] += output.total_num_scheduled_tokens
@@ -438,7 +439,7 @@ class Traffic:
         self.count["cached prefix"] += sum(
             new.num_computed_tokens > 0 for new in output.scheduled_new_reqs
         )
-        if ours.speculative_config and not ours._input_fits_in_drafter(ours.last_step):
+        if ours.speculative_config and not ours._input_fits_in_drafter(step):
             # Upstream's drafter leaves the whole batch out, and has holes in its cache behind that
             for req_id in output.num_scheduled_tokens:
                 self.features.get(self.name_of(req_id), set()).add("drafter left out")
@@ -476,9 +477,9 @@ class Traffic:
                     self.features.pop(output.request_id, None)
                     self.count["finished"] += 1
         self.invariants.caches_agree()
-        self.count["images encoded"] += self.pair.ours.encoder_counts.encoded
-        self.count["images placed"] += self.pair.ours.encoder_counts.placed
-        for kind, steps_of in self.pair.ours.step_counts.by_kind.items():
+        self.count["images encoded"] += self.pair.ours.inputs.counts.encoded
+        self.count["images placed"] += self.pair.ours.inputs.counts.placed
+        for kind, steps_of in self.pair.ours.padding.counts.by_kind.items():
             self.count[kind.partition(":")[0]] += steps_of
 
 

@@ -38,7 +38,7 @@ class Invariants:
         BrokenInvariantError
             Names what is broken and the values that break it.
         """
-        step = self.runner.last_step
+        step = self.pair.watched[self.runner].step
         self._check_slots(step, output)
         self.check_layers(step)
         if self.pair.steps % CACHES_EVERY == 0:
@@ -48,7 +48,7 @@ class Invariants:
         """Slots are distinct, in blocks of their request, and what others have read stays."""
         total, writers = step.total_num_scheduled_tokens, {}  # request by block
         req_ids, manager = self.runner.input_batch.req_ids, self.scheduler.kv_cache_manager
-        for group in range(self.runner._num_groups):
+        for group in range(self.runner.preparer.tables.num_groups):
             slots, padding = step.slot_mapping[group], step.arrays.slot_mapping[group]
             hold((padding[total:] == -1).all(), "slots of padding", padding[total:])
             hold(len(np.unique(slots)) == total, "slots are distinct", slots)

@@ -30,6 +30,7 @@ class Watched:
         self.runner = runner
         self.passes: list[dict[str, Any]] = []
         self.seen: dict[str, Any] = {}
+        self.step: Any = None  # as our runner prepared it
         self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.logits: torch.Tensor | None = None
         self.decision: Any = None
@@ -39,6 +40,8 @@ class Watched:
 
         def prepare_inputs(*args: Any) -> Any:
             self.prepared = prepare(*args)
+            if not isinstance(runner, UpstreamRunner):
+                self.step = runner.in_flight.step
             return self.prepared
 
         def determine(*args: Any, **kwargs: Any) -> Any:

@@ -14,11 +14,11 @@ from tests.differential.episodes import MAX_MODEL_LEN, Episode, Traffic, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
-from vllm_npu_prep import model_runner
 from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.runner import model_runner
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 EPISODES = {
@@ -208,11 +208,8 @@ def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
 
     def check_with_faults(self, output):
         check(self, output)
-        step, watched, running = (
-            self.runner.last_step,
-            self.pair.watched[self.runner],
-            self.scheduler.running,
-        )
+        watched, running = self.pair.watched[self.runner], self.scheduler.running
+        step = watched.step
         true = watched.attn_metadata
         for what in FAULTS_OF_LAYERS.keys() - noticed:
             metadata = next(iter(true.values()))

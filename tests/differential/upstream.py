@@ -11,7 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_npu_prep.attention.kv_cache import allocate_planes, split_by_window, zero_blocks
-from vllm_npu_prep.prompt_embeds import without_unknown_ids
+from vllm_npu_prep.runner.prompt_embeds import without_unknown_ids
 
 
 class UpstreamRunner(GPUModelRunner):

@@ -57,7 +57,7 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
     with engine(folder, max_num_batched_tokens=48, max_num_seqs=7, **settings) as llm:
         calls.clear()
         got = generate(llm, prompts, greedy(16))
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     expected = reference(folder, prompts, 16)
     assert got == expected
     check_varied(expected)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
-from vllm_npu_prep import model_runner
 from vllm_npu_prep.inspect.check import StepCheck, make_check
 from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.runner import model_runner
 
 BLOCK_SIZE = 16
 PROMPT_A, PROMPT_B = list(range(2, 22)), list(range(30, 40))
@@ -211,14 +211,14 @@ def wrong_state(steps, monkeypatch):
 
 def copied_in_part(steps, monkeypatch):
     steps.first()
-    submit = steps.runner.staging.submit
-    monkeypatch.setattr(steps.runner.staging, "submit", lambda nbytes: submit(nbytes // 2))
+    submit = steps.runner.preparer.staging.submit
+    monkeypatch.setattr(steps.runner.preparer.staging, "submit", lambda nbytes: submit(nbytes // 2))
     steps.decode()
 
 
 def buffer_written_too_early(steps, monkeypatch):
     steps.first()
-    sent = steps.runner._staged.np
+    sent = steps.runner.in_flight.staged.np
     in_step(monkeypatch, lambda step: sent.positions.__setitem__(0, 5))
     steps.decode()
 
@@ -255,7 +255,7 @@ def in_metadata(change):
     """Plant a fault in what layers are given."""
 
     def fault(steps, monkeypatch):
-        _, builder, _ = steps.runner._builders[0]
+        _, builder, _ = steps.runner.preparer.builders[0]
         build_step = builder.build_step
 
         def built(*args):
@@ -352,8 +352,14 @@ def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch):
     """Under asynchronous scheduling, where it never was on the host."""
     with engine(model, async_scheduling=True, **settings()) as llm:
         steps = Steps(runner_of(llm)).first()
-        samples = steps.runner._last_samples
-        monkeypatch.setattr(steps.runner, "_last_samples", lambda: samples().flip(0) + 1)
+        speculation = steps.runner.speculation
+        samples = speculation.last_samples
+
+        def wrong(*args):
+            right = samples(*args)
+            return right._replace(token_ids=right.token_ids.flip(0) + 1)
+
+        monkeypatch.setattr(speculation, "last_samples", wrong)
         with pytest.raises(StepCheckError, match="request A, token 0: given 8, allowed 7"):
             steps.decode()
         monkeypatch.undo()

@@ -14,13 +14,13 @@ from tests.helpers.huggingface import reference
 from tests.helpers.logs import record_logs
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
-from vllm_npu_prep import model_runner
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph import capture
 from vllm_npu_prep.graph.stand_in import GraphSafetyError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
+from vllm_npu_prep.runner import model_runner
+from vllm_npu_prep.runner.graphs import Graphs
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "250"))
 LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECEWISE"]
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_transformers_and_only_own_slots_are_written(
         runner = runner_of(llm)
         watch = CacheWatch(runner)
         got = [generate(llm, prompts, greedy(count)) for prompts, count in batches]
-        counts = runner.step_counts.by_kind
+        counts = runner.padding.counts.by_kind
     assert got == expected
     print(dict(counts), "padding in full graphs", sorted(watch.padding_seen))
     assert set(counts) >= REPLAYED[mode]
@@ -83,7 +83,7 @@ def test_speculation_in_graphs_keeps_the_tokens(tmp_path_factory, seed, mode):
         sizes = runner.compilation_config.cudagraph_capture_sizes
         watch = CacheWatch(runner)
         got = generate(llm, prompts, greedy(80))
-        counts = runner.step_counts.by_kind
+        counts = runner.padding.counts.by_kind
     assert all(size % 4 == 0 for size in sizes)
     assert 20 in sizes, "the largest decode: five requests of four tokens"
     assert got == reference(model, prompts, 80)
@@ -109,7 +109,7 @@ def test_long_mixed_traffic_equals_eager(model, seed, mode):
         expected, happened = traffic(llm, seed, STEPS)
     with engine(model, **settings, **graphs(mode)) as llm:
         got, same = traffic(llm, seed, STEPS)
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     print(dict(happened), dict(counts))
     assert happened == same
     assert happened["preempted"] > 0
@@ -163,7 +163,8 @@ def test_a_planted_stale_address_is_caught(model, seed, mode):
     """Arrays of steps in another buffer than the one that graphs were captured with."""
     with engine(model, **graphs(mode, 4, 8)) as llm:
         runner = runner_of(llm)
-        runner.staging = StagingRing(runner.prep_device, 1 << 20, pin_memory=False)
+        tables = runner.block_tables.entries
+        runner.preparer.staging = StagingRing(runner.prep_device, 1 << 20, block_tables=tables)
         with pytest.raises(GraphSafetyError, match=r"(input_ids|argument \d+) is not where"):
             generate(llm, prompts_of(seed, [5, 9, 4]), greedy(4))
 
@@ -202,20 +203,20 @@ def test_attention_is_captured_with_the_longest_sequences(model, monkeypatch):
 
 def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):
     lines = record_logs(monkeypatch)
-    one = capture._capture
+    one = Graphs._capture
 
-    def scarce(runner, mode, descriptor):
+    def scarce(graphs, capture_one, mode, descriptor):
         if descriptor.num_tokens == 12:
             raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB\nmore")
-        return one(runner, mode, descriptor)
+        return one(graphs, capture_one, mode, descriptor)
 
-    monkeypatch.setattr(capture, "_capture", scarce)
+    monkeypatch.setattr(Graphs, "_capture", scarce)
     prompts = prompts_of(seed, [5, 9, 4, 7, 3])
     with engine(model, **graphs("FULL", 1, 2, 4, 6, 8, 12, max_num_seqs=7)) as llm:
         runner = runner_of(llm)
         kept = runner.compilation_config.cudagraph_capture_sizes
         got = generate(llm, prompts, greedy(6))
-        counts = runner.step_counts.by_kind
+        counts = runner.padding.counts.by_kind
     # Every other one of those that are left goes with it, but not the largest decode, 7.
     assert kept == [2, 6, 7]
     assert got == reference(model, prompts, 6)
@@ -232,11 +233,11 @@ def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, monkeypatch
     def scarce(*args):
         raise torch.OutOfMemoryError("none")
 
-    monkeypatch.setattr(capture, "_capture", scarce)
+    monkeypatch.setattr(Graphs, "_capture", scarce)
     prompts = prompts_of(seed, [5, 9])
     with engine(model, **graphs("FULL", 1, 2, 4, 8)) as llm:
         got = generate(llm, prompts, greedy(6))
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     assert got == reference(model, prompts, 6)
     assert set(counts) == {"eager: no graphs"}
 
@@ -245,7 +246,7 @@ def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, s
     lines = record_logs(monkeypatch)
     with engine(model, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
         generate(llm, prompts_of(seed, [40, 30, 44]), greedy(3))
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     (table,) = [line for line in lines if "graphs:\n" in line]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert rows[0] == ["tokens", "PIECEWISE", "FULL"]
@@ -304,7 +305,7 @@ def test_a_dummy_run_that_fails_leaves_no_padding_behind(model, seed, monkeypatc
             raise torch.OutOfMemoryError("none")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner.staging, "acquire", scarce)
+            patch.setattr(runner.preparer.staging, "acquire", scarce)
             with pytest.raises(torch.OutOfMemoryError):
                 runner._dummy_run(4, uniform_decode=True)
         assert generate(llm, prompts, greedy(6)) == reference(model, prompts, 6)
@@ -344,26 +345,25 @@ def test_data_parallel_ranks_agree_before_anything_is_prepared(model, seed, monk
     prompts = prompts_of(seed, [5, 9])
     with engine(model, **graphs("FULL", 2, 4, 8, 16)) as llm:
         runner = runner_of(llm)
-        acquire, parallel = runner.staging.acquire, runner.vllm_config.parallel_config
+        acquire, parallel = runner.preparer.staging.acquire, runner.vllm_config.parallel_config
 
         def acquired(layout):
             order.append(("prepare", layout.num_input_tokens))
             return acquire(layout)
 
-        runner.staging.acquire = acquired
-        runner._padding_is_a_function_of_counts = False
+        runner.preparer.staging.acquire = acquired
+        runner.padding.depends_on_counts_only = False
         monkeypatch.setattr(parallel, "data_parallel_size", 2)
         # Only what decides padding knows of the other rank: the forward pass has no group.
-        decide = runner._decide_padding
+        decide = runner.padding.decide
 
         def decided(*args):
-            padding = decide(*args)
-            mode, descriptor, ubatch, _, stats = runner._padding_decision
-            runner._padding_decision = mode, descriptor, ubatch, None, stats
+            decision = decide(*args)
+            mode, descriptor, ubatch, _, stats = decision.dispatched
             monkeypatch.setattr(parallel, "data_parallel_size", 1)
-            return padding
+            return decision._replace(dispatched=(mode, descriptor, ubatch, None, stats))
 
-        runner._decide_padding = decided
+        runner.padding.decide = decided
         core = llm.llm_engine
         for index, prompt in enumerate(prompts):
             core.add_request(str(index), {"prompt_token_ids": prompt[:3]}, greedy(2))

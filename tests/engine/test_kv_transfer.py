@@ -89,7 +89,7 @@ def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, 
         # Now the prefix cache knows them too, and the cache is too small for all.
         assert generate(llm, prompts, greedy(40)) == expected
         assert count["preempted"] > 0
-        assert runner_of(llm).step_counts.by_kind["piecewise graphs"] > 0
+        assert runner_of(llm).padding.counts.by_kind["piecewise graphs"] > 0
         for file in files:
             save_file({"kv_cache": -load_file(file)["kv_cache"]}, file)
         assert llm.reset_prefix_cache()

@@ -16,7 +16,7 @@ from tests.helpers.engine import (
 )
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
-from tests.helpers.watch import count_preemptions, count_states
+from tests.helpers.watch import count_preemptions, count_states, on_prepared
 
 LENGTHS = [5, 90, 32, 31, 33, 64, 17, 120]
 """At, before and behind the borders of chunks of 32."""
@@ -59,7 +59,8 @@ def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous):
         fresh = states["PrefillNoCache"]
         again = generate(llm, prompts[::-1], greedy(40))  # prefixes are cached
         hits = states["PrefillNoCache"] - fresh
-    local = {name for _, b, names in runner._builders if b.attention_chunk_size for name in names}
+    builders = runner.preparer.builders
+    local = {name for _, b, names in builders if b.attention_chunk_size for name in names}
     assert local == {f"model.layers.{layer}.self_attn.attn" for layer in (0, 2)}
     assert len(groups) == (3 if hybrid else 1)
     assert got == expected
@@ -104,7 +105,7 @@ def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous):
     }
     with engine(model, **settings(**more), **graphs(mode, 1, 2, 4, 8, 40)) as llm:
         got = generate(llm, prompts, greedy(40))
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     assert got == expected
     assert set(counts) >= REPLAYED[mode]
 
@@ -123,17 +124,12 @@ def test_drafts_over_the_border_of_a_chunk(tmp_path, seed, method):
         model, **settings(max_num_seqs=3), speculative_config=speculation, **graphs("FULL", 4, 12)
     ) as llm:
         states, border = count_states(llm), []
-        runner = runner_of(llm)
-        prepare_inputs = runner._prepare_inputs
 
-        def watched(*args):
-            result = prepare_inputs(*args)
-            step = runner.last_step
-            if step.padding.mode == "FULL" and step.local.num_reqs > step.num_reqs > 0:
+        def watched(step):
+            if step.padding.mode == "FULL" and step.local.num_reqs > step.num_reqs:
                 border.append(step.num_drafts)
-            return result
 
-        runner._prepare_inputs = watched
+        on_prepared(llm, watched)
         got = generate(llm, prompts, greedy(60))
     assert got == reference(model, prompts, 60)
     assert any(border), states

@@ -112,7 +112,7 @@ def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mod
         check(llm, case, requests, 12)
         check(llm, case, [("", prompt) for _, prompt in requests[:3]], 12)
         check(llm, case, [("queries", prompt) for _, prompt in requests[:3]], 12)
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     expected = [case.tokens(name, prompt, 12) for name, prompt in requests]
     check_varied(expected)
     plain = [case.tokens("", prompt, 12) for _, prompt in requests]
@@ -186,7 +186,7 @@ def test_adapters_come_and_go_while_requests_run(serving, case, seed):
         assert tokens[index] == case.tokens(*known[which]), (index, known[which][0])
     assert count_of["preempted"] > 0
     assert seen == {1, 2, 3} and evicted, "three adapters, and room for two"
-    counts = runner_of(serving).step_counts.by_kind
+    counts = runner_of(serving).padding.counts.by_kind
     assert set(counts) >= REPLAYED["FULL_AND_PIECEWISE"]
 
 

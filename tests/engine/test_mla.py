@@ -54,7 +54,7 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
         states, watch = count_states(llm), CacheWatch(runner)
         got = [generate(llm, prompts, greedy(16)) for _ in range(2)]
         shapes = {tuple(plane.shape[1:]) for plane in runner.kv_caches}
-        layers, counts = len(runner.kv_caches), runner.step_counts.by_kind
+        layers, counts = len(runner.kv_caches), runner.padding.counts.by_kind
     expected = reference(folder, prompts, 16)
     assert got == [expected] * 2
     check_varied(expected)
@@ -89,7 +89,7 @@ def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, ma
         states = count_states(llm)
         got = generate(llm, prompts[:1], greedy(16))
         got += generate(llm, prompts[1:], greedy(16))
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     expected = reference(folder, prompts, 16)
     assert got == expected
     check_varied(expected)

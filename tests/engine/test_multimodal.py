@@ -75,7 +75,7 @@ def test_images_and_videos_beside_text(vision_models, references, seed, name, mo
     with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = serve(llm, requests, greedy(MAX_TOKENS))
-        counts, kinds = runner.encoder_counts, runner.step_counts.by_kind
+        counts, kinds = runner.inputs.counts, runner.padding.counts.by_kind
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
     assert len({tuple(answer.tokens) for answer in answers}) == len(answers)
     watched.check_positions(outputs, answers)
@@ -111,7 +111,7 @@ def test_the_prefix_cache_knows_images_by_what_they_show(vision_models, referenc
     with engine(vision_models / name, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = [serve(llm, [each], greedy(MAX_TOKENS))[0] for each in requests]
-        encoded = runner.encoder_counts.encoded
+        encoded = runner.inputs.counts.encoded
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
     watched.check_positions(outputs, answers)
     cached = [output.num_cached_tokens for output in outputs]

@@ -58,7 +58,7 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings):
         got = pooled(llm, prompts, "embed")
         steps = states.total()
         got += pooled(llm, later, "embed")
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
     check_close(got, [normalized(rows[-1]) for rows in hidden_states(qwen3, prompts + later)])
     print(dict(states), steps, dict(counts))
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(states)
@@ -127,10 +127,10 @@ def test_embeddings_of_an_encoder(bert, seed, settings):
         states = count_states(llm)
         got = pooled(llm, prompts, "embed")
         runner = runner_of(llm)
-        counts, step = Counter(runner.step_counts.by_kind), runner.last_step
+        counts = Counter(runner.padding.counts.by_kind)
     check_close(got, [normalized(rows[0]) for rows in hidden_states(bert, prompts)])
     assert set(states) == {"PrefillNoCache"}
-    assert step.batch.tables.num_groups == 0
+    assert runner.preparer.tables.num_groups == 0
     assert not runner.kv_caches
     assert (counts["piecewise graphs"] > 0) == bool(settings)
 
@@ -179,7 +179,7 @@ def test_windows_of_an_encoder_reach_both_ways(folder, seed):
     prompts = prompts_of(seed, LENGTHS)
     with engine(model, **WHOLE_PROMPTS) as llm:
         got = pooled(llm, prompts, "embed")
-        windows = [builder.sliding_window for _, builder, _ in runner_of(llm)._builders]
+        windows = [builder.sliding_window for _, builder, _ in runner_of(llm).preparer.builders]
     check_close(got, [normalized(rows[0]) for rows in hidden_states(model, prompts)])
     assert windows == [None, 9]
 

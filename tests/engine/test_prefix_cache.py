@@ -4,9 +4,10 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.cache import SharedBlocksWatch
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, greedy, make_model
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import record_states
 
 BLOCK_SIZE = 8
 
@@ -28,20 +29,6 @@ def expected(model):
     return reference(model, shared_prompts(), 12)
 
 
-def states_of(llm) -> list[str]:
-    """The attention states of all later steps, in order."""
-    runner, states = runner_of(llm), []
-    prepare_inputs = runner._prepare_inputs
-
-    def noted(*args):
-        result = prepare_inputs(*args)
-        states.append(runner.last_step.attn_state.name)
-        return result
-
-    runner._prepare_inputs = noted
-    return states
-
-
 @pytest.mark.parametrize(
     ("caching", "chunked", "budget"),
     [(True, True, 8), (False, True, 8), (True, False, 256)],
@@ -59,7 +46,7 @@ def test_tokens_and_states_of_hits(model, expected, caching, chunked, budget):
         enable_chunked_prefill=chunked,
         max_num_batched_tokens=budget,
     ) as llm:
-        states, watch = states_of(llm), SharedBlocksWatch(llm)
+        states, watch = record_states(llm), SharedBlocksWatch(llm)
         # Alone: a miss, then all but the last token, then the last block, then another tail
         for prompt in (one_more, one_more, whole, two_blocks + whole[:7]):
             generate(llm, [prompt], greedy(1))

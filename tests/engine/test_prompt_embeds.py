@@ -6,7 +6,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import engine, graphs, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
-from vllm_npu_prep.prompt_embeds import refuse_non_finite
+from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
 GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
 
@@ -45,7 +45,7 @@ def test_embeddings_give_the_tokens_that_their_ids_give(model, embedding, seed, 
     }
     with engine(model, **settings) as llm:
         expected = run(llm, as_ids)
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
         without = counts.total()
         assert mode == "eager" or not any("embeddings" in kind for kind in counts)
         for prompts in (mixed, as_embeds, mixed):

@@ -25,7 +25,6 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.vision import chat, make_image, serve
 from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
-from vllm_npu_prep import model_runner
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.kept_step import copy_step, enter_blocks
@@ -35,6 +34,7 @@ from vllm_npu_prep.inspect.replay import first_difference, replay_core, replay_o
 from vllm_npu_prep.inspect.upstream import UpstreamReplay
 from vllm_npu_prep.inspect.violation import StepCheckError
 from vllm_npu_prep.prep import batch, oracle
+from vllm_npu_prep.runner import model_runner
 
 
 def recording(folder: Path, steps: str, check: str = "cheap", **options) -> dict:
@@ -270,7 +270,7 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
         sample = runner._sample
 
         def fail(*args, **kwargs):
-            if (runner.last_step.seq_lens > 62).any():
+            if (runner.in_flight.step.seq_lens > 62).any():
                 raise RuntimeError("gone wrong")
             return sample(*args, **kwargs)
 

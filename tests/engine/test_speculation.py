@@ -119,7 +119,7 @@ def test_tokens_are_those_without_speculation(
         verified, ragged = count_verified(llm), count_ragged(llm)
         got = generate(llm, prompts, greedy(24))
         again = generate(llm, prompts, greedy(24))
-        counts = runner.step_counts.by_kind
+        counts = runner.padding.counts.by_kind
         sizes = runner.compilation_config.cudagraph_capture_sizes
         assert runner.use_async_scheduling == asynchronous
     print(dict(states), dict(verified), dict(counts), dict(preempted), dict(ragged))

@@ -51,10 +51,10 @@ def test_three_groups_never_read_outside_of_their_windows(model, mixed, mask, as
         **(graphs(mode, 1, 2, 4, 8, 16) if mode else {}),
     ) as llm:
         runner = runner_of(llm)
-        windows = [builder.sliding_window for _, builder, _ in runner._builders]
+        windows = [builder.sliding_window for _, builder, _ in runner.preparer.builders]
         poison, preempted, states = Poison(llm), count_preemptions(llm), count_states(llm)
         got = [generate(llm, prompts[:1], greedy(2)), generate(llm, prompts, greedy(24))]
-        counts = runner.step_counts.by_kind
+        counts = runner.padding.counts.by_kind
     assert got == [[expected[0][:2]], expected]
     assert windows == [WINDOW, WINDOW, None]
     print(dict(states), preempted, poison.null_blocks, poison.left_behind, poison.changed_hands)
@@ -74,7 +74,8 @@ def test_windows_in_one_group_with_full_attention(model, mixed):
     ) as llm:
         runner = runner_of(llm)
         assert len(runner.kv_cache_config.kv_cache_groups) == 1
-        assert [builder.sliding_window for _, builder, _ in runner._builders] == [WINDOW, None]
+        windows = [builder.sliding_window for _, builder, _ in runner.preparer.builders]
+        assert windows == [WINDOW, None]
         Poison(llm)
         assert generate(llm, prompts, greedy(24)) == expected
 

@@ -28,7 +28,7 @@ class CacheWatch:
         before = self._planes()
         result = self._forward(*args, **kwargs)
         after = self._planes()
-        step = self.runner.last_step
+        step = self.runner.in_flight.step
         own = set(step.slot_mapping[0].tolist())
         for plane, (old, new) in enumerate(zip(before, after)):
             written = set((old != new).any(1).nonzero().flatten().tolist())

@@ -4,17 +4,18 @@ from typing import Any
 
 import pytest
 
-from vllm_npu_prep.graph import capture, counts
+from vllm_npu_prep.graph import counts
+from vllm_npu_prep.runner import graphs
 
 
 def record_logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Messages of `graph.capture` and `graph.counts` from now on."""
+    """Messages of `runner.graphs` and `graph.counts` from now on."""
     lines: list[str] = []
 
     def record(text: str, *args: Any) -> None:
         lines.append(text % args)
 
-    for module in (capture, counts):
+    for module in (graphs, counts):
         for level in ("info", "warning"):
             monkeypatch.setattr(module.logger, level, record)
     return lines

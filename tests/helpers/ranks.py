@@ -152,13 +152,12 @@ class RankProbe:
 
         def prepare_inputs(*args: Any) -> Any:
             result = prepare(*args)
-            if runner.last_step.num_reqs:
-                self.probe_steps.append(_step_of(runner))
+            self.probe_steps.append(_step_of(runner))
             return result
 
         def determine(*args: Any, **kwargs: Any) -> Any:
             decided = decide(*args, **kwargs)
-            if runner._in_dummy_run:
+            if runner.dummy_run is not None:
                 self.probe_steps.append({"is_dummy": True})
             mode, descriptor, _, across, _ = decided
             self.probe_steps[-1] |= {
@@ -185,12 +184,12 @@ class RankProbe:
 
     def probe_counts(self) -> dict[str, int]:
         """How steps ran."""
-        return dict(self.model_runner.step_counts.by_kind)
+        return dict(self.model_runner.padding.counts.by_kind)
 
 
 def _step_of(runner: Any) -> dict[str, Any]:
     """A step as it lies on the device: what every array holds, by its name."""
-    step, arrays = runner.last_step, runner._staged.device
+    step, arrays = runner.in_flight.step, runner.in_flight.staged.device
     digests = {}
     for name, value in vars(arrays).items():
         tensors = value if isinstance(value, tuple) else (value,)

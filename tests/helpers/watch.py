@@ -14,8 +14,7 @@ def on_prepared(llm: Any, do: Callable[[Any], None]) -> None:
 
     def watched(*args: Any) -> Any:
         result = prepare_inputs(*args)
-        if runner.last_step.num_reqs:  # else a dummy run
-            do(runner.last_step)
+        do(runner.in_flight.step)
         return result
 
     runner._prepare_inputs = watched

@@ -73,7 +73,8 @@ class Poison:
         self.runner._model_forward = self._spoiled
 
     def _spoiled(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.runner.last_step.num_reqs:
+        in_flight = self.runner.in_flight
+        if in_flight is None or not in_flight.step.num_reqs:  # a dummy run
             return self._forward(*args, **kwargs)
         self._check_owners()
         regions = list(self._regions())
@@ -103,7 +104,7 @@ class Poison:
             yield cache, hidden[None, :, :, None, None].to(cache.device)
 
     def _visible_slots(self, group: int, spec: Any) -> list[int]:
-        step, size = self.runner.last_step, spec.block_size
+        step, size = self.runner.in_flight.step, spec.block_size
         windowed = isinstance(spec, SlidingWindowSpec)
         slots = []
         for row, req_id in enumerate(self.runner.input_batch.req_ids):

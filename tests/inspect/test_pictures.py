@@ -205,7 +205,7 @@ def test_marks_of_a_mask_are_at_the_middle_of_their_cells_at_even_steps(name):
 def test_a_stray_token_is_named_in_the_drawing_of_pages_and_pictures():
     view = view_of(small())
     without = len(np.array(Image.open(io.BytesIO(explain_png(view)))))
-    view.step.slot_mapping()[1] = 40  # as a record of something broken may have it
+    view.step.slot_mapping[0][1] = 40  # as a record of something broken may have it
     (line,) = [line for line in block_map(view, 0, [0, 1, 2]).lines if line.strays]
     assert (line.row, line.strays) == (
         1,

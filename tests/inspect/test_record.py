@@ -183,7 +183,7 @@ def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
     batch.tables.token_ids[row, first : first + 2] = 512
     step = prepare_step(batch, padding)
     start = int(step.query_start_loc[row])
-    step.input_ids[start : start + 2] = 0  # `vllm_npu_prep.prompt_embeds`
+    step.input_ids[start : start + 2] = 0  # `vllm_npu_prep.runner.prompt_embeds`
     record = through_a_file(record_of(step, rows_with_embeds=[row]), tmp_path)
     assert record.prepared["input_ids"][start : start + 2].tolist() == [0, 0]
     assert replay_core(record) is None and replay_oracle(record) is None

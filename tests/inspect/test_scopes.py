@@ -12,7 +12,6 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model, r
 from vllm_npu_prep.inspect import scopes
 
 PHASES = ["prepare_inputs", *scopes.PHASES]
-WRAPPED = ("_update_states", "_prepare_inputs", "_decide_padding", "_build_step_metadata")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,13 @@ def numbers(events: list[dict]) -> list[dict[str, int]]:
 
 
 def is_wrapped(runner) -> list[str]:
-    staging = [name for name in ("acquire", "submit") if name in vars(runner.staging)]
-    return [name for name in WRAPPED if name in vars(runner)] + staging
+    methods = {
+        runner: ("_update_states", "_prepare_inputs"),
+        runner.padding: ("decide",),
+        runner.preparer: ("build_metadata",),
+        runner.preparer.staging: ("acquire", "send"),
+    }
+    return [name for part, names in methods.items() for name in names if name in vars(part)]
 
 
 def test_a_profile_shows_the_phases_of_each_step(model, tmp_path):
@@ -61,12 +65,12 @@ def test_a_profile_shows_the_phases_of_each_step(model, tmp_path):
         assert is_wrapped(runner) == []
         llm.start_profile()
         assert len(is_wrapped(runner)) == 6
-        steps, nbytes = runner.staging.steps, []
-        submit = runner.staging.submit
-        runner.staging.submit = lambda size: (nbytes.append(size), submit(size))[1]
+        steps, nbytes = runner.preparer.staging.steps, []
+        submit = runner.preparer.staging.submit
+        runner.preparer.staging.submit = lambda size: (nbytes.append(size), submit(size))[1]
         assert generate(llm, prompts, greedy(4)) == before
-        runner.staging.submit = submit
-        steps = runner.staging.steps - steps
+        del runner.preparer.staging.submit
+        steps = runner.preparer.staging.steps - steps
         llm.stop_profile()
         assert is_wrapped(runner) == []
         assert generate(llm, prompts, greedy(4)) == before

@@ -89,7 +89,7 @@ def run(
         tokens = generate(llm, inputs[:1], greedy(4))
         tokens += generate(llm, inputs, greedy(12), loras)
         device = str(runner.device)
-        steps = dict(runner.step_counts.by_kind)
+        steps = dict(runner.padding.counts.by_kind)
     return {
         "tokens": tokens,
         "states": dict(states),

@@ -14,7 +14,7 @@ from tests.helpers.stepping import (
     scheduler_output,
     upstream_twin,
 )
-from vllm_npu_prep import model_runner
+from vllm_npu_prep.runner import model_runner
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def both(model, request):
 def runners(both):
     """Ours and upstream's, without requests."""
     yield both
+    both[0]._end_step()  # `prepare` and `bookkeep` are parts of one
     for runner in both:
         runner._update_states(scheduler_output({}, finished=set(runner.requests)))
         runner.input_batch.prev_sampled_token_ids = None
@@ -137,10 +138,70 @@ def test_the_padding_mask_came_with_the_step(model):
         runner._build_attention_metadata()
         mask = runner._prepare_padding_mask(3, 3)
         assert mask.tolist() == [False] * 3
-        assert mask.untyped_storage().data_ptr() == runner.staging.device_buffer.bytes.data_ptr()
+        buffer = runner.preparer.staging.device_buffer.bytes
+        assert mask.untyped_storage().data_ptr() == buffer.data_ptr()
         runner._dummy_run(4)
         assert runner._prepare_padding_mask(2, 4).tolist() == [False, False, True, True]
         assert runner._prepare_padding_mask(2, 4).data_ptr() == upstreams.data_ptr()
+
+
+def test_a_step_is_in_flight_until_its_tokens_are_sampled_or_it_fails(runners, monkeypatch):
+    """Whatever fails: nothing of a step is left for the next one."""
+    runner, _ = runners
+    nothing = scheduler_output({})
+
+    def fail(*args, **kwargs):
+        assert runner.in_flight.step.num_reqs == 1
+        raise RuntimeError("planted")
+
+    assert runner.in_flight is None
+    runner.execute_model(nothing)
+    assert runner.in_flight is None, "there was nothing to prepare"
+    output = scheduler_output({"a": 3}, new=[new_request("a", [2, 3, 4], [1])])
+    assert runner.execute_model(output) is None
+    assert runner.in_flight.step.input_ids.tolist() == [2, 3, 4]
+    with pytest.raises(RuntimeError, match=r"sample_tokens\(\) must be called"):
+        runner.execute_model(nothing)
+    assert runner.in_flight is not None, "another call does not end it"
+    runner.sample_tokens(None)
+    assert runner.in_flight is None
+
+    def run():
+        runner.execute_model(scheduler_output({"a": 1}, cached={"a": ([], 3, 1)}))
+        runner.sample_tokens(None)
+
+    for method in ("_preprocess", "_model_forward", "_sample"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, method, fail)
+            with pytest.raises(RuntimeError, match="planted"):
+                run()
+        assert runner.in_flight is None, method
+
+
+def test_a_dummy_run_leaves_nothing_in_flight(runners, monkeypatch):
+    runner, _ = runners
+    last_asked, seen = runner._prepare_padding_mask, []
+    prepare(runner, scheduler_output({"a": 2}, new=[new_request("a", [2, 3], [1])]))
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    def look(*args, **kwargs):
+        seen.append((runner.in_flight, runner.dummy_run))
+        assert len(runner.seq_lens) == runner.max_num_reqs, "upstream's own, of the largest size"
+        return last_asked(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "_prepare_padding_mask", look)
+    runner._dummy_run(4)
+    runner._dummy_run(4, force_attention=True)
+    (without, dummy_run), (prepared, _) = seen
+    assert without is None and not dummy_run.attends
+    assert prepared.step.num_reqs == 0 and prepared.step.num_input_tokens == 4
+    assert runner.in_flight is runner.dummy_run is None
+    monkeypatch.setattr(runner, "_prepare_padding_mask", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        runner._dummy_run(4, force_attention=True)
+    assert runner.in_flight is runner.dummy_run is None
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])

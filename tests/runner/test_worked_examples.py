@@ -29,7 +29,7 @@ def settings(scenario):
 
 def check(runner, prepared, scenario, expected):
     """Everything that the documents print, from the runner, its step and its metadata."""
-    step = runner.last_step
+    step = runner.in_flight.step
     for name in (
         "input_ids",
         "positions",

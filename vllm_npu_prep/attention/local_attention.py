@@ -75,11 +75,6 @@ class LocalBlockTables:
         The groups that need them.
     max_num_reqs
         Most virtual requests of a step.
-
-    Attributes
-    ----------
-    of_step
-        What was gathered last.
     """
 
     def __init__(
@@ -92,7 +87,6 @@ class LocalBlockTables:
             self._gathered = torch.zeros(
                 num_rows, local.blocks_per_chunk, dtype=torch.int32, device=entries.device
             )
-        self.of_step: dict[int, torch.Tensor] = {}
         self._chunks = device.native(entries.view(-1, local.blocks_per_chunk))
         self._device = device
 
@@ -112,5 +106,4 @@ class LocalBlockTables:
         device, table_rows = self._device, table_rows.view(-1)
         gathered = self._gathered[: len(table_rows)]
         device.gather(device.native(gathered), self._chunks, device.native(table_rows))
-        self.of_step = dict(zip(self.local.groups, gathered.chunk(len(self.local.groups))))
-        return self.of_step
+        return dict(zip(self.local.groups, gathered.chunk(len(self.local.groups))))

@@ -1,4 +1,4 @@
-"""The staging ring: pinned host buffers, one device buffer, and the one copy of a step."""
+"""The staging ring: pinned host buffers, the one device buffer, and the one copy of a step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Arrays
+from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.layout import StepArrays, StepLayout
 
 CACHED_LAYOUTS = 512
@@ -51,7 +52,7 @@ class StagedArrays:
 
     np: StepArrays
     cpu: DeviceArrays  # the same memory as `np`
-    device: DeviceArrays  # at the same addresses for every step of the layout
+    device: DeviceArrays  # views of the device buffer, at the same addresses in all such steps
 
 
 class StagingSlot:
@@ -78,11 +79,15 @@ class StagingRing:
         Size of the largest step, a multiple of 8.
     depth
         Buffers in the ring.
+    block_tables
+        int32, the device's block tables of all groups one after another, which `send` updates.
     pin_memory
         Whether host buffers are page-locked.
 
     Attributes
     ----------
+    device_buffer
+        What every step is copied to.
     steps, waits
         Steps that were staged, and how many of them found their buffer still in flight. Waiting is
         the exception.
@@ -90,26 +95,32 @@ class StagingRing:
         Index of the present step's buffer.
     """
 
-    def __init__(self, device: Device, nbytes: int, depth: int = 2, pin_memory: bool = False):
+    def __init__(
+        self,
+        device: Device,
+        nbytes: int,
+        depth: int = 2,
+        *,
+        block_tables: torch.Tensor | None = None,
+        pin_memory: bool = False,
+    ) -> None:
         self.device = device
         # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
         with torch.inference_mode(False):
             self.slots = [StagingSlot(nbytes, pin_memory) for _ in range(depth)]
-            self.device_buffer = TypedBuffer(
-                torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
-            )
-        self._device_buffer_int32 = device.native(self.device_buffer.int32)
-        self._device_buffer_int64 = device.native(self.device_buffer.int64)
-        self._copies = [
-            device.copy_to_device(self.device_buffer.bytes, s.host.bytes) for s in self.slots
-        ]
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
+        self.device_buffer = TypedBuffer(buffer)
+        self._int32 = device.native(self.device_buffer.int32)
+        self._int64 = device.native(self.device_buffer.int64)
+        self._block_tables = None if block_tables is None else device.native(block_tables)
+        self._copies = [device.copy_to_device(buffer, slot.host.bytes) for slot in self.slots]
         self._on_device: dict[StepLayout, DeviceArrays] = {}
         self.turn = 0
         self.steps = 0
         self.waits = 0
 
     def acquire(self, layout: StepLayout) -> StagedArrays:
-        """Take the next buffer; its arrays are free to be written until `submit` sends them."""
+        """Take the next buffer; its arrays are free to be written until `send` copies them."""
         self.steps += 1
         self.turn = self.steps % len(self.slots)
         slot = self.slots[self.turn]
@@ -126,37 +137,38 @@ class StagingRing:
             _keep(slot.staged, layout, staged)
         return staged
 
+    def send(self, step: PreparedStep, last_samples: torch.Tensor | None = None) -> None:
+        """Copy a step to the device, then scatter what has another place in every step.
+
+        Parameters
+        ----------
+        step
+            The step, prepared in the arrays of the last `acquire`.
+        last_samples
+            int32 ``[num_targets]``: the last step's samples while these are on the device only
+            (asynchronous scheduling), in the order of ``sampled_token_targets``.
+        """
+        self.submit(step.nbytes)
+        if last_samples is not None:
+            self._scatter_samples(step.layout, last_samples)
+        if step.num_block_changes:
+            self._scatter_block_changes(step)
+
     def submit(self, nbytes: int) -> None:
         """Copy the first `nbytes` of the buffer to the device: the one copy of a step."""
         self._copies[self.turn](nbytes)
         self.slots[self.turn].event = self.device.record_event()
 
-    def scatter_sampled_tokens(self, layout: StepLayout, sampled_token_ids: torch.Tensor) -> None:
-        """Scatter the last step's samples to their targets, which `submit` has sent.
+    def _scatter_samples(self, layout: StepLayout, last_samples: torch.Tensor) -> None:
+        """Samples go among the token ids and the drafts."""
+        targets, _, _ = layout.variable_part(len(last_samples), 0)
+        values = self.device.native(last_samples)
+        self.device.scatter(self._int32, self._int64[targets], values)
 
-        Parameters
-        ----------
-        sampled_token_ids
-            int32 ``[num_targets]`` on the device, in the order of the layout's variable part.
-        """
-        targets, _, _ = layout.variable_part(len(sampled_token_ids), 0)
-        values = self.device.native(sampled_token_ids)
-        self.device.scatter(self._device_buffer_int32, self._device_buffer_int64[targets], values)
-
-    def scatter_block_changes(
-        self, block_table_flat: Any, layout: StepLayout, num_targets: int, num_block_changes: int
-    ) -> None:
-        """Scatter the block-table entries that `submit` has sent.
-
-        Parameters
-        ----------
-        block_table_flat
-            int32, the device's block tables of all groups one after the other, native.
-        """
-        _, indices, ids = layout.variable_part(num_targets, num_block_changes)
-        self.device.scatter(
-            block_table_flat, self._device_buffer_int64[indices], self._device_buffer_int32[ids]
-        )
+    def _scatter_block_changes(self, step: PreparedStep) -> None:
+        """New entries go into the block tables of all groups."""
+        _, indices, ids = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
+        self.device.scatter(self._block_tables, self._int64[indices], self._int32[ids])
 
 
 def _keep(views: dict[StepLayout, Any], layout: StepLayout, made: object) -> None:

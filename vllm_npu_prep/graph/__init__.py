@@ -1,7 +1,7 @@
 """Graphs of a model's forward pass: captured and replayed on NPUs, checked on the CPU fallback.
 
 `wrapper` is what vLLM puts around the model and around its pieces; `npu` and `stand_in` are the two
-kinds of graph that it fills; `capture` goes through the sizes at start-up.
+kinds of graph that it fills. `vllm_npu_prep.runner.graphs` captures them at start-up.
 """
 
 import importlib

@@ -174,7 +174,7 @@ class NPUGraph:
         self.outputs: Any = None
 
     def capture(self, call: GraphCall) -> Any:
-        """Capture on the current stream, which `vllm_npu_prep.graph.capture` set."""
+        """Capture on the current stream, which `vllm_npu_prep.runner.graphs` set."""
         for metadata in call.attn_metadata.values():
             metadata.tasks = self.attention
         self.graph.capture_begin(pool=self.pool.memory_pool)

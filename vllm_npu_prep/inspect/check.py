@@ -52,7 +52,7 @@ class StepCheck:
         StepCheckError
             Names the rule, the request, the token, what was given and what is allowed.
         """
-        step = runner.last_step
+        step = runner.in_flight.step
         limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
         fault = find_fault(step, limits)
         if fault is not None:
@@ -78,7 +78,7 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
         return None
     vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
     # Groups of encoder-only layers come behind those that have tables.
-    block_sizes = runner._tables.block_sizes.tolist()
+    block_sizes = runner.preparer.tables.block_sizes.tolist()
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
     num_slots = [cache.num_blocks * spec.block_size for spec in specs]
     if level == "cheap":

@@ -61,8 +61,8 @@ class FullCheck(StepCheck):
 
     def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
         """Check everything about the step that a runner has just prepared."""
-        step, staged = runner.last_step, runner._staged
-        self._check_staging(runner.staging, step.nbytes)
+        step, staged = runner.in_flight.step, runner.in_flight.staged
+        self._check_staging(runner.preparer.staging, step.nbytes)
         super().verify(runner, scheduler_output)
         if not step.num_reqs:  # a dummy run, all of it padding
             return
@@ -75,7 +75,7 @@ class FullCheck(StepCheck):
         self.ledger.verify(step, req_ids, input_ids)
         self._check_oracle(runner, step, input_ids)
         self._check_device(step, staged)
-        self.check_layers(runner, step, runner._attn_metadata)
+        self.check_layers(runner, step, runner.in_flight.metadata)
 
     def _check_staging(self, staging: Any, nbytes: int) -> None:
         """What the last step sent is as it was sent; its copy may still be under way."""
@@ -129,7 +129,7 @@ class FullCheck(StepCheck):
                 mask="compressed",
                 chunked_prefill=tables.chunked_prefill,
                 speculation=runner.speculative_config is not None,
-                mrope_dims=runner.mrope_dims,
+                mrope_dims=runner.inputs.mrope_dims,
             )
             if tables.num_groups:
                 own = group_variables(step, group)
@@ -141,7 +141,7 @@ class FullCheck(StepCheck):
             for name in (*TOKEN_LEVEL, *REQUEST_LEVEL):
                 if name not in STEP_ARRAYS or not STEP_ARRAYS[name].sampled:
                     self._compare(step, name, getattr(step, name), expected[name])
-            if runner.mrope_dims:
+            if runner.inputs.mrope_dims:
                 for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
                     self._compare(step, "mrope_positions", given, row)
             if not step.batch.takes_embeds:
@@ -180,7 +180,7 @@ class FullCheck(StepCheck):
         if tables.num_groups:
             blocks = self.ledger.requests[req_id].blocks[group]
         mrope = {}
-        if runner.mrope_dims and state.mrope_positions is not None:
+        if runner.inputs.mrope_dims and state.mrope_positions is not None:
             mrope = {
                 "mrope_positions": state.mrope_positions.tolist(),
                 "mrope_position_delta": state.mrope_position_delta or 0,
@@ -284,9 +284,9 @@ class FullCheck(StepCheck):
             Names what differs from the step.
         """
         self._req_ids = runner.input_batch.req_ids
-        named = sorted(name for _, _, names in runner._builders for name in names)
+        named = sorted(name for _, _, names in runner.preparer.builders for name in names)
         expect("layers", sorted(seen), named)
-        for group, builder, layer_names in runner._builders:
+        for group, builder, layer_names in runner.preparer.builders:
             for metadata in {id(seen[name]): seen[name] for name in layer_names}.values():
                 where: dict[str, Any] = {"group": group}
                 expect("state of layers", metadata.attn_state.name, step.attn_state.name, **where)

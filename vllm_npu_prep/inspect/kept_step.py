@@ -243,7 +243,8 @@ class KeptStep:
     def _embedded(record: StepRecord, input_ids: np.ndarray) -> np.ndarray:
         """Tokens, bool ``[T]``, that a prompt gives as embeddings: the device got token 0 there.
 
-        The table has an id that is none (`vllm_npu_prep.prompt_embeds`), which nobody prepares.
+        The table has an id that is none there (`vllm_npu_prep.runner.prompt_embeds`), which nobody
+        prepares.
         """
         batch = record.batch
         reqs = np.repeat(np.arange(record.settings.num_reqs), batch.num_scheduled_tokens)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_npu_prep.config import Decisions, RecordConfig
+    from vllm_npu_prep.runner.preparer import Builders
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -283,22 +284,30 @@ class StepRecorder:
             signal.signal(signal.SIGUSR1, self._before)
 
 
-def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder | None:
+def make_recorder(
+    vllm_config: "VllmConfig",
+    tables: BatchTables,
+    builders: "Builders",
+    old: StepRecorder | None = None,
+) -> StepRecorder | None:
     """The recorder of a runner that has its KV cache; None unless one is configured.
 
     Parameters
     ----------
-    runner
-        `vllm_npu_prep.model_runner.NPUModelRunner`.
+    vllm_config
+        The engine's config.
+    tables
+        The runner's.
+    builders
+        Its metadata builders.
     old
-        The one that it had, which is closed.
+        The recorder that it had, which is closed.
     """
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
 
     if old is not None:
         old.close()
-    vllm_config = runner.vllm_config
     config = parse_config(vllm_config.additional_config).record
     if config is None:
         return None
@@ -310,12 +319,12 @@ def make_recorder(runner: Any, old: StepRecorder | None = None) -> StepRecorder 
             attention_chunk_size=builder.attention_chunk_size,
             causal=builder.causal,
         )
-        for group, builder, _ in runner._builders
+        for group, builder, _ in builders
     )
     suffix = f"-rank{rank_across_engines(parallel)}" if is_one_of_several(parallel) else ""
     return StepRecorder(
         config,
-        runner._tables,
+        tables,
         Recorded(
             tuple(groups), decisions.mask_form, KERNEL_FAMILIES[decisions.attention].mask_itemsize
         ),

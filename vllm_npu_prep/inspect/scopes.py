@@ -13,7 +13,7 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.padding import GraphMode
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.model_runner import NPUModelRunner
+    from vllm_npu_prep.runner.model_runner import NPUModelRunner
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "kernel", "copy", "metadata")
@@ -42,13 +42,13 @@ class StepScopes:
 
     def install(self) -> None:
         """Begin to watch."""
-        runner, staging = self.runner, self.runner.staging
+        runner, preparer = self.runner, self.runner.preparer
         self._wrap(runner, "_update_states", self._around("update_states"))
         self._wrap(runner, "_prepare_inputs", self._around_step)
-        self._wrap(runner, "_decide_padding", self._before("layout"))
-        self._wrap(staging, "acquire", self._before("kernel"))
-        self._wrap(staging, "submit", self._at("copy"))
-        self._wrap(runner, "_build_step_metadata", self._at("metadata"))
+        self._wrap(runner.padding, "decide", self._before("layout"))
+        self._wrap(preparer.staging, "acquire", self._before("kernel"))
+        self._wrap(preparer.staging, "send", self._at("copy"))
+        self._wrap(preparer, "build_metadata", self._at("metadata"))
 
     def remove(self) -> None:
         """Leave the runner as it was."""
@@ -87,8 +87,9 @@ class StepScopes:
             self._enter(PHASES[0])
             try:
                 prepared = prepare_inputs(*args, **kwargs)
-                assert self.runner.last_step is not None
-                self._next(_numbers(self.runner.last_step, self.runner.staging.waits))
+                in_flight = self.runner.in_flight
+                assert in_flight is not None
+                self._next(_numbers(in_flight.step, self.runner.preparer.staging.waits))
                 return prepared
             finally:
                 while len(self._open) > depth:
@@ -124,6 +125,8 @@ class StepScopes:
     # ----------------------------------------------------------------- scopes
 
     def _next(self, phase: str) -> None:
+        if not self._open:  # a dummy run, which is no step
+            return
         self._leave()
         self._enter(phase)
 

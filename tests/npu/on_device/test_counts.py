@@ -31,7 +31,7 @@ def test_a_step_is_one_copy_and_at_most_two_launches(model, async_scheduling, se
         counts = PreparationCounts(runner)
         states = record_states(llm)
         generate(llm, prompts, greedy(12))
-        waits = runner.staging.waits
+        waits = runner.preparer.staging.waits
     assert len(counts.steps) == len(states)
     assert set(states) >= {"DecodeOnly", "ChunkedPrefill", "PrefillNoCache"}
     decode_launches = set()

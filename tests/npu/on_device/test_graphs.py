@@ -35,7 +35,7 @@ def test_long_mixed_traffic_equals_eager(model, seed):
         model, **settings, dtype="float16", **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16, 32)
     ) as llm:
         got, same = traffic(llm, seed, STEPS, longest_prompt=140)
-        counts = runner_of(llm).step_counts.by_kind
+        counts = runner_of(llm).padding.counts.by_kind
         pools = [
             graph.graph.pool()
             for wrapper in list(GraphWrapper._all_instances)
@@ -59,7 +59,7 @@ def test_a_decode_graph_writes_no_live_block_however_many_requests_are_padding(m
         watch = CacheWatch(runner_of(llm))
         for count in range(1, 9):
             generate(llm, prompts[:count], greedy(3))
-        assert runner_of(llm).step_counts.by_kind["full graph"] >= 16
+        assert runner_of(llm).padding.counts.by_kind["full graph"] >= 16
     assert watch.padding_seen == set(range(8))
 
 

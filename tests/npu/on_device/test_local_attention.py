@@ -65,8 +65,8 @@ def test_tokens_and_what_a_step_asks_of_the_device(
         runner = runner_of(llm)
         counts, states = PreparationCounts(runner), record_states(llm)
         got = generate(llm, prompts, greedy(TOKENS))
-        kinds = set(runner.step_counts.by_kind)
-        waits = runner.staging.waits
+        kinds = set(runner.padding.counts.by_kind)
+        waits = runner.preparer.staging.waits
         assert runner.cache_config.block_size == 128
         assert str(runner.device) == "npu:0"
     check_best(model, prompts, got)

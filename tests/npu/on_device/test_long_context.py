@@ -27,7 +27,7 @@ def test_a_long_prompt_in_chunks(tmp_path, seed):
     ) as llm:
         runner = runner_of(llm)
         (tokens,) = generate(llm, [prompt], greedy(TOKENS))
-        (builder,) = (builder for _, builder, _ in runner._builders)
+        (builder,) = (builder for _, builder, _ in runner.preparer.builders)
         assert builder.decisions.mask_form is MaskForm.COMPRESSED
         assert not builder.masks._matrices
         # The last chunk alone, over the cached rest

@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
-from vllm_npu_prep.graph import capture
-from vllm_npu_prep.graph.runner import GraphRunner
+from vllm_npu_prep.runner import graphs
+from vllm_npu_prep.runner.model_runner import NPUModelRunner
 
 SIZES = [1, 64, 256, 512, 1024]
 
@@ -39,7 +39,7 @@ def test_sizes_that_memory_does_not_suffice_for_are_given_up(model, monkeypatch)
         runner = runner_of(llm)
         kept = runner.compilation_config.cudagraph_capture_sizes
         assert generate(llm, prompt, greedy(5)) == expected
-        assert runner.step_counts.by_kind["full graph"] > 0
+        assert runner.padding.counts.by_kind["full graph"] > 0
     assert any("Out of memory while capturing the graph of 1024" in line for line in lines)
     assert 8 in kept, "the largest decode"
     assert 1024 not in kept
@@ -48,21 +48,21 @@ def test_sizes_that_memory_does_not_suffice_for_are_given_up(model, monkeypatch)
 def test_graphs_are_part_of_the_memory_profile(model, monkeypatch):
     """Without a given size, the KV cache leaves them room."""
     estimates = []
-    profile = GraphRunner.profile_cudagraph_memory
+    profile = NPUModelRunner.profile_cudagraph_memory
 
     def recorded(runner):
         estimates.append(profile(runner))
         return estimates[-1]
 
-    monkeypatch.setattr(GraphRunner, "profile_cudagraph_memory", recorded)
+    monkeypatch.setattr(NPUModelRunner, "profile_cudagraph_memory", recorded)
     blocks = {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         sized = settings(mode, kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
         sized |= {"max_num_batched_tokens": 256}
         with engine(model, **sized) as llm:
             blocks[mode] = runner_of(llm).kv_cache_config.num_blocks
-            graphs = runner_of(llm).model if mode != "NONE" else None
-            assert graphs is None or len(graphs.concrete_cudagraph_entries) == 2  # 1 and 8 tokens
+            wrapper = runner_of(llm).model if mode != "NONE" else None
+            assert wrapper is None or len(wrapper.concrete_cudagraph_entries) == 2  # 1 and 8 tokens
     (estimate,) = estimates
     page = 2 * 128 * 2 * 16 * 2  # K and V of a block: tokens, heads, head size, bytes
     assert estimate > 0
@@ -72,13 +72,13 @@ def test_graphs_are_part_of_the_memory_profile(model, monkeypatch):
 def test_sizes_use_the_memory_of_the_largest(tmp_path, monkeypatch):
     """Graphs hold no tensor of their own: 16 sizes of up to 4 MiB a piece need no more than one."""
     captured = []
-    report = capture.table
+    report = graphs.table
 
     def recorded(rows, *args):
         captured.extend(rows)
         return report(rows, *args)
 
-    monkeypatch.setattr(capture, "table", recorded)
+    monkeypatch.setattr(graphs, "table", recorded)
     model = make_model(tmp_path / "model", num_hidden_layers=2, hidden_size=2048)
     sizes = list(range(32, 513, 32))
     config = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}

@@ -43,7 +43,7 @@ def test_images_and_videos_beside_text(vision_models, seed, name, attention, mod
         runner._execute_mm_encoder = counted_encode
         outputs = serve(llm, requests, greedy(12))
         assert str(runner.device) == "npu:0"
-        waits, kinds = runner.staging.waits, runner.step_counts.by_kind
+        waits, kinds = runner.preparer.staging.waits, runner.padding.counts.by_kind
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
     watched.check_positions(outputs, answers)
     assert watched.cut_items > 0

@@ -62,7 +62,7 @@ def test_embeddings_of_an_encoder(folder, attention, family, config, seed):
         counts = PreparationCounts(runner_of(llm))
         got = pooled(llm, prompts, "embed")
         assert str(runner_of(llm).device) == "npu:0"
-        waits = runner_of(llm).staging.waits
+        waits = runner_of(llm).preparer.staging.waits
     check_close(got, [normalized(rows[0]) for rows in hidden_states(model, prompts)], TOLERANCE)
     for step in counts.steps:  # one copy and nothing else: no cache, no block tables
         assert step.pop("h2d_copies") == 1

@@ -10,11 +10,11 @@ def test_a_profile_shows_the_phases_of_each_step(tmp_path):
     with engine(model, dtype="float16", profiler_config=profiler) as llm:
         runner, prompts = runner_of(llm), [[5, 6, 7], [8, 9, 10, 11]]
         before = generate(llm, prompts, greedy(3))
-        steps = runner.staging.steps
+        steps = runner.preparer.staging.steps
         llm.start_profile()
         assert generate(llm, prompts, greedy(3)) == before
         llm.stop_profile()
-        steps = runner.staging.steps - steps
+        steps = runner.preparer.staging.steps - steps
         assert is_wrapped(runner) == []
     events = recorded(tmp_path / "traces")
     check_phases(events, steps)

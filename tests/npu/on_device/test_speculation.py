@@ -61,7 +61,7 @@ def test_a_step_copies_once_and_reads_back_no_more_than_it_must(
 
         runner.execute_model, runner.sample_tokens = counted_execute_model, counted_sample_tokens
         generate(llm, prompts_of(seed, [5, 30, 9]), greedy(20))
-        started = runner.num_valid_tokens.started
+        started = runner.speculation.num_valid_tokens.started
     whole = [counts for counts in whole if "h2d_copies" in counts][: len(steps)]
     assert verified["rejected"] > 0 and verified["accepted"] + verified["partly"] > 0
     seen = 0

@@ -1,8 +1,9 @@
 """Prompts that come as embeddings: which tokens of a step are vectors, and how they get in."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import embedded_tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
@@ -56,6 +60,15 @@ def refuse_non_finite(prompt_embeds: torch.Tensor) -> None:
         f"`prompt_embeds` must be finite in the model's dtype: row {row} has NaN or an infinity",
         parameter="prompt_embeds",
     )
+
+
+def with_known_ids(scheduler_output: "SchedulerOutput", no_token: int) -> "SchedulerOutput":
+    """The scheduler's output with `without_unknown_ids` of each request that enters the batch."""
+    scheduler_output = copy.copy(scheduler_output)
+    scheduler_output.scheduled_new_reqs = [
+        without_unknown_ids(new, no_token) for new in scheduler_output.scheduled_new_reqs
+    ]
+    return scheduler_output
 
 
 @dataclass(frozen=True)

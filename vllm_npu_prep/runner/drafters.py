@@ -1,20 +1,17 @@
-"""Speculative decoding: drafters and counts that are exact on the host when a step is prepared.
+"""Drafters whose attention metadata has exact lengths on the host, in every pass.
 
-Attention kernels of NPUs take lengths from the host. Upstream counts every draft of the step before
-as accepted and corrects that on the device only. Here the number of tokens that verification kept
-travels to the host *before* the drafter runs, in one small copy, and is waited for where it is
-needed: in front of the second draft pass, or of the next step. The first draft pass needs none of
-it: tokens that were rejected stay in its batch behind those that count, which don't see them.
+The first draft pass needs no count of what was verified: tokens that were rejected stay in its
+batch after the accepted ones, which don't see them. Later passes wait for the counts
+(`vllm_npu_prep.runner.speculation`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -24,9 +21,8 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.utils import _eagle_prepare_next_token_padded, next_power_of_2
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_npu_prep.bookkeeping import BookkeepingRunner
-from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.drafting import (
@@ -36,18 +32,20 @@ from vllm_npu_prep.prep.drafting import (
 )
 from vllm_npu_prep.startup.asked import DRAFT_MODEL_METHODS
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
 
 class ExactLengths(SpecDecodeBaseProposer):
     """A drafter whose attention metadata has exact lengths on the host, in every pass.
 
-    ``num_valid_tokens`` is what the host learns of the step that is being verified.
+    Attributes
+    ----------
+    num_valid_tokens
+        What the host learns of the step that is being verified.
+    backup_of_step
+        Returns the step's ``backup_next_token_ids``: int32 ``[num_reqs_padded]`` on the device.
     """
 
     num_valid_tokens: ReadBack
-    runner: "SpeculativeRunner"
+    backup_of_step: Callable[[], torch.Tensor]
     _num_draft_tokens: Sequence[int] | None = None  # of the step; None: rejected ones are taken out
     _seq_lens: np.ndarray  # [num_reqs] int32, of the present pass
 
@@ -62,20 +60,20 @@ class ExactLengths(SpecDecodeBaseProposer):
 
         Tokens for requests without a sample came with the step. Upstream collects them here and
         copies them from pinned memory that it rewrites in the next step, whatever became of the
-        copy; and behind a chunk of a prompt it goes on from the prompt's last token, instead of the
+        copy; and after a chunk of a prompt it goes on from the prompt's last token, instead of the
         next.
         """
-        del requests, gpu_input_batch
+        del requests
         num_reqs, num_samples = sampled_token_ids.shape
         next_token_ids = torch.empty(num_reqs, dtype=torch.int32, device=sampled_token_ids.device)
         valid_counts = torch.empty_like(next_token_ids)
         _eagle_prepare_next_token_padded(
             sampled_token_ids,
             discard_request_mask,
-            self.runner.backup_next_token_ids,
+            self.backup_of_step(),
             next_token_ids,
             valid_counts,
-            self.runner.input_batch.vocab_size,
+            gpu_input_batch.vocab_size,
             num_samples,
             num_reqs,
             sampled_token_ids.stride(0),
@@ -126,7 +124,7 @@ class ExactLengths(SpecDecodeBaseProposer):
     ) -> torch.Tensor:
         """Slots and positions of the next pass, one token on.
 
-        Under M-RoPE a token behind an image rotates by less than its place in the sequence.
+        Under M-RoPE a token after an image rotates by less than its place in the sequence.
         Upstream takes its slot from that: the drafter would overwrite what it has cached before.
 
         Parameters
@@ -201,97 +199,44 @@ class ExactDraftModelProposer(ExactLengths, DraftModelProposer):
     """A model of its own as the drafter."""
 
 
-DRAFTERS: dict[Any, type[Any]] = {
-    method: ExactDraftModelProposer if method == "draft_model" else ExactEagleProposer
-    for method in DRAFT_MODEL_METHODS
-}
+def make_drafter(
+    vllm_config: VllmConfig,
+    device: torch.device,
+    num_valid_tokens: ReadBack,
+    backup_of_step: Callable[[], torch.Tensor],
+) -> Any:
+    """The engine's drafter, if that is a model; None for other methods, or without speculation.
+
+    Parameters
+    ----------
+    vllm_config, device
+        As upstream's drafters take them.
+    num_valid_tokens, backup_of_step
+        See `ExactLengths`.
+    """
+    config = vllm_config.speculative_config
+    if config is None or config.method not in DRAFT_MODEL_METHODS:
+        return None
+    is_model = config.method == "draft_model"
+    drafter = (ExactDraftModelProposer if is_model else ExactEagleProposer)(vllm_config, device)
+    drafter.num_valid_tokens = num_valid_tokens
+    drafter.backup_of_step = backup_of_step
+    return drafter
 
 
-class SpeculativeRunner(BookkeepingRunner):
-    """Upstream's runner with exact counts under speculation, asynchronous scheduling included."""
+def share_builders(drafter: ExactLengths, attn_groups: Sequence[AttentionGroup]) -> None:
+    """Let draft passes get their metadata where steps do: one builder for layers of one window.
 
-    prep_device: Device
-    # Upstream's other ones run no model and are not asked for what these have.
-    drafter: ExactEagleProposer | ExactDraftModelProposer
-    backup_next_token_ids: torch.Tensor  # [num_reqs_padded] int32, of the present step
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
-        method = vllm_config.speculative_config and vllm_config.speculative_config.method
-        self._runs_draft_model = method in DRAFTERS
-        if self._runs_draft_model:
-            self.drafter = DRAFTERS[method](vllm_config, device, self)
-            self.drafter.runner = self
-            self.num_valid_tokens = self.drafter.num_valid_tokens = ReadBack(
-                self.prep_device, self.max_num_reqs, is_pin_memory_available()
-            )
-
-    def _update_states(self, scheduler_output: "SchedulerOutput") -> None:
-        """Correct the scheduler's optimistic counts now, on the host; upstream does it later."""
-        correct_counts = super()._update_states(scheduler_output)
-        if not self.use_async_spec_decode:
-            return
-        if correct_counts is not None:
-            correct_counts()
-        # Tokens of requests whose sample is still on the device: those computed, and that one.
-        batch = self.input_batch
-        rows = np.flatnonzero(self.block_tables.previous_rows[: batch.num_reqs] >= 0)
-        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1
-
-    def _copy_valid_sampled_token_count(
-        self, next_token_ids: torch.Tensor, valid_sampled_tokens_count: torch.Tensor
-    ) -> None:
-        """The one copy to the host; a synchronous step with one draft pass needs none."""
-        if self.use_async_spec_decode or self.num_spec_tokens > 1:
-            self.num_valid_tokens.start(valid_sampled_tokens_count)
-        if self.use_async_spec_decode:
-            self.input_batch.prev_sampled_token_ids = next_token_ids.unsqueeze(1)
-
-    def _get_valid_sampled_token_count(self) -> list[int]:
-        """Tokens that the last step kept of each request in it."""
-        if self.input_batch.prev_sampled_token_ids is None:
-            return []
-        return self.num_valid_tokens.read().tolist()
-
-    def _copy_draft_token_ids_to_cpu(
-        self, scheduler_output: "SchedulerOutput", zeros_only: bool = False
-    ) -> None:
-        """Drafts are made: line up what the next step places among its tokens."""
-        super()._copy_draft_token_ids_to_cpu(scheduler_output, zeros_only)
-        if self.use_async_spec_decode:
-            assert isinstance(self._draft_token_ids, torch.Tensor)
-            drafts = self._draft_token_ids.to(torch.int32)
-            sampled = self.input_batch.prev_sampled_token_ids
-            assert sampled is not None
-            self._drafted_samples = torch.cat((sampled, drafts, drafts), 1).flatten()
-
-    def _last_samples(self) -> torch.Tensor:
-        """The last step's samples on the device, int32, as `StepLayout` orders their places."""
-        if self._num_sampled_drafts:
-            return self._drafted_samples
-        sampled = self.input_batch.prev_sampled_token_ids
-        assert sampled is not None
-        return sampled[:, 0].to(torch.int32)
-
-    @property
-    def _drafting_group(self) -> int:
-        """KV-cache group of the drafter's layers; the first one for drafters without a cache."""
-        return self.drafter.kv_cache_gid if self._runs_draft_model else 0
-
-    def _share_builders(self) -> None:
-        """Draft passes get their metadata where steps do: one builder for layers of one window."""
-        if self._runs_draft_model:
-            names = self.drafter._draft_attn_layer_names
-            self.drafter.draft_attn_groups = [
-                replace(group, layer_names=drafting)
-                for group in self.attn_groups[self._drafting_group]
-                if (drafting := [name for name in group.layer_names if name in names])
-            ]
-
-    @property
-    def _num_sampled_drafts(self) -> int:
-        """Drafts behind each sample that is still on the device."""
-        if not self.use_async_spec_decode or self._draft_token_ids is None:
-            return 0
-        assert isinstance(self._draft_token_ids, torch.Tensor)
-        return self._draft_token_ids.shape[1]
+    Parameters
+    ----------
+    drafter
+        The drafter.
+    attn_groups
+        Attention groups of the KV-cache group that its layers are in.
+    """
+    names = drafter._draft_attn_layer_names
+    drafter.draft_attn_groups = [
+        replace(group, layer_names=drafting)
+        for group in attn_groups
+        if (drafting := [name for name in group.layer_names if name in names])
+    ]

@@ -1,0 +1,102 @@
+"""Graphs at start-up and before a replay, without an engine."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+
+from tests.helpers.logs import record_logs
+from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.padding import GraphMode, full_padding
+from vllm_npu_prep.runner.graphs import Graphs
+
+MODES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+
+
+class Dispatcher:
+    """Upstream's, as far as captures ask it."""
+
+    cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.cudagraph_keys = sizes, {mode: {1} for mode in MODES}
+        self.initialized = None
+
+    def get_capture_descs(self):
+        return [(mode, [BatchDescriptor(size) for size in self.sizes]) for mode in MODES]
+
+    def initialize_cudagraph_keys(self, mode, decode_query_len):
+        self.initialized = mode, decode_query_len
+        self.cudagraph_mode = mode
+
+
+def graphs_of(sizes: list[int], **settings) -> Graphs:
+    compilation = SimpleNamespace(
+        cudagraph_capture_sizes=sizes[::-1], max_cudagraph_capture_size=sizes[0]
+    )
+    return Graphs(CPUDevice(), Dispatcher(sizes), compilation, **settings)
+
+
+def capture(graphs: Graphs, without_memory: set[int] = frozenset()) -> list[tuple[str, int]]:
+    """Capture all; what was captured."""
+    captured = []
+
+    def capture_one(desc, cudagraph_runtime_mode):
+        if desc.num_tokens in without_memory:
+            raise torch.OutOfMemoryError("out of memory")
+        captured.append((cudagraph_runtime_mode.name, desc.num_tokens))
+
+    assert graphs.capture(capture_one, contextlib.nullcontext) == 0  # bytes of a device
+    return captured
+
+
+def test_every_size_is_captured_for_each_kind_of_graph():
+    graphs = graphs_of([8, 4, 1])
+    assert capture(graphs) == [(mode.name, size) for mode in MODES for size in (8, 4, 1)]
+    assert graphs.captured() == (GraphMode.FULL_AND_PIECEWISE, 8)
+    assert graphs.dispatcher.initialized is None, "nothing was given up"
+
+
+def test_sizes_without_memory_are_given_up_for_all_kinds_but_not_the_largest_decode(monkeypatch):
+    lines = record_logs(monkeypatch)
+    graphs = graphs_of([16, 8, 6, 4, 2, 1], decode_query_len=2, largest_decode=4)
+    captured = capture(graphs, {8})
+    # 8 has no memory; 6 and 1 are every other one of 6, 2 and 1; 4 is spared
+    kept = [16, 4, 2]
+    assert captured == [(mode.name, size) for mode in MODES for size in kept]
+    assert graphs.compilation.cudagraph_capture_sizes == kept[::-1]
+    assert graphs.captured() == (GraphMode.FULL_AND_PIECEWISE, 16)
+    assert graphs.dispatcher.initialized == (CUDAGraphMode.FULL_AND_PIECEWISE, 2)
+    assert not any(graphs.dispatcher.cudagraph_keys.values())
+    assert any("Left out, too: 6, 1" in line for line in lines)
+
+
+def test_without_memory_for_any_graph_there_are_none():
+    graphs = graphs_of([2, 1])
+    assert capture(graphs, {1, 2}) == []
+    assert graphs.captured() == (GraphMode.NONE, 0)
+
+
+def test_attention_is_captured_with_the_longest_requests_and_chunks():
+    local = LocalGroups(4, 2, (0,))
+    whole, chunked = (SimpleNamespace(attention_chunk_size=size) for size in (None, 4))
+    padding = full_padding(4, 4, 1)
+    Graphs.set_capture_lengths({"a": whole, "b": chunked}, padding, 64, local)
+    assert whole.seq_lens_np.tolist() == [64] * 4
+    assert whole.query_start_loc_np.tolist() == [0, 1, 2, 3, 4]
+    assert set(chunked.seq_lens_np.tolist()) == {4}
+
+
+def test_new_weights_are_refused_under_graphs_and_beside_connectors():
+    graphs = graphs_of([2, 1])
+    with pytest.raises(PrepError, match="--enforce-eager"):
+        graphs.refuse_new_weights(has_connector=False)
+    graphs.dispatcher.cudagraph_mode = CUDAGraphMode.NONE
+    graphs.refuse_new_weights(has_connector=False)
+    with pytest.raises(PrepError, match="KV connector"):
+        graphs.refuse_new_weights(has_connector=True)

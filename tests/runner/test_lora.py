@@ -1,0 +1,63 @@
+"""Adapters of a step, told to vLLM's manager."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.lora.request import LoRARequest
+
+from vllm_npu_prep.runner import lora
+from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
+
+
+def batch_of(lora_ids: list[int], adapters: dict[int, LoRARequest]) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_reqs=len(lora_ids),
+        request_lora_mapping=np.array([*lora_ids, 99]),  # rows past the last request are undefined
+        lora_id_to_lora_request=adapters,
+    )
+
+
+def test_tokens_and_samples_get_the_adapter_of_their_request():
+    told = []
+    manager = SimpleNamespace(set_active_adapters=lambda *args: told.append(args))
+    adapter = LoRARequest("one", 5, "/path", load_inplace=True)
+    batch = batch_of([5, 0], {5: adapter})
+    activate_adapters(manager, batch, np.array([2, 3]), np.array([1, 2]))
+    activate_adapters(manager, batch, np.array([2, 3]))
+    (first, mapping), (second, without) = told
+    assert mapping.index_mapping.tolist() == [5, 5, 0, 0, 0]
+    assert mapping.prompt_mapping.tolist() == [5, 0, 0]
+    assert without.prompt_mapping.tolist() == [5, 0]
+    assert [each.load_inplace for adapters in (first, second) for each in adapters] == [True, False]
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    """Whose rows of logits are being computed."""
+    whose = []
+
+    @contextlib.contextmanager
+    def logits_of(manager, batch, req_id):
+        whose.append(req_id)
+        yield
+        whose.pop()
+
+    monkeypatch.setattr(lora, "logits_of", logits_of)
+    return whose
+
+
+def test_prompts_are_scored_one_at_a_time_until_they_are_done(logits):
+    wanted = {"a": 1, "b": 2, "c": 3}
+
+    def score(some):
+        assert list(some) == logits
+        (req_id,) = some
+        if req_id == "b":
+            del some["b"]  # its prompt is done
+        return {req_id: "scores"}
+
+    result = score_prompts(None, None, wanted, {"a": 4, "b": 4}, score)
+    assert result == {"a": "scores", "b": "scores"}
+    assert wanted == {"a": 1, "c": 3}

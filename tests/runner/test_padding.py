@@ -1,0 +1,115 @@
+"""Padding is decided once for each set of counts, by whoever is asked for graphs."""
+
+import numpy as np
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+
+from vllm_npu_prep.graph.counts import EAGER
+from vllm_npu_prep.prep.batch import StepBatch
+from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padding
+from vllm_npu_prep.runner.padding import StepPadding
+from vllm_npu_prep.runner.step import DummyRun
+
+FULL = (CUDAGraphMode.FULL, BatchDescriptor(8, num_reqs=8, uniform=True))
+MIXED = (CUDAGraphMode.FULL, BatchDescriptor(8, num_reqs=3))
+PIECEWISE = (CUDAGraphMode.PIECEWISE, BatchDescriptor(16))
+NONE = (CUDAGraphMode.NONE, BatchDescriptor(5))
+
+
+class Dispatcher:
+    """Gives one answer, and notes what it was asked."""
+
+    def __init__(self, answer=FULL) -> None:
+        self.answer, self.asked = answer, []
+
+    def __call__(self, batch, max_query_len, num_encoder_reqs):
+        self.asked.append((batch.num_reqs, max_query_len, num_encoder_reqs, batch.takes_embeds))
+        return (*self.answer, False, None, None)
+
+
+def batch(*num_scheduled_tokens: int, takes_embeds: bool = False) -> StepBatch:
+    counts = np.array(num_scheduled_tokens, np.int32)
+    tables = None  # which decides nothing
+    drafts = np.zeros_like(counts)
+    return StepBatch(tables, counts, drafts, int(counts.sum()), takes_embeds=takes_embeds)
+
+
+def padding_by(dispatcher: Dispatcher, **settings) -> StepPadding:
+    return StepPadding(dispatcher, lambda: (GraphMode.FULL_AND_PIECEWISE, 16), **settings)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "kind"),
+    [
+        (FULL, full_padding(8, 8, 1), "full graph"),
+        (MIXED, full_padding(8, 3, 0), "full graph"),
+        (PIECEWISE, Padding(16, 5, mode=GraphMode.PIECEWISE), "piecewise graphs"),
+        (NONE, no_padding(5, 5), EAGER + "no graph was captured for such a batch"),
+    ],
+)
+def test_the_dispatchers_answer_becomes_padding_and_is_handed_on(answer, expected, kind):
+    padding = padding_by(Dispatcher(answer))
+    decision = padding.decide(batch(1, 1, 1, 1, 1), 0, 0)
+    assert decision.padding == expected
+    assert decision.dispatched[:2] == answer
+    assert decision.kind == kind
+    assert padding.counts.by_kind == {kind: 1}
+    assert padding.counts.last == kind
+
+
+def test_the_dispatcher_is_asked_once_for_the_same_counts():
+    dispatcher = Dispatcher()
+    padding = padding_by(dispatcher)
+    first = padding.decide(batch(1, 1, 1), 0, 0)
+    assert padding.decide(batch(1, 1, 1), 0, 0) is first
+    assert dispatcher.asked == [(3, 1, 0, False)]
+    others = [
+        (batch(1, 1), 0, 0),  # requests
+        (batch(1, 2), 0, 0),  # tokens, and the longest query
+        (batch(2, 2), 0, 0),
+        (batch(1, 3), 0, 0),  # as many tokens and requests, another longest query
+        (batch(1, 1, 1), 1, 0),  # an image
+        (batch(1, 1, 1), 0, 1),  # an adapter
+        (batch(1, 1, 1, takes_embeds=True), 0, 0),
+    ]
+    for other in others:
+        padding.decide(*other)
+    assert len(dispatcher.asked) == 1 + len(others)
+    assert padding.counts.by_kind["full graph"] == 2 + len(others)
+
+
+def test_ranks_that_have_to_agree_are_asked_in_every_step():
+    dispatcher = Dispatcher()
+    padding = padding_by(dispatcher, depends_on_counts_only=False)
+    for _ in range(3):
+        padding.decide(batch(1, 1), 0, 0)
+    assert len(dispatcher.asked) == 3
+
+
+def test_sizes_that_changed_are_asked_for_again():
+    dispatcher = Dispatcher(PIECEWISE)
+    padding = padding_by(dispatcher)
+    padding.decide(batch(1, 1), 0, 0)
+    dispatcher.answer = NONE
+    padding.forget()
+    assert padding.decide(batch(1, 1), 0, 0).padding.mode is GraphMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("dummy_run", "answer", "uniform_decode", "expected"),
+    [
+        (DummyRun(False, False), NONE, False, None),
+        (DummyRun(False, False), PIECEWISE, False, Padding(16, 1, mode=GraphMode.PIECEWISE)),
+        (DummyRun(False, True), FULL, True, full_padding(8, 8, 3)),
+        (DummyRun(True, False), NONE, True, full_padding(6, 2, 3)),
+        (DummyRun(True, False), NONE, False, full_padding(6, 2, 0)),
+    ],
+    ids=["stays upstream's", "pieces", "full graph", "warm-up of decodes", "warm-up"],
+)
+def test_a_dummy_run_becomes_a_step_if_a_graph_is_involved(
+    dummy_run, answer, uniform_decode, expected
+):
+    padding = padding_by(Dispatcher(), decode_query_len=3)
+    assert padding.of_dummy_run(dummy_run, answer, 6, 2, uniform_decode) == expected
+    assert not padding.counts.by_kind, "dummy runs are no steps"

@@ -1,0 +1,118 @@
+"""What is still on the device after a step, and what the sampler verifies."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.batches import step_batch
+from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.device.staging import StagingRing
+from vllm_npu_prep.prep.batch import prepare_step
+from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.oracle import OracleRequest
+from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.runner.speculation import NO_SAMPLES, Speculation
+
+
+def speculation(**settings) -> Speculation:
+    return Speculation(CPUDevice(), 4, **settings)
+
+
+def test_without_samples_on_the_device_nothing_is_scattered():
+    part = speculation(num_spec_tokens=2, asynchronous=True)
+    assert part.last_samples(None, torch.ones(2, 2)) is NO_SAMPLES
+
+
+def test_samples_without_drafts_are_one_for_each_row():
+    sampled = torch.tensor([[7], [8]])
+    found = speculation(asynchronous=True).last_samples(sampled, None)
+    assert found.token_ids.tolist() == [7, 8]
+    assert found.token_ids.dtype == torch.int32
+    assert (found.num_rows, found.num_drafts) == (2, 0)
+
+
+def test_drafts_follow_their_sample_twice_for_ids_and_for_verification():
+    part = speculation(num_spec_tokens=2, asynchronous=True)
+    sampled = torch.tensor([[7], [8]], dtype=torch.int32)
+    drafts = torch.tensor([[1, 2], [3, 4]])
+    part.keep_samples(sampled, drafts)
+    found = part.last_samples(sampled, drafts)
+    assert found.token_ids.tolist() == [7, 1, 2, 1, 2, 8, 3, 4, 3, 4]
+    assert (found.num_rows, found.num_drafts) == (2, 2)
+
+
+def test_drafts_that_the_host_knows_are_not_scattered():
+    """Synchronous: they come with the scheduler's output."""
+    found = speculation(num_spec_tokens=2).last_samples(torch.tensor([[7]]), [[1, 2]])
+    assert found.num_drafts == 0
+
+
+def test_drafts_are_counted_by_row():
+    counts = speculation().num_draft_tokens({"b": [5, 6]}, {"a": 0, "b": 1, "c": 2}, 3)
+    assert counts.tolist() == [0, 2, 0]
+    assert counts.dtype == np.int32
+
+
+def test_requests_with_a_sample_on_the_device_have_one_token_more_than_computed():
+    batch = SimpleNamespace(
+        num_reqs=3,
+        num_tokens_no_spec=np.array([9, 9, 9], np.int32),
+        num_computed_tokens_cpu=np.array([4, 5, 6], np.int32),
+    )
+    speculation().set_known_tokens(batch, np.array([2, -1, 0, 1]))
+    assert batch.num_tokens_no_spec.tolist() == [5, 9, 7]
+
+
+@pytest.mark.parametrize(
+    ("num_spec_tokens", "asynchronous", "copies"),
+    [(1, False, 0), (2, False, 1), (1, True, 1)],
+)
+def test_kept_tokens_travel_to_the_host_only_if_something_waits_for_them(
+    num_spec_tokens, asynchronous, copies
+):
+    part = speculation(num_spec_tokens=num_spec_tokens, asynchronous=asynchronous)
+    part.count_kept_tokens(torch.tensor([2, 1], dtype=torch.int32))
+    assert part.num_valid_tokens.started == copies
+    if copies:
+        assert part.num_valid_tokens.read().tolist() == [2, 1]
+
+
+def prepared(num_drafts: int):
+    """A decode with drafts, and one without."""
+    requests = [
+        OracleRequest(
+            num_computed_tokens=2,
+            num_scheduled_tokens=1 + drafts,
+            num_prompt_tokens=2,
+            token_ids=[5, 6, 7],
+            block_ids=[1, 2],
+            num_draft_tokens=drafts,
+            draft_token_ids=[8] * drafts,
+        )
+        for drafts in (num_drafts, 0)
+    ]
+    batch = step_batch(requests, block_size=4, max_model_len=16)
+    padding = no_padding(batch.total_num_scheduled_tokens, 2)
+    layout = step_layout(padding.num_input_tokens, 2, 1, 1 + num_drafts)
+    staged = StagingRing(CPUDevice(), layout.nbytes()).acquire(layout)
+    step = prepare_step(batch, padding, layout, staged.np)
+    return step, staged.cpu
+
+
+def test_the_sampler_gets_the_last_token_of_each_request():
+    logits_indices, metadata, most = speculation().sampling_inputs(*prepared(0))
+    assert (logits_indices.tolist(), metadata, most) == ([0, 1], None, 1)
+
+
+def test_the_sampler_gets_what_verifies_drafts():
+    logits_indices, metadata, most = speculation(num_spec_tokens=2).sampling_inputs(*prepared(2))
+    assert logits_indices.tolist() == [0, 1, 2, 3]
+    assert most == 3
+    assert metadata.num_draft_tokens == [2, 0]
+    assert metadata.draft_token_ids.tolist() == [8, 8]
+    assert metadata.target_logits_indices.tolist() == [0, 1]
+    assert metadata.bonus_logits_indices.tolist() == [2, 3]
+    assert metadata.cu_num_draft_tokens.tolist() == [2, 2]
+    assert metadata.cu_num_sampled_tokens.tolist() == [3, 4]

@@ -1,0 +1,307 @@
+"""Graphs: captured at start-up, with fewer sizes where memory ends; checked before each replay."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+from vllm.logger import init_logger
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph.stand_in import check_padding
+from vllm_npu_prep.graph.wrapper import GraphWrapper
+from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
+from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
+from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.runner.preparer import Preparer
+from vllm_npu_prep.runner.step import StepInFlight
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+
+class Captured(NamedTuple):
+    """One line of the start-up table."""
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    seconds: float
+    nbytes: int
+
+
+class CaptureOne(Protocol):
+    """Warms up and captures one graph; the runner's own method."""
+
+    def __call__(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> object:
+        """Run it as often as it takes."""
+
+
+class Graphs:
+    """The engine's graphs.
+
+    Parameters
+    ----------
+    device
+        Where they run.
+    dispatcher
+        Upstream's, which knows the sizes.
+    compilation
+        Upstream's config, which knows them, too.
+    decode_query_len
+        Tokens of a decode: one and its drafts.
+    largest_decode
+        Tokens of the largest decode, whose size is given up last.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        dispatcher: CudagraphDispatcher,
+        compilation: CompilationConfig,
+        *,
+        decode_query_len: int = 1,
+        largest_decode: int = 1,
+    ) -> None:
+        self.device = device
+        self.dispatcher = dispatcher
+        self.compilation = compilation
+        self.decode_query_len, self.largest_decode = decode_query_len, largest_decode
+
+    def captured(self) -> tuple[GraphMode, int]:
+        """The engine's graph mode, and its largest capture size in tokens."""
+        mode = GraphMode(self.dispatcher.cudagraph_mode.name)
+        return mode, self.compilation.max_cudagraph_capture_size or 0
+
+    # ----------------------------------------------------------------- start-up
+
+    def capture(
+        self,
+        capture_one: CaptureOne,
+        without_collection: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> int:
+        """Capture a graph for every descriptor of the dispatcher, the largest first.
+
+        A size for which memory does not suffice is given up for all kinds of graph, and so is every
+        other one of those that are left, but for the largest decode.
+
+        Parameters
+        ----------
+        capture_one
+            Captures one.
+        without_collection
+            Context without garbage collection, which breaks a capture. The CPU fallback captures
+            nothing, and doesn't enter it.
+
+        Returns
+        -------
+        int
+            Bytes of the device that the graphs took.
+        """
+        captured: list[Captured] = []
+        given_up: set[int] = set()
+        set_cudagraph_capturing_enabled(True)
+        all_descriptors = self.dispatcher.get_capture_descs()
+        num_all = sum(len(descriptors) for _, descriptors in all_descriptors)
+        on_host = self.device.computes_on_host
+
+        def status() -> str:
+            return f"{len(captured)} of {num_all}"
+
+        try:
+            with (
+                self.device.capturing(),
+                contextlib.nullcontext() if on_host else without_collection(),
+                waiting("Capturing graphs", logger.info, status),
+            ):
+                for mode, descriptors in all_descriptors:
+                    for index, descriptor in enumerate(descriptors):
+                        if descriptor.num_tokens in given_up:
+                            continue
+                        try:
+                            captured.append(self._capture(capture_one, mode, descriptor))
+                        except torch.OutOfMemoryError as error:
+                            given_up.add(descriptor.num_tokens)
+                            smaller = dict.fromkeys(d.num_tokens for d in descriptors[index + 1 :])
+                            spared = given_up | {self.largest_decode}
+                            left = [size for size in smaller if size not in spared][::2]
+                            given_up |= {*left}
+                            _log_out_of_memory(descriptor.num_tokens, left, error)
+        finally:
+            set_cudagraph_capturing_enabled(False)
+            for wrapper in GraphWrapper._all_instances:
+                if isinstance(wrapper, GraphWrapper):
+                    wrapper.close_pools()
+        if given_up:
+            self._forget_sizes(given_up)
+            captured = [each for each in captured if each.descriptor.num_tokens not in given_up]
+        logger.info("vllm_npu_prep graphs:\n%s", table(captured, on_host))
+        return sum(each.nbytes for each in captured)
+
+    def _capture(
+        self, capture_one: CaptureOne, mode: CUDAGraphMode, descriptor: BatchDescriptor
+    ) -> Captured:
+        free, _ = self.device.memory_info()
+        start = time.perf_counter()
+        capture_one(descriptor, cudagraph_runtime_mode=mode)
+        self.device.synchronize()
+        seconds = time.perf_counter() - start
+        # What a first run had cached is given back in between: never less than nothing.
+        taken = max(0, free - self.device.memory_info()[0])
+        return Captured(mode, descriptor, seconds, 0 if self.device.computes_on_host else taken)
+
+    def _forget_sizes(self, sizes: set[int]) -> None:
+        """Let the dispatcher pad to the sizes that were captured for every kind of graph."""
+        compilation, dispatcher = self.compilation, self.dispatcher
+        kept = [size for size in compilation.cudagraph_capture_sizes if size not in sizes]
+        compilation.cudagraph_capture_sizes = kept
+        compilation.max_cudagraph_capture_size = max(kept, default=0)
+        mode = dispatcher.cudagraph_mode if kept else CUDAGraphMode.NONE
+        for keys in dispatcher.cudagraph_keys.values():
+            keys.clear()
+        for wrapper in GraphWrapper._all_instances:
+            graphs = wrapper.concrete_cudagraph_entries
+            for descriptor in [each for each in graphs if each.num_tokens in sizes]:
+                del graphs[descriptor]
+        dispatcher.initialize_cudagraph_keys(mode, self.decode_query_len)
+        logger.warning("Graphs remain for %s tokens.", ", ".join(map(str, kept)) or "no number of")
+
+    # ----------------------------------------------------------------- steps
+
+    @staticmethod
+    def set_capture_lengths(
+        metadata: Mapping[str, AscendMetadata],
+        padding: Padding,
+        max_model_len: int,
+        local: LocalGroups | None,
+    ) -> None:
+        """Give attention the longest lengths, to be captured with, in a full graph.
+
+        Parameters
+        ----------
+        metadata
+            By layer; its lists on the host are replaced.
+        padding
+            Of the graph.
+        max_model_len
+            In tokens.
+        local
+            Groups with chunked local attention.
+        """
+        by_chunks: dict[int | None, Any] = {None: capture_lengths(padding, max_model_len)}
+        if local is not None:
+            by_chunks[local.attention_chunk_size] = local_capture_lengths(padding, local)
+        for each in metadata.values():
+            lengths = by_chunks[each.attention_chunk_size]
+            each.query_start_loc_np, each.seq_lens_np = lengths
+
+    def check_padding(self, in_flight: StepInFlight, preparer: Preparer) -> None:
+        """On the CPU fallback, check what a graph is about to read past the step.
+
+        Parameters
+        ----------
+        in_flight
+            The step.
+        preparer
+            Has the block tables.
+
+        Raises
+        ------
+        GraphSafetyError
+            Names the array, the place, the value and the rule.
+        """
+        step = in_flight.step
+        if self.device.computes_on_host and step.padding.mode is not GraphMode.NONE:
+            tables = preparer.block_tables.device_rows(step.padding.num_reqs_padded)
+            local_tables: dict[int, Any] = {
+                group: in_flight.metadata[layer_names[0]].block_tables
+                for group, builder, layer_names in preparer.builders
+                if builder.attention_chunk_size is not None
+            }
+            check_padding(step, in_flight.staged, tables, local_tables)
+
+    def refuse_new_weights(self, has_connector: bool) -> None:
+        """Refuse new weights: graphs read them where they lay at capture.
+
+        Parameters
+        ----------
+        has_connector
+            Whether the engine has a KV connector.
+
+        Raises
+        ------
+        PrepError
+            Unless the engine runs eagerly, and has no KV connector: what that has stored was
+            computed with the old weights.
+        """
+        if has_connector:
+            raise PrepError(
+                "new weights are not supported beside a KV connector, which would go on to load "
+                "what the old ones computed: start another engine with an empty folder"
+            )
+        if self.dispatcher.cudagraph_mode != CUDAGraphMode.NONE:
+            raise PrepError(
+                "new weights are not supported under captured graphs, which read them where they "
+                "lay: start with --enforce-eager"
+            )
+
+
+def _log_out_of_memory(num_tokens: int, left: list[int], error: Exception) -> None:
+    logger.warning(
+        "Out of memory while capturing the graph of %d tokens (%s). Left out, too: %s. Lower "
+        "--gpu-memory-utilization or give fewer cudagraph_capture_sizes.",
+        num_tokens,
+        str(error).partition("\n")[0],
+        ", ".join(map(str, left)) or "nothing",
+    )
+
+
+def table(captured: list[Captured], computes_on_host: bool) -> str:
+    """The start-up table: capture time and memory of each size, and their sums.
+
+    Parameters
+    ----------
+    captured
+        In the order of capture.
+    computes_on_host
+        Memory of graphs is the device's: nothing is known of it where there is none.
+    """
+    modes = list(dict.fromkeys(each.mode for each in captured))
+    cells = {(each.mode, _size(each.descriptor)): each for each in captured}
+    sizes = sorted({size for _, size in cells}, reverse=True)
+
+    def columns(texts: list[str]) -> str:
+        return "".join(f"{text:>26}" for text in texts)
+
+    def cell(each: Captured | None) -> str:
+        if each is None:
+            return "-"
+        memory = "" if computes_on_host else f"{each.nbytes / (1 << 20):>9.1f} MiB"
+        return f"{each.seconds:>9.2f} s{memory}"
+
+    lines = [f"  {'tokens':<20}{columns([mode.name for mode in modes])}"]
+    lines += [
+        f"  {size[1]:<20}{columns([cell(cells.get((m, size))) for m in modes])}" for size in sizes
+    ]
+    sums = [
+        Captured(
+            mode,
+            captured[0].descriptor,
+            sum(each.seconds for each in captured if each.mode == mode),
+            sum(each.nbytes for each in captured if each.mode == mode),
+        )
+        for mode in modes
+    ]
+    lines.append(f"  {f'all {len(sizes)} sizes':<20}{columns([cell(each) for each in sums])}")
+    return "\n".join(lines)
+
+
+def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
+    """What a line of the table is sorted and called by."""
+    adapters = ", LoRA" if descriptor.has_lora else ""
+    return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

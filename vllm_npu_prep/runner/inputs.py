@@ -1,0 +1,283 @@
+"""What the model reads of a step: token ids or embeddings, and its positions.
+
+Which of the two is one rule, in `vllm_npu_prep.prep.embeds`. Graphs read token ids only: a step
+with ``inputs_embeds`` runs eagerly, outside of what was compiled.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.utils import set_mm_embedding_modality
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
+from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders, takes_embeds
+from vllm_npu_prep.prep.mrope import MropeTables
+from vllm_npu_prep.runner.prompt_embeds import PromptEmbeds
+from vllm_npu_prep.wording import counted
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+
+@dataclass(frozen=True)
+class PlaceholderRun:
+    """Neighbouring tokens of one image or video: its rows of the encoder's output, in order."""
+
+    feature: MultiModalFeatureSpec
+    start: int  # first position in the prompt
+    end: int  # past the last one
+    first_row: int  # of the encoder's output
+    is_last: bool  # the item's last run
+
+    @classmethod
+    def of_feature(cls, feature: MultiModalFeatureSpec) -> "list[PlaceholderRun]":
+        """Runs of one item; an item has several where tokens of text lie between its rows."""
+        runs: list[PlaceholderRun] = []
+        row, ranges = 0, feature.mm_position.extract_embeds_range()
+        for start, last in ranges:
+            runs.append(cls(feature, start, last + 1, row, (start, last) == ranges[-1]))
+            row += last + 1 - start
+        return runs
+
+
+@dataclass(frozen=True)
+class RequestInputs:
+    """What a request brings beside its token ids, worked out when it enters the batch."""
+
+    runs: list[PlaceholderRun]
+    mrope_positions: np.ndarray | None  # [num_dims, num_prompt_tokens] int64; None: they count up
+    mrope_position_delta: int
+
+    @classmethod
+    def of_request(cls, request: CachedRequestState) -> "RequestInputs":
+        """Of a request as upstream keeps it."""
+        runs = [
+            run for feature in request.mm_features for run in PlaceholderRun.of_feature(feature)
+        ]
+        delta = request.mrope_position_delta or 0
+        if request.mrope_positions is None or not (request.mm_features or delta):
+            return cls(runs, None, delta)
+        return cls(runs, request.mrope_positions.numpy(), delta)
+
+
+@dataclass
+class EncoderCounts:
+    """What the encoder was asked for."""
+
+    encoded: int = 0  # images and videos that it has seen
+    placed: int = 0  # items of requests whose tokens got its output; equal ones share it
+
+
+class ModelInputs:
+    """What requests bring beside token ids: M-RoPE positions, images and videos, embeddings.
+
+    Parameters
+    ----------
+    max_num_reqs
+        Of a step.
+    mrope_dims
+        Dimensions of M-RoPE positions; 0 for a model without them.
+    takes_items
+        Whether the model takes images or videos.
+    dtype
+        Of embeddings.
+    encoder_cache
+        Outputs of the encoder by identifier, ``[rows, hidden_size]`` on the device; upstream fills
+        and empties it.
+
+    Attributes
+    ----------
+    mrope_tables
+        Positions of the batch's prompts; None without M-RoPE.
+    follows_rows
+        Whether requests of this model can bring anything that `follow_rows` lines up.
+    counts
+        What the encoder was asked for.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        *,
+        mrope_dims: int = 0,
+        takes_items: bool = False,
+        dtype: torch.dtype = torch.float32,
+        encoder_cache: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.mrope_dims, self.dtype = mrope_dims, dtype
+        self.mrope_tables = MropeTables(mrope_dims, max_num_reqs) if mrope_dims else None
+        self.counts = EncoderCounts()
+        self.follows_rows = takes_items or mrope_dims > 0
+        self._encoder_cache = {} if encoder_cache is None else encoder_cache
+        self._placeholder_runs = NO_PLACEHOLDERS
+        self._runs: list[PlaceholderRun] = []
+        self._requests: dict[str, RequestInputs] = {}  # by request id, in the batch's order
+
+    # ----------------------------------------------------------------- before the step is prepared
+
+    def follow_rows(
+        self,
+        req_ids: Sequence[str],
+        new_req_ids: Collection[str],
+        requests: Mapping[str, CachedRequestState],
+    ) -> None:
+        """Line up what requests bring with their rows, whenever the batch has others.
+
+        Parameters
+        ----------
+        req_ids
+            Of the batch, in order.
+        new_req_ids
+            Those that came with this step; an id may come back with other inputs.
+        requests
+            As upstream keeps them, by id.
+        """
+        known = self._requests
+        if not new_req_ids and req_ids == list(known):
+            return
+        self._requests = {
+            req_id: known[req_id]
+            if req_id in known and req_id not in new_req_ids
+            else RequestInputs.of_request(requests[req_id])
+            for req_id in req_ids
+        }
+        rows = self._requests.values()
+        self._runs = [run for row in rows for run in row.runs]
+        self._placeholder_runs = Placeholders.of_rows(
+            [[(run.start, run.end) for run in row.runs] for row in rows]
+        )
+        if self.mrope_tables is not None:
+            self.mrope_tables.set_rows(
+                [(row.mrope_positions, row.mrope_position_delta) for row in rows]
+            )
+
+    def takes_embeds(
+        self,
+        tables: BatchTables,
+        num_scheduled_tokens: np.ndarray,
+        prompt_embeds: Mapping[int, torch.Tensor],
+    ) -> bool:
+        """Whether the model gets embeddings in place of ids in this step.
+
+        Parameters
+        ----------
+        tables, num_scheduled_tokens
+            The step.
+        prompt_embeds
+            Prompts given as embeddings, by row.
+        """
+        prompts = list(prompt_embeds)
+        return takes_embeds(tables, num_scheduled_tokens, prompts, self._placeholder_runs)
+
+    def collect_prompt_embeds(
+        self,
+        step: PreparedStep,
+        is_token_ids: np.ndarray,  # [max_num_reqs, max_model_len] bool
+        prompt_embeds: Mapping[int, torch.Tensor],
+    ) -> PromptEmbeds | None:
+        """Tokens of prompts given as embeddings, if the step reads from such a prompt."""
+        if not (step.batch.takes_embeds and prompt_embeds):
+            return None
+        return PromptEmbeds.of_step(step, is_token_ids, prompt_embeds, self.dtype)
+
+    def for_record(
+        self, req_ids: list[str], prompt_embeds: Mapping[int, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """What a record tells of requests beside the step: see `KeptStep.of_step`."""
+        if not (self._runs or prompt_embeds):
+            return (req_ids,)
+        modalities = [run.feature.modality for run in self._runs]
+        return req_ids, self._placeholder_runs, modalities, list(prompt_embeds)
+
+    # ----------------------------------------------------------------- for the model
+
+    def embed(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        mm_embeds: list[torch.Tensor],
+        is_multimodal: torch.Tensor,
+    ) -> torch.Tensor:
+        """Embeddings of all tokens, ``[num_input_tokens, hidden_size]``.
+
+        Parameters
+        ----------
+        model
+            Embeds token ids.
+        input_ids
+            int32 ``[num_input_tokens]`` on the device.
+        mm_embeds, is_multimodal
+            As `gather_mm_embeddings` returns them.
+        """
+        padding = len(input_ids) - len(is_multimodal)
+        return model.embed_input_ids(
+            input_ids,
+            multimodal_embeddings=mm_embeds,
+            is_multimodal=torch.nn.functional.pad(is_multimodal, (0, padding)),
+        )
+
+    def gather_mm_embeddings(
+        self, step: PreparedStep, req_ids: Sequence[str], shift: int = 0
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Rows of the encoder's outputs for the tokens of a step, and which tokens they are.
+
+        Upstream looks at every request; here those without images cost nothing.
+
+        Parameters
+        ----------
+        step
+            The step.
+        req_ids
+            Of the batch, in order.
+        shift
+            1 for a drafter, which reads the token after each of the step's.
+
+        Returns
+        -------
+        mm_embeds
+            ``[tokens, hidden_size]`` on the device for each run.
+        is_multimodal
+            bool ``[total_num_scheduled_tokens]`` on the host, where models read it without waiting.
+
+        Raises
+        ------
+        RuntimeError
+            If an output that a request needs is no longer in the encoder's cache.
+        """
+        is_multimodal = torch.zeros(step.total_num_scheduled_tokens, dtype=torch.bool)
+        first = step.num_computed_tokens + shift
+        touched = self._placeholder_runs.touched(step.num_computed_tokens, step.query_lens, shift)
+        mm_embeds = []
+        for index, start, end in zip(*(each.tolist() for each in touched)):
+            run, row = self._runs[index], int(self._placeholder_runs.rows[index])
+            output = self._encoder_cache.get(run.feature.identifier)
+            if output is None:
+                if shift and run.start >= step.seq_lens[row]:
+                    continue  # the drafter looks ahead of what is encoded, and reads the token
+                raise RuntimeError(
+                    f"the encoder's output of {run.feature.modality} {run.feature.identifier} is "
+                    f"gone, and request {req_ids[row]} needs it"
+                )
+            rows = output[run.first_row + start - run.start : run.first_row + end - run.start]
+            set_mm_embedding_modality(rows, run.feature.modality)
+            mm_embeds.append(rows)
+            token = int(step.query_start_loc[row] - first[row])
+            is_multimodal[token + start : token + end] = True
+            if run.is_last and end == run.end and not shift:
+                self.counts.placed += 1
+        return mm_embeds, is_multimodal
+
+    def count_encoded(self, num_items: int) -> None:
+        """The encoder has seen so many images and videos."""
+        self.counts.encoded += num_items
+
+    def log_summary(self) -> None:
+        """Say what the encoder did, in one line."""
+        if self.counts.encoded:
+            encoded, placed = self.counts.encoded, self.counts.placed
+            logger.info("Encoder: %s encoded, %d placed.", counted(encoded, "item"), placed)

@@ -1,0 +1,751 @@
+"""NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.lora.layers import LoRAMappingType
+from vllm.sequence import IntermediateTensors
+from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import bind_kv_cache
+
+from vllm_npu_prep.attention.backend import AscendAttentionBackend
+from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.kv_cache import (
+    allocate_planes,
+    encoder_only_groups,
+    split_by_window,
+    zero_blocks,
+)
+from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
+from vllm_npu_prep.attention.metadata import common_metadata
+from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph.wrapper import GraphWrapper
+from vllm_npu_prep.inspect.check import StepCheck, make_check
+from vllm_npu_prep.inspect.metrics import StepMetrics
+from vllm_npu_prep.inspect.recorder import StepRecorder, make_recorder
+from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
+from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.runner.bookkeeping import Bookkeeping, requests_are_read, tables_of
+from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
+from vllm_npu_prep.runner.graphs import Graphs
+from vllm_npu_prep.runner.inputs import ModelInputs
+from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
+from vllm_npu_prep.runner.padding import StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.preparer import Preparer, builders_of
+from vllm_npu_prep.runner.prompt_embeds import with_known_ids
+from vllm_npu_prep.runner.speculation import LastSamples, Speculation
+from vllm_npu_prep.runner.step import DummyRun, StepInFlight
+from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
+from vllm_npu_prep.wording import counted
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+
+class NPUModelRunner(GPUModelRunner):
+    """Prepares a step in six steps and hands attention an `AscendMetadata`.
+
+    The class holds overrides of upstream's methods; what they do is done by its parts, which know
+    no runner: `preparer`, `padding`, `inputs`, `bookkeeping`, `speculation`, `graphs`, `buffers`.
+    What upstream asks for later in a step is in one record, `in_flight`.
+
+    Who owns what of a step, once `_prepare_inputs` has returned:
+
+    =========================  =======================================================
+    attribute                  owner
+    =========================  =======================================================
+    input_ids, positions       ours: views of the step's buffers, which `buffers` binds
+    mrope_positions            ours, and read in place of positions
+    query_start_loc            ours
+    seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view.
+                               Drafters shorten the device's in place, after the forward
+    num_computed_tokens        ours
+    discard_request_mask       ours
+    SpecDecodeMetadata         ours: views, made in each step
+    backup_next_token_ids      ours; upstream's drafters collect their own
+    block tables               `DeviceBlockTables`, on either side; encoder-only groups
+                               have neither these nor slots. `LocalBlockTables` has those
+                               of virtual requests
+    token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
+    is_padding                 ours, handed out by `_prepare_padding_mask`
+    inputs_embeds              ours, made for steps with embeddings only
+    encoder's outputs          upstream's, cached by the scheduler's word
+    LoRA slots                 `PunicaWrapperNPU`, sent when they change
+    the same names in          upstream's own buffers, which `buffers` restores; in a
+    a dummy run                graph, ours again
+    =========================  =======================================================
+
+    Parameters
+    ----------
+    vllm_config
+        The engine's config.
+    device
+        As torch sees it.
+    prep_device
+        The same device behind this plugin's interface.
+
+    Attributes
+    ----------
+    in_flight
+        The step from its preparation until its tokens are sampled; None in between.
+    dummy_run
+        The dummy run that is under way.
+    """
+
+    in_flight: StepInFlight | None
+    dummy_run: DummyRun | None
+    preparer: Preparer  # as `block_tables`, from `initialize_kv_cache` on
+    block_tables: DeviceBlockTables
+    num_prompt_logprobs: dict[str, int]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
+        self.prep_device = prep_device
+        with prep_device.host_streams():
+            super().__init__(vllm_config, device)
+        # Upstream would give the model embeddings in every step, out of graphs' reach.
+        self.enable_prompt_embeds = False
+        self._end_step()
+        self._uses_mla = self.model_config.use_mla  # a property that looks far, 30 us a step
+        self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
+        self.buffers = UpstreamBuffers(
+            self.__dict__,
+            positions=self.positions,
+            seq_lens=self.seq_lens,
+            num_computed_tokens=self.num_computed_tokens,
+            optimistic_seq_lens_cpu=self.optimistic_seq_lens_cpu,
+            input_ids=self.input_ids,
+            query_start_loc=self.query_start_loc,
+            discard_request_mask=self.discard_request_mask,
+            mrope_positions=self.mrope_positions if self.uses_mrope else None,
+        )
+        decode_query_len = self.uniform_decode_query_len
+        self.graphs = Graphs(
+            prep_device,
+            self.cudagraph_dispatcher,
+            self.compilation_config,
+            decode_query_len=decode_query_len,
+            largest_decode=largest_decode(self.max_num_reqs, decode_query_len, self.max_num_tokens),
+        )
+        self.padding = StepPadding(
+            self._dispatch,
+            self.graphs.captured,
+            decode_query_len,
+            depends_on_counts_only(vllm_config),
+        )
+        assert isinstance(self.dtype, torch.dtype)
+        self.inputs = ModelInputs(
+            self.max_num_reqs,
+            mrope_dims=self.mrope_num_dims if self.uses_mrope else 0,
+            takes_items=self.supports_mm_inputs,
+            dtype=self.dtype,
+            encoder_cache=self.encoder_cache,
+        )
+        self.bookkeeping = Bookkeeping(
+            self.max_num_reqs,
+            self.max_model_len,
+            asynchronous=bool(self.use_async_scheduling),
+            requests_are_read=requests_are_read(vllm_config),
+            read_back=self._to_list,
+            samples_np=self.sampled_token_ids_pinned_cpu.numpy(),
+        )
+        self.speculation = Speculation(
+            prep_device,
+            self.max_num_reqs,
+            num_spec_tokens=self.num_spec_tokens,
+            asynchronous=bool(self.use_async_spec_decode),
+            pin_memory=is_pin_memory_available(),
+        )
+        drafter = make_drafter(
+            vllm_config, device, self.speculation.num_valid_tokens, self._backup_next_token_ids
+        )
+        if drafter is not None:
+            self.drafter = drafter
+        self._drafting_group = 0  # KV-cache group of the drafter's layers, if it has any
+        self.metrics = StepMetrics(vllm_config)
+        self.recorder: StepRecorder | None = None
+        self.step_check: StepCheck | None = None
+
+    # ----------------------------------------------------------------- the step
+
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Any:
+        """A step that fails, or that nothing is sampled for, is not in flight any more."""
+        try:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        finally:
+            if self.execute_model_state is None:
+                self._end_step()
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Bring plain requests up to date together; upstream sees the others.
+
+        The check follows the scheduler on its own, before upstream's lists grow. The scheduler's
+        optimistic counts are corrected now, on the host; upstream does it later.
+        """
+        if self.step_check is not None:
+            self.step_check.follow(scheduler_output)
+        if self.bookkeeping.can_batch_update(self.num_prompt_logprobs):
+            scheduler_output = self.bookkeeping.update_plain_requests(
+                scheduler_output, self.input_batch, self.requests
+            )
+        embedded = [
+            new.req_id
+            for new in scheduler_output.scheduled_new_reqs
+            if new.prompt_embeds is not None
+        ]
+        if embedded:
+            scheduler_output = with_known_ids(scheduler_output, self.input_batch.vocab_size)
+        correct_counts = super()._update_states(scheduler_output)
+        for req_id in embedded:  # no ids to give log-probabilities of
+            self.num_prompt_logprobs.pop(req_id, None)
+        if self.use_async_spec_decode:
+            if correct_counts is not None:
+                correct_counts()
+            self.speculation.set_known_tokens(self.input_batch, self.block_tables.previous_rows)
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
+        """Prepare one step; replaces upstream's version whole.
+
+        Parameters
+        ----------
+        scheduler_output
+            What the scheduler decided; `_update_states` has already brought the tables up to date.
+        num_scheduled_tokens
+            int32 ``[num_reqs]`` in the order of the batch.
+
+        Returns
+        -------
+        logits_indices, spec_decode_metadata, max_num_sampled_tokens
+            As upstream's.
+        """
+        started = perf_counter()
+        preparer, rows = self.preparer, self.input_batch
+        samples = self.speculation.last_samples(rows.prev_sampled_token_ids, self._draft_token_ids)
+        batch = self._step_batch(scheduler_output, num_scheduled_tokens, samples)
+        # 1 padding: decided first, from counts alone
+        num_encoder_reqs = len(scheduler_output.scheduled_encoder_inputs)
+        decision = self.padding.decide(batch, num_encoder_reqs, len(rows.lora_id_to_lora_request))
+        # 2 layout: where each array lives, a function of the padded sizes
+        layout = preparer.layout(decision.padding)
+        staged = preparer.staging.acquire(layout)
+        # 3 kernel and 4 state: one fused pass writes every array and decides the state
+        step = prepare_step(batch, decision.padding, layout, staged.np)
+        embeds = None
+        if batch.takes_embeds:
+            embeds = self.inputs.collect_prompt_embeds(
+                step, rows.is_token_ids, rows.req_prompt_embeds
+            )
+        # 5 copy: all arrays at once; then samples that are still on the device find their place
+        preparer.staging.send(step, samples.token_ids)
+        # 6 metadata: one for each KV-cache group, from host values at hand
+        metadata = preparer.build_metadata(step, staged)
+        in_flight = StepInFlight(step, staged, metadata, decision.dispatched, embeds)
+        self._begin_step(in_flight)
+        if self.lora_config:
+            self.set_active_loras(rows, num_scheduled_tokens, step.num_sampled_tokens)
+        self._observe(in_flight, decision.kind, scheduler_output, started)
+        return self.speculation.sampling_inputs(step, staged.device)
+
+    def _step_batch(
+        self,
+        scheduler_output: SchedulerOutput,
+        num_scheduled_tokens: np.ndarray,
+        samples: LastSamples,
+    ) -> StepBatch:
+        """The step as the pure core reads it: views, nothing copied."""
+        rows, preparer = self.input_batch, self.preparer
+        if self.inputs.follows_rows:
+            new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+            self.inputs.follow_rows(rows.req_ids, new, self.requests)
+        num_draft_tokens = preparer.no_drafts
+        if drafts := scheduler_output.scheduled_spec_decode_tokens:
+            num_draft_tokens = self.speculation.num_draft_tokens(
+                drafts, rows.req_id_to_index, len(num_scheduled_tokens)
+            )
+        return StepBatch(
+            preparer.tables,
+            num_scheduled_tokens,
+            num_draft_tokens,
+            scheduler_output.total_num_scheduled_tokens,
+            self.block_tables.previous_rows,
+            samples.num_rows,
+            samples.num_drafts,
+            self.inputs.takes_embeds(preparer.tables, num_scheduled_tokens, rows.req_prompt_embeds),
+        )
+
+    def _begin_step(self, in_flight: StepInFlight) -> None:
+        """The step is prepared: upstream's later code finds it."""
+        self.in_flight = in_flight
+        self.buffers.bind(in_flight.staged)
+
+    def _end_step(self) -> None:
+        """Nothing is under way any more: a step or a dummy run has ended, or failed."""
+        self.in_flight = self.dummy_run = None
+
+    def _observe(
+        self,
+        in_flight: StepInFlight,
+        kind: str,
+        scheduler_output: SchedulerOutput,
+        started: float,
+    ) -> None:
+        """Count the step, keep it for a record, and raise rather than launch what breaks a rule."""
+        step, batch = in_flight.step, self.input_batch
+        self.metrics.add(step, kind, self.preparer.staging.waits, started)
+        if self.recorder is not None:
+            told = self.inputs.for_record(batch.req_ids, batch.req_prompt_embeds)
+            self.recorder.keep(step, kind, *told)
+        if self.step_check is not None:
+            self.step_check.verify(self, scheduler_output)
+
+    def _dispatch(
+        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int
+    ) -> tuple[Any, ...]:
+        """Upstream's decision on graph and padding, asked for before a step is prepared."""
+        num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
+        return super()._determine_batch_execution_and_padding(
+            num_tokens=batch.total_num_scheduled_tokens,
+            num_reqs=num_reqs,
+            num_scheduled_tokens_np=num_scheduled_tokens,
+            max_num_scheduled_tokens=max_query_len,
+            num_encoder_reqs=num_encoder_reqs,
+            force_eager=batch.takes_embeds,
+            allow_microbatching=self._allow_microbatching(num_reqs, num_scheduled_tokens),
+        )
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Padding of a step was decided before it was prepared.
+
+        A dummy run has no step yet. If a graph is involved, we prepare one that is all padding.
+        """
+        if self.in_flight is not None:
+            return self.in_flight.dispatched
+        dispatched = super()._determine_batch_execution_and_padding(*args, **kwargs)
+        if self.dummy_run is not None:
+            padding = self.padding.of_dummy_run(
+                self.dummy_run,
+                dispatched,
+                kwargs["num_tokens"],
+                kwargs["num_reqs"],
+                kwargs["force_uniform_decode"],
+            )
+            if padding is not None:
+                self._prepare_dummy(self.dummy_run, padding, dispatched)
+        return dispatched
+
+    def _prepare_dummy(
+        self, dummy_run: DummyRun, padding: Padding, dispatched: tuple[Any, ...]
+    ) -> None:
+        """Prepare a step without requests, and keep upstream from preparing another one."""
+        step, staged, metadata = self.preparer.prepare_padding_only(padding)
+        self._begin_step(StepInFlight(step, staged, metadata, dispatched))
+        if self.step_check is not None:
+            self.step_check.verify(self, SchedulerOutput.make_empty())
+        self.buffers.restore(leave=GRAPH_INPUTS)  # upstream makes up lengths in these
+        self.block_tables.is_prepared = True
+        if dummy_run.captures and padding.mode is GraphMode.FULL:
+            local = self.preparer.tables.local
+            self.graphs.set_capture_lengths(metadata, padding, self.max_model_len, local)
+
+    def _get_slot_mappings(
+        self, num_tokens_padded: int, *args: Any, **kwargs: Any
+    ) -> tuple[dict[int, torch.Tensor] | None, Any]:
+        """Slots were computed with everything else; dummy runs take upstream's."""
+        if self.in_flight is None:
+            return super()._get_slot_mappings(num_tokens_padded, *args, **kwargs)
+        return self.preparer.slot_mappings(self.in_flight.staged)
+
+    def _build_attention_metadata(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Any, CommonAttentionMetadata | None]:
+        """Hand the layers what `_prepare_inputs` built; dummy runs go through upstream."""
+        in_flight, preparer = self.in_flight, self.preparer
+        if in_flight is None:
+            return super()._build_attention_metadata(*args, **kwargs)
+        metadata: dict[str, Any] = in_flight.metadata
+        common = None
+        if self.speculative_config is not None:
+            step, staged, group = in_flight.step, in_flight.staged, self._drafting_group
+            block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
+            slots = staged.device.slot_mappings[group]
+            common = common_metadata(step, staged, block_tables[group], slots)
+        if self._uses_mla:
+            metadata = {
+                name: builder.for_layers(metadata[layer_names[0]])
+                for _, builder, layer_names in preparer.builders
+                for name in layer_names
+            }
+        return metadata, common
+
+    def _preprocess(
+        self,
+        scheduler_output: SchedulerOutput,
+        num_input_tokens: int,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> tuple[Any, ...]:
+        """The step goes in as it was prepared; upstream slices and clears what is right.
+
+        Later stages of a pipeline read what the stage before them made, and never embed.
+        """
+        model_kwargs = self._init_model_kwargs()
+        positions = self.mrope_positions.gpu if self.uses_mrope else self.positions
+        input_ids, inputs_embeds = self.input_ids.gpu, None
+        if not get_pp_group().is_first_rank:
+            received = self.sync_and_gather_intermediate_tensors(
+                num_input_tokens, intermediate_tensors, sync_self=True
+            )
+            return input_ids, None, positions, received, model_kwargs, None
+        if scheduler_output.scheduled_encoder_inputs:
+            self._execute_mm_encoder(scheduler_output)
+        in_flight = self.in_flight
+        assert in_flight is not None
+        if in_flight.step.batch.takes_embeds:
+            if in_flight.prompt_embeds is not None:
+                inputs_embeds = in_flight.prompt_embeds.inputs_embeds(self.model, input_ids)
+            else:
+                found = self._gather_mm_embeddings(scheduler_output)
+                inputs_embeds = self.inputs.embed(self.model, input_ids, *found)
+            return None, inputs_embeds, positions, None, model_kwargs, None
+        return input_ids, None, positions, None, model_kwargs, None
+
+    def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
+        """Run the encoder on what the scheduler has room for, and count."""
+        outputs = super()._execute_mm_encoder(scheduler_output)
+        self.inputs.count_encoded(len(outputs))
+        return outputs
+
+    def _gather_mm_embeddings(
+        self, scheduler_output: SchedulerOutput, shift_computed_tokens: int = 0
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What the encoder made for tokens of this step; drafters ask for the tokens after them."""
+        assert self.in_flight is not None
+        req_ids = self.input_batch.req_ids
+        return self.inputs.gather_mm_embeddings(self.in_flight.step, req_ids, shift_computed_tokens)
+
+    def _prepare_padding_mask(self, num_tokens_unpadded: int, num_tokens_padded: int) -> Any:
+        """Padding came with the step; dummy runs without a graph take upstream's.
+
+        The last thing that upstream asks for before the forward pass of a step or of a dummy run.
+        Routers read it. With all-to-all experts we return None: routers see tokens of several
+        ranks, and our mask covers only this rank's, at other rows.
+        """
+        if self.in_flight is None:
+            is_padding = super()._prepare_padding_mask(num_tokens_unpadded, num_tokens_padded)
+        else:
+            self.graphs.check_padding(self.in_flight, self.preparer)
+            is_padding = self.in_flight.staged.device.is_padding
+        return None if self._experts_see_other_tokens else is_padding
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What was compiled takes token ids."""
+        if kwargs.get("inputs_embeds") is not None:
+            get_forward_context().skip_compiled = True
+        return super()._model_forward(*args, **kwargs)
+
+    # ----------------------------------------------------------------- after the forward pass
+
+    @torch.inference_mode()  # `inference_mode` without a call, upstream's, isn't a method to mypy
+    def sample_tokens(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> ModelRunnerOutput:
+        """Upstream's asynchronous output makes a stream event.
+
+        It also rolls back the generators of requests whose sample is discarded, by an offset that
+        generators of the CPU don't have: there, they are kept from advancing instead.
+        """
+        generators, held = self.input_batch.generators, {}
+        if self.prep_device.computes_on_host and generators:
+            discarded = np.flatnonzero(self.discard_request_mask.np).tolist()
+            held = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            with self.prep_device.host_streams():
+                return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(held)
+            self._end_step()
+
+    def _bookkeeping_sync(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampler_output: SamplerOutput,
+        logits: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        num_scheduled_tokens: int,
+    ) -> tuple[Any, ...]:
+        """If each request got one token and wants nothing more, append them together."""
+        batch = self.input_batch
+        discard = self.discard_request_mask.np[: batch.num_reqs]
+        if self.bookkeeping.can_append_together(batch, sampler_output, self.num_prompt_logprobs):
+            booked = self.bookkeeping.append_sampled_tokens(batch, sampler_output, discard)
+        else:
+            booked = super()._bookkeeping_sync(
+                scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens
+            )
+        if self.use_async_scheduling:
+            self.block_tables.mark_rows(discard)
+        return booked
+
+    def _copy_valid_sampled_token_count(
+        self, next_token_ids: torch.Tensor, valid_sampled_tokens_count: torch.Tensor
+    ) -> None:
+        """The one copy to the host."""
+        self.speculation.count_kept_tokens(valid_sampled_tokens_count)
+        if self.use_async_spec_decode:
+            self.input_batch.prev_sampled_token_ids = next_token_ids.unsqueeze(1)
+
+    def _get_valid_sampled_token_count(self) -> list[int]:
+        """Tokens that the last step kept of each request in it."""
+        if self.input_batch.prev_sampled_token_ids is None:
+            return []
+        return self.speculation.num_valid_tokens.read().tolist()
+
+    def _copy_draft_token_ids_to_cpu(
+        self, scheduler_output: SchedulerOutput, zeros_only: bool = False
+    ) -> None:
+        """Drafts are made: the next step needs them beside the samples."""
+        super()._copy_draft_token_ids_to_cpu(scheduler_output, zeros_only)
+        if self.use_async_spec_decode:
+            assert isinstance(self._draft_token_ids, torch.Tensor)
+            sampled = self.input_batch.prev_sampled_token_ids
+            assert sampled is not None
+            self.speculation.keep_samples(sampled, self._draft_token_ids)
+
+    def _backup_next_token_ids(self) -> torch.Tensor:
+        """Of the step in flight, for drafters: int32 ``[num_reqs_padded]`` on the device."""
+        assert self.in_flight is not None
+        return self.in_flight.staged.device.backup_next_token_ids
+
+    # ----------------------------------------------------------------- adapters
+
+    def set_active_loras(
+        self,
+        input_batch: InputBatch,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray | None = None,
+        mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
+    ) -> None:
+        """Upstream makes tuples of the mappings and compares these."""
+        activate_adapters(
+            self.lora_manager, input_batch, num_scheduled_tokens, num_sampled_tokens, mapping_type
+        )
+
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        """With adapters, one request at a time; upstream scores all by the first samples' ones."""
+        wanted, score = self.num_prompt_logprobs, super()._get_prompt_logprobs_dict
+        if not self.lora_config or not wanted:
+            return score(hidden_states, num_scheduled_tokens)
+
+        def score_some(some: dict[str, int]) -> dict[str, Any]:
+            self.num_prompt_logprobs = some
+            try:
+                return score(hidden_states, num_scheduled_tokens)
+            finally:
+                self.num_prompt_logprobs = wanted
+
+        return score_prompts(
+            self.lora_manager, self.input_batch, wanted, num_scheduled_tokens, score_some
+        )
+
+    # ----------------------------------------------------------------- dummy runs and graphs
+
+    def _dummy_run(
+        self,
+        num_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dummy runs use upstream's own buffers, which hold the largest sizes; graphs use ours."""
+        self._end_step()
+        self.buffers.restore()
+        self.dummy_run = DummyRun(
+            kwargs.get("force_attention", False), kwargs.get("is_graph_capturing", False)
+        )
+        try:
+            return super()._dummy_run(num_tokens, *args, **kwargs)
+        finally:
+            self._end_step()
+            if hasattr(self, "block_tables"):  # profiling comes before the KV cache
+                self.block_tables.is_prepared = False
+
+    def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor, Any]:
+        """Dummy runs read token ids and no embeddings, as graphs do; upstream's read embeddings."""
+        return self.input_ids.gpu[:num_tokens], None
+
+    def profile_cudagraph_memory(self) -> int:
+        """Bytes that graphs will take, from capturing the two largest sizes of each kind."""
+        with self.prep_device.host_streams(), self.prep_device.capturing():
+            return super().profile_cudagraph_memory()
+
+    def capture_model(self) -> int:
+        """Capture every graph, largest first.
+
+        Returns
+        -------
+        int
+            Bytes of the device that they took.
+
+        Raises
+        ------
+        PrepError
+            With requests in flight, whose cache and tables dummy runs would disturb.
+        """
+        if self.requests:
+            raise PrepError(
+                "graphs can't be captured with "
+                f"{counted(len(self.requests), 'request')} in flight: capture at start-up"
+            )
+        try:
+            return self.graphs.capture(self._warmup_and_capture, self._freeze_gc)
+        finally:
+            self.maybe_remove_all_loras(self.lora_config)  # made up, under ids that requests use
+            self.padding.forget()  # sizes that did not fit are gone
+
+    # ----------------------------------------------------------------- weights and the KV cache
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Full graphs of this plugin in place of CUDA's, and one backend for all layers, before
+        vLLM asks each for the block size it prefers."""
+        super().load_model(*args, **kwargs)
+        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
+        layers = self.compilation_config.static_forward_context
+        unwrap_backends(layers.values(), AscendAttentionBackend)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, without graphs; the prefix cache is the caller's to reset."""
+        self.refuse_new_weights()
+        super().reload_weights(*args, **kwargs)
+
+    def refuse_new_weights(self) -> None:
+        """See `Graphs.refuse_new_weights`."""
+        has_connector = self.vllm_config.kv_transfer_config is not None
+        self.graphs.refuse_new_weights(has_connector)
+
+    def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
+        """Groups without a cache, after those that have one: a group decides what its layers see.
+
+        Upstream has one, whatever the windows of its layers.
+        """
+        groups = encoder_only_groups(self.vllm_config, self.kv_cache_dtype)
+        self.kv_cache_config.kv_cache_groups.extend(groups)
+        self.runner_only_attn_layers.update(*(group.layer_names for group in groups))
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
+        """Metadata is for layers of one window, also where their caches share a group."""
+        super().initialize_attn_backend(*args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
+
+    def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
+        """Put block tables in upstream's batch that know what the device has of them."""
+        super().may_reinitialize_input_batch(kv_cache_config)
+        local = find_local_groups(self.attn_groups)
+        self.block_tables = self.input_batch.block_table = DeviceBlockTables(
+            self.input_batch.block_table,
+            self.max_num_reqs,
+            self.device,
+            local.blocks_per_chunk if local else 1,
+        )
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        """Allocate the cache, then what depends on its groups: tables, staging ring, builders."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        builders = builders_of(self.attn_groups)
+        drafter = getattr(self, "drafter", None)
+        if isinstance(drafter, ExactLengths):
+            self._drafting_group = drafter.kv_cache_gid
+            share_builders(drafter, self.attn_groups[self._drafting_group])
+        self.padding.forget()  # capture sizes may have been settled in between
+        self.preparer = Preparer(
+            self.prep_device,
+            tables_of(
+                self.input_batch,
+                self.block_tables,
+                chunked_prefill=self.scheduler_config.enable_chunked_prefill,
+                mrope=self.inputs.mrope_tables,
+                local=find_local_groups(self.attn_groups),
+            ),
+            self.block_tables,
+            builders,
+            max_num_tokens=self.max_num_tokens,
+            max_num_reqs=self.max_num_reqs,
+            max_logits_per_req=self.uniform_decode_query_len,
+            pin_memory=is_pin_memory_available(),
+        )
+        self.recorder = make_recorder(
+            self.vllm_config, self.preparer.tables, builders, self.recorder
+        )
+        self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
+
+    def initialize_kv_cache_tensors(
+        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """K and V as planes; upstream interleaves them, which Ascend kernels don't take."""
+        caches = allocate_planes(kv_cache_config, self.prep_device)
+        for layer_name, target in self.shared_kv_cache_layers.items():
+            caches[layer_name] = caches[target]
+        bind_kv_cache(
+            caches,
+            self.compilation_config.static_forward_context,
+            self.kv_caches,
+            kv_cache_groups=kv_cache_config.kv_cache_groups,
+        )
+        # Upstream copies and counts blocks along the first dimension: give it planes, not pairs.
+        self.kv_caches[:] = [plane for cache in self.kv_caches for plane in cache]
+        return caches
+
+    def _init_kv_zero_meta(self) -> None:
+        """Nothing to precompute: upstream's Triton kernel is not used."""
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero new blocks, as upstream does with a Triton kernel."""
+        zero_blocks(self.kv_caches, block_ids)
+
+    # ----------------------------------------------------------------- the device
+
+    def warm_up(self) -> None:
+        """Load or compile what the first request would otherwise wait for."""
+        step = warm_up(self.inputs.mrope_dims, self.preparer.tables.local)
+        if self.recorder is not None:
+            self.recorder.warm_up(step)
+
+    def shutdown(self) -> None:
+        """Say how often preparation had to wait, what the encoder did and how steps ran."""
+        if hasattr(self, "preparer") and self.preparer.staging.steps:
+            ring = self.preparer.staging
+            logger.info("Staging: %d of %d steps waited for a copy.", ring.waits, ring.steps)
+        if self.recorder is not None:
+            self.recorder.close()
+        self.padding.counts.log_summary()
+        self.inputs.log_summary()
+        super().shutdown()  # waits for the device first
+        CUDAGraphWrapper.clear_all_graphs()
+
+    def _sync_device(self) -> None:
+        """Upstream asks ``torch.accelerator``."""
+        self.prep_device.synchronize()

@@ -1,0 +1,162 @@
+"""How a step is padded and whether it replays a graph: decided once, before it is prepared."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vllm.config import CUDAGraphMode, VllmConfig
+
+from vllm_npu_prep.graph.counts import StepCounts
+from vllm_npu_prep.prep.batch import StepBatch
+from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padding
+from vllm_npu_prep.runner.step import DummyRun
+
+KEPT_DECISIONS = 4096
+"""Padding decisions that are kept. Decodes need as many as there are batch sizes."""
+
+Dispatch = Callable[[StepBatch, int, int], tuple[Any, ...]]
+"""Asks upstream's dispatcher. Given the batch, the longest query and the number of requests with
+encoder inputs; the answer begins with the graph mode and the batch descriptor."""
+
+
+class Decision(NamedTuple):
+    """What was decided for a step."""
+
+    dispatched: tuple[Any, ...]  # upstream's answer, as it was given
+    padding: Padding
+    kind: str  # how the step is counted (`StepCounts.kind`)
+
+
+class StepPadding:
+    """Decides the padding of each step.
+
+    Parameters
+    ----------
+    dispatch
+        Asks upstream's dispatcher.
+    captured
+        Returns the engine's graph mode and its largest capture size in tokens.
+    decode_query_len
+        Tokens of a decode: one and its drafts.
+    depends_on_counts_only
+        True if the same counts always get the same answer, which is then kept. Data-parallel ranks
+        have to agree in every step, and upstream's metrics of graphs are made by the dispatcher.
+
+    Attributes
+    ----------
+    counts
+        How steps ran.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        captured: Callable[[], tuple[GraphMode, int]],
+        decode_query_len: int = 1,
+        depends_on_counts_only: bool = True,
+    ) -> None:
+        self.dispatch, self.captured = dispatch, captured
+        self.decode_query_len = decode_query_len
+        self.depends_on_counts_only = depends_on_counts_only
+        self.counts = StepCounts()
+        self._kept: dict[tuple[int, ...], Decision] = {}
+
+    def decide(self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int) -> Decision:
+        """Decide the padding of a step and count the step.
+
+        Parameters
+        ----------
+        batch
+            The step.
+        num_encoder_reqs
+            Requests whose images or videos are encoded in this step.
+        num_active_loras
+            Adapters of the batch.
+        """
+        num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
+        max_query_len = 1
+        if num_tokens != num_reqs:
+            max_query_len = int(batch.num_scheduled_tokens.max())
+        key = (
+            batch.takes_embeds,
+            num_tokens,
+            num_reqs,
+            max_query_len,
+            num_encoder_reqs,
+            num_active_loras,
+        )
+        decision = self._kept.get(key)
+        if decision is None:
+            decision = self._decide(batch, max_query_len, num_encoder_reqs)
+            if self.depends_on_counts_only:
+                if len(self._kept) == KEPT_DECISIONS:
+                    self._kept.clear()
+                self._kept[key] = decision
+        self.counts.add(decision.kind)
+        return decision
+
+    def _decide(self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int) -> Decision:
+        dispatched = self.dispatch(batch, max_query_len, num_encoder_reqs)
+        padding = self._padding_of(dispatched, batch.num_reqs)
+        num_tokens = batch.total_num_scheduled_tokens
+        is_longest = max_query_len == self.decode_query_len
+        uniform_decode = is_longest and num_tokens == max_query_len * batch.num_reqs
+        mode, largest = self.captured()
+        kind = self.counts.kind(
+            padding, num_tokens, uniform_decode, mode, largest, batch.takes_embeds
+        )
+        return Decision(dispatched, padding, kind)
+
+    def of_dummy_run(
+        self,
+        dummy_run: DummyRun,
+        dispatched: tuple[Any, ...],
+        num_tokens: int,
+        num_reqs: int,
+        uniform_decode: bool,
+    ) -> Padding | None:
+        """Padding of the step without requests that a dummy run becomes.
+
+        A dummy run that captures or replays a graph is prepared as such a step: so the graph reads
+        where steps lie, and all of it is padding, which is safe to run. So is the run that warms
+        attention up for a capture; upstream would make up lengths for it beyond ``max_model_len``.
+
+        Parameters
+        ----------
+        dummy_run
+            What upstream wants of it.
+        dispatched
+            Upstream's answer for it.
+        num_tokens, num_reqs, uniform_decode
+            Its sizes, as the dispatcher got them.
+
+        Returns
+        -------
+        Padding or None
+            None for a dummy run that stays upstream's.
+        """
+        if dispatched[0] != CUDAGraphMode.NONE:
+            return self._padding_of(dispatched, 1)
+        if dummy_run.attends:
+            decode_query_len = self.decode_query_len if uniform_decode else 0
+            return full_padding(num_tokens, num_reqs, decode_query_len)
+        return None
+
+    def forget(self) -> None:
+        """Capture sizes have changed: ask again."""
+        self._kept.clear()
+
+    def _padding_of(self, dispatched: tuple[Any, ...], num_reqs: int) -> Padding:
+        """Upstream's decision in this plugin's terms, for so many real requests."""
+        mode, descriptor = dispatched[:2]
+        if mode == CUDAGraphMode.FULL:
+            decode_query_len = self.decode_query_len if descriptor.uniform else 0
+            return full_padding(descriptor.num_tokens, descriptor.num_reqs, decode_query_len)
+        if mode == CUDAGraphMode.PIECEWISE:
+            return Padding(descriptor.num_tokens, num_reqs, mode=GraphMode.PIECEWISE)
+        return no_padding(descriptor.num_tokens, num_reqs)
+
+
+def depends_on_counts_only(vllm_config: VllmConfig) -> bool:
+    """Whether the dispatcher's answer is the same for the same counts: see `StepPadding`."""
+    one_rank = vllm_config.parallel_config.data_parallel_size == 1
+    return one_rank and not vllm_config.observability_config.cudagraph_metrics

@@ -1,0 +1,166 @@
+"""The parts of a prepared step that stay: tables, layouts, the staging ring, metadata builders."""
+
+from collections.abc import Sequence
+from typing import TypeAlias, cast
+
+import numpy as np
+import torch
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_npu_prep.attention.backend import AscendMetadataBuilder
+from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.local_attention import LocalBlockTables
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
+from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step
+from vllm_npu_prep.prep.layout import StepLayout, largest_step, step_layout
+from vllm_npu_prep.prep.mask import MaskPlan
+from vllm_npu_prep.prep.padding import Padding
+
+NO_REQUESTS = np.empty(0, np.int32)
+
+Builders: TypeAlias = Sequence[tuple[int, AscendMetadataBuilder, list[str]]]
+"""KV-cache group, builder and layers of each attention group."""
+
+
+class Preparer:
+    """What steps are prepared with, once the KV cache is there.
+
+    Parameters
+    ----------
+    device
+        Where steps go.
+    tables
+        The batch's tables.
+    block_tables
+        The same tables' blocks, on both sides.
+    builders
+        Metadata builders.
+    max_num_tokens, max_num_reqs
+        Of a step.
+    max_logits_per_req
+        Most logits that one request wants: one, and one for each draft.
+    pin_memory
+        Whether host buffers are page-locked.
+
+    Attributes
+    ----------
+    staging
+        The ring of host buffers, and the device's one.
+    no_drafts
+        int32 ``[max_num_reqs]``, 0.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        tables: BatchTables,
+        block_tables: DeviceBlockTables,
+        builders: Builders,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_logits_per_req: int = 1,
+        pin_memory: bool = False,
+    ) -> None:
+        self.tables, self.block_tables, self.builders = tables, block_tables, builders
+        self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
+        self.no_drafts = np.zeros(max_num_reqs, np.int32)
+        num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
+        self._layout_sizes = num_groups, max_logits_per_req, dims, local
+        num_entries = len(block_tables.block_table_flat)
+        nbytes = largest_step(
+            max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries, dims, local
+        )
+        self.staging = StagingRing(
+            device, nbytes, block_tables=block_tables.block_table_flat, pin_memory=pin_memory
+        )
+        self._local_tables: LocalBlockTables | None = None
+        if local is not None:
+            # A virtual request has a token, in padding too
+            self._local_tables = LocalBlockTables(
+                device, block_tables.block_table_flat, local, max_num_tokens
+            )
+        self._slots: tuple[
+            DeviceArrays | None, dict[int, torch.Tensor], dict[str, torch.Tensor]
+        ] = (None, {}, {})
+
+    def layout(self, padding: Padding) -> StepLayout:
+        """Where each array of a step lives: a function of the padded sizes."""
+        return step_layout(padding.num_input_tokens, padding.num_reqs_padded, *self._layout_sizes)
+
+    def build_metadata(self, step: PreparedStep, staged: StagedArrays) -> dict[str, AscendMetadata]:
+        """Attention metadata by layer: one object for each attention group, shared by its layers.
+
+        Parameters
+        ----------
+        step, staged
+            The prepared step and its arrays, which are on the device or on their way.
+        """
+        by_layer: dict[str, AscendMetadata] = {}
+        masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
+        block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
+        local_tables: dict[int, torch.Tensor] = {}
+        if self._local_tables is not None:
+            local_tables = self._local_tables.gather(staged.device.chunk_local_table_rows)
+        for group, builder, layer_names in self.builders:
+            block_table = block_tables[group] if builder.causal else None
+            if builder.attention_chunk_size is not None:
+                block_table = local_tables[group]
+            metadata = builder.build_step(step, group, staged, block_table, masks)
+            by_layer |= dict.fromkeys(layer_names, metadata)
+        return by_layer
+
+    def prepare_padding_only(
+        self, padding: Padding
+    ) -> tuple[PreparedStep, StagedArrays, dict[str, AscendMetadata]]:
+        """Prepare a step without requests, which is safe to run: all of it is padding."""
+        batch = StepBatch(self.tables, NO_REQUESTS, self.no_drafts, 0)
+        layout = self.layout(padding)
+        staged = self.staging.acquire(layout)
+        step = prepare_step(batch, padding, layout, staged.np)
+        self.staging.send(step)
+        return step, staged, self.build_metadata(step, staged)
+
+    def slot_mappings(
+        self, staged: StagedArrays
+    ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+        """Slots of a step's tokens by KV-cache group and by layer, of those that have a cache.
+
+        Returns
+        -------
+        by_group, by_layer
+            int32 ``[num_input_tokens]`` each, the same objects while the layout stays.
+        """
+        arrays, by_group, by_layer = self._slots
+        if arrays is not staged.device:  # another layout than the last step's
+            arrays, by_group, by_layer = staged.device, {}, {}
+            for group, builder, layer_names in self.builders:
+                if builder.causal:
+                    slots = by_group[group] = arrays.slot_mappings[group]
+                    by_layer |= dict.fromkeys(layer_names, slots)
+            self._slots = arrays, by_group, by_layer
+        return by_group, by_layer
+
+
+def builders_of(attn_groups: Sequence[Sequence[AttentionGroup]]) -> Builders:
+    """The metadata builders of an engine, which share their masks.
+
+    Parameters
+    ----------
+    attn_groups
+        Attention groups of each KV-cache group.
+    """
+    builders = [
+        (
+            group,
+            cast(AscendMetadataBuilder, attn_group.get_metadata_builder()),
+            attn_group.layer_names,
+        )
+        for group, attn_groups_of_one in enumerate(attn_groups)
+        for attn_group in attn_groups_of_one
+    ]
+    for _, builder, _ in builders:  # one causal matrix for each window
+        builder.masks = builders[0][1].masks
+    return builders

@@ -1,0 +1,179 @@
+"""Speculative decoding: counts that are exact on the host when a step is prepared.
+
+Attention kernels of NPUs take lengths from the host. Upstream counts every draft of the step before
+as accepted and corrects that on the device only. Here the number of tokens that verification kept
+travels to the host *before* the drafter runs, in one small copy, and is waited for where it is
+needed: before the second draft pass (`vllm_npu_prep.runner.drafters`), or before the next step.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.device.readback import ReadBack
+from vllm_npu_prep.device.staging import DeviceArrays
+from vllm_npu_prep.prep.batch import PreparedStep
+
+
+class LastSamples(NamedTuple):
+    """The last step's samples while these are on the device only (asynchronous scheduling)."""
+
+    # [num_rows * (1 + 2 * num_drafts)] int32 on the device, as `StepLayout` orders their targets
+    token_ids: torch.Tensor | None
+    num_rows: int  # requests of the last step
+    num_drafts: int  # that were made for each of them since
+
+
+NO_SAMPLES = LastSamples(None, 0, 0)
+
+
+class Speculation:
+    """Drafts from one step to the next, and what the sampler verifies in a step.
+
+    Parameters
+    ----------
+    device
+        Where samples and drafts are.
+    max_num_reqs
+        Of a step.
+    num_spec_tokens
+        Drafts that a request can have; 0 in an engine without speculation.
+    asynchronous
+        True if the next step is prepared while drafts and their verification are on the device
+        only (asynchronous scheduling).
+    pin_memory
+        Whether host memory is page-locked.
+
+    Attributes
+    ----------
+    num_valid_tokens
+        Tokens that verification kept of each request of the last step, on their way to the host.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        max_num_reqs: int,
+        *,
+        num_spec_tokens: int = 0,
+        asynchronous: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        self.num_spec_tokens, self.asynchronous = num_spec_tokens, asynchronous
+        self.num_valid_tokens = ReadBack(device, max_num_reqs, pin_memory)
+        self._drafted_samples: torch.Tensor | None = None
+
+    # ----------------------------------------------------------------- before a step
+
+    def set_known_tokens(self, batch: InputBatch, previous_rows: np.ndarray) -> None:
+        """Count the tokens of requests whose sample is still on the device.
+
+        Parameters
+        ----------
+        batch
+            Its computed tokens are exact; so are ``num_tokens_no_spec`` afterwards.
+        previous_rows
+            int64 ``[max_num_reqs]``: row of each request in the last samples, -1 without one.
+        """
+        rows = np.flatnonzero(previous_rows[: batch.num_reqs] >= 0)
+        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1
+
+    def num_draft_tokens(
+        self, scheduled: Mapping[str, Sequence[int]], rows: Mapping[str, int], num_reqs: int
+    ) -> np.ndarray:
+        """Drafts of each request that a step verifies, int32 ``[num_reqs]``.
+
+        Parameters
+        ----------
+        scheduled
+            Drafts by request.
+        rows
+            Row of each request.
+        """
+        counts = np.zeros(num_reqs, np.int32)
+        for req_id, drafts in scheduled.items():
+            counts[rows[req_id]] = len(drafts)
+        return counts
+
+    def last_samples(
+        self,
+        sampled_token_ids: torch.Tensor | None,
+        draft_token_ids: torch.Tensor | list[list[int]] | None,
+    ) -> LastSamples:
+        """The last step's samples, as far as these are on the device only.
+
+        Parameters
+        ----------
+        sampled_token_ids
+            ``[num_reqs, 1]`` on the device; None if the host has them.
+        draft_token_ids
+            What the drafter left after the last step; ``[num_reqs, num_drafts]`` on the device
+            under asynchronous scheduling.
+        """
+        if sampled_token_ids is None:
+            return NO_SAMPLES
+        num_rows = sampled_token_ids.shape[0]
+        if self.asynchronous and draft_token_ids is not None:
+            assert isinstance(draft_token_ids, torch.Tensor)
+            return LastSamples(self._drafted_samples, num_rows, draft_token_ids.shape[1])
+        return LastSamples(sampled_token_ids[:, 0].to(torch.int32), num_rows, 0)
+
+    # ----------------------------------------------------------------- the step
+
+    def sampling_inputs(
+        self, step: PreparedStep, arrays: DeviceArrays
+    ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
+        """What the sampler needs of a step, as upstream's ``_prepare_inputs`` returns it.
+
+        Returns
+        -------
+        logits_indices, spec_decode_metadata, max_num_sampled_tokens
+            Views of the step's arrays.
+        """
+        if not self.num_spec_tokens:
+            if step.num_logits == step.layout.max_logits:
+                return arrays.logits_indices, None, 1
+            return arrays.logits_indices[: step.num_logits], None, 1
+        num_reqs, num_drafts = step.num_reqs, step.num_drafts
+        metadata = SpecDecodeMetadata(
+            draft_token_ids=arrays.draft_token_ids[:num_drafts],
+            num_draft_tokens=step.batch.num_draft_tokens[:num_reqs].tolist(),
+            cu_num_draft_tokens=arrays.cu_num_draft_tokens[:num_reqs],
+            cu_num_sampled_tokens=arrays.cu_num_sampled_tokens[:num_reqs],
+            target_logits_indices=arrays.target_logits_indices[:num_drafts],
+            bonus_logits_indices=arrays.bonus_logits_indices[:num_reqs],
+            logits_indices=arrays.logits_indices[: step.num_logits],
+        )
+        return metadata.logits_indices, metadata, step.max_num_sampled_tokens
+
+    # ----------------------------------------------------------------- after its samples
+
+    def count_kept_tokens(self, num_valid_tokens: torch.Tensor) -> None:
+        """Start the one copy to the host; a synchronous step with one draft pass needs none.
+
+        Parameters
+        ----------
+        num_valid_tokens
+            int32 ``[num_reqs]`` on the device.
+        """
+        if self.asynchronous or self.num_spec_tokens > 1:
+            self.num_valid_tokens.start(num_valid_tokens)
+
+    def keep_samples(self, sampled_token_ids: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+        """Drafts are made: line up what the next step scatters among its tokens.
+
+        Parameters
+        ----------
+        sampled_token_ids
+            int32 ``[num_reqs, 1]``.
+        draft_token_ids
+            ``[num_reqs, num_drafts]``.
+        """
+        drafts = draft_token_ids.to(torch.int32)
+        samples = torch.cat((sampled_token_ids, drafts, drafts), 1)
+        self._drafted_samples = samples.flatten()
