@@ -164,7 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     add_record_parser(commands)
     add_replay_parser(commands)
     commands.add_parser(  # `main` does not come here for it: its options are those of its command
-        "emulate", help="run a command on emulated Ascend devices", add_help=False
+        "emulate",
+        help="run a command on emulated Ascend devices",
+        description="Options are those of ascend-emulator, which this becomes.",
+        add_help=False,
     )
     return parser
 

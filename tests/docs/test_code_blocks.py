@@ -264,7 +264,7 @@ def test_flags_are_known(block, tmp_path):
 
 
 def test_every_block_names_its_language():
-    known = {"bash", "console", "python", "json", "text"}
+    known = {"bash", "console", "diff", "python", "json", "text"}
     assert not [f"{b.name}: {b.language!r}" for b in BLOCKS if b.language not in known]
     indented = [
         name for name, page in PAGES.items() if any(t.type == "code_block" for t in page.tokens)

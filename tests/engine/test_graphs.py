@@ -163,7 +163,7 @@ def test_a_planted_stale_address_is_caught(model, seed, mode):
     """Arrays of steps in another buffer than the one that graphs were captured with."""
     with engine(model, **graphs(mode, 4, 8)) as llm:
         runner = runner_of(llm)
-        tables = runner.block_tables.entries
+        tables = runner.block_tables.block_table_flat
         runner.preparer.staging = StagingRing(runner.prep_device, 1 << 20, block_tables=tables)
         with pytest.raises(GraphSafetyError, match=r"(input_ids|argument \d+) is not where"):
             generate(llm, prompts_of(seed, [5, 9, 4]), greedy(4))

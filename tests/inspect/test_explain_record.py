@@ -135,7 +135,7 @@ def test_a_step_is_chosen_by_its_number(tmp_path, capsys):
     capsys.readouterr()
     for path, flags, expected in [
         (tmp_path, [], "2 records, step-000007.npz to step-000008.npz; name one, or choose"),
-        (tmp_path, ["--step", "9"], "no step-000009.npz here"),
+        (tmp_path, ["--step", "9"], "holds steps 7 to 8"),
         (first, ["--step", "8"], "a record of another one"),
         (scenario, ["--step", "8"], "is a scenario, which has one step"),
     ]:

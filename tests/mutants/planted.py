@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(
         "drafters read the first group's table",
         "runner/model_runner.py",
-        "self._drafting_group = self.drafter.kv_cache_gid",
+        "self._drafting_group = drafter.kv_cache_gid",
         "pass",
         DIFFERENTIAL,
     ),

@@ -65,7 +65,14 @@ SCALARS = (
     "max_seq_len",
 )
 LOCAL_SCALARS = ("num_reqs", "max_query_len", "max_seq_len")
-LOCAL_ARRAYS = ("query_start_loc", "seq_lens", "num_computed_tokens", "block_table")
+LOCAL_ARRAYS = (
+    "block_table",
+    *(
+        line.name.removeprefix("chunk_local_")
+        for line in STEP_ARRAYS.values()
+        if line.level is Level.CHUNK and len(line.dims) == 1
+    ),
+)
 MASK_ARRAYS = (
     "shape",
     "form",
