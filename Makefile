@@ -33,7 +33,8 @@ serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECUL
 	  $(if $(SPECULATE),--speculate $(SPECULATE)) $(if $(VISION),--vision) -- $(ARGS)
 
 JUNIT =
-test: install lint ## everything that must hold at every change; of some tests fewer combinations
+test: install ## everything that must hold at every change; of some tests fewer combinations
+	@$(MAKE) --no-print-directory -j2 lint .cache/tiny-qwen3
 	NPU_PREP_TEST_EXAMPLES=300 $(PYTEST) --brief $(JUNIT)
 
 test-fast: install lint ## under two minutes: no engine, no server, fewer examples

@@ -122,6 +122,9 @@ step_emulator() {
   PYTHONWARNINGS=ignore pip_install --no-build-isolation $editable "$root/emulator"
   # Not in site-packages: there, "import torch" would load it and fail for want of Ascend libraries.
   pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
+  # Where it can't be built (no compiler, a CUDA build of torch), its command says why when it is used.
+  say "    building its libraries (under a minute)"
+  "$venv/bin/ascend-emulator" --quiet -- true >/dev/null 2>&1 || say "    not built: ascend-emulator -- true says why"
 }
 
 step_caches() {

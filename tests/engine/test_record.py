@@ -163,7 +163,7 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         }
     assert main(["replay", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "1 of 47 steps differ" in text and "kv_cache_groups.1.slot_mapping[" in text
+    assert "1 of 47 steps differs" in text and "kv_cache_groups.1.slot_mapping[" in text
     assert main(["replay", str(tmp_path), "--step", "99"]) == 2
 
 
@@ -303,7 +303,7 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
         assert "core and oracle prepare what was recorded" in capsys.readouterr().out
         assert main([*command, "--upstream"]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("1 of 1 steps differ, first in ")
+    assert told[0].startswith("1 of 1 step differs, first in ")
     assert told[1:] == [str(replace(found, by="upstream"))]
     assert told[1].endswith(f"recorded {found.recorded}, upstream says {found.expected}")
 

@@ -121,7 +121,7 @@ def test_record_and_replay_finds_the_planted_bug_and_nothing_else(tmp_path):
     assert f"\n{len(files)} steps: core and oracle prepare what was recorded\n" in before
     record = read_record(files[0])
     slot, request = record.prepared["slot_mapping"][2], record.settings.req_ids[0]
-    assert f"1 of {len(files)} steps differ, first in {files[0]}\n" in after
+    assert f"1 of {len(files)} steps differs, first in {files[0]}\n" in after
     for by in ("core", "oracle"):
         where = f"step {record.number}: slot_mapping[2] (token 2, request {request}): "
         assert f"{where}recorded {slot}, the {by} says {slot - 1}\n" in after

@@ -45,5 +45,6 @@ def test_a_worker_registers_first_of_all_and_as_the_option_says(option, monkeypa
     worker = object.__new__(NPUWorker)
     options = {"npu_prep": {"triton_kernels": option}}
     worker.vllm_config = SimpleNamespace(additional_config=options)
+    worker.parallel_config = SimpleNamespace(use_ray=False)
     with pytest.raises(RegisteredError, match=option):
         worker.init_device()

@@ -9,7 +9,7 @@ import time
 
 from tests.server.test_server import QUESTIONS, Server, check_all_gone, check_clean_stop
 
-FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", "60")
+FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", "60", "--enforce-eager")
 LONG = {"prompt": "one, two,", "ignore_eos": True, "stream": True, "temperature": 0}
 SEEDED = {"temperature": 2.0, "seed": 7}
 

@@ -31,17 +31,19 @@ RAY = {
 QUESTION, ANSWER = tiny_model.exchanges()[0]
 
 
-@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
-def test_two_hosts_serve_one_model_until_the_link_between_them_is_cut(demo_model, tmp_path):
-    """Each has a stage; what is left on either ends.
+FLAGS = ["--pipeline-parallel-size", "2", "--enforce-eager"]
+FLAGS += ["--kv-cache-memory-bytes", str(32 << 20)]
 
-    Another server before it writes records of either host, and is killed: nothing is left of it.
-    """
+
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+@pytest.mark.parametrize("end", ["the link is cut", "the server is killed"])
+def test_two_hosts_serve_one_model_and_nothing_is_left_after_its_end(demo_model, tmp_path, end):
+    """Each has a stage; what is left on either ends."""
     with two_hosts(**RAY) as (head, other):
-        flags = ["--pipeline-parallel-size", "2", "--enforce-eager"]
-        flags += ["--kv-cache-memory-bytes", str(32 << 20)]
-        check_records_and_a_kill(head, other, demo_model, tmp_path, flags)
-        server = ServerOnHost(head, demo_model, tmp_path / "log", *flags)
+        if end == "the server is killed":
+            check_records_and_a_kill(head, other, demo_model, tmp_path, FLAGS)
+            return
+        server = ServerOnHost(head, demo_model, tmp_path / "log", *FLAGS)
         try:
             assert "ranks         2 stages, started by ray, over gloo" in server.log()
             assert [len(host.workers()) for host in (head, other)] == [1, 1]

@@ -70,6 +70,6 @@ def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
     position = int(record.prepared["positions"][0])
     where = f"positions[0] (token 0, request {record.settings.req_ids[0]})"
     said = f"recorded {position}, the %s says {position - 1}\n"
-    assert code == 1 and text.startswith(f"1 of {len(files)} steps differ, first in {file}\n")
+    assert code == 1 and text.startswith(f"1 of {len(files)} steps differs, first in {file}\n")
     for by in ("core", "oracle"):
         assert f"step {record.number}: {where}: {said % by}" in text
