@@ -1,4 +1,4 @@
-"""What `explain` prints and draws in pages of the documentation: ``python -m tests.docs.figures``.
+"""What `explain` prints and draws in the README and in docs/: ``python -m tests.docs.figures``.
 
 A page says what it wants, and this writes it, anew whenever explain or a scenario changes:
 
@@ -7,8 +7,9 @@ A page says what it wants, and this writes it, anew whenever explain or a scenar
     <!-- explain FILE ARGUMENTS --json | A B -->   those variables of the JSON
     <!-- explain FILE --png PICTURE -->            the picture, which the page shows itself
 
-All but the last end at ``<!-- end -->``. Pictures lie beside the page. What stands in the prose as
-code with an equals sign, `positions[3] = 5 + 1 = 6`, speaks of the step of the nearest one above.
+All but the last end at ``<!-- end -->``. Paths of pictures begin at the page's folder. What stands
+in the prose as code with an equals sign, `positions[3] = 5 + 1 = 6`, speaks of the step of the
+nearest one above.
 """
 
 import json
@@ -39,7 +40,7 @@ PICTURE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)]+)\)")
 
 def pages() -> list[Path]:
     """Those that show what explain says."""
-    found = sorted((ROOT / "docs").rglob("*.md"))
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if "<!-- explain " in page.read_text()]
 
 

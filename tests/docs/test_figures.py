@@ -19,10 +19,14 @@ def names(pages: list[Path]) -> list[str]:
     return [page.name for page in pages]
 
 
-def test_there_are_pages_in_both_languages_and_the_home_page_has_a_picture():
+def test_there_are_pages_in_both_languages_and_the_first_pages_have_a_picture():
     assert "how-a-step-is-prepared.md" in names(TRANSLATED)
-    (home,) = [page for page in PAGES if page.name == "index.md"]
-    assert len(figures.pictures(home)) == 1
+    first = [page for page in PAGES if page.name in ("README.md", "index.md")]
+    assert [len(figures.pictures(page)) for page in first] == [1, 1]
+
+
+def test_the_readme_shows_what_explain_prints():
+    assert "README.md" in names(WORKED)
 
 
 @pytest.mark.parametrize("page", WORKED, ids=names(WORKED))
