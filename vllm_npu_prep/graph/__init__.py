@@ -1,7 +1,7 @@
 """Graphs of a model's forward pass: captured and replayed on NPUs, checked on the CPU fallback.
 
-`wrapper` is what vLLM puts around the model and around its pieces; `npu` and `stand_in` are the two
-kinds of graph that it fills. `vllm_npu_prep.runner.graphs` captures them at start-up.
+vLLM wraps the model and its pieces in `wrapper`, which captures one of two kinds of graph: `npu` on
+devices, `fake_graph` on the CPU. `vllm_npu_prep.runner.graphs` captures them at start-up.
 """
 
 import importlib
@@ -71,7 +71,7 @@ def make_pool(device_type: str, memory_pool: Any) -> GraphPool:
     """
     if device_type == "npu":
         return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool)
-    return importlib.import_module(f"{__name__}.stand_in").CheckedGraphPool()
+    return importlib.import_module(f"{__name__}.fake_graph").CheckedGraphPool()
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph.stand_in import check_padding
+from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
 from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
