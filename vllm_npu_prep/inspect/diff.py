@@ -35,12 +35,12 @@ class Difference:
     a, b
         Its value in each step, as JSON; None where it isn't there.
     req_id
-        Of which request; None: of the step.
+        The request; None: the whole step.
     positions
-        Of which of the request's tokens, from the first to behind the last; `a` and `b` have a
-        value for each.
+        Positions of the request's tokens, as first and end (excluded); `a` and `b` have a value for
+        each.
     group
-        Of which KV-cache group.
+        The KV-cache group.
     """
 
     name: str
@@ -150,7 +150,7 @@ def _tokens_of(view: StepView, row: int | None) -> str | None:
 
 
 def _padding(view: StepView) -> dict[str, Any]:
-    """What the device sees behind the real tokens and requests."""
+    """What the device sees past the real tokens and requests."""
     step, arrays = view.step, view.step.arrays
     tokens = slice(step.total_num_scheduled_tokens, step.num_input_tokens)
     requests = slice(step.num_reqs, step.padding.num_reqs_padded)

@@ -119,7 +119,7 @@ class Selection:
     requests
         Rows of the batch.
     first, end
-        The tokens, from the first to behind the last; none where `end` is not larger.
+        The tokens, `end` excluded; none if `end` is not larger.
     whole
         Whether that is all of the step.
     """
@@ -145,9 +145,9 @@ def select(
     view
         The step.
     req_id
-        The one request whose lines and tokens are shown; None: all.
+        The only request whose lines and tokens are shown; None: all.
     tokens
-        The tokens that are shown, from the first to behind the last; None: all.
+        The tokens to show, as first and end (excluded); None: all.
 
     Raises
     ------

@@ -12,7 +12,7 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     Raises
     ------
     PrepError
-        One line, if it can't be written; nothing is left behind.
+        If it can't be written; no partial file remains.
     """
     try:
         path = path.resolve()  # a link stays a link, what it points to is replaced

@@ -206,7 +206,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
         span = batch.token_ids[start : start + scheduled].tolist()
         known = dict(enumerate(span, computed))
         if len(batch.next_token_ids):
-            # Samples that are still on the device have a place here: the core makes it token 0
+            # -1 stands for a sample that is still on the device: the core makes it token 0
             behind = min(computed + scheduled, num_tokens - 1)
             known[behind] = max(0, int(batch.next_token_ids[req]))
         mrope: list[list[int]] = []
@@ -302,7 +302,7 @@ def _oracle_arrays(
 
 
 def _with_rest(record: "StepRecord", name: str, values: list[int]) -> np.ndarray:
-    """As long as recorded, with 0 behind what is used."""
+    """The values, padded with 0 to the recorded length."""
     recorded = record.prepared.get(name)
     out = np.zeros(max(len(values), 0 if recorded is None else recorded.size), np.int64)
     out[: len(values)] = values

@@ -43,7 +43,7 @@ class ItemView:
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.offset + self.length
 
 
@@ -269,8 +269,8 @@ class StepView:
     def spans(self) -> list[dict[str, Any]]:
         """Images and videos of all requests, and which of their tokens the step computes.
 
-        ``tokens`` are the step's, from the first to behind the last; None if it computes none,
-        because the item is in the KV cache already or comes later.
+        ``tokens`` are those of the step, as first and end (excluded); None if the step computes
+        none of them, because the item is in the KV cache already or comes later.
         """
         step, spans = self.step, []
         for row, request in enumerate(self.requests):

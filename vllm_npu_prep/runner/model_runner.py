@@ -258,7 +258,7 @@ class NPUModelRunner(GPUModelRunner):
             )
         # 5 copy: all arrays at once; then the last step's samples are scattered on the device
         preparer.staging.send(step, samples.token_ids)
-        # 6 metadata: one for each KV-cache group, from values that the host has
+        # 6 metadata: one for each KV-cache group, from host values at hand
         metadata = preparer.build_metadata(step, staged)
         in_flight = StepInFlight(step, staged, metadata, decision.dispatched, embeds)
         self._begin_step(in_flight)

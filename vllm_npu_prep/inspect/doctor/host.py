@@ -23,7 +23,7 @@ LARGEST_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left behind.
+    """The result of a command.
 
     Attributes
     ----------
