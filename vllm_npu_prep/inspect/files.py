@@ -7,7 +7,7 @@ from vllm_npu_prep.errors import PrepError
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that nobody sees before it is complete.
+    """Write a file so that readers never see it incomplete.
 
     Raises
     ------
