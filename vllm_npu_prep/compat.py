@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_npu_prep import one_line, torchvision_import
-from vllm_npu_prep.device.no_op import InertEvent, InertStream
+from vllm_npu_prep.device.inert import InertEvent, InertStream
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.one_line import OneLineErrors
 from vllm_npu_prep.progress import waiting
