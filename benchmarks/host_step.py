@@ -295,9 +295,9 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int, looks: bool = Fals
 
 
 def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
-    """As samplers return them: int32 ``[num_reqs, most]``, -1 behind what counts.
+    """As samplers return them: int32 ``[num_reqs, most]``, -1 after the valid tokens.
 
-    Requests keep their rows here, in the order in which they came.
+    Requests keep their rows here, in the order of their arrival.
     """
     width = max(map(len, tokens.values()))
     rows = [row + [-1] * (width - len(row)) for row in tokens.values()]

@@ -82,7 +82,7 @@ def measure(model: str, flags: list[str]) -> dict[str, list[float]]:
         (worker.NPUWorker, "load_model", "load the model"),
         (worker.NPUWorker, "determine_available_memory", "run the largest step, with Dynamo"),
         (worker.NPUModelRunner, "warm_up", "plugin: load compiled code"),
-        (runner, "capture_graphs", "plugin: graphs of the stand-in"),
+        (runner, "capture_graphs", "plugin: fake graphs"),
     ):
         clock.watch(owner, method, name)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())

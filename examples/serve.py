@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """This script's options, and the server's behind ``--``."""
+    """This script's options, and the server's after ``--``."""
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -97,7 +97,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     if args.model and args.speculate not in (None, "ngram"):
         parser.error(
             f"--speculate {args.speculate} has a drafter for the demo model only; name your own "
-            "behind --: --speculative-config"
+            "after --: --speculative-config"
         )
     if args.vision and args.speculate not in (None, "ngram"):
         parser.error(f"--vision: the model that sees has no drafter for {args.speculate}")
@@ -129,7 +129,7 @@ class Stopper:
         return 1
 
     def force(self) -> None:
-        """Leave no process behind, whatever happened."""
+        """Kill all remaining processes, whatever happened."""
         if self.server.poll() is None:
             os.killpg(self.server.pid, signal.SIGKILL)
             self.server.wait()

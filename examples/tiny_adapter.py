@@ -88,8 +88,8 @@ def save(
     folder
         Where to; made if it is not there.
     tensors
-        By the model's name of each module, with ``.lora_A.weight`` (rank, columns) or
-        ``.lora_B.weight`` (rows, rank) behind it.
+        By the model's name of each module, followed by ``.lora_A.weight`` (rank, columns) or
+        ``.lora_B.weight`` (rows, rank).
     modules
         Last parts of the modules' names.
     rank, alpha

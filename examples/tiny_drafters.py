@@ -94,7 +94,7 @@ class Head(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(self.config)
 
     def unroll(self, target, ids, states, steps: int) -> Iterator[torch.Tensor]:
-        """Draft several tokens behind every place at once, as if all drafts had been accepted.
+        """Draft several tokens after every position at once, as if all drafts had been accepted.
 
         The first step reads the target's hidden states, each further one the head's own. A query
         of step s at row i stands at position i + s. It sees the first step's keys up to row i, and
@@ -212,7 +212,7 @@ class Eagle3Head(Head):
 
 
 def train(drafter, target: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Learn the target's choices behind the answers' tokens.
+    """Learn the target's choices after the answers' tokens.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ def train(drafter, target: PreTrainedModel, ids: torch.Tensor, labels: torch.Ten
     with torch.no_grad():
         outputs = target(ids, output_hidden_states=True)
     choices = outputs.logits.argmax(-1).roll(1, dims=1).where(labels >= 0, -100)  # of token i
-    # The token behind row i is the target's own, so it lies in the answer, as all drafts do.
+    # The token after row i is the target's own, so it is in the answer, as all drafts are.
     wanted = [  # for each step s (rows, width): the choice of token i + 2 + s, or -100
         shifted(choices, 2 + step).where(shifted(choices, 1) >= 0, -100) for step in range(STEPS)
     ]
@@ -265,7 +265,7 @@ def train(drafter, target: PreTrainedModel, ids: torch.Tensor, labels: torch.Ten
 
 
 def shifted(choices: torch.Tensor, by: int) -> torch.Tensor:
-    """(rows, width): what stands ``by`` places later, -100 behind the end."""
+    """(rows, width): the values ``by`` places later, -100 past the end."""
     return nn.functional.pad(choices[:, by:], (0, by), value=-100)
 
 

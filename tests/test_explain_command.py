@@ -253,7 +253,7 @@ def test_virtual_requests_of_chunked_local_attention_are_explained(capsys):
 
 
 IMAGE_BAD = [
-    ("requests.0.multimodal.0.offset", 7, "items lie behind one another"),
+    ("requests.0.multimodal.0.offset", 7, "items follow one another"),
     ("requests.0.multimodal.0.size", 7, "unknown key; allowed: modality, offset, length"),
     ("requests.0.multimodal", [IMAGE, IMAGE], "requests.0.multimodal.1: image from 2 to 6"),
     ("requests.0.mrope_positions", PATCHES[:2], "mrope_dims 3"),

@@ -27,8 +27,8 @@ MOST_MISMATCHES = 10
 class Output:
     """Standard output that remembers why it could not be written.
 
-    Commands write by `print`, rich and argparse. argparse keeps an error to itself, and an error
-    that arrives does not say which file it is about.
+    Commands write by `print`, rich and argparse. argparse suppresses errors, and other errors don't
+    say which file they are about.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -41,12 +41,12 @@ class Output:
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write buffered text."""
         with self._remembering():
             self._stream.flush()
 
     def finish(self) -> None:
-        """Write what is held back: at the interpreter's end it is late for an error.
+        """Write buffered text now, because at the interpreter's end it is too late for an error.
 
         Raises
         ------
@@ -58,7 +58,7 @@ class Output:
             raise self.error
 
     def drop(self) -> None:
-        """Let what can't be written go nowhere."""
+        """Discard text that can't be written."""
         try:
             self._stream.flush()
         except OSError:
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         0 on success, 1 if steps differ, 2 for bad input or output that can't be written, which get
         one line and no traceback.
     """
-    # None: closed by who started us, so nobody wants to read it.
+    # None: our parent has closed it, so nobody reads it.
     output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
     code = 2
     try:
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             return _main(argv, output)
     except PrepError as error:
         _print_error(error)
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         code = 0
     except OSError as error:
         if error is output.error:
@@ -173,13 +173,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _emulate(arguments: list[str]) -> NoReturn:
-    """Become the command of the emulator, a package of its own that is never imported here."""
+    """Become the emulator's command, a separate package that is never imported here."""
     if importlib.util.find_spec(EMULATOR) is None:
         raise PrepError(
             f"emulate needs the package {EMULATOR}, which is not installed: "
             "pip install ./emulator in a checkout of this project"
         )
-    # -P: a file of the folder this is run from is not mistaken for a module.
+    # -P: files in the current folder are not mistaken for modules.
     os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
@@ -226,7 +226,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _expected_of(path: Path) -> dict[str, Any] | None:
-    """What a scenario file expects of its step; None if that is nothing, or for a record."""
+    """What a scenario file expects of its step; None if it expects nothing, or for a record."""
     from vllm_npu_prep.inspect.scenario import read_expected
 
     return None if _is_recorded(path) else read_expected(path)

@@ -25,7 +25,7 @@ SECTION = "npu_prep"
 """Key of the plugin's section in ``--additional-config``."""
 
 STEPS = re.compile(r"(?P<first>\d{1,15}):(?P<end>\d{1,15})|last (?P<last>\d{1,6})", re.ASCII)
-"""What ``record.steps`` may be."""
+"""Values that ``record.steps`` may have."""
 
 
 class RecordConfig(BaseModel):
@@ -36,12 +36,12 @@ class RecordConfig(BaseModel):
     dir
         Folder for the records.
     steps
-        ``"100:200"``: those steps, written as they come. ``"last 64"``: so many are kept in memory
-        and written when the engine fails, on SIGUSR1 or when asked.
+        ``"100:200"``: these steps are written as they run. ``"last 64"``: the last 64 steps are
+        kept in memory and written when the engine fails, on SIGUSR1 or on request.
     max_bytes
-        Most bytes of these files, or of that memory.
+        Most bytes of the files, or of the memory.
     request_ids
-        Records name requests by a salted hash, or as the engine does.
+        Whether records name requests by a salted hash, or by the engine's ids.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -60,12 +60,12 @@ class RecordConfig(BaseModel):
         return steps
 
     def make_folder(self) -> Path:
-        """Make ``dir`` where it is not there yet.
+        """Make ``dir`` if it doesn't exist.
 
         Raises
         ------
         PrepError
-            If it can't be made, or nothing can be written to it.
+            If it can't be made or can't be written to.
         """
         folder = Path(self.dir).expanduser()
         try:
@@ -81,14 +81,14 @@ class RecordConfig(BaseModel):
 
     @property
     def span(self) -> range | None:
-        """Steps to write as they come; None where the last ones are kept."""
+        """Steps to write as they run; None if the last steps are kept instead."""
         match = STEPS.fullmatch(self.steps)
         assert match is not None
         return range(int(match["first"]), int(match["end"])) if match["first"] else None
 
     @property
     def last(self) -> int:
-        """How many steps are kept; 0 where they are written as they come."""
+        """How many steps are kept; 0 if steps are written as they run."""
         match = STEPS.fullmatch(self.steps)
         assert match is not None
         return int(match["last"] or 0)
@@ -107,12 +107,12 @@ class PrepConfig(BaseModel):
     mask_budget_bytes
         Most memory that dense masks may take, in bytes.
     triton_kernels
-        Whether torch replaces vLLM's Triton kernels, of drafters and the rejection sampler say, or
-        vLLM's own are kept, which needs Triton on the device.
+        Whether torch replaces vLLM's Triton kernels (drafters, the rejection sampler and others),
+        or they are kept, which needs Triton on the device.
     record
         Which steps are recorded, None for none.
     check
-        What is verified of each step before its launch (`vllm_npu_prep.inspect.check`).
+        Which rules each step is checked for before its launch (`vllm_npu_prep.inspect.check`).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -136,7 +136,8 @@ def parse_config(additional_config: object) -> PrepConfig:
     Raises
     ------
     PrepError
-        For an unknown or ill-typed key: names it, the allowed ones and the nearest match.
+        For an unknown key or a value of the wrong type: names it and the allowed keys, and suggests
+        the closest one.
     """
     if not isinstance(additional_config, Mapping):
         return PrepConfig()
@@ -178,7 +179,7 @@ def parse_flag(text: str) -> dict[str, Any]:
     Raises
     ------
     PrepError
-        If it is no JSON object, or `parse_config` refuses it.
+        If it is not a JSON object, or `parse_config` refuses it.
     """
     try:
         given = json.loads(text)
@@ -197,7 +198,7 @@ def parse_flag(text: str) -> dict[str, Any]:
 
 
 def _check_section_name(additional_config: Mapping[str, Any]) -> None:
-    """A misspelt section would silently do nothing."""
+    """Refuse a misspelt section, which would otherwise be ignored silently."""
     for name in additional_config:
         if name != SECTION and difflib.get_close_matches(str(name), [SECTION], cutoff=0.8):
             raise PrepError(f'--additional-config: unknown section "{name}": write "{SECTION}"')
@@ -210,7 +211,7 @@ def _nearest(key: str, allowed: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What start-up decided from options, device and model; everything else reads this.
+    """What start-up decided from options, device and model; all other code reads this.
 
     Attributes
     ----------
@@ -221,7 +222,7 @@ class Decisions:
     mask_budget_bytes
         As configured.
     dense_bytes
-        Most memory that dense masks would take with this model and token budget.
+        Most memory that dense masks could take with this model and token budget.
     note
         Why the form is not the family's default; empty if it is.
     """
@@ -255,16 +256,15 @@ def decide(
     max_num_batched_tokens, max_model_len
         Limits of a step, in tokens.
     num_windows
-        Different attention windows of the model's layers, full attention counted as one; each has
-        masks of its own.
+        Number of different attention windows, full attention included; each has its own masks.
     masks_in_graphs
-        Whether a graph is to read masks: they must keep their shape then, which dense ones don't.
+        Whether graphs read masks; these must then have a constant shape, which dense masks don't.
 
     Raises
     ------
     PrepError
-        For a family that the device doesn't have, a form that the family can't run, or an explicit
-        dense mask beyond the budget.
+        If the device doesn't have the family, the family can't use the form, or dense masks were
+        asked for and exceed the budget.
     """
     usable = [name for name, family in families.items() if family.device_type == device_type]
     name = usable[0] if config.attention == "auto" else config.attention
@@ -305,7 +305,7 @@ def decide(
 
 
 def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
-    """Decisions of an engine; of the engine that is being built, if None."""
+    """Decisions for an engine; if None, for the engine that is being built."""
     if vllm_config is None:
         from vllm.config import get_current_vllm_config
 
@@ -322,9 +322,9 @@ def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
 
 
 def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
-    """Whether full graphs are to be captured whose attention has a mask.
+    """Whether full graphs with a mask will be captured.
 
-    Decodes of one token have none, except with a window.
+    Decodes of one token have no mask, except with a window.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
@@ -339,5 +339,5 @@ def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
 
 
 def _layer_types(vllm_config: "VllmConfig") -> list[str]:
-    """Kinds of attention of the model's layers, where its config tells them."""
+    """Kinds of attention of the model's layers, if its config has them."""
     return getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or []

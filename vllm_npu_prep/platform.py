@@ -1,4 +1,4 @@
-"""NPUPlatform: what vLLM asks of a device, decided in one place."""
+"""NPUPlatform: answers what vLLM asks about a device, in one place."""
 
 import argparse
 import multiprocessing
@@ -42,23 +42,23 @@ class NPUPlatform(Platform):
 
     _enum = PlatformEnum.OOT
     device_type = KIND.device_type
-    device_name = KIND.device_type  # vLLM makes torch device strings of it
+    device_name = KIND.device_type  # vLLM makes torch device strings from it
     dispatch_key = KIND.dispatch_key
     dist_backend = KIND.dist_backend
     ray_device_key = "NPU"
-    # Workers of a host see all of its NPUs and take the one that Ray gave them, as under mp.
+    # Workers see all NPUs of their host and take the one that Ray assigned them, as under mp.
     ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     device_control_env_var = KIND.visible_env_var
     simple_compile_backend = graph_config.COMPILE_BACKEND
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the device, the one that ``--dtype auto`` falls back to first."""
+        """Dtypes of the device; ``--dtype auto`` falls back to the first."""
         return list(KIND.dtypes)
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Nothing compiled to import; upstream would warn about a missing ``vllm._C``."""
+        """Does nothing: upstream would warn about a missing ``vllm._C``."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -72,7 +72,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> None:
-        """A notion of CUDA devices."""
+        """None: only CUDA devices have one."""
         return None
 
     @classmethod
@@ -81,10 +81,10 @@ class NPUPlatform(Platform):
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """`torch.manual_seed`, which vLLM calls too, seeds every device."""
+        """Does nothing: vLLM also calls `torch.manual_seed`, which seeds every device."""
 
     def is_sleep_mode_available(self) -> bool:
-        """Asked by vLLM's config only, whose own refusal doesn't name the flag: ours does."""
+        """True, so that our refusal, which names the flag, comes instead of vLLM's."""
         return True
 
     @classmethod
@@ -94,12 +94,12 @@ class NPUPlatform(Platform):
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        """Page-locked memory needs a device that reads it."""
+        """Whether the device can read page-locked memory."""
         return KIND.pin_memory
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Dtypes are checked against the kernel family at start-up."""
+        """Does nothing: dtypes are checked against the kernel family at start-up."""
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:
@@ -110,26 +110,26 @@ class NPUPlatform(Platform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """One backend for K and V, one for latent rows; kernel families are chosen behind them."""
+        """One backend for K and V, one for latent rows; each uses the chosen kernel family."""
         if attn_selector_config.use_mla:
             return "vllm_npu_prep.attention.mla.AscendMLABackend"
         return "vllm_npu_prep.attention.backend.AscendAttentionBackend"
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
-        """Every MLA layer makes one; with `AscendMLABackend` none is called."""
+        """Every MLA layer creates one, but with `AscendMLABackend` it is never called."""
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
         return MLAPrefillBackendEnum.CPU.get_class()
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        """Captured on NPUs, checked on the CPU fallback."""
+        """True: graphs are captured on NPUs, and checked on the CPU fallback."""
         return True
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        """What vLLM puts around the pieces of a model."""
+        """Class in which vLLM wraps the pieces of a model."""
         return "vllm_npu_prep.graph.wrapper.GraphWrapper"
 
     @classmethod
@@ -139,7 +139,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Attention is one operator to torch.compile, which splits the model there."""
+        """True: attention is one operator to torch.compile, which splits the model there."""
         return graph_config.is_compiled()
 
     @classmethod
@@ -149,28 +149,28 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """What exchanges tensors between ranks: HCCL on NPUs, gloo on the CPU fallback."""
+        """Class that exchanges tensors between ranks, by HCCL on NPUs and gloo on the CPU."""
         return "vllm_npu_prep.device.communicator.NPUCommunicator"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """What vLLM's LoRA layers call: the same on NPUs and on the CPU fallback."""
+        """Class that vLLM's LoRA layers call, the same on NPUs and on the CPU fallback."""
         return "vllm_npu_prep.ops.lora.PunicaWrapperNPU"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """Block tables, slots and metadata are made for each KV-cache group."""
+        """True: block tables, slots and metadata are made for each KV-cache group."""
         return True
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Fine: layers find their cache by name, not by index."""
+        """Allowed: layers find their cache by name, not by index."""
 
     @classmethod
     def pre_register_and_update(cls, parser: argparse.ArgumentParser | None = None) -> None:
-        """Let a command check the plugin's options with its other flags, before it logs anything.
+        """Check the plugin's options with a command's other flags, before it logs anything.
 
-        vLLM would take what is no JSON for a string, and find out much later.
+        vLLM would accept invalid JSON as a string, and fail much later.
         """
         for action in parser._actions if parser is not None else ():
             if action.dest == "additional_config":
@@ -178,7 +178,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse what no step could answer, in the process that takes requests."""
+        """Refuse requests that no step could answer, in the process that receives them."""
         if processed_inputs["type"] == "embeds":
             from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
@@ -186,12 +186,12 @@ class NPUPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Check everything that can be checked before a process starts, and switch off the rest.
+        """Check all that can be checked before a process starts, and turn off what isn't needed.
 
         Raises
         ------
         PrepError
-            For what this plugin can't do: says what was given, what is allowed and what to do.
+            For unsupported features: says what was given, what is allowed and what to do.
         """
         if vllm_config.model_config is None:  # tests of vLLM's own
             return
@@ -201,7 +201,7 @@ class NPUPlatform(Platform):
         decisions = decisions_of(vllm_config)  # with the graph mode that was settled
         notes = graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
         if vllm_config.shutdown_timeout == 0:
-            # Zero kills the engine process at once, which vLLM then reports as a dead engine.
+            # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         if vllm_config.kv_transfer_config is not None:
             vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
@@ -221,7 +221,7 @@ class NPUPlatform(Platform):
 
 
 def _known_faults(vllm_config: "VllmConfig") -> list[str]:
-    """What upstream gets wrong with these settings, out of this plugin's reach; a line each."""
+    """Upstream's bugs with these settings that this plugin can't fix, one line each."""
     caches = vllm_config.cache_config.enable_prefix_caching
     if caches and vllm_config.scheduler_config.policy == "priority":
         return [
@@ -232,7 +232,7 @@ def _known_faults(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:
-    """Turn off what can't be honoured but isn't needed either; say what and why, a line each."""
+    """Turn off what is unsupported but not needed; returns what and why, one line each."""
     from vllm.config import CacheConfig
 
     off = []
@@ -256,7 +256,7 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
 def _log_start_up(
     vllm_config: "VllmConfig", decisions: Decisions, notes: list[str], switched_off: list[str]
 ) -> None:
-    """One short block: device, kernel family, mask form, graph mode and sizes, what is off."""
+    """Log one short block: device, kernel family, mask form, graphs, and what was turned off."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler, config = vllm_config.scheduler_config, parse_config(vllm_config.additional_config)
     block_size = cache.block_size if cache.user_specified_block_size else "default (128)"

@@ -1,4 +1,4 @@
-"""What pydantic found, in the words of whoever wrote the file or the flag."""
+"""Turns errors of pydantic into messages for the author of a file or a flag."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -79,7 +79,7 @@ def reason_of(detail: "ErrorDetails") -> str:
 
 
 def described(detail: "ErrorDetails") -> str:
-    """`reason_of`, and the value; a key that is missing or unknown has none of interest."""
+    """`reason_of` and the value, which is left out for a missing or unknown key."""
     reason = reason_of(detail)
     if detail["type"] in ("missing", "extra_forbidden"):
         return reason
@@ -87,7 +87,7 @@ def described(detail: "ErrorDetails") -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it stands in a file or a flag, which are JSON; cut where it is long."""
+    """A value as JSON, as in the file or the flag; shortened if it is long."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

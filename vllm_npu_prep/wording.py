@@ -9,8 +9,8 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     number
         How many.
     noun
-        What one of them is called.
+        The noun in the singular.
     plural
-        What others than one are called, where that is more than an ``s`` at the end.
+        Its plural, if that is not formed by adding an ``s``.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -52,8 +52,8 @@ class NPUWorker(Worker):
         Upstream's version knows CUDA only. Its hook for kernels, a platform's
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
-        gc.freeze()  # modules: collections while loading and profiling need not look at them
-        if self.parallel_config.use_ray:  # others of vLLM's own processes do so from their start
+        gc.freeze()  # so that collections while loading and profiling skip modules
+        if self.parallel_config.use_ray:  # vLLM's other processes do so from their start
             survive_signals()
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         assigned = self.parallel_config.assigned_physical_gpu_ids
@@ -74,9 +74,10 @@ class NPUWorker(Worker):
         self._init_workspace_and_model_runner()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model; upstream then leaves the host one thread, which a device needs no more.
+        """Load the model; upstream then limits the host to one thread, which is enough for devices.
 
-        On the CPU fallback the host's threads do the computing (1.3 to 1.7 times as fast with two).
+        On the CPU fallback we undo that, because the host computes (1.3 to 1.7 times as fast with
+        two threads).
         """
         threads = torch.get_num_threads()
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -84,12 +85,12 @@ class NPUWorker(Worker):
             torch.set_num_threads(threads)
 
     def _make_model_runner(self) -> NPUModelRunner:
-        """The runner of this plugin in place of upstream's choice."""
+        """This plugin's runner instead of upstream's choice."""
         assert self.device is not None
         return NPUModelRunner(self.vllm_config, self.device, self.prep_device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager:
-        """No pool: upstream raises here for platforms outside its tree (sleep mode is refused)."""
+        """No pool: upstream raises here for out-of-tree platforms (sleep mode is refused)."""
         del tag
         return contextlib.nullcontext()
 
@@ -97,9 +98,9 @@ class NPUWorker(Worker):
     def determine_available_memory(self) -> int:
         """Memory for the KV cache in bytes.
 
-        What is free after a profiling run, less the peak of that run, what graphs will take, and
-        the share of the device that is to stay free. On the CPU fallback a fixed size: a share of
-        the host's memory would be taken from everything else that runs there.
+        This is the memory that is free after a profiling run, less the peak of that run, the
+        estimate for graphs, and the share of the device that is to stay free. On the CPU fallback
+        it is a fixed size, because other programs share the host's memory.
         """
         self.prep_device.reset_peak_memory()
         self._run_largest_step()
@@ -131,7 +132,7 @@ class NPUWorker(Worker):
         return size
 
     def _run_largest_step(self) -> None:
-        """It is to fit, and traces a model that is compiled."""
+        """Run the largest step, to see that it fits and to trace a compiled model."""
         with (
             set_current_vllm_config(self.vllm_config),
             waiting("Running the largest step", logger.info),
@@ -148,14 +149,14 @@ class NPUWorker(Worker):
             self.model_runner.warm_up()
         compilation = self.vllm_config.compilation_config
         if not self.model_runner.kv_caches:
-            # No memory was asked for, so nothing ran yet, and the model is to be traced over
-            # upstream's buffers, which start where their storage does.
+            # Memory was not measured, so nothing ran yet, and the model must be traced over
+            # upstream's buffers, which start at the beginning of their storage.
             self._run_largest_step()
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.capture_model()
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
-        # Static objects need no look from the garbage collector any more.
+        # The garbage collector can skip static objects from now on.
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
@@ -191,7 +192,7 @@ class NPUWorker(Worker):
             self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
 
     def dump_steps(self) -> str:
-        """Write the last steps, for ``collective_rpc``: where they are, in one line.
+        """Write the last steps, for ``collective_rpc``; returns one line that says where they are.
 
         Raises
         ------
@@ -217,33 +218,33 @@ class NPUWorker(Worker):
         Returns
         -------
         dict
-            ``rank`` across engines, ``folder``, how many ``steps``, and all that in a line,
+            ``rank`` across engines, ``folder``, number of ``steps``, and all that as one line,
             ``answer``.
         """
         recorder = self.model_runner.recorder
-        assert recorder is not None  # the server asks nobody unless steps are recorded
+        assert recorder is not None  # servers ask only if steps are recorded
         written = recorder.dump(reason)
         rank = rank_across_engines(self.parallel_config)
         answer = {"rank": rank, "folder": str(written.folder), "steps": written.steps}
         return answer | {"answer": str(written)}
 
     def shutdown(self) -> None:
-        """Asynchronous failures show when the engine is on its way down already."""
-        atexit.register(gc.freeze)  # else what is left is looked at twice more when it all goes
+        """As upstream's; writes records if an asynchronous failure appears only now."""
+        atexit.register(gc.freeze)  # else Python's end collects all remaining objects twice
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
             self._save_steps(error)
         super().shutdown()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Weights from a transfer engine: as upstream's, without graphs."""
+        """Weights from a transfer engine: as upstream's, refused with graphs."""
         self.model_runner.refuse_new_weights()
         super().update_weights(*args, **kwargs)
 
     def sleep(self, level: int = 1) -> None:
         """Refused: planes of the KV cache are not in a pool that can be released.
 
-        The engine has paused its scheduler by now, which `wake_up` resumes.
+        The engine has already paused its scheduler; `wake_up` resumes it.
         """
         del level
         self._refuse_sleep()
@@ -260,4 +261,4 @@ class NPUWorker(Worker):
         )
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing sleeps; the engine resumes its scheduler after this."""
+        """Does nothing, because nothing sleeps; the engine then resumes its scheduler."""

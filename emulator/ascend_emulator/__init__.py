@@ -1,8 +1,8 @@
 """An emulated Ascend runtime: the unmodified torch_npu on a machine without an NPU.
 
 `ascend-emulator -- COMMAND` runs any command on it (README.md). Inside such a command this package
-counts what the device was asked to do, and takes operator references. It needs torch alone; what
-runs on it need not know of it.
+counts the device's work, and accepts operator references. It needs torch alone, and the command
+need not know about the emulator.
 """
 
 from ascend_emulator.api import (

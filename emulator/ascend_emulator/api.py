@@ -1,4 +1,4 @@
-"""What Python code inside an emulated command may ask the emulator for."""
+"""The emulator's functions for Python code inside an emulated command."""
 
 import ctypes
 import functools
@@ -22,7 +22,7 @@ PlacementCheck = Callable[[str, Mapping[str, bool], str], None]
 
 @dataclass
 class Counts:
-    """What the device was asked to do; fields in the order of native/runtime/report.h."""
+    """Counts of the device's work; fields in the order of native/runtime/report.h."""
 
     h2d_copies: int = 0
     h2d_bytes: int = 0
@@ -34,7 +34,7 @@ class Counts:
     """Asynchronous host-to-device copies from pageable memory, also part of ``h2d_copies``."""
     staged_bytes: int = 0
     launches: int = 0
-    """Kernels launched or captured; a graph's kernels don't count again when it is replayed."""
+    """Kernels launched or captured; replaying a graph doesn't count its kernels again."""
     graph_launches: int = 0
     syncs: int = 0
     """Waits of the host for a stream, an event or the device."""
@@ -43,7 +43,7 @@ class Counts:
     errors: int = 0
     """Calls refused as misuse."""
     peak_memory_bytes: int = 0
-    """Highest memory in use so far, not per region."""
+    """Most memory in use since the process started, not per region."""
 
     def nonzero(self) -> dict[str, int]:
         """Return the fields that aren't 0, for messages."""
@@ -93,7 +93,7 @@ def is_active() -> bool:
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether a tensor that a reference was given is device memory, rather than a host argument."""
+    """Whether a tensor that a reference was given is device memory and not a host argument."""
     return bool(_runtime().emulator_is_alias(ctypes.c_void_p(tensor.data_ptr())))
 
 
@@ -186,9 +186,9 @@ def _cpu_kernel(
     check_placement: PlacementCheck | None,
     launcher: Any,
 ) -> Callable[..., Any]:
-    """Make a CPU kernel of a reference: binds its arguments, refuses calls by hand."""
+    """Make a CPU kernel from a reference: it binds the arguments, and refuses direct calls."""
     bind = _binder(schema, inspect.signature(function))
-    # Not every operator that takes `out` returns it: one sizes a workspace for another.
+    # Not every operator that takes `out` returns it: one computes the workspace of another.
     is_out = schema.overload_name == "out" or any(r.alias_info is not None for r in schema.returns)
 
     @functools.wraps(function)
@@ -211,7 +211,7 @@ def _cpu_kernel(
 def _binder(
     schema: Any, signature: inspect.Signature
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """How a schema's arguments are passed: by their names, as far as they are taken at all."""
+    """Function that passes a schema's arguments by name, as far as the reference takes them."""
     parameters = list(signature.parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {argument.name for argument in schema.arguments}
@@ -241,7 +241,7 @@ def _on_host(arguments: dict[str, Any]) -> dict[str, bool]:
     import torch
 
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    # An empty tensor has no address to tell by.
+    # An empty tensor has no address that would tell.
     return {name: not is_on_device(value) for name, value in tensors.items() if value.numel()}
 
 
@@ -262,7 +262,7 @@ def _without_none(result: Any, count_of_results: int) -> Any:
 
 
 def _load_atb() -> None:
-    """Load the atb operators now, rather than at their first use: references need their schemas."""
+    """Load the atb operators now, not at their first use, because references need their schemas."""
     try:
         from torch_npu.op_plugin.atb import _atb_ops
     except ImportError:
@@ -273,7 +273,7 @@ def _load_atb() -> None:
 
 
 def _flush_at_hard_exit() -> None:
-    """Write the report before os._exit, too, with which vLLM's processes tend to end."""
+    """Write the report before os._exit, too, by which most of vLLM's processes end."""
     hard_exit = os._exit
 
     def flush_and_exit(status: int) -> None:
@@ -284,7 +284,7 @@ def _flush_at_hard_exit() -> None:
 
 
 def _drain_task_queue() -> None:
-    """Let torch_npu issue what it has queued: asking for the raw stream waits for that."""
+    """Wait until torch_npu has issued its queued tasks; asking for the raw stream does that."""
     torch = sys.modules.get("torch")
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_initialized():

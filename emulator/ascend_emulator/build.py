@@ -1,4 +1,4 @@
-"""Build the emulated runtime and its launcher, once per version of what they depend on."""
+"""Builds the emulated runtime and its launcher, once per version of their dependencies."""
 
 import hashlib
 import importlib.metadata
@@ -21,15 +21,15 @@ from ascend_emulator.errors import EmulatorError
 
 NATIVE = Path(__file__).parent / "native"
 SITE = Path(sys.prefix) / "npu-emulator"
-"""Where torch_npu is looked for, besides the import path."""
+"""Folders in which torch_npu is looked for, besides the import path."""
 SUPPORTED_TORCH_NPU = ("2.13.0",)
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 RUNTIME_LIBRARY = "libascendcl.so"
 LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
-# torch_npu is linked against these, too; one library serves for all.
+# torch_npu is linked against these, too; one library stands for all of them.
 OTHER_NAMES = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
 LARGEST_PAUSE = 30.0
-"""Seconds between two lines about a build; before, each comes after twice the time of the last."""
+"""Longest time between two lines about a build, in seconds; it doubles from line to line."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
 # Symbols of CANN's libraries, as opposed to those of torch, Python and the system.
 CANN_SYMBOL = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|ge|GE|aclnn|_ZNK?3atb|_ZNK?2ge)")
@@ -37,7 +37,7 @@ CANN_SYMBOL = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|ge|GE|aclnn|_ZNK?3atb|_ZNK?2
 
 @dataclass(frozen=True)
 class Target:
-    """What is built against, and with what."""
+    """The libraries to build against, and the compiler."""
 
     compiler: str
     torch: Path
@@ -46,7 +46,7 @@ class Target:
 
 
 def ensure_built() -> Path:
-    """Folder with the libraries, built now if they aren't there.
+    """Folder with the libraries, which are built now if they don't exist.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def ensure_built() -> Path:
             f"the libraries of the NPU emulator can't be built into {folder.parent}: "
             f"{error.strerror}; XDG_CACHE_HOME names another place"
         ) from None
-    # Built aside and renamed: a second process that builds at the same time does no harm.
+    # Built in another folder and renamed, so that two processes can build at the same time.
     with scratch_folder as scratch:
         _build(target, Path(scratch))
         try:
@@ -126,7 +126,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # Beside torch, torch_npu would keep every other program from importing torch.
+        # In torch's environment, torch_npu would keep every other program from importing torch.
         where = f"--no-deps --target {SITE} " if package == "torch_npu" else ""
         raise EmulatorError(
             f"the NPU emulator runs the real torch_npu, and {package} is not installed: "
@@ -195,23 +195,23 @@ def _results(
     Parameters
     ----------
     jobs
-        Compilations whose objects are wanted now.
+        Compilations to wait for.
     all_jobs
-        What the lines count.
+        All compilations, which the lines count.
     start
-        When these began, by the monotonic clock.
+        Start of all compilations, by the monotonic clock.
 
     Raises
     ------
     EmulatorError
-        With the compiler's words for the first that failed.
+        With the compiler's message for the first compilation that failed.
     """
     pause = 2.0
     while True:
         done, running = wait(jobs, timeout=pause, return_when=FIRST_EXCEPTION)
         if failed := [job for job in done if job.exception()]:
             for job in all_jobs:
-                job.cancel()  # what has not begun need not be waited for
+                job.cancel()  # those that have not begun
             failed[0].result()
         if not running:
             return [job.result() for job in jobs]
@@ -233,7 +233,7 @@ def _link(target: Target, library: Path, objects: list[Path], libraries: list[st
 
 
 def _traps(target: Target, objects: list[Path], out: Path) -> Path:
-    """Compile a function per CANN symbol that nothing implements: it ends the process by name."""
+    """Compile one function per missing CANN symbol, which names itself and ends the process."""
     npu_objects = [*target.torch_npu.glob("lib/*.so"), *target.torch_npu.glob("_C*.so")]
     needed = {name for name in _symbols("--undefined-only", npu_objects) if CANN_SYMBOL.match(name)}
     missing = sorted(

@@ -1,7 +1,6 @@
-"""What a command that runs under the emulator can be told, and by which environment variables.
+"""Options of an emulated run, and the environment variables that carry them.
 
-The variables are set by `ascend-emulator` and read in `native/runtime/options.cpp`; nobody
-else reads them.
+`ascend-emulator` sets the variables; only `native/runtime/options.cpp` reads them.
 """
 
 import difflib
@@ -24,8 +23,8 @@ CHIPS = (
     *("Ascend910_9362", "Ascend910_9363", "Ascend910_9372", "Ascend910_9381", "Ascend910_9382"),
     *("Ascend910_9391", "Ascend910_9392"),
 )
-"""Chips by the names that torch_npu 2.13.0 knows, up to the A3 generation; of later ones the
-runtime here knows nothing. torch_npu takes any other name for a chip without features."""
+"""Chips by the names that torch_npu 2.13.0 knows, up to the A3 generation; this runtime knows no
+later ones. torch_npu treats any other name as a chip without features."""
 
 SOC = "NPU_EMULATOR_SOC"
 CANN = "NPU_EMULATOR_CANN"
@@ -54,10 +53,10 @@ class Options:
     delay: str = "none"
     """Wait before each task: none, the same on all streams, or different per stream."""
     hazards: str = "error"
-    """Whether a hazard makes the next sync fail, or is only reported."""
+    """Whether a hazard makes the next sync fail or is only reported."""
     trace: bool = False
     report: Path | None = None
-    """Where the merged JSON report goes."""
+    """File for the merged JSON report."""
     hang_seconds: int = 30
     """How long a stream may wait for an external event before it counts as hung."""
     references: tuple[str, ...] = ()
@@ -71,7 +70,7 @@ class Options:
         libraries
             Folder of the built libraries.
         report_folder
-            Where each process leaves its part of the report.
+            Folder in which each process writes its part of the report.
         """
         return {
             SOC: self.soc,
@@ -94,7 +93,7 @@ def check_soc(soc: str) -> str:
     Raises
     ------
     EmulatorError
-        If it is not among `CHIPS`: names the nearest.
+        If it is not among `CHIPS`; suggests the closest one.
     """
     if soc not in CHIPS:
         near = difflib.get_close_matches(soc, CHIPS, n=1)
@@ -109,7 +108,7 @@ def bytes_of(text: str) -> int:
     Raises
     ------
     EmulatorError
-        When the text is no size.
+        If the text is not a size.
     """
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:

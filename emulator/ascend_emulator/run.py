@@ -19,7 +19,7 @@ from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of, check_so
 
 HOOK = Path(__file__).parent / "hook"
 HAZARD_EXIT_CODE = 3
-"""When the command itself succeeded, but left a hazard that no sync reported."""
+"""Exit code if the command itself succeeded but a hazard remained that no sync reported."""
 
 LIMITS = (
     "numerics, speed, alignment and layout limits of real kernels, HCCL and custom operators "
@@ -34,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns
     -------
     int
-        The command's exit code; `HAZARD_EXIT_CODE` if it succeeded all the same; 2 if it could not
-        be started, which gets one line and no traceback.
+        The command's exit code; `HAZARD_EXIT_CODE` if it succeeded in spite of a hazard; 2 if it
+        could not be started, which prints one line and no traceback.
     """
     try:
         return emulate(parser().parse_args(argv))
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Build if needed, run the command, report; the command's exit code."""
+    """Build if needed, run the command, and report; returns the command's exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
         raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
@@ -128,7 +128,7 @@ def emulate(args: argparse.Namespace) -> int:
     )
     site = [args.site.resolve()] if args.site.is_dir() else []
     sys.path[:0] = map(str, site)
-    # The scripts of this environment come first, as they do once it is activated.
+    # The scripts of this environment come first, as in an activated environment.
     scripts = str(Path(sys.executable).parent)
     path = scripts + os.pathsep + os.environ.get("PATH", os.defpath)
     program = shutil.which(command[0], path=path)
@@ -180,7 +180,7 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 
 
 def merged_report(folder: Path, options: Options) -> dict[str, Any]:
-    """One report of those that the processes of a command left in `folder`."""
+    """Merge the reports that the processes of a command wrote to `folder`."""
     processes = [
         json.loads(path.read_text(errors="replace")) for path in sorted(folder.glob("*.json"))
     ]

@@ -1,4 +1,4 @@
-"""Graph modes through vLLM's engine on the CPU fallback, where the stand-in checks each replay."""
+"""Graph modes on the CPU fallback through vLLM's engine; the fake graph checks each replay."""
 
 import os
 from collections import Counter
@@ -17,7 +17,7 @@ from tests.helpers.traffic import traffic
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph.stand_in import GraphSafetyError
+from vllm_npu_prep.graph.fake_graph import GraphSafetyError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.runner.graphs import Graphs

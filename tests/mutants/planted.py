@@ -688,14 +688,14 @@ MUTANTS = [
     ),
     Mutant(
         "moved inputs are overlooked",
-        "graph/stand_in.py",
+        "graph/fake_graph.py",
         "if places != self.places:",
         "if False:",
         GRAPHS,
     ),
     Mutant(
         "results stay where they were made",
-        "graph/stand_in.py",
+        "graph/fake_graph.py",
         "home if home is result else home.copy_(result)",
         "result",
         GRAPHS,
@@ -912,10 +912,10 @@ MUTANTS = [
     ),
     Mutant(
         "MLA layers' inputs of a graph go unchecked",
-        "graph/stand_in.py",
+        "graph/fake_graph.py",
         'getattr(metadata, "step", metadata)',
         "metadata",
-        ("tests/graph/test_stand_in.py",),
+        ("tests/graph/test_fake_graph.py",),
     ),
     Mutant(
         "K and V of stored blocks change places",

@@ -63,32 +63,32 @@ class AscendAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        """Block sizes that kernels take; families that take fewer are checked at start-up."""
+        """Any block size; the limits of a kernel family are checked at start-up."""
         return [MultipleOf(1)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Block size unless the user gives one."""
+        """Block size if the user gives none."""
         return DEFAULT_BLOCK_SIZE
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Layers apart from each other, so that each is a region of its own (see kv_cache)."""
+        """One contiguous region for each layer (see `kv_cache`)."""
         return (KVCacheLayout.LBNHC,)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Windows narrow the mask."""
+        """Supported: windows narrow the mask."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Groups without a mask."""
+        """Supported: such groups have no causal mask."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders, and encoders that have no decoder behind them."""
+        """Decoders, and encoders without a decoder."""
         return attn_type in ATTN_TYPES
 
 
@@ -106,7 +106,7 @@ class AttendedRequests(NamedTuple):
 
 
 def attended_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests:
-    """The step's requests; the layout has as many rows as attention sees."""
+    """The step's requests; the layout has exactly the rows that attention sees."""
     arrays, host = staged.device, staged.np
     return AttendedRequests(
         arrays.query_start_loc,
@@ -121,7 +121,7 @@ def attended_requests(step: PreparedStep, staged: StagedArrays) -> AttendedReque
 
 
 def local_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests:
-    """The step's virtual requests; rows behind them are seen in full graphs only."""
+    """The step's virtual requests; only full graphs see the padding rows after them."""
     arrays, host, local = staged.device, staged.np, step.local
     assert local is not None
     in_full_graph = step.padding.mode is GraphMode.FULL
@@ -169,7 +169,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             model.dtype,
             values[model.dtype] if values else None,
         )
-        # By state: the plan where it is the same for all sizes, else None
+        # By state: the plan if it is the same for all sizes, else None
         plans = [self._plan(state, 1, 1, self.causal) for state in AttentionState]
         of_any_size = (MaskKind.NONE, MaskKind.COMPRESSED)
         self._plans_of_any_size = [plan if plan.kind in of_any_size else None for plan in plans]
@@ -178,9 +178,9 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Full graphs that attention can be inside of: those whose mask keeps its shape.
+        """Which full graphs can contain attention: those whose mask has a constant shape.
 
-        They read K and V from the cache, which encoder-only layers don't have.
+        Graphs read K and V from the cache, which encoder-only layers don't have.
         """
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
@@ -205,7 +205,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         )
 
     def for_layers(self, metadata: AscendMetadata) -> Any:
-        """What layers get of a prepared step."""
+        """The metadata of a prepared step in the form that layers read."""
         return metadata
 
     def build_step(
@@ -227,10 +227,10 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         staged
             The step's arrays on the host and on the device.
         block_table
-            int32 ``[num_reqs_padded, max_num_blocks]`` on the device; of virtual requests with
-            chunked local attention; None for encoder-only groups, which have no slots either.
+            int32 ``[num_reqs_padded, max_num_blocks]`` on the device; with chunked local attention,
+            that of virtual requests; None for encoder-only groups, which have no slots either.
         masks
-            Masks that other groups made for this step; this one is added.
+            Masks that other groups made for this step; this group's mask is added.
         """
         arrays = staged.device
         if self.attention_chunk_size is None:
@@ -269,9 +269,9 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> AscendMetadata:
-        """Metadata from vLLM's common metadata, whose host values serve as they are.
+        """Metadata from vLLM's common metadata, with its host values.
 
-        Which tokens are drafts is not known here; drafted batches of vLLM's own callers take the
+        The common metadata doesn't tell which tokens are drafts, so a batch with drafts gets the
         general state.
         """
         del common_prefix_len, fast_build
@@ -352,7 +352,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
 
     def forward(
         self,
-        layer: Any,  # vLLM's `Attention`, which its protocol tells less of
+        layer: Any,  # vLLM's `Attention`, of which its protocol has only a part
         query: torch.Tensor,  # [num_input_tokens, num_heads, head_size]
         key: torch.Tensor | None,  # [num_input_tokens, num_kv_heads, head_size]
         value: torch.Tensor | None,
@@ -363,7 +363,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend over one layer; padding is never written, and seen in full graphs only."""
+        """Compute one layer's attention; padding is never cached, and read in full graphs only."""
         del output_scale, output_block_scale
         if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
             return output.zero_()

@@ -1,4 +1,4 @@
-"""Block tables that the device keeps: upstream's, and what the device has of them."""
+"""Block tables of which the device keeps a copy: each step sends new entries only."""
 
 import numpy as np
 import torch
@@ -10,23 +10,23 @@ from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 class DeviceBlockTables(MultiGroupBlockTable):
     """The block tables of all KV-cache groups, with the device's copy changed entry by entry.
 
-    Upstream copies every row of the batch, as wide as ``max_model_len`` makes it, in every step.
-    Here the tables are flat, one after the other, on the host and on the device, and only entries
-    that the device doesn't have are sent, with everything else of the step (`list_block_changes`).
-    A row that grows needs no note: what is past `num_synced_blocks` is new. A row that is replaced
-    forgets. After the rows of requests come `PADDING_ROWS`, which nothing writes.
+    In every step, upstream copies each row of the batch in its full width (``max_model_len``).
+    Here the tables are flat, one after the other, on the host and on the device. The step's one
+    copy includes the entries that the device doesn't have yet (`list_block_changes`): those past
+    `num_synced_blocks`, which is reset if a row is replaced. After the rows of requests come
+    `PADDING_ROWS`, which nothing writes.
 
     Parameters
     ----------
     upstream
-        The tables as vLLM's input batch made them, still empty. They get other memory. There are
-        none for a model without a KV cache.
+        The tables that vLLM's input batch made, still empty. Their memory is replaced. A model
+        without a KV cache has none.
     max_num_reqs
         Rows of each table.
     device
         Where the device's tables are.
     blocks_per_chunk
-        Rows are multiples of this many entries, for layers that see rows of one chunk.
+        Row lengths are multiples of this, for layers that view a row as chunks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.max_num_blocks = np.array(chunks, np.int32) * np.int32(blocks_per_chunk)
         num_rows = max_num_reqs + PADDING_ROWS
         sizes = [num_rows * width for width in self.max_num_blocks.tolist()]
-        # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
+        # The runner changes it in place, so it must not be an inference tensor.
         with torch.inference_mode(False):
             self.block_table_flat_cpu = torch.zeros(sum(sizes), dtype=torch.int32)
             self.block_table_flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -63,10 +63,10 @@ class DeviceBlockTables(MultiGroupBlockTable):
             buffer.np = buffer.cpu.numpy()
             buffer.gpu = on_device.view(num_rows, -1)
             table.num_blocks_per_row = num_blocks
-        # Row of each request when `mark_rows` was last called, -1 for those it left out.
+        # Row of each request at the last call of `mark_rows`, -1 for those it left out.
         self.previous_rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # [max_num_reqs]
         self._rows = np.arange(max_num_reqs)
-        self.is_prepared = False  # the device's rows belong to a dummy run that was prepared
+        self.is_prepared = False  # True: the device's rows belong to a prepared dummy run
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
@@ -78,7 +78,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         return rows
 
     def mark_rows(self, left_out: np.ndarray) -> None:
-        """Call the present rows the previous ones; they then follow their requests.
+        """Remember the current rows as the previous ones; from then on they follow their requests.
 
         Parameters
         ----------
@@ -90,14 +90,14 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.previous_rows[:num_reqs][left_out] = NO_PREVIOUS_ROW
 
     def forget(self) -> None:
-        """The device's tables may hold anything: send every row again."""
+        """Send every row again, because the device's tables may hold anything."""
         self.num_synced_blocks[:] = 0
         self.num_device_blocks[:] = self.max_num_blocks[:, None]
 
     def add_row(self, block_ids: tuple[list[int], ...], row_idx: int) -> None:
         """A row gets another request.
 
-        Requests that come back were taken out first, and upstream then forgets their sample too.
+        A request that returns had been removed before, and upstream then forgets its sample too.
         """
         super().add_row(block_ids, row_idx)
         self.num_synced_blocks[:, row_idx] = 0
@@ -121,7 +121,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.previous_rows[[src, tgt]] = self.previous_rows[[tgt, src]]
 
     def commit_block_table(self, num_reqs: int) -> None:
-        """Copy whole rows, as dummy runs do; not over what was prepared for one."""
+        """Copy whole rows for a dummy run, unless its rows were prepared already."""
         if self.is_prepared:
             return
         super().commit_block_table(num_reqs)

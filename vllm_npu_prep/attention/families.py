@@ -1,4 +1,4 @@
-"""What each kernel family can do. The platform reads it while vLLM loads: it imports no vLLM."""
+"""What each kernel family can do. Without vLLM: the platform reads it while vLLM loads."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """What a kernel family can do; start-up checks read this, and nothing else decides.
+    """What a kernel family can do: the only source of start-up checks.
 
     Attributes
     ----------
@@ -18,7 +18,7 @@ class KernelFamily:
     device_type
         Device that runs it.
     mask_forms
-        Forms that it takes, the default first.
+        Forms of masks that it takes, the default first.
     dtypes
         Dtypes of query, key, value and cache.
     block_size_multiple
@@ -26,14 +26,14 @@ class KernelFamily:
     head_size_multiple, max_head_size
         Head sizes it takes.
     logits_soft_cap, kv_sharing
-        Whether it has them.
+        Whether it supports them.
     experts, mla
-        Whether the experts of a mixture are computed on its device, and latent rows attended over.
+        Whether its device computes the experts of a mixture, and attention over latent rows.
     kv_connectors
-        KV connectors of vLLM that know its cache (`vllm_npu_prep.kv_transfer`).
+        KV connectors of vLLM that can read its cache (`vllm_npu_prep.kv_transfer`).
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
-        which True masks. Not masked is always 0.
+        which True means masked. The value of an entry that is not masked is always 0.
     """
 
     name: str
@@ -97,7 +97,7 @@ ATB = KernelFamily(
     kv_sharing=False,
     experts=False,
     mla=False,
-    # bfloat16 masks of flash attention are flags; splitfuse adds its mask to the scores.
+    # In bfloat16, flash attention takes its mask as flags; splitfuse adds its mask to the scores.
     mask_values={
         torch.float16: {MaskKind.MATRIX: float("-inf"), MaskKind.ROWS: float("-inf")},
         torch.bfloat16: {MaskKind.MATRIX: 1.0, MaskKind.ROWS: -10000.0},
@@ -105,4 +105,4 @@ ATB = KernelFamily(
 )
 
 KERNEL_FAMILIES = {family.name: family for family in (REFERENCE, FIA, ATB)}
-"""Every family of this version by name; the first of a device type is its default."""
+"""Every family by name; the first of a device type is its default."""

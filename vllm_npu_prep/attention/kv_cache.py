@@ -1,10 +1,10 @@
 """The KV cache: K and V as two contiguous planes for each layer; MLA's latent rows as one.
 
 A layer's cache is ``(2, num_blocks, block_size, num_kv_heads, head_size)``, because Ascend kernels
-take K and V each as a contiguous ``(num_blocks, block_size, ...)``. A latent row serves as key and
-as value: its cache has the same shape with one plane. vLLM plans the bytes (which
-layers, how many blocks, where in the one allocation) and interleaves K and V inside a block; here
-the same bytes are viewed as planes.
+take K and V each as a contiguous ``(num_blocks, block_size, ...)``. MLA's latent row is both key
+and value, so its cache has the same shape with one plane. vLLM plans the bytes (which layers, how
+many blocks, where in the one allocation) and interleaves K and V inside a block; we view the same
+bytes as planes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,16 +38,15 @@ PLANE_SPECS = {
     ChunkedLocalAttentionSpec: 2,
     MLAAttentionSpec: 1,
 }
-"""Caches that are planes of whole blocks, and whose attention this plugin's builders know, with the
-number of planes."""
+"""Supported kinds of KV cache, all planes of whole blocks, with their number of planes."""
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
-"""What narrows attention, as layers and specs call it."""
+"""Attributes of layers and specs that narrow attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyGroupSpec(EncoderOnlyAttentionSpec):
-    """Encoder-only layers of one window; upstream's spec has all windows in one group.
+    """Encoder-only layers with one window; upstream's spec mixes all windows in one group.
 
     Attributes
     ----------
@@ -59,7 +58,7 @@ class EncoderOnlyGroupSpec(EncoderOnlyAttentionSpec):
 
 
 def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVCacheGroupSpec]:
-    """Encoder-only layers of the model by window; they get neither a cache nor block tables.
+    """The model's encoder-only layers, one group for each window, without cache or block tables.
 
     Parameters
     ----------
@@ -85,15 +84,15 @@ def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVC
 def split_by_window(
     groups: list[AttentionGroup], layers: Mapping[str, Any]
 ) -> list[AttentionGroup]:
-    """Attention groups whose layers have one window, or one size of attention chunks, each.
+    """Split groups so that all layers of one have the same window or attention chunk size.
 
-    Without the hybrid KV-cache manager, vLLM keeps sliding windows and chunks as full caches, in
-    one group with full attention, and the group's spec has the window of some of its layers.
+    Without the hybrid KV-cache manager, vLLM gives layers with windows or chunks full caches, in
+    one group with full attention, and the group's spec has the window of only some layers.
 
     Parameters
     ----------
     groups
-        Those of one KV-cache group.
+        Attention groups of one KV-cache group.
     layers
         Attention layers by name.
     """
@@ -114,7 +113,7 @@ def split_by_window(
 
 
 def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:
-    """Allocate what `config` plans and view each layer's region as planes.
+    """Allocate the cache that `config` plans, and view each layer's region as planes.
 
     Parameters
     ----------

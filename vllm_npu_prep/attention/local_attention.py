@@ -1,8 +1,8 @@
 """Chunked local attention on the device: block tables of virtual requests, gathered in one launch.
 
-vLLM's ``ChunkedLocalAttention`` wraps the backend: its builder cuts a step's common metadata on the
-host, with copies of its own, and allows no full graph. Here the step brings its virtual requests
-along (`vllm_npu_prep.prep.local_attention`), and the builder finds the chunk size in its spec.
+vLLM's ``ChunkedLocalAttention`` wraps the backend: its builder splits a step's common metadata on
+the host, needs copies of its own, and allows no full graph. Here the prepared step already has its
+virtual requests (`vllm_npu_prep.prep.local_attention`), and the spec has the chunk size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,7 +70,7 @@ class LocalBlockTables:
     device
         Where they are.
     entries
-        int32, the device's block tables of all groups one after the other, in rows of whole chunks.
+        int32, the device's block tables of all groups one after the other; rows are whole chunks.
     local
         The groups that need them.
     max_num_reqs
@@ -82,7 +82,7 @@ class LocalBlockTables:
     ) -> None:
         self.local = local
         num_rows = len(local.groups) * max_num_reqs
-        # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
+        # It is changed in place in every step, so it must not be an inference tensor.
         with torch.inference_mode(False):
             self._gathered = torch.zeros(
                 num_rows, local.blocks_per_chunk, dtype=torch.int32, device=entries.device

@@ -6,7 +6,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE, MaskKind, MaskPlan
 
 SMALLEST_MATRIX = 128
-"""Side of the first causal matrix that is built; it doubles when a longer sequence comes."""
+"""Side of the first causal matrix; it doubles until the longest sequence fits."""
 
 
 class MaskCache:
@@ -21,8 +21,8 @@ class MaskCache:
     budget_bytes
         Most memory that one causal matrix may take.
     dtype, masked_values
-        How the kernel family writes dense masks (`KernelFamily.mask_values`): the masked value by
-        kind of mask; None: bool.
+        Dense masks as the kernel family takes them (`KernelFamily.mask_values`): their masked value
+        by kind of mask; None: bool.
 
     Notes
     -----

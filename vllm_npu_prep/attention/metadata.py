@@ -1,4 +1,4 @@
-"""AscendMetadata: what attention needs to know of a step, one for each KV-cache group."""
+"""AscendMetadata: all that attention reads of a step, one object for each KV-cache group."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +20,8 @@ class AscendMetadata(AttentionMetadata):
     With chunked local attention, requests are virtual ones (`prep.local_attention`).
 
     ``R`` is the number of requests that attention sees and ``T`` the number of tokens; both
-    include padding in a full graph and only there. Host values (``_np``) come from the host and
-    are never read back.
+    include padding in full graphs only. Host values (``_np``) were computed on the host, not read
+    back from the device.
     """
 
     attn_state: AttentionState
@@ -41,10 +41,10 @@ class AscendMetadata(AttentionMetadata):
     num_actual_tokens: int  # tokens that were scheduled
     num_input_tokens: int  # tokens after graph padding
     sliding_window: int | None = None
-    attention_chunk_size: int | None = None  # requests are virtual ones, of one chunk each
-    causal: bool = True  # else fresh K and V are attended both ways
+    attention_chunk_size: int | None = None  # if given, requests are virtual, of one chunk each
+    causal: bool = True  # False: tokens see each other both ways, over K and V of this step alone
     in_full_graph: bool = False  # attention is inside a graph, and sees padding
-    kernel_plan: Any = None  # what the kernel family worked out once for all layers of the step
+    kernel_plan: Any = None  # computed once by the kernel family for all layers of the step
     tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
 
     @property
@@ -64,7 +64,7 @@ def common_metadata(
     block_table: torch.Tensor,  # [num_reqs_padded, max_num_blocks] int32
     slot_mapping: torch.Tensor,  # [num_input_tokens] int32
 ) -> CommonAttentionMetadata:
-    """The same step as vLLM's common metadata, which drafters read; real requests only."""
+    """The step, without padding requests, as vLLM's common metadata, which drafters read."""
     num_reqs, num_tokens = step.num_reqs, step.total_num_scheduled_tokens
     arrays, cpu = staged.device, staged.cpu
     return CommonAttentionMetadata(

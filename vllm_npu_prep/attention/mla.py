@@ -1,10 +1,10 @@
 """MLA in its absorbed form: attention of many query heads over one head of latent rows.
 
 The cache keeps one row for each token, its latent vector and its rotated key side by side. vLLM's
-layer brings queries into the space of these rows and what comes back out of it; between the two
-stands plain attention, with one K/V head whose value is the latent part of the same row. So the
-states, masks and kernels of standard attention serve MLA, for prompts as for decodes. (vLLM's own
-backends expand the latent rows of prompts instead, which takes fewer operations for long ones.)
+layer projects queries into the space of these rows, and the result out of it. In between is plain
+attention with one K/V head, whose value is the latent part of the same row. So the states, masks
+and kernels of standard attention serve MLA, for prompts and decodes. (vLLM's own backends expand
+the latent rows of prompts instead, which takes fewer operations for long prompts.)
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ from vllm_npu_prep.config import decisions_of
 class MLALayerMetadata(AttentionMetadata):
     """A step as vLLM's MLA layer reads it: every token takes the path of decodes.
 
-    The layer cuts its tensors at ``num_actual_tokens`` and leaves the rest of its output as it
-    finds it. Here nothing is cut: which tokens attention sees is for the step to say, and a layer's
-    output is zero where it sees none.
+    The layer cuts its tensors at ``num_actual_tokens`` and doesn't write the rest of its output. We
+    report all tokens, so nothing is cut: the step decides which tokens attention sees, and the
+    output of all others is zero.
     """
 
     step: AscendMetadata
@@ -54,7 +54,7 @@ class MLALayerMetadata(AttentionMetadata):
 
     @property
     def decode(self) -> AscendMetadata:
-        """What the layer looks for before it takes the path of decodes."""
+        """The layer takes the path of decodes if this is not None."""
         return self.step
 
 
@@ -80,12 +80,12 @@ class AscendMLABackend(AscendAttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """No cache of latent rows with a window is laid out."""
+        """Unsupported: latent rows have no cache with a window."""
         return False
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Latent rows are attended causally."""
+        """Unsupported: attention over latent rows is causal."""
         return False
 
 
@@ -93,7 +93,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
     """Builds the same `AscendMetadata`; layers get it as `MLALayerMetadata`."""
 
     def for_layers(self, metadata: AscendMetadata) -> MLALayerMetadata:
-        """What layers get of a prepared step."""
+        """The metadata of a prepared step in the form that MLA layers read."""
         return MLALayerMetadata(metadata)
 
     def build(
@@ -162,7 +162,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         attn_metadata: MLALayerMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend over the cache, where the step's own rows are already.
+        """Attend over the cache, which has the step's own rows already.
 
         Returns
         -------

@@ -1,7 +1,7 @@
-"""Devices behind one interface, and the one place that chooses one.
+"""The interface of devices, and the one place that chooses a device.
 
-A device module knows streams, events, pinned memory, copies and memory info. Nothing above it asks
-which device it runs on.
+A device module handles streams, events, pinned memory, copies and memory info. Code that uses it
+doesn't ask which device it runs on.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ DEVICE_CHOICES = ("auto", "npu", "cpu")
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What vLLM's platform has to know of a type of device.
+    """What vLLM's platform has to know about a type of device.
 
     Attributes
     ----------
     device_type
         As in torch device strings.
     label
-        For people.
+        Name in messages.
     dispatch_key
         Key of torch's dispatcher.
     dist_backend
@@ -59,7 +59,7 @@ CPU_KIND = DeviceKind(
     label="CPU fallback",
     dispatch_key="CPU",
     dist_backend="gloo",
-    visible_env_var="NPU_PREP_NO_SUCH_DEVICES",  # the host is one device to any number of ranks
+    visible_env_var="NPU_PREP_NO_SUCH_DEVICES",  # any number of ranks share the host
     pin_memory=False,
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
 )
@@ -79,23 +79,23 @@ class Device(Protocol):
     """What the worker, the runner and the staging ring need of a device."""
 
     device: torch.device
-    name: str  # for people
+    name: str  # in messages
     computes_on_host: bool  # whether host threads do the model's work
 
     def record_event(self) -> object:
-        """Mark the present end of the current stream's work."""
+        """Mark the current end of the current stream's work."""
 
     def wait_event(self, event: object) -> bool:
-        """Wait on the host until `event` has happened; True if that took waiting."""
+        """Wait on the host until `event` has happened; False if it had happened before."""
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        """Function that copies so many leading bytes of the pinned `source` to `target`.
+        """Returns a function that copies the given number of leading bytes of `source` to `target`.
 
-        In stream order, without waiting; both are uint8 of one size.
+        It copies in stream order, without waiting. Both are uint8 of one size; `source` is pinned.
         """
 
     def native(self, tensor: torch.Tensor) -> Any:
-        """What this device slices and scatters fastest: a tensor of it, or numpy on the host."""
+        """The form that is sliced and scattered fastest: a tensor, or numpy on the host."""
 
     def scatter(self, target: Any, indices: Any, values: Any) -> None:
         """``target[indices] = values`` in one launch; all native and of one dimension.
@@ -116,16 +116,16 @@ class Device(Protocol):
         """Free and total memory in bytes."""
 
     def reset_peak_memory(self) -> None:
-        """Begin to watch for the peak of allocated memory."""
+        """Start measuring the peak of allocated memory."""
 
     def peak_memory(self) -> int:
-        """Most bytes allocated at once since `reset_peak_memory`, above the present."""
+        """Most bytes allocated at once since `reset_peak_memory`, less those allocated now."""
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which graphs are captured: another stream than the default one."""
+        """Context in which graphs are captured, on a stream other than the default one."""
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which upstream code may make streams and events."""
+        """Context in which upstream code may create streams and events."""
 
 
 def requested_device() -> str:
@@ -148,12 +148,12 @@ def choose_device() -> DeviceKind:
     """Decide between the CPU fallback and NPUs.
 
     ``auto`` takes an NPU if torch_npu sees one and the CPU if torch_npu is absent. torch_npu
-    without a visible NPU is an error, never a silent fall to the CPU.
+    without a visible NPU is an error; there is never a silent fallback to the CPU.
 
     Raises
     ------
     PrepError
-        If the choice can't be had; the message says what to look at.
+        If that device can't be used; the message says what to check.
     """
     choice = requested_device()
     if choice == "cpu":
@@ -202,7 +202,7 @@ def total_memory(device_type: str, index: int = 0) -> int:
 
 
 def visible_devices(device_type: str) -> int | None:
-    """Devices that this host's ranks can share out; None: as many as they like."""
+    """Devices among which this host's ranks are divided; None: no limit."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -211,7 +211,7 @@ def visible_devices(device_type: str) -> int | None:
 
 
 def has_collectives(device_type: str) -> bool:
-    """Whether ranks on such devices can exchange anything."""
+    """Whether ranks on such devices can communicate."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 

@@ -1,7 +1,7 @@
-"""What vLLM's process groups exchange beside torch's own collectives: pieces of unequal size.
+"""Collectives of vLLM's process groups that torch lacks: pieces of unequal size.
 
-The same on NPUs (HCCL) and on the CPU fallback (gloo): plain collectives of torch on pieces of one
-size, padded where they differ, which either backend has. HCCL was never tried.
+NPUs (HCCL) and the CPU fallback (gloo) run the same code: torch's collectives on pieces that are
+padded to one size, which both backends support. HCCL was never tried.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 
 
 class NPUCommunicator(DeviceCommunicatorBase):
-    """One rank's end of a process group.
+    """One rank of a process group.
 
-    Experts under data parallelism see the tokens of all ranks: gathered before them, and what they
-    made summed and scattered behind them (vLLM's ``allgather_reducescatter``).
+    Under data parallelism, experts see the tokens of all ranks: tokens are gathered before the
+    experts, and results are summed and scattered after them (vLLM's ``allgather_reducescatter``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,12 +32,12 @@ class NPUCommunicator(DeviceCommunicatorBase):
         dim: int = 0,
         sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Pieces of all ranks behind one another.
+        """Concatenate the pieces of all ranks.
 
         Parameters
         ----------
         input_
-            This rank's, ``[sizes[rank], ...]``, or several of that length.
+            This rank's piece, ``[sizes[rank], ...]``, or several pieces of that length.
         dim
             0.
         sizes
@@ -92,18 +92,18 @@ class NPUCommunicator(DeviceCommunicatorBase):
         return mine[: sizes[self.rank_in_group]]
 
     def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokens and their router's logits from all ranks, as ``AgRsAll2AllManager`` has it."""
+        """Tokens and their router logits from all ranks, as ``AgRsAll2AllManager`` does it."""
         assert self.all2all_manager is not None
         return self.all2all_manager.dispatch_router_logits(*args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """This rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` has it."""
+        """This rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` does it."""
         assert self.all2all_manager is not None
         return self.all2all_manager.combine(*args, **kwargs)
 
 
 def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Zeros behind `rows`, ``[length, ...]``; contiguous."""
+    """Pad `rows` with zeros to ``[length, ...]``; contiguous."""
     if len(rows) == length:
         return rows.contiguous()
     return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, length - len(rows)))

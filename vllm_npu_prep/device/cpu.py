@@ -1,4 +1,4 @@
-"""The CPU fallback: the same interface, where every operation completes before it returns."""
+"""The CPU fallback: the device interface with operations that complete before they return."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class CPUDevice:
         self.computes_on_host = True
 
     def record_event(self) -> object:
-        """Work on the CPU is complete when it returns, so an event needs no state."""
+        """An event without state, because work on the CPU is complete when it returns."""
         return None
 
     def wait_event(self, event: object) -> bool:
@@ -28,7 +28,7 @@ class CPUDevice:
         return False
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        """Function that copies at once."""
+        """Returns a function that copies at once."""
         target_np, source_np = target.numpy(), source.numpy()
 
         def copy(nbytes: int) -> None:
@@ -49,9 +49,9 @@ class CPUDevice:
         target[:] = source[rows]
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """Pages of zeros that the kernel hands out when they are touched.
+        """Zeroed pages, which the kernel allocates on first use.
 
-        `torch.zeros` writes them all: seconds at start-up for a KV cache of gigabytes.
+        `torch.zeros` writes them all, which takes seconds at start-up for a KV cache of gigabytes.
         """
         return torch.from_numpy(np.zeros(nbytes, np.int8))
 
@@ -64,16 +64,16 @@ class CPUDevice:
         return memory.available, memory.total
 
     def reset_peak_memory(self) -> None:
-        """The host's allocator keeps no peak."""
+        """Does nothing: the host's allocator measures no peak."""
 
     def peak_memory(self) -> int:
-        """Unknown: nothing is taken from the free memory for it."""
+        """0: unknown, so nothing is subtracted from the free memory."""
         return 0
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """There is one stream."""
+        """No context: there is only one stream."""
         return contextlib.nullcontext()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        """Streams and events that do nothing, for upstream code that makes some."""
+        """Streams and events that do nothing, for upstream code that creates some."""
         return compat.inert_cuda_streams()

@@ -17,7 +17,7 @@ def visible_devices() -> int:
 
 
 def has_collectives() -> bool:
-    """Whether there is an HCCL: a library of that name may be empty."""
+    """Whether HCCL exists; a library of that name may be empty."""
     try:
         return hasattr(ctypes.CDLL("libhccl.so"), "HcclGetRootInfo")
     except OSError:  # torch_npu found it elsewhere
@@ -47,10 +47,10 @@ class NPUDevice:
         self.computes_on_host = False
         torch_npu.npu.set_device(self.device)
         self.name = soc_name(index)
-        self._capture_stream = torch_npu.npu.Stream()  # graphs that share memory share it, too
+        self._capture_stream = torch_npu.npu.Stream()  # shared by graphs that share memory
 
     def record_event(self) -> object:
-        """An event at the present end of the current stream."""
+        """An event at the current end of the current stream."""
         event = torch_npu.npu.Event()
         event.record()
         return event
@@ -63,7 +63,7 @@ class NPUDevice:
         return True
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        """Function that copies pinned memory in stream order."""
+        """Returns a function that copies pinned memory in stream order."""
 
         def copy(nbytes: int) -> None:
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
@@ -91,22 +91,22 @@ class NPUDevice:
         torch_npu.npu.synchronize()
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes. What torch_npu's allocator holds unused counts as free."""
+        """Free and total bytes; unused memory of torch_npu's allocator counts as free."""
         torch_npu.npu.empty_cache()
         return torch_npu.npu.mem_get_info(self.device)
 
     def reset_peak_memory(self) -> None:
-        """Begin to watch for the peak."""
+        """Start measuring the peak."""
         torch_npu.npu.reset_peak_memory_stats(self.device)
 
     def peak_memory(self) -> int:
-        """Most bytes that were allocated at once since `reset_peak_memory`, above the present."""
+        """Most bytes allocated at once since `reset_peak_memory`, less those allocated now."""
         peak = torch_npu.npu.max_memory_allocated(self.device)
         return peak - torch_npu.npu.memory_allocated(self.device)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """On a stream of its own, behind what was issued before, in front of what comes after."""
+        """On its own stream: after all work issued before, and before all work issued later."""
         torch_npu.npu.synchronize()
         with torch_npu.npu.stream(self._capture_stream):
             yield

@@ -14,9 +14,9 @@ class NPUProbe:
     installed
         torch_npu can be found.
     visible
-        At least one NPU that this process may use.
+        This process may use at least one NPU.
     reason
-        In a few words, why no NPU can be used; empty if one can.
+        Why no NPU can be used, in a few words; empty if one can.
     """
 
     installed: bool
@@ -25,7 +25,7 @@ class NPUProbe:
 
 
 def probe_npu() -> NPUProbe:
-    """Look for torch_npu, then ask it for devices. No device is initialised."""
+    """Look for torch_npu, then ask it for devices, without initialising any."""
     if importlib.util.find_spec("torch_npu") is None:
         return NPUProbe(False, False, "torch_npu is not installed")
     if os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "unset").strip() == "":

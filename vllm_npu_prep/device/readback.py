@@ -1,4 +1,4 @@
-"""A few numbers of the device on their way to the host."""
+"""Copies a few numbers from the device to the host without waiting for later work."""
 
 import numpy as np
 import torch
@@ -7,16 +7,16 @@ from vllm_npu_prep.device import Device
 
 
 class ReadBack:
-    """Copies an int32 array to the host behind what was issued, and waits for it when it is read.
+    """Copies an int32 array to the host after the work issued so far; `read` waits for it.
 
-    Between `start` and `read` the host is free to issue more work, which the copy doesn't wait for.
+    Between `start` and `read` the host can issue more work, for which the copy doesn't wait.
 
     Parameters
     ----------
     device
         Where the array is computed.
     length
-        Its most entries.
+        Most entries of the array.
     pin_memory
         Whether host memory is page-locked.
 
@@ -42,7 +42,7 @@ class ReadBack:
         self.started += 1
 
     def read(self) -> np.ndarray:
-        """The values of the last `start`, int32 ``[size]`` of the caller's own."""
+        """The values of the last `start`, a new int32 ``[size]`` array."""
         if self._event is not None:
             self.device.wait_event(self._event)
             self._event = None

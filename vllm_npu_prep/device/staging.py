@@ -11,11 +11,11 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.layout import StepArrays, StepLayout
 
 CACHED_LAYOUTS = 512
-"""Layouts whose views are kept. Captured sizes are far fewer; eager steps make new ones."""
+"""Most layouts whose views are cached. There are far fewer captured sizes; eager steps add more."""
 
 
 class TypedBuffer:
-    """One buffer seen as bytes, as int32 and int64, and as every dtype of the table of arrays."""
+    """One buffer viewed as bytes, as int32 and int64, and as every dtype of the table of arrays."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.bytes = buffer  # [nbytes] uint8
@@ -66,10 +66,10 @@ class StagingSlot:
 
 
 class StagingRing:
-    """Pinned buffers in turn, each guarded by an event, and one device buffer at a fixed address.
+    """A ring of pinned buffers, each guarded by an event, and one device buffer at a fixed address.
 
-    A buffer is never written before the copy that reads it is known complete: rewriting one in
-    flight gives wrong tokens (vllm-project/vllm-ascend 12079, 12191, 16427).
+    A pinned buffer is written only after the copy that reads it has completed: rewriting a buffer
+    in flight gives wrong tokens (vllm-project/vllm-ascend 12079, 12191, 16427).
 
     Parameters
     ----------
@@ -87,12 +87,11 @@ class StagingRing:
     Attributes
     ----------
     device_buffer
-        What every step is copied to.
+        The memory to which every step is copied.
     steps, waits
-        Steps that were staged, and how many of them found their buffer still in flight. Waiting is
-        the exception.
+        Number of staged steps, and how many of them had to wait for their buffer (rare).
     turn
-        Index of the present step's buffer.
+        Index of the current step's buffer.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class StagingRing:
         pin_memory: bool = False,
     ) -> None:
         self.device = device
-        # Mutable state of the runner: not an inference tensor, whatever mode the caller is in.
+        # It is changed in place in every step, so it must not be an inference tensor.
         with torch.inference_mode(False):
             self.slots = [StagingSlot(nbytes, pin_memory) for _ in range(depth)]
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
@@ -120,7 +119,7 @@ class StagingRing:
         self.waits = 0
 
     def acquire(self, layout: StepLayout) -> StagedArrays:
-        """Take the next buffer; its arrays are free to be written until `send` copies them."""
+        """Take the next buffer; its arrays may be written until `send` copies them."""
         self.steps += 1
         self.turn = self.steps % len(self.slots)
         slot = self.slots[self.turn]
@@ -138,14 +137,14 @@ class StagingRing:
         return staged
 
     def send(self, step: PreparedStep, last_samples: torch.Tensor | None = None) -> None:
-        """Copy a step to the device, then scatter what has another place in every step.
+        """Copy a step to the device, then scatter its variable part.
 
         Parameters
         ----------
         step
             The step, prepared in the arrays of the last `acquire`.
         last_samples
-            int32 ``[num_targets]``: the last step's samples while these are on the device only
+            int32 ``[num_targets]``: the last step's samples if they are on the device only
             (asynchronous scheduling), in the order of ``sampled_token_targets``.
         """
         self.submit(step.nbytes)
@@ -160,18 +159,18 @@ class StagingRing:
         self.slots[self.turn].event = self.device.record_event()
 
     def _scatter_samples(self, layout: StepLayout, last_samples: torch.Tensor) -> None:
-        """Samples go among the token ids and the drafts."""
+        """Write the last step's samples into the token ids and the drafts."""
         targets, _, _ = layout.variable_part(len(last_samples), 0)
         values = self.device.native(last_samples)
         self.device.scatter(self._int32, self._int64[targets], values)
 
     def _scatter_block_changes(self, step: PreparedStep) -> None:
-        """New entries go into the block tables of all groups."""
+        """Write new entries into the block tables of all groups."""
         _, indices, ids = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
         self.device.scatter(self._block_tables, self._int64[indices], self._int32[ids])
 
 
 def _keep(views: dict[StepLayout, Any], layout: StepLayout, made: object) -> None:
     if len(views) == CACHED_LAYOUTS:
-        views.clear()  # made again within a step's time where they are still used
+        views.clear()  # views that are still in use are soon made again
     views[layout] = made

@@ -1,7 +1,7 @@
 """Graphs of a model's forward pass: captured and replayed on NPUs, checked on the CPU fallback.
 
-`wrapper` is what vLLM puts around the model and around its pieces; `npu` and `stand_in` are the two
-kinds of graph that it fills. `vllm_npu_prep.runner.graphs` captures them at start-up.
+vLLM wraps the model and its pieces in `wrapper`, which captures one of two kinds of graph: `npu` on
+devices, `fake_graph` on the CPU. `vllm_npu_prep.runner.graphs` captures them at start-up.
 """
 
 import importlib
@@ -14,18 +14,18 @@ import torch
 
 @dataclass
 class GraphCall:
-    """One call of what is captured.
+    """One call of the model or of a piece of it, to capture or to replay.
 
     Attributes
     ----------
     run
         The model, or a piece of it.
     args, kwargs
-        Its arguments; a graph reads their tensors where they lay when it was captured.
+        Its arguments; a graph reads their tensors at the addresses they had at capture.
     attn_metadata
-        Attention metadata of the step by layer; empty where attention lies outside of the graph.
+        Attention metadata of the step by layer; empty if attention is outside of the graph.
     layers
-        The model's attention layers by name, for those in `attn_metadata`.
+        Attention layers by name; includes all layers in `attn_metadata`.
     """
 
     run: Callable[..., Any]
@@ -43,10 +43,10 @@ class Graph(Protocol):
     """One captured call."""
 
     def capture(self, call: GraphCall) -> Any:
-        """Capture `call` and return its outputs, whose values are of no use."""
+        """Capture `call` and return its outputs, whose values are undefined."""
 
     def replay(self, call: GraphCall) -> Any:
-        """Run what was captured, with the metadata of `call`; returns the captured outputs."""
+        """Run the captured call with the metadata of `call`; returns the captured outputs."""
 
 
 class GraphPool(Protocol):
@@ -60,22 +60,22 @@ class GraphPool(Protocol):
 
 
 def make_pool(device_type: str, memory_pool: Any) -> GraphPool:
-    """Pool of a device's kind of graph.
+    """Make the pool for the kind of graph that a device has.
 
     Parameters
     ----------
     device_type
-        As vLLM's device config has it.
+        As in vLLM's device config.
     memory_pool
         vLLM's handle of the memory that all graphs share; None on the CPU fallback.
     """
     if device_type == "npu":
         return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool)
-    return importlib.import_module(f"{__name__}.stand_in").CheckedGraphPool()
+    return importlib.import_module(f"{__name__}.fake_graph").CheckedGraphPool()
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Tensors among the arguments or the results of a call, in order."""
+    """All tensors in the arguments or the results of a call, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What an engine's config says of graphs: settled once, before any process starts."""
+"""Settles graph mode and capture sizes in an engine's config, once, before any process starts."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 
 COMPILE_BACKEND = "eager"
-"""Pieces of a compiled model run operator by operator: no compiler here makes kernels for NPUs."""
+"""Pieces of a compiled model run operator by operator: no compiler makes kernels for NPUs here."""
 
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
-    """Leave out fusion passes, for which vLLM has no kernels here; `settle_mode` names those that
+    """Turn off fusion passes, for which vLLM has no kernels here; `settle_mode` reports those that
     the user asked for."""
     passes = vllm_config.compilation_config.pass_config
     for name in _fusions(vllm_config.compilation_config):
@@ -29,7 +29,7 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
 def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     """Decide the graph mode, and whether torch.compile is needed for it.
 
-    Modes that can't be had are refused before (`vllm_npu_prep.startup.subjects.graphs`).
+    Unsupported modes have been refused before (`vllm_npu_prep.startup.subjects.graphs`).
 
     Returns
     -------
@@ -52,7 +52,7 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
         compilation.mode = CompilationMode.NONE
     off += _settle_full_graphs(vllm_config)
     if not compilation.cudagraph_mode.has_piecewise_cudagraphs():
-        # Only pieces need the model traced; without them that is seconds for nothing.
+        # Only piecewise graphs need a traced model; for others, tracing wastes seconds.
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         compilation.cudagraph_capture_sizes = []
@@ -61,8 +61,8 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
-    """Full graphs have attention inside: its mask must keep its shape from step to step, and
-    nothing on the host can run between its layers."""
+    """Full graphs contain attention: its mask must have the same shape in all steps, and the host
+    can run nothing between its layers."""
     from vllm.config import CUDAGraphMode
 
     compilation, transfer = vllm_config.compilation_config, vllm_config.kv_transfer_config
@@ -87,7 +87,7 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
 
 
 def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
-    """Put the largest decode on the grid of capture sizes, and keep to the device's budget.
+    """Add the largest decode to the capture sizes, and thin them to the device's budget of streams.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
         sizes.append(largest)
         notes.append(f"capture sizes: {largest} added, the largest decode (max_num_seqs)")
     if mode == mode.FULL_DECODE_ONLY:
-        sizes = [size for size in sizes if size <= largest]  # no step would find the others
+        sizes = [size for size in sizes if size <= largest]  # no step uses the others
     streams = _streams_for_each_size(vllm_config, mode)
     if kind.graph_streams is not None:
         kept = thin_sizes(sizes, kind.graph_streams // streams, [largest, query_len, *sizes[:1]])
@@ -135,9 +135,9 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
 
 
 def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:
-    """Each graph holds a stream: that of a whole model, and that of each piece around attention.
+    """Streams for each capture size: one per graph of a whole model or of a piece of it.
 
-    With LoRA there are two of each, for steps with and without adapters.
+    With LoRA there are two of each graph, for steps with and without adapters.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0

@@ -1,4 +1,4 @@
-"""How many steps replayed a graph and how many did not, and why."""
+"""Counts how many steps replayed a graph, how many did not, and why."""
 
 from collections import Counter
 
@@ -13,12 +13,12 @@ EAGER = "eager: "
 
 
 class StepCounts:
-    """Steps by how they ran.
+    """Number of steps by how they ran.
 
     Attributes
     ----------
     by_kind
-        Kind of step (`kind`) to number of steps.
+        Number of steps for each kind of step (`kind`).
     last
         Kind of the last step.
     """
@@ -36,7 +36,7 @@ class StepCounts:
         largest_size: int | None,
         takes_embeds: bool = False,
     ) -> str:
-        """How a step runs, in a few words; for an eager one, why.
+        """How a step runs, in a few words; for an eager step, the reason.
 
         Parameters
         ----------
@@ -60,14 +60,14 @@ class StepCounts:
         return EAGER + why_eager(mode, num_tokens, largest_size or 0, uniform_decode)
 
     def add(self, kind: str) -> None:
-        """Count a step; the first one that has to run eagerly says why."""
+        """Count a step; log the reason for the first step that has to run eagerly."""
         if kind not in self.by_kind and kind.startswith(EAGER) and kind != EAGER + "no graphs":
             logger.info("A step runs eagerly (%s); further ones are counted.", kind[len(EAGER) :])
         self.by_kind[kind] += 1
         self.last = kind
 
     def log_summary(self) -> None:
-        """One line with all counts."""
+        """Log one line with all counts."""
         if self.by_kind:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.by_kind.most_common())
             logger.info("Steps: %s.", counts)

@@ -1,10 +1,10 @@
 """Graphs on NPUs: ``torch.npu.NPUGraph``, with attention told each step's lengths.
 
-Ascend's attention takes lengths from the host, so a full graph must be told the new ones before
-each replay. Each layer's attention is captured as a task group, and issued again on a stream of its
-own while the replay is under way: the replay waits, in front of the attention, for an external
-event that the other stream records. Sources: ``torch.npu.graph_task_group_begin`` and its kin; what
-vllm-project/vllm-ascend does (13058 measures what it costs).
+Ascend's attention takes lengths from the host, so a full graph needs the new lengths for each
+replay. Each layer's attention is captured as a task group, and issued again on a second stream
+during the replay. Before the attention, the replay waits for an external event that the second
+stream records. Sources: ``torch.npu.graph_task_group_begin`` and related functions;
+vllm-project/vllm-ascend does the same (13058 measures the cost).
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.graph import GraphCall
 
 weak_reference = torch_npu._C._weak_ref_tensor
-"""A tensor over the same memory that does not keep it: graphs of other sizes may use it, too."""
+"""A tensor over the same memory that doesn't keep it alive, so graphs of other sizes can use it."""
 
 
 @dataclass
@@ -29,15 +29,15 @@ class AttentionTask:
 
     call: AttentionCall  # over weak references
     handle: object  # of the task group
-    event: Any  # ExternalEvent that is recorded behind this task; None: behind a later one
+    event: Any  # ExternalEvent that is recorded after this task; None: after a later task
 
 
 class AttentionTasks:
     """Attention of every layer inside one full graph, in order.
 
-    Recording an event costs a call, and waiting for all layers together would leave the device idle
-    until the last one is told. So the first layer has an event of its own, and each later event
-    stands for twice as many layers as the one before it.
+    Recording an event costs a call. One event for all layers would leave the device idle until the
+    last layer has its lengths. So the first layer has an event of its own, and each later event
+    serves twice as many layers as the one before it.
     """
 
     def __init__(self, workspaces: "Workspaces") -> None:
@@ -46,9 +46,9 @@ class AttentionTasks:
         self._left, self._segment = 0, 1
 
     def capture(self, call: AttentionCall, metadata: AscendMetadata) -> None:
-        """Attend once, as a task that `rebind` can change."""
+        """Capture one layer's attention as a task that `rebind` can change."""
         stream = torch_npu.npu.current_stream()
-        if not self._left:  # the first layer of a segment waits for its last
+        if not self._left:  # the first layer of a segment waits for all of the segment
             event = torch_npu.npu.ExternalEvent()
             event.wait(stream)
             event.reset(stream)
@@ -62,7 +62,7 @@ class AttentionTasks:
         self.tasks.append(AttentionTask(call, handle, None if self._left else self._event))
 
     def close(self) -> None:
-        """The last layer ends the last segment."""
+        """End the last segment with the last layer."""
         if self.tasks:
             self.tasks[-1].event = self._event
 
@@ -84,7 +84,7 @@ class AttentionTasks:
                 if task.event is not None:
                     task.event.record(stream)
         except BaseException:
-            # The replay waits for these; what it computes now is lost, but it has to end.
+            # The replay waits for these events. Its results are lost, but it must not hang.
             for task in self.tasks:
                 if task.event is not None:
                     task.event.record(stream)
@@ -92,7 +92,7 @@ class AttentionTasks:
 
 
 class Workspaces:
-    """Workspace of attention: one for all layers and, captured in falling order, for all sizes."""
+    """Workspace of attention, shared by all layers and sizes: the largest is captured first."""
 
     def __init__(self) -> None:
         self._largest: torch.Tensor | None = None
@@ -111,7 +111,7 @@ class Workspaces:
         return self._by_shape[shape]
 
     def renew(self) -> None:
-        """Another step: the last one's replay is behind us, and so are its workspaces."""
+        """Begin a step: the last step's replay has ended, so its workspaces are free."""
         self._of_step.clear()
 
     def for_step(self, call: AttentionCall, metadata: AscendMetadata) -> AttentionCall:
@@ -125,7 +125,7 @@ class Workspaces:
 
 
 class NPUGraphPool:
-    """What graphs share: memory, workspaces, and the stream that tells full graphs their lengths.
+    """What graphs share: memory, workspaces, and the stream that updates full graphs' lengths.
 
     Parameters
     ----------
@@ -136,8 +136,8 @@ class NPUGraphPool:
     def __init__(self, memory_pool: Any) -> None:
         self.memory_pool = memory_pool
         self.workspaces = Workspaces()
-        # Captures that failed, until start-up is over: the last graph that goes takes the memory
-        # pool with it, and then no other one can be captured.
+        # Failed captures are kept until start-up is over: deleting the last graph would delete the
+        # memory pool, and no other graph could be captured.
         self.failed: list[Any] = []
         self._update_stream: Any = None
         self._replayed = torch_npu.npu.Event()
@@ -147,12 +147,12 @@ class NPUGraphPool:
         return NPUGraph(self)
 
     def close(self) -> None:
-        """No more captures: what failed ones hold is free."""
+        """Free what failed captures hold; no more graphs will be captured."""
         self.failed.clear()
 
     @contextmanager
     def updating(self) -> Iterator[Any]:
-        """On the update stream, behind the last replay: its tasks may still be waiting to run."""
+        """Switch to the update stream, after the last replay, whose tasks may not have run yet."""
         if self._update_stream is None:
             self._update_stream = torch_npu.npu.Stream()
         stream = torch_npu.npu.current_stream()
@@ -191,7 +191,7 @@ class NPUGraph:
         return outputs
 
     def replay(self, call: GraphCall) -> Any:
-        """Launch the graph, then tell it the lengths that it is about to wait for."""
+        """Launch the graph, then issue the lengths for which it waits."""
         self.graph.replay()
         if self.attention.tasks:
             with self.pool.updating() as stream:

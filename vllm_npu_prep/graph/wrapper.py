@@ -1,4 +1,4 @@
-"""GraphWrapper: what vLLM puts around a model, or a piece of one, to capture and replay it."""
+"""GraphWrapper: vLLM wraps a model, or a piece of one, in it to capture and replay it."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from vllm_npu_prep.graph import GraphCall, GraphPool, make_pool
 class GraphWrapper(CUDAGraphWrapper):
     """Upstream's wrapper with this plugin's graphs in it.
 
-    A subclass, because vLLM knows its wrapper by the class: where it looks for the raw model, or
-    forgets the graphs of a profiling run. `concrete_cudagraph_entries` holds the graphs by batch
+    It is a subclass because vLLM checks for its wrapper's class when it looks for the raw model or
+    clears the graphs of a profiling run. `concrete_cudagraph_entries` holds the graphs by batch
     descriptor.
     """
 
@@ -24,7 +24,7 @@ class GraphWrapper(CUDAGraphWrapper):
         self._pools: dict[Any, GraphPool] = {}  # by memory pool: upstream profiles in another one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Capture, replay or just run, as the forward context says."""
+        """Capture, replay or just run, as the forward context decides."""
         context = get_forward_context() if is_forward_context_available() else None
         if context is None or context.cudagraph_runtime_mode != self.runtime_mode:
             return self.runnable(*args, **kwargs)
@@ -41,16 +41,16 @@ class GraphWrapper(CUDAGraphWrapper):
             self._pools[self.graph_pool] = make_pool(device_type, self.graph_pool)
         graph = self._pools[self.graph_pool].new_graph()
         outputs = graph.capture(call)
-        # Only now: a capture that failed leaves nothing to replay.
+        # Stored only now, so that a failed capture leaves nothing to replay.
         self.concrete_cudagraph_entries[context.batch_descriptor] = graph
         return outputs
 
     def close_pools(self) -> None:
-        """Start-up is over."""
+        """Close the pools, because start-up is over."""
         for pool in self._pools.values():
             pool.close()
 
     def clear_graphs(self) -> None:
-        """Forget the graphs and what they share."""
+        """Delete the graphs and what they share."""
         super().clear_graphs()
         self._pools.clear()

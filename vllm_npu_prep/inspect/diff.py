@@ -1,9 +1,9 @@
 """``vllm-npu-prep explain A --diff B``: what differs between two steps, variable by variable.
 
-Requests are told by their ``req_id`` and tokens by request and position, so that a request that
-joined or left doesn't make all others differ. What follows from a request's row in the batch
-(``req_indices``, ``token_indices``, ``block_table_indices`` and the like) is compared as the order
-of the requests.
+Requests are matched by their ``req_id``, and tokens by request and position. So a request that
+joined or left doesn't make all others differ. Variables that follow from a request's row in the
+batch (``req_indices``, ``token_indices``, ``block_table_indices`` and the like) are compared as the
+order of the requests.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ class Difference:
     name
         The variable.
     a, b
-        Its value in each step, as JSON; None where it isn't there.
+        Its value in each step, as JSON; None if the step doesn't have it.
     req_id
-        Of which request; None: of the step.
+        The request; None: the whole step.
     positions
-        Of which of the request's tokens, from the first to behind the last; `a` and `b` have a
-        value for each.
+        Positions of the request's tokens, as first and end (excluded); `a` and `b` have a value for
+        each.
     group
-        Of which KV-cache group.
+        The KV-cache group.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Difference:
     group: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields; of the last three those that apply."""
+        """All fields; the last three only if they apply."""
         fields = asdict(self)
         return {k: v for k, v in fields.items() if v is not None or k in ("a", "b")}
 
 
 def differences(a: StepView, b: StepView) -> list[Difference]:
-    """What differs: of the steps, then of their requests, then of their tokens."""
+    """All differences: first of the steps, then of their requests, then of their tokens."""
     rows_a = {request.req_id: row for row, request in enumerate(a.requests)}
     rows_b = {request.req_id: row for row, request in enumerate(b.requests)}
     both = [name for name in rows_a if name in rows_b]
@@ -76,7 +76,7 @@ def differences(a: StepView, b: StepView) -> list[Difference]:
             text_a, text_b = _tokens_of(a, rows_a.get(name)), _tokens_of(b, rows_b.get(name))
             found.append(Difference("request", text_a, text_b, name))
     if same_sizes and len(found) == 0:
-        # These follow from the sizes: worth a line only where they alone differ.
+        # These follow from the sizes, so they get a line only if nothing else differs.
         found += _changed(_padding(a), _padding(b))
         for group in range(len(a.groups)):
             found += _changed(_virtual(a, group), _virtual(b, group), group=group)
@@ -140,7 +140,7 @@ def _request(view: StepView, row: int) -> dict[str, Any]:
 
 
 def _tokens_of(view: StepView, row: int | None) -> str | None:
-    """How much a step has of a request that the other one hasn't."""
+    """Summary of a request that only one step has."""
     if row is None:
         return None
     step = view.step
@@ -150,7 +150,7 @@ def _tokens_of(view: StepView, row: int | None) -> str | None:
 
 
 def _padding(view: StepView) -> dict[str, Any]:
-    """What the device sees behind the real tokens and requests."""
+    """What the device sees past the real tokens and requests."""
     step, arrays = view.step, view.step.arrays
     tokens = slice(step.total_num_scheduled_tokens, step.num_input_tokens)
     requests = slice(step.num_reqs, step.padding.num_reqs_padded)
@@ -177,7 +177,7 @@ def _virtual(view: StepView, group: int) -> dict[str, Any]:
 def _token_level(
     a: StepView, b: StepView, req_id: str, row_a: int, row_b: int
 ) -> Iterator[Difference]:
-    """Tokens of a request that only one step has, and what differs of those that both have."""
+    """Tokens of a request that only one step has, and differences between the common tokens."""
     positions_a, values_a = _tokens(a, row_a)
     positions_b, values_b = _tokens(b, row_b)
     _, in_a, in_b = np.intersect1d(positions_a, positions_b, return_indices=True)

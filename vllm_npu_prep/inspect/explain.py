@@ -1,4 +1,4 @@
-"""``vllm-npu-prep explain``: one step, why it is as it is, and every variable by level."""
+"""``vllm-npu-prep explain``: shows one step, its reasons, and every variable by level."""
 
 import textwrap
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ LISTED = 32
 """Longer lists of blocks are shown as ranges."""
 
 LIST_WIDTH = 24
-"""Texts with spaces, as lists of blocks, get this much width at least."""
+"""Least width of texts with spaces, such as lists of blocks."""
 
 REQUEST_COLUMNS = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
 SLOT_COLUMNS = ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping")
@@ -48,7 +48,7 @@ def token_level(view: StepView) -> dict[str, np.ndarray]:
 
 
 def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
-    """What a KV-cache group has of its own: its block table and variables of each token."""
+    """Variables of one KV-cache group: its block table, and its variables of each token."""
     table = view.groups[index].table
     if table is None:
         return {}
@@ -84,7 +84,7 @@ def explain_json(view: StepView) -> dict[str, Any]:
 
 
 def _group_json(view: StepView, index: int) -> dict[str, Any]:
-    """What a KV-cache group has of its own."""
+    """Variables of one KV-cache group."""
     step, group = view.step, view.groups[index]
     out: dict[str, Any] = {
         "block_size": group.block_size,
@@ -119,7 +119,7 @@ class Selection:
     requests
         Rows of the batch.
     first, end
-        The tokens, from the first to behind the last; none where `end` is not larger.
+        The tokens, `end` excluded; none if `end` is not larger.
     whole
         Whether that is all of the step.
     """
@@ -145,9 +145,9 @@ def select(
     view
         The step.
     req_id
-        The one request whose lines and tokens are shown; None: all.
+        The only request whose lines and tokens are shown; None: all.
     tokens
-        The tokens that are shown, from the first to behind the last; None: all.
+        The tokens to show, as first and end (excluded); None: all.
 
     Raises
     ------
@@ -181,7 +181,7 @@ class StepTable:
 
 
 def summary(view: StepView) -> list[tuple[str, str]]:
-    """Which state, masks, graph and how much padding, and why: a name and a text each."""
+    """State, masks, graph and padding with their reasons, each as a name and a text."""
     step, padding = view.step, view.step.padding
     lines = [("state", f"{step.attn_state.name}: {view.state_reason}")]
     for index, group in enumerate(view.groups):
@@ -252,7 +252,7 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
 
 
 def group_title(view: StepView, index: int) -> str:
-    """What a KV-cache group is called where there are several."""
+    """Name of a KV-cache group if there are several."""
     group = view.groups[index]
     return f", group {index} (block size {group.block_size})" if len(view.groups) > 1 else ""
 
@@ -354,7 +354,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def print_folded(console: Console, table: StepTable) -> None:
-    """A table whose middle is left out where it is long, in parts where it is wide."""
+    """A table; long tables lose their middle, wide ones are split into several."""
     rows, folded = table.rows, len(table.rows) - table.most
     if folded > 0:
         rows = rows[: table.most // 2] + rows[-(table.most - table.most // 2) :]

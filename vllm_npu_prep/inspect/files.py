@@ -7,12 +7,12 @@ from vllm_npu_prep.errors import PrepError
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that nobody sees before it is complete.
+    """Write a file so that readers never see it incomplete.
 
     Raises
     ------
     PrepError
-        One line, if it can't be written; nothing is left behind.
+        If it can't be written; no partial file remains.
     """
     try:
         path = path.resolve()  # a link stays a link, what it points to is replaced

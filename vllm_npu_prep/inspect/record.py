@@ -167,14 +167,14 @@ class RecordBatch:
     num_draft_tokens: np.ndarray  # [R] int32
     previous_rows: np.ndarray  # [R] int64; empty unless the last step's samples are on the device
     token_ids: np.ndarray  # [T] int32, the token table where the step reads it; drafts as they are
-    # [R] int32, the token behind those of the step or the last known one; empty without speculation
+    # [R] int32, the token after those of the step or the last known one; empty without speculation
     next_token_ids: np.ndarray
     num_blocks: np.ndarray  # [G, R] int32, entries that a request owns
     block_ids: np.ndarray  # [sum of num_blocks] int32, group by group
-    mrope_positions: np.ndarray  # [P, T] int64, of prompts' tokens; 0 behind them
+    mrope_positions: np.ndarray  # [P, T] int64, of prompts' tokens; 0 after them
     mrope_lengths: np.ndarray  # [R] int64, tokens of the prompt that have some; empty without
     mrope_position_deltas: np.ndarray  # [R] int64; empty without M-RoPE
-    placeholders: np.ndarray  # [any, 3] int64: request, first position, behind the last one
+    placeholders: np.ndarray  # [any, 3] int64: request, first position, position after the last
     rows_with_embeds: np.ndarray  # [any] int64: requests whose prompt came as embeddings
 
     def __eq__(self, other: object) -> bool:

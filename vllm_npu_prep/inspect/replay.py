@@ -1,4 +1,4 @@
-"""``vllm-npu-prep replay``: recorded steps prepared again, and the first thing that differs."""
+"""``vllm-npu-prep replay``: prepares recorded steps again, and shows the first difference."""
 
 import argparse
 import json
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from vllm_npu_prep.prep.oracle import OracleRequest
 
 ORACLE_CELLS = 1 << 20
-"""Masks and chunks up to this many cells are gone through one by one."""
+"""Masks and chunks with at most this many cells are checked cell by cell."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a record is other than what was prepared again.
+    """The first difference between a record and the step prepared again.
 
     Attributes
     ----------
     step
         Number of the step.
     by
-        Who says otherwise: ``core``, ``oracle`` or ``upstream``.
+        What the record differs from: ``core``, ``oracle`` or ``upstream``.
     variable, index
-        Where; the index is empty for a scalar, or where shapes differ.
+        Where they differ; the index is empty for a scalar, and if shapes differ.
     req_id, token
         Whose and which of the step's tokens, where the variable tells; None in padding.
     recorded, expected
@@ -73,7 +73,7 @@ def replay_core(record: "StepRecord") -> Difference | None:
     nbytes = -(-layout.nbytes(batch.num_targets) // ALIGNMENT) * ALIGNMENT
     try:
         step = prepare_step(batch, padding, layout, layout.views(np.zeros(nbytes, np.uint8)))
-    except ValueError as error:  # a file by other hands, which contradicts itself
+    except ValueError as error:  # an edited file that contradicts itself
         raise PrepError(f"step {record.number} can't be prepared: {error}") from None
     expected = prepared_arrays(step, record.settings)
     for name in record.prepared:
@@ -206,7 +206,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
         span = batch.token_ids[start : start + scheduled].tolist()
         known = dict(enumerate(span, computed))
         if len(batch.next_token_ids):
-            # Samples that are still on the device have a place here: the core makes it token 0
+            # -1 stands for a sample that is still on the device: the core makes it token 0
             behind = min(computed + scheduled, num_tokens - 1)
             known[behind] = max(0, int(batch.next_token_ids[req]))
         mrope: list[list[int]] = []
@@ -237,7 +237,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
 def _oracle_arrays(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
-    """What the oracle says of a step, by a record's names; what it can't know is as recorded."""
+    """The oracle's values by a record's names; values that it can't know are as recorded."""
     from vllm_npu_prep.inspect.contract import GROUP_LEVEL
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
@@ -302,7 +302,7 @@ def _oracle_arrays(
 
 
 def _with_rest(record: "StepRecord", name: str, values: list[int]) -> np.ndarray:
-    """As long as recorded, with 0 behind what is used."""
+    """The values, padded with 0 to the recorded length."""
     recorded = record.prepared.get(name)
     out = np.zeros(max(len(values), 0 if recorded is None else recorded.size), np.int64)
     out[: len(values)] = values

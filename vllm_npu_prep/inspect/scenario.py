@@ -59,7 +59,7 @@ class ScenarioItem(_Strict):
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.offset + self.length
 
 
@@ -345,13 +345,13 @@ def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> 
 
 
 def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> None:
-    """Images and videos lie behind one another in the prompt, and have M-RoPE positions."""
+    """Check that images and videos don't overlap in the prompt, and have M-RoPE positions."""
     end = 0
     for place, item in enumerate(request.multimodal):
         if item.offset < end or item.end > request.num_prompt_tokens:
             raise PrepError(
                 f"{where}.multimodal.{place}: {item.modality} from {item.offset} to {item.end}; "
-                "items lie behind one another in the prompt's "
+                "items follow one another in the prompt's "
                 f"{counted(request.num_prompt_tokens, 'token')}"
             )
         end = item.end

@@ -166,7 +166,7 @@ def _without_samples(
     layout, num_drafts = settings.layout, settings.num_sampled_drafts
     tokens = layout.offset_int32("input_ids")
     per_row = targets_per_row(num_drafts)
-    # What nobody waits for goes behind the tokens
+    # Unused samples go to the spare element after the tokens
     targets = np.full(settings.num_sampled_rows * per_row, tokens + settings.num_input_tokens)
     rows, nth = np.divmod(ids[on_device] - first_sample, 1 + num_drafts)
     targets[rows * per_row + nth] = tokens + np.flatnonzero(on_device)
@@ -228,7 +228,7 @@ def _local_requests(
     out = {f"local_requests.{name}": np.array(value) for name, value in scalars.items()}
     out |= {f"local_{name}": array for name, array in arrays.items()}
     out |= {f"{prefix}local_requests.{name}": array for name, array in arrays.items()}
-    # Blocks behind a virtual request's positions are not read
+    # Blocks past a virtual request's positions are not read
     columns = np.arange(local.block_table_tensor.shape[1]) * block_size
     is_read = columns < seq_lens[:, None]
     blocks = np.ma.array(local.block_table_tensor.numpy(), mask=~is_read)

@@ -1,6 +1,7 @@
-"""StepView: one prepared step as explain, pages and pictures read it, and why it is as it is.
+"""StepView: one prepared step as explain, pages and pictures show it, with its reasons.
 
-It is made of a scenario, which is prepared, or of a record, which was: right or wrong.
+It is made from a scenario, which is prepared now, or from a record of a prepared step, right or
+wrong.
 """
 
 from dataclasses import dataclass, field
@@ -43,13 +44,13 @@ class ItemView:
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True)
 class RequestView:
-    """What a reader wants to know of a request beside the step's arrays."""
+    """Information about a request that is not in the step's arrays."""
 
     req_id: str
     num_prompt_tokens: int
@@ -63,13 +64,13 @@ class GroupView:
     Attributes
     ----------
     table
-        Whose block table they use; None: layers without a KV cache.
+        Group whose block table they use; None: layers without a KV cache.
     block_size
-        Of that table; 0 without one.
+        Block size of that table; 0 without one.
     plan
         Their mask.
     sliding_window, attention_chunk_size
-        None: they see all before a token.
+        Limits of what a token sees; None: no limit.
     mask_itemsize
         Bytes of a cell of a dense mask.
     causal
@@ -223,7 +224,7 @@ class StepView:
         return reason
 
     def _first(self, chosen: np.ndarray, values: np.ndarray, what: str) -> str:
-        """The first request that a rule looks at, and what it has."""
+        """The first request that decides a rule, and its values."""
         rows = np.flatnonzero(chosen)
         if not len(rows):
             return ""
@@ -231,7 +232,7 @@ class StepView:
         return f"request {self.requests[row].req_id} has {counted(int(values[row]), what)}"
 
     def mask_reason(self, group: int) -> str:
-        """Why a group's mask is what it is."""
+        """The reason for a group's mask."""
         view = self.groups[group]
         if not view.causal:
             return "tokens see both ways"
@@ -255,7 +256,7 @@ class StepView:
         return {i: group.table for i, group in enumerate(self.groups) if group.table is not None}
 
     def blocks_owned(self, row: int, group: int = 0) -> np.ndarray:
-        """Blocks of a request, the null block in place of freed ones."""
+        """Blocks of a request, with the null block instead of freed ones."""
         blocks = self.step.block_table(self.tables[group])[row]
         last = np.flatnonzero(blocks)
         return blocks[: last[-1] + 1] if len(last) else blocks[:0]
@@ -269,8 +270,8 @@ class StepView:
     def spans(self) -> list[dict[str, Any]]:
         """Images and videos of all requests, and which of their tokens the step computes.
 
-        ``tokens`` are the step's, from the first to behind the last; None if it computes none,
-        because the item is in the KV cache already or comes later.
+        ``tokens`` are those of the step, as first and end (excluded); None if the step computes
+        none of them, because the item is in the KV cache already or comes later.
         """
         step, spans = self.step, []
         for row, request in enumerate(self.requests):

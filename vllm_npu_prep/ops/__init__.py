@@ -1,4 +1,4 @@
-"""Replacements for vLLM's kernels, registered through its own hooks: Triton's, experts, routing."""
+"""Replacements for vLLM's Triton kernels, experts and routing, registered through its own hooks."""
 
 from typing import Literal
 
@@ -6,13 +6,13 @@ from vllm_npu_prep import compat
 
 
 def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
-    """Replace what a worker reaches, before it can launch any of it.
+    """Replace the kernels that a worker can reach, before it can launch one.
 
     Parameters
     ----------
     triton_kernels
-        Whether to replace Triton kernels or to keep vLLM's own. Experts and routing are compiled
-        kernels of vLLM, which are never here.
+        Whether to replace Triton kernels or to keep vLLM's own. Experts and routing are always
+        replaced: vLLM's are compiled kernels, which don't exist here.
     """
     from vllm_npu_prep.ops import experts, routing
 
@@ -23,7 +23,7 @@ def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
 
 
 def replace_triton_kernels() -> None:
-    """Those of vLLM's own block tables, of drafters and of the rejection sampler."""
+    """Replace the kernels of vLLM's block tables, of drafters and of the rejection sampler."""
     from vllm_npu_prep.ops import drafting, rejection, slot_mapping
 
     drafter = "vllm.v1.spec_decode.utils"

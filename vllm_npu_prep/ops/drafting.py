@@ -1,8 +1,8 @@
 """The drafters' Triton kernels in torch, vectorised over requests and tokens.
 
-Arguments stand in the order of the Triton kernels (``vllm.v1.spec_decode.utils``), whose launches
-are routed here by vLLM's dispatcher. Shapes follow from sizes that the host knows: nothing is read
-back. Scalars are filled in by ``masked_fill``; ``torch.where`` would first make tensors of them.
+Arguments have the order of the Triton kernels (``vllm.v1.spec_decode.utils``); vLLM's dispatcher
+routes their launches here. Shapes follow from sizes that the host knows, so nothing is read back.
+Scalars are written by ``masked_fill``, because ``torch.where`` would first make tensors of them.
 """
 
 import torch
@@ -23,8 +23,8 @@ def eagle_step_slot_mapping_metadata(
 ) -> None:
     """``eagle_step_slot_mapping_metadata_kernel``: each request moves on by one draft token.
 
-    A request at the end of `max_model_len` goes on at position 0 with a length of 1 and without a
-    slot. Rows of graph padding behind `batch_size` get none either.
+    A request that has reached `max_model_len` continues at position 0 with a length of 1 and
+    without a slot. Rows of graph padding after `batch_size` get no slot either.
     """
     del block_table_stride
     slots = out_slot_mapping[:batch_size]
@@ -105,11 +105,11 @@ def copy_and_expand_eagle_inputs(
     shift_input_ids: bool,
     BLOCK_SIZE_TOKENS: int,  # noqa: N803
 ) -> None:
-    """``copy_and_expand_eagle_inputs_kernel``: make room for new tokens behind each request's own.
+    """``copy_and_expand_eagle_inputs_kernel``: make room for new tokens after each request's own.
 
-    A request's output is its valid tokens (without the first, if shifted), the token that was
-    sampled, slots for drafting in parallel, and padding for what was rejected. Positions count on
-    from the first token's. Each request has `added` tokens more than before.
+    A request's output is its valid tokens (without the first, if shifted), the sampled token, slots
+    for drafting in parallel, and padding for rejected tokens. Positions count up from that of the
+    first token. Each request has `added` tokens more than before.
     """
     del BLOCK_SIZE_TOKENS
     num_reqs, device = len(query_end_loc), query_end_loc.device

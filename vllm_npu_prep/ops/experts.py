@@ -20,7 +20,7 @@ ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.GELU_TANH_NO_MUL: partial(functional.gelu, approximate="tanh"),
     MoEActivation.RELU2_NO_MUL: lambda x: functional.relu(x).square(),
 }
-"""Activations by their plain form; gated ones multiply the other half of their input by it."""
+"""Activations by name, without gating; gated ones multiply the result by the second half."""
 
 
 def apply_experts(
@@ -33,11 +33,11 @@ def apply_experts(
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Sum of what each token's experts make of it, weighted as they were routed.
+    """Sum of the outputs of each token's experts, weighted by the router.
 
-    Pairs of token and expert are sorted by expert, and experts without a token are left out. How
-    many rows each one gets is read on the host, once. A graph of a device could not hold that; the
-    CPU fallback's runs everything again.
+    Pairs of token and expert are sorted by expert, and experts without a token are skipped. The
+    host reads once how many rows each expert gets. A device graph could not contain that; the CPU
+    fallback's fake graph runs everything again.
 
     Parameters
     ----------
@@ -46,11 +46,11 @@ def apply_experts(
     topk_weights, topk_ids
         Each token's experts, numbered over all ranks, and their weights.
     activation
-        A gated one takes the first half of ``w13``'s rows as gate.
+        A gated activation uses the first half of ``w13``'s rows as its gate.
     expert_map
         Number on this rank of each expert, -1 for those of other ranks; None if all are here.
     apply_router_weight_on_input
-        Weigh what goes into an expert instead of what comes out.
+        Weight the inputs of experts instead of their outputs.
 
     Returns
     -------
@@ -94,13 +94,13 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
     Raises
     ------
     PrepError
-        For activations and biases of experts that it doesn't compute.
+        For unsupported activations, and for experts with biases.
     """
 
     is_monolithic = False  # vLLM's routers choose experts, and call shared ones
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, once it is clear that `layer` can be computed."""
+        """As upstream's, after a check that `layer` can be computed."""
         extras = {
             f"activation {layer.activation.value}": layer.activation.without_mul()
             not in ACTIVATIONS,

@@ -1,19 +1,19 @@
 """LoRA in plain torch: each row of a batch gets the update of its own adapter, or none.
 
-Adapters lie in slots, whose weights vLLM's layers keep in one tensor each: A ``[num_slots, 1, rank,
-input_size]`` and B ``[num_slots, 1, output_size, rank]``. Rows are multiplied with A of all slots
-at once, what belongs to another slot than the row's is set to zero, and what is left is multiplied
-with B of all slots. Why so:
+Adapters are in slots. vLLM's layers keep the weights of all slots in two tensors: A ``[num_slots,
+1, rank, input_size]`` and B ``[num_slots, 1, output_size, rank]``. We multiply rows with A of all
+slots at once, set the products of other slots than the row's own to zero, and multiply the rest
+with B of all slots. The reasons:
 
-- Shapes follow from the number of rows alone, so a graph can hold it, and nothing is read back.
+- Shapes depend on the number of rows alone, so graphs can contain it, and nothing is read back.
 - Gathering A and B for each row, as upstream's torch version does, copies ``rank * (input_size +
   output_size)`` values a row: 8192 tokens of a prompt copy gigabytes for each layer.
-- Grouping rows by adapter has other shapes in every step.
-- The price are products with slots that a row does not use: ``num_slots * rank`` columns beside the
-  ``output_size`` of the layer itself, a few per cent.
+- Grouping rows by adapter would give different shapes in every step.
+- The price is products with slots that a row doesn't use: ``num_slots * rank`` more columns than
+  the layer's own ``output_size``, a few per cent.
 
 Rows without an adapter have index -1 and belong to no slot. Upstream's torch version indexes with
-it and gives them the last adapter (``lora/ops/torch_ops/lora_ops.py``).
+-1 and so gives them the last adapter (``lora/ops/torch_ops/lora_ops.py``).
 """
 
 from collections.abc import Iterator
@@ -40,13 +40,13 @@ def shrink(x: torch.Tensor, lora_a: torch.Tensor, foreign: torch.Tensor) -> torc
     lora_a
         ``[num_slots, (1,) rank, input_size]``.
     foreign
-        bool ``[num_rows or more, num_slots, 1]``, where a row is not the slot's.
+        bool ``[num_rows or more, num_slots, 1]``, True where the slot is not the row's own.
 
     Returns
     -------
     torch.Tensor
-        ``[num_rows, num_slots, rank]`` in the dtype of `lora_a`, zero in foreign slots. Set, not
-        multiplied by zero: another adapter's product may be infinite.
+        ``[num_rows, num_slots, rank]`` in the dtype of `lora_a`, zero in foreign slots. These are
+        set to zero, not multiplied by it: another adapter's product may be infinite.
     """
     all_slots = lora_a.flatten(0, -2)  # [num_slots * rank, input_size]
     products = x.to(lora_a.dtype) @ all_slots.t()
@@ -54,12 +54,12 @@ def shrink(x: torch.Tensor, lora_a: torch.Tensor, foreign: torch.Tensor) -> torc
 
 
 def spread(x: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
-    """What rows have of their own slot, ``[num_rows, rank]``, in the form of `shrink`'s result."""
+    """Bring values of own slots, ``[num_rows, rank]``, into the form that `shrink` returns."""
     return x.unsqueeze(1).masked_fill(foreign[: len(x)], 0)
 
 
 def expand(x: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-    """What `shrink` returns times B.
+    """The result of `shrink` times B.
 
     Parameters
     ----------
@@ -90,10 +90,10 @@ def add_lora(
 ) -> None:
     """Add the updates of all slices of a layer to its output, from column `offset` on.
 
-    Without `lora_a`, `x` is ``[num_rows, rank]``: already shrunk. Nothing is done in steps in which
-    no row has an adapter; a graph that is captured in one holds nothing of this.
+    Without `lora_a`, `x` is ``[num_rows, rank]``: already shrunk. Steps in which no row has an
+    adapter skip this, and so do graphs captured in such a step.
 
-    An operator of its own because torch.compile traces a model once for all steps.
+    This is a custom operator because torch.compile traces a model once for all steps.
     """
     if not active:
         return
@@ -128,11 +128,11 @@ direct_register_custom_op(
 
 
 class PunicaWrapperNPU(PunicaWrapperBase):
-    """Which row has which adapter, and the operations of vLLM's LoRA layers on it.
+    """Maps rows to adapters, and has the operations of vLLM's LoRA layers.
 
-    What is on the device lies at the same place for the life of the engine, so graphs may read it.
-    A new mapping costs one copy and one launch, an old one nothing: vLLM's manager asks for an
-    update when a row's adapter or an adapter's slot changes, which steps of plain decoding don't.
+    The mapping on the device has a fixed address, so graphs may read it. A new mapping costs one
+    copy and one launch, an unchanged one nothing: vLLM's manager updates it only if a row's adapter
+    or an adapter's slot changes, which doesn't happen in plain decoding.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         return bool(self._active)
 
     def graph_inputs(self) -> dict[str, torch.Tensor]:
-        """What a captured graph reads of the mapping, by name."""
+        """Tensors of the mapping that a captured graph reads, by name."""
         return {"LoRA slots": self._foreign_tokens, "LoRA embeddings": self._embeddings_indices}
 
     def update_metadata(
@@ -183,7 +183,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         vocab_size: int,
         **kwargs: Any,
     ) -> None:
-        """Take a step's mapping; rows behind it, which graphs pad with, have no adapter.
+        """Set a step's mapping; rows after it, the padding of graphs, have no adapter.
 
         Parameters
         ----------
@@ -215,7 +215,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
 
     @contextmanager
     def logits_of(self, slot: int) -> Iterator[None]:
-        """Rows of logits within are all of one slot's adapter; `NO_LORA`: of none."""
+        """Context in which all rows of logits use one slot's adapter; `NO_LORA`: none."""
         saved = self._foreign_samples, self.is_active
         self._foreign_samples = (self._slots != slot).expand_as(self._foreign_samples)
         self._active[0] = slot != NO_LORA
@@ -293,7 +293,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `add_lora_linear`, for rows that are sampled from."""
+        """As `add_lora_linear`, for rows of logits."""
         self._add(y, x, (lora_a_stacked,), (lora_b_stacked,), self._foreign_samples, scale)
 
     def apply_lora_full_linear(
@@ -304,7 +304,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         bias_stacked: torch.Tensor,
         module_enabled: torch.Tensor,
     ) -> None:
-        """Replace rows of `y` by their adapter's own linear layer, where it has one."""
+        """Replace rows of `y` by the output of their adapter's own linear layer, if it has one."""
         adapter_y = shrink(x, weight_stacked, self._foreign_samples).sum(1)
         y.copy_(self._select_full_linear_output(y, adapter_y, bias_stacked, module_enabled))
 

@@ -1,8 +1,8 @@
 """The rejection sampler's Triton kernels in torch, vectorised over requests and drafts.
 
-Arguments stand in the order of the Triton kernels (``vllm.v1.sample.rejection_sampler``), whose
-launches are routed here by vLLM's dispatcher. Shapes follow from sizes that the host knows: nothing
-is read back.
+Arguments have the order of the Triton kernels (``vllm.v1.sample.rejection_sampler``); vLLM's
+dispatcher routes their launches here. Shapes follow from sizes that the host knows, so nothing is
+read back.
 """
 
 import torch
@@ -22,7 +22,7 @@ def _draft_grid(
     num_drafts: int,
     max_spec_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each request's drafts as a row of a rectangle, with room for the bonus token.
+    """Each request's drafts as a row of one rectangular array, with room for the bonus token.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def sample_recovered_tokens(
     del BLOCK_SIZE, USE_FP64_GUMBEL, vocab_size
     if NO_DRAFT_PROBS:
         drafts = draft_token_ids[:, None].long()
-        wanted = drafts.clamp(min=0)  # -1 pads drafts and takes nothing away
+        wanted = drafts.clamp(min=0)  # -1 is padding, and subtracts nothing
         left = target_probs.gather(1, wanted).masked_fill_(drafts >= 0, 0.0)
         excess = target_probs.scatter(1, wanted, left)
     else:

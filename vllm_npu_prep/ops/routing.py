@@ -1,6 +1,6 @@
 """Top-k routing in torch: the operators of ``vllm._moe_C`` that vLLM's routers call.
 
-Grouped top-k and custom routing functions are torch in vLLM already; these two are compiled there.
+These two are compiled in vLLM; its grouped top-k and custom routing functions are torch already.
 """
 
 import torch
@@ -17,7 +17,7 @@ def topk_softmax(
     bias: torch.Tensor | None,  # [num_experts]
     is_padding: torch.Tensor | None,  # [T] bool
 ) -> None:
-    """The k experts of the highest probability for each token."""
+    """The k experts with the highest probabilities for each token."""
     del token_expert_indices
     scores = gating_output.float().softmax(-1)
     _select(topk_weights, topk_indices, scores, renormalize, bias, 1.0, is_padding)
@@ -33,7 +33,7 @@ def topk_sigmoid(
     routed_scaling_factor: float,
     is_padding: torch.Tensor | None,  # [T] bool
 ) -> None:
-    """The k experts of the highest score, each scored apart from the others."""
+    """The k experts with the highest scores, where the score of an expert depends on no other."""
     del token_expert_indices
     scores = gating_output.float().sigmoid()
     _select(
@@ -50,14 +50,14 @@ def _select(
     routed_scaling_factor: float,
     is_padding: torch.Tensor | None,
 ) -> None:
-    """A bias corrects which experts are chosen, not what they weigh (DeepSeek-V3)."""
+    """Choose experts; a bias changes the choice but not the weights (DeepSeek-V3)."""
     choice = scores if bias is None else scores + bias
     chosen = choice.topk(topk_weights.shape[1]).indices
     weights = scores.gather(1, chosen)
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
     weights *= routed_scaling_factor
-    if is_padding is not None:  # no expert works for padding
+    if is_padding is not None:  # padding tokens get no expert
         chosen = chosen.masked_fill(is_padding[:, None], -1)
         weights = weights.masked_fill(is_padding[:, None], 0)
     topk_weights.copy_(weights)
@@ -79,7 +79,7 @@ SCHEMAS = {
 
 
 def register_operators() -> None:
-    """Define what ``vllm._moe_C`` would; a build that has it keeps its own."""
+    """Define the operators of ``vllm._moe_C``, unless the installed build has them."""
     for operator, schema in SCHEMAS.items():
         name = operator.__name__
         if not hasattr(torch.ops._moe_C, name):

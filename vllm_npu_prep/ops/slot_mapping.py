@@ -20,7 +20,7 @@ def compute_slot_mapping(
 ) -> None:
     """``ComputeSlotMappingKernel`` in torch, for one rank of context parallelism.
 
-    Arguments stand in the order of the Triton kernel; strides and tile sizes serve only there.
+    Arguments have the order of the Triton kernel, which alone uses strides and tile sizes.
     """
     del max_num_tokens, block_table_stride, cp_kv_cache_interleave_size, block_size
     assert total_cp_world_size == 1 and total_cp_rank == 0, "context parallelism is refused"

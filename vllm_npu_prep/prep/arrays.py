@@ -1,8 +1,8 @@
 """The table of a step's arrays: one line for each array that travels to the device.
 
-Layout, views on either side, addresses for compiled code, padding with a constant, records,
-``explain`` and ``replay`` follow from these lines. What a line cannot say is written twice: the
-values in `vllm_npu_prep.prep.fused_pass`, and once more in `vllm_npu_prep.prep.oracle`.
+Layout, host and device views, addresses for compiled code, padding with a constant, records,
+``explain`` and ``replay`` follow from these lines. Only the values are written elsewhere: in
+`vllm_npu_prep.prep.fused_pass`, and independently in `vllm_npu_prep.prep.oracle`.
 ``docs/changing/adding.md`` walks through adding an array.
 
 Dimensions are named by letters; `vllm_npu_prep.prep.layout.StepLayout.dims` has their sizes:
@@ -30,18 +30,18 @@ PAD_SLOT_ID = -1
 """Slot of a padding token: skipped by every cache writer."""
 
 NULL_BLOCK_ID = 0
-"""The block that nobody owns; rows of padding requests hold it."""
+"""The block that no request owns; rows of padding requests hold it."""
 
 PADDING_ROWS = 1
-"""Rows of a block table past those of requests, always the null block: a mixed batch that fills a
-full graph's requests still needs one for the rest of its tokens."""
+"""Extra rows after those of requests, which always hold the null block: a mixed batch can fill all
+of a full graph's requests, and its padding tokens then still need a request of their own."""
 
 NO_PREVIOUS_ROW = -1
-"""Entry of `previous_rows` for a request that the last step did not sample for."""
+"""Entry of `previous_rows` for a request without a sample in the last step."""
 
 
 class Level(Enum):
-    """What an element of an array belongs to; it decides how much of the array is the batch's."""
+    """What one element belongs to; decides how much of the array is the batch and not padding."""
 
     TOKEN = "token"  # along the last dimension
     REQUEST = "request"
@@ -51,14 +51,14 @@ class Level(Enum):
 
 
 class PaddingRule(Enum):
-    """What is past the batch's own elements where that is no constant."""
+    """What an array holds past the batch's own elements, if that is not a constant."""
 
     BY_RULE = "written by the pass that writes the array, by the tables of `prep.padding`"
     UNDEFINED = "never read; a record has zeros there"
 
 
 class Shown(Flag):
-    """What ``explain --json`` has of an array, and a record beside what travelled."""
+    """What ``explain --json`` shows of an array, and what a record adds to the bytes sent."""
 
     NOTHING = 0
     BATCH = 1  # the batch's elements, under the array's name
@@ -66,7 +66,7 @@ class Shown(Flag):
 
 
 class ArrayType:
-    """Type and dimensions of an array that compiled code finds by its name.
+    """Type and dimensions of an array that compiled code knows by name.
 
     Parameters
     ----------
@@ -98,8 +98,7 @@ class Array(ArrayType):
     shown
         What ``explain`` shows.
     spare
-        Elements after the array that are laid out and belong to nobody: for what has to be written
-        somewhere and is not wanted.
+        Unused elements laid out after the array: unwanted values are written there.
     sampled
         Whether the device overwrites elements with samples of the last step (asynchronous
         scheduling). Such an array is int32, and compiled code finds its ``<name>_offset``, too.
@@ -129,7 +128,7 @@ class Array(ArrayType):
 
     @property
     def has_borders(self) -> bool:
-        """Whether elements are borders between what its level names: one more than there are."""
+        """Whether elements are borders between requests: one more than there are requests."""
         return self.dims[-1].endswith("+ 1")
 
     @property
@@ -149,7 +148,7 @@ def array(
     sampled: bool = False,
     recorded_as: str = "",
 ) -> Any:
-    """An `Array`, as type checkers take it for the value of an attribute."""
+    """Make an `Array`; returns Any, so that type checkers accept it as an attribute's default."""
     return Array(dtype, dims, level, padding, shown, spare, sampled, recorded_as)
 
 
@@ -162,15 +161,15 @@ NOTHING, BOTH = Shown.NOTHING, Shown.BATCH | Shown.PADDED
 class Arrays(Generic[A]):
     """A step's arrays as attributes: numpy's, or torch's.
 
-    The order is the buffer's. What has a length in tokens comes first: its offset follows from
-    ``num_input_tokens`` alone, because a piecewise graph serves any number of requests.
+    The order is that of the buffer. Token-level arrays come first, so that their offsets depend on
+    ``num_input_tokens`` alone: a piecewise graph serves any number of requests.
     """
 
     __slots__ = ()
 
     positions: A = array(int64, "T", TOKEN, 0, BOTH)
     mrope_positions: A = array(int64, "P, T", TOKEN, 0)  # time, height and width
-    # The spare element takes samples of the last step that no request of this one waits for.
+    # The spare element takes samples of the last step that no request of this step uses.
     input_ids: A = array(int32, "T", TOKEN, 0, BOTH, spare=1, sampled=True)
     slot_mapping: A = array(int32, "G, T", TOKEN, PAD_SLOT_ID, BOTH)
     is_padding: A = array(bool_, "T", TOKEN, True, NOTHING, recorded_as="is_padding")
@@ -178,18 +177,18 @@ class Arrays(Generic[A]):
     seq_lens: A = array(int32, "R", REQUEST, 0, BOTH)
     num_computed_tokens: A = array(int32, "R", REQUEST, 0)
     logits_indices: A = array(int32, "K", LOGIT, UNDEFINED)
-    # Rows of logits that verify each draft; the draft, -1 where the scheduler only kept a place;
-    # and the row after a request's last draft.
+    # The row of logits that verifies each draft; the draft itself, -1 if it isn't known yet; and
+    # the row after a request's last draft.
     target_logits_indices: A = array(int32, "D", DRAFT, UNDEFINED, NOTHING)
     draft_token_ids: A = array(int32, "D", DRAFT, UNDEFINED, NOTHING, sampled=True)
     bonus_logits_indices: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
     cu_num_draft_tokens: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
     cu_num_sampled_tokens: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
-    # What drafters go on from where nothing is sampled: the token after a chunk of a prompt, else
-    # the last known one.
+    # Where nothing is sampled, drafters continue from this token: the one after a chunk of a
+    # prompt, else the last known one.
     backup_next_token_ids: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
-    # Of virtual requests (`prep.local_attention`); the last are rows of the device's block tables,
-    # all seen as rows of one chunk.
+    # Virtual requests (`prep.local_attention`). `chunk_local_table_rows` indexes the device's block
+    # tables, viewed as rows of one chunk each.
     chunk_local_query_start_loc: A = array(int32, "V + 1", CHUNK, BY_RULE, NOTHING)
     chunk_local_seq_lens: A = array(int32, "V", CHUNK, 0, NOTHING)
     chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
@@ -200,7 +199,7 @@ class Arrays(Generic[A]):
 STEP_ARRAYS: dict[str, Array] = {
     name: line for name, line in vars(Arrays).items() if isinstance(line, Array)
 }
-"""The table by name. Attributes of `Arrays` are those of its instances only."""
+"""The table by name. The lines are removed from `Arrays`: only its instances have attributes."""
 
 for _name in STEP_ARRAYS:
     delattr(Arrays, _name)

@@ -1,4 +1,4 @@
-"""A step's batch as the scheduler left it, and the same step prepared for the device."""
+"""A step's batch as the scheduler made it, and the same step prepared for the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,11 +34,11 @@ class StepBatch:
     num_scheduled_tokens: np.ndarray  # [num_reqs] int32
     num_draft_tokens: np.ndarray  # [num_reqs or more] int32
     total_num_scheduled_tokens: int
-    # [num_reqs or more] int64: row of each request in the last step's samples while these are still
-    # on the device (async scheduling), -1 for the others; not read without `num_sampled_rows`
+    # [num_reqs or more] int64: row of each request in the last step's samples if these are still
+    # on the device (async scheduling), else -1; not read if `num_sampled_rows` is 0
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
-    num_sampled_rows: int = 0  # rows of the last step's samples, 0 when they are not on the device
-    num_sampled_drafts: int = 0  # drafts after each of these
+    num_sampled_rows: int = 0  # rows of the last step's samples, 0 if they are not on the device
+    num_sampled_drafts: int = 0  # drafts after the sample of each of these rows
     takes_embeds: bool = False  # the model gets embeddings (`vllm_npu_prep.prep.embeds`)
 
     @property
@@ -48,7 +48,7 @@ class StepBatch:
 
     @property
     def num_targets(self) -> int:
-        """Targets of the last step's samples, wanted or not."""
+        """Scatter targets of the last step's samples, those that nothing uses included."""
         return self.num_sampled_rows * targets_per_row(self.num_sampled_drafts)
 
 
@@ -56,9 +56,9 @@ class StepBatch:
 class PreparedStep(Arrays[np.ndarray]):
     """A prepared step: every variable of the reference documents by its name.
 
-    Each array of `vllm_npu_prep.prep.arrays` is an attribute: of the batch, without padding;
-    `arrays` has the same ones with graph padding, all views of one buffer. What only a reader needs
-    (``req_indices`` and the like) is computed when asked for.
+    Each array of `vllm_npu_prep.prep.arrays` is an attribute, without padding; `arrays` has the
+    same ones with graph padding. All are views of one buffer. Values that the device doesn't need
+    (``req_indices`` and the like) are computed on access.
     """
 
     batch: StepBatch
@@ -132,7 +132,7 @@ class PreparedStep(Arrays[np.ndarray]):
 
     @property
     def query_pos(self) -> np.ndarray:
-        """Index of each token among its request's scheduled ones (the batched arange)."""
+        """Index of each token among its request's scheduled tokens (the batched arange)."""
         return self.positions - self.num_computed_tokens[self.req_indices]
 
     @property
@@ -143,7 +143,7 @@ class PreparedStep(Arrays[np.ndarray]):
     def max_num_blocks_per_req(self, group: int = 0) -> int:
         """Columns of the logical block table: ``ceil(max_model_len / block_size)``.
 
-        vLLM's real rows are wider (aligned to 128 tokens); readers want the documents' width.
+        vLLM's real rows are wider (aligned to 128 tokens); this is the width in the documents.
         """
         return -(-self.batch.tables.max_model_len // int(self.batch.tables.block_sizes[group]))
 
@@ -231,7 +231,7 @@ def prepare_step(
     Parameters
     ----------
     batch
-        The scheduled batch. What its tables say of the device is brought up to date.
+        The scheduled batch. `num_synced_blocks` and `num_device_blocks` of its tables are updated.
     padding
         Sizes that were decided for it.
     layout, arrays
@@ -291,7 +291,7 @@ def prepare_step(
 
 
 def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> LocalRequests:
-    """Write the step's virtual requests, which follow from what is written already."""
+    """Write the step's virtual requests, computed from arrays that are written already."""
     tables = batch.tables
     assert tables.local is not None
     sizes = split_at_chunks(
@@ -325,7 +325,7 @@ def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> PreparedSt
     Returns
     -------
     PreparedStep
-        A small one, for what else has compiled code that reads steps.
+        A small step, with which the caller can warm up other compiled code that reads steps.
     """
     if local is not None:
         local = LocalGroups(local.attention_chunk_size, 1, (0,))

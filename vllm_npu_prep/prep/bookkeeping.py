@@ -1,4 +1,4 @@
-"""Sampled tokens entered into the token table, for all requests at once."""
+"""Writes sampled tokens into the token table, for all requests at once."""
 
 from vllm_npu_prep.prep.compiled import compiled
 
@@ -11,13 +11,12 @@ def append_sampled_tokens(
     token_ids,  # [max_num_reqs, max_model_len] int32, updated
     is_token_ids,  # [max_num_reqs, max_model_len] bool, updated
 ):
-    """Enter one sampled token for each request that is not discarded into the token table.
+    """Write one sampled token for each request that is not discarded into the token table.
 
     Returns
     -------
     int
-        Row of a request that has no room for its token, -1 if there is none. Rows before it are
-        entered.
+        The first row that has no room for its token, -1 if all have. Rows before it are written.
     """
     for req in range(sampled_token_ids.shape[0]):
         if discard_request_mask[req]:

@@ -1,19 +1,18 @@
-"""Which sizes graphs are captured for."""
+"""The sizes for which graphs are captured."""
 
 from collections.abc import Iterable
 
 
 def largest_decode(max_num_seqs: int, decode_query_len: int, max_num_batched_tokens: int) -> int:
-    """Tokens of the largest uniform decode step, which has to find a graph.
+    """Tokens of the largest uniform decode step, for which a graph must exist.
 
-    Without one of its size it silently runs eagerly or with much padding (vllm-project/vllm-ascend
-    16049).
+    Otherwise that step silently runs eagerly or with much padding (vllm-project/vllm-ascend 16049).
     """
     return decode_query_len * min(max_num_seqs, max_num_batched_tokens // decode_query_len)
 
 
 def thin_sizes(sizes: Iterable[int], limit: int, keep: Iterable[int]) -> list[int]:
-    """At most `limit` of the sizes, evenly over their order.
+    """Keep at most `limit` of the sizes, spread evenly.
 
     Parameters
     ----------
@@ -22,7 +21,8 @@ def thin_sizes(sizes: Iterable[int], limit: int, keep: Iterable[int]) -> list[in
     limit
         Most sizes that may be left; at least one is.
     keep
-        Sizes that stay, the first ones if not even these fit. The largest of all comes first.
+        Sizes to keep, the first ones if there are more than `limit`. The largest of `sizes` always
+        stays.
 
     Returns
     -------

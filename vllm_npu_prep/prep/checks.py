@@ -1,8 +1,8 @@
-"""What must hold of a prepared step before it is launched: one compiled pass over its arrays.
+"""Checks a prepared step before it is launched, in one compiled pass over its arrays.
 
-Written from the rules, not from `vllm_npu_prep.prep.fused_pass`, whose results it looks at: every
-request and every token once, in about the time that a decode step's tokens take to be written.
-`vllm_npu_prep.inspect.check` says what was broken in words.
+The checks are written from the rules, independently of `vllm_npu_prep.prep.fused_pass`. They read
+every request and every token once, which takes about as long as writing a decode step does.
+`vllm_npu_prep.inspect.check` puts a broken rule into words.
 """
 
 from enum import IntEnum
@@ -43,7 +43,7 @@ LOCAL_ENDS_AT_INPUT_TOKENS = 20
 
 
 class Rule(IntEnum):
-    """Rules of a step's arrays, in the order in which they are looked at."""
+    """Rules for a step's arrays, roughly in the order in which they are checked."""
 
     HOLDS = HOLDS
     STARTS_AT_ZERO = STARTS_AT_ZERO
@@ -78,15 +78,15 @@ class Fault(NamedTuple):
 
 
 def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
-    """Look at every request and token of a step.
+    """Check every request and token of a step.
 
     Parameters
     ----------
     step
         Prepared, and not yet launched.
     limits
-        int64 ``[1 + num_groups]``: size of the vocabulary, and each group's slots. Ids under
-        embeddings are nobody's, so a step that takes some has no vocabulary to keep to.
+        int64 ``[1 + num_groups]``: size of the vocabulary, and each group's number of slots. A step
+        with embeddings has undefined ids, so its caller gives no limit for the vocabulary.
 
     Returns
     -------
@@ -159,7 +159,7 @@ def check_step_at(
             return SEQ_LENS, req, -1, -1
         if seq_len > t.token_ids.shape[1]:
             return MODEL_LEN, req, -1, -1
-        # A sample that is still on the device is put after the tokens that the host knows.
+        # The host doesn't know this id yet: the last step's sample is still on the device.
         awaited = -1
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
             awaited = end - 1 - num_draft_tokens[req]
@@ -183,14 +183,14 @@ def check_step_at(
             if t.num_blocks[group, req] * block_size < out.seq_lens[req]:
                 return BLOCKS, req, -1, group
             last, token = out.seq_lens[req] - 1, out.query_start_loc[req + 1] - 1
-            # Exact below 2**31, and a division of integers would cost as much as all the rest.
+            # Exact below 2**31; an integer division would cost as much as all the rest.
             block = int((last + 0.5) * per_block)
             slot = t.block_table_flat[table + req * width + block] * block_size
             if out.slot_mapping[group, token] != slot + last - block * block_size:
                 return LAST_SLOT, req, token, group
         for token in range(start):
             slot = out.slot_mapping[group, token]
-            if slot < block_size or slot >= num_slots:  # the null block is nobody's
+            if slot < block_size or slot >= num_slots:  # below: the null block
                 return SLOTS, -1, token, group
         for token in range(start, num_input_tokens):
             if out.slot_mapping[group, token] >= 0:
@@ -228,7 +228,7 @@ def check_local_requests(
     chunk_local_seq_lens,  # [V] int32
     chunk_local_num_computed_tokens,  # [V] int32
 ):
-    """The same for virtual requests (`vllm_npu_prep.prep.local_attention`)."""
+    """`check_step_at` for virtual requests (`vllm_npu_prep.prep.local_attention`)."""
     if chunk_local_query_start_loc[0] != 0:
         return LOCAL_QUERY_LENS, 0, -1, -1
     end = 0

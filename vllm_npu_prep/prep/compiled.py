@@ -1,8 +1,8 @@
-"""How compiled code gets the arrays that stay from step to step: by address, and under their names.
+"""Hands arrays to compiled code by address, where they get their names back.
 
-Numba looks at every array that it is handed. For two dozen of them, not used since the last step,
-that takes as long as filling them for 256 decodes. So they are handed over as one array of sizes
-and addresses, and a named tuple is made of these in compiled code, where it costs nothing.
+Numba unboxes every array argument. For two dozen arrays that are no longer in the processor's
+cache, that takes as long as filling them for 256 decodes. So we pass one array of sizes and
+addresses, and build a named tuple from it inside compiled code, where that costs nothing.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from numba.np.arrayobj import populate_array
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ArrayType, Level, PaddingRule
 
 SOURCES = ("arrays.py", "compiled.py", "state.py", "tables.py")
-"""Files of this folder that decide what functions in other files are compiled to."""
+"""Files of this folder that change what functions in other files compile to."""
 
 
 def _digest() -> str:
-    """Short digest of `SOURCES`; without them there is no cache either."""
+    """Short digest of `SOURCES`; an installation without source files has no cache either."""
     digest = hashlib.sha256()
     for name in SOURCES:
         path = Path(__file__).with_name(name)
@@ -39,26 +39,26 @@ OPTIONS: dict[str, Any] = {"boundscheck": False, "error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function and keep the result on disk, beside it or in ``NUMBA_CACHE_DIR``.
+    """Compile a function and cache the result on disk, beside its file or in ``NUMBA_CACHE_DIR``.
 
-    Numba's cache notices changes of the function's own file only. A function that was compiled for
-    another table would write past its arrays, so what it is cached under says which table it was.
+    Numba's cache notices changes of the function's own file only. A function compiled for another
+    table of arrays would write past their ends, so the cache key includes a digest of the table.
     """
     function.__qualname__ = f"{function.__qualname__}_{DIGEST}"
     return njit(cache=True, **OPTIONS)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Compile a function as part of those that call it, and into their place on disk.
+    """Compile a function into its callers, and cache it with them.
 
-    A call hands over every array of a named tuple, used or not, seven words each.
+    A real call would pass every array of a named tuple, used or not, as seven words each.
     """
     return njit(forceinline=True, **OPTIONS)(function)
 
 
 @intrinsic
 def pointer(typingctx, address):
-    """Pointer of an address, in compiled code."""
+    """In compiled code: turn an address into a pointer."""
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -72,8 +72,8 @@ class ArrayTuple:
     Parameters
     ----------
     fields
-        Class of the tuple, a module's attribute: its fields are the names of `arrays` and then of
-        `scalars`.
+        Class of the tuple, which must be an attribute of a module. Its fields are the names of
+        `arrays`, then those of `scalars`.
     arrays
         Contiguous arrays by name.
     scalars
@@ -82,7 +82,7 @@ class ArrayTuple:
     Attributes
     ----------
     unpack
-        For compiled code: the named tuple of what `pack` made.
+        In compiled code: makes the named tuple from the result of `pack`.
     """
 
     def __init__(
@@ -161,25 +161,25 @@ _OFFSETS = [f"{name}_offset" for name, line in STEP_ARRAYS.items() if line.sampl
 StepViews = namedtuple("StepViews", [*STEP_ARRAYS, *_BUFFER, *_OFFSETS])  # type: ignore[misc]
 STEP = ArrayTuple(StepViews, {**STEP_ARRAYS, **_BUFFER}, _OFFSETS)
 arrays_of = STEP.unpack
-"""In compiled code: a step's arrays by name, of `vllm_npu_prep.prep.layout.StepArrays.addresses`.
+"""In compiled code: a step's arrays by name, from `vllm_npu_prep.prep.layout.StepArrays.addresses`.
 
-Beside the table's they are ``buffer_int32``, all that travels; its variable part as
-``variable_int64`` and ``variable_int32``, the same memory; and the offsets of arrays that samples
-are scattered to, in elements of the buffer seen as int32.
+The tuple has the arrays of the table; ``buffer_int32``, the whole buffer; ``variable_int64`` and
+``variable_int32``, two views of its variable part; and the offsets of arrays to which samples are
+scattered, in elements of the buffer viewed as int32.
 """
 
 
 @intrinsic
 def write_padding(typingctx, arrays, num_tokens, num_reqs):
-    """In compiled code: fill what is past the batch with the constants of the table.
+    """In compiled code: fill all elements past the batch with the constants of the table.
 
     Parameters
     ----------
     arrays
         As `arrays_of` gives them.
     num_tokens, num_reqs
-        Where padding begins in arrays of tokens and of requests. Arrays of other levels are left
-        alone: what writes them knows where theirs begins.
+        Where padding begins in token-level and request-level arrays. Arrays of other levels are
+        not touched: the code that writes them also pads them.
     """
 
     def codegen(context, builder, signature, args):

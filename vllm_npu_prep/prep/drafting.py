@@ -1,4 +1,4 @@
-"""Lengths that drafters see: what is left of a step once its drafts are verified."""
+"""Lengths that drafters see after a step's drafts have been verified."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 def num_rejected_tokens(
     num_draft_tokens: Sequence[int], num_valid_tokens: np.ndarray
 ) -> np.ndarray:
-    """Scheduled tokens of each request that verification threw away.
+    """Scheduled tokens of each request that verification rejected.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def next_draft_seq_lens(seq_lens: np.ndarray, max_model_len: int) -> np.ndarray:
     seq_lens
         int32 ``[num_reqs]`` of the pass before, rejected tokens excluded.
     max_model_len
-        No sequence is longer. A request that is at its end starts over with one token, whose slot
-        is none (vLLM's ``eagle_step_slot_mapping_metadata_kernel``).
+        Longest sequence. A request that has reached it starts over with one token without a slot
+        (vLLM's ``eagle_step_slot_mapping_metadata_kernel``).
 
     Returns
     -------

@@ -1,10 +1,9 @@
-"""Which tokens of a step come as embeddings instead of ids, and the one rule that follows.
+"""Decides whether a step gives the model embeddings or ids, and finds the embedded tokens.
 
-**Which input.** A step gives the model ``inputs_embeds``, and ``input_ids`` is None, when one of
-its tokens comes as a vector: of a prompt given as embeddings, or at the placeholder of an image or
-a video, where the encoder's output goes. Every other step gives it ``input_ids``, so that the
-embedding layer is inside of graphs: steps of text, and all that come once images are computed
-(`takes_embeds`).
+A step gives the model ``inputs_embeds``, and ``input_ids`` is None, if at least one of its tokens
+comes as a vector: a token of a prompt given as embeddings, or the placeholder of an image or a
+video, which the encoder's output replaces. Every other step gives ``input_ids``, so that graphs
+include the embedding layer: steps of text, and all steps after the images (`takes_embeds`).
 
 Source: the reference documents replace placeholders in ``inputs_embeds`` and make ``input_ids``
 None, and let text-only models keep ``input_ids`` so that the embedding layer can be inside the
@@ -21,9 +20,9 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 
 @dataclass(frozen=True)
 class Placeholders:
-    """Tokens of the batch's prompts whose embeddings an encoder makes: runs of them.
+    """Runs of prompt tokens whose embeddings an encoder makes.
 
-    In the order of the batch, rising in each request.
+    In the order of the batch; positions rise within a request.
     """
 
     rows: np.ndarray  # [num_runs] int64, request
@@ -42,19 +41,20 @@ class Placeholders:
         num_scheduled_tokens: np.ndarray,  # [num_reqs]
         shift: int = 0,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Runs that a step computes tokens of.
+        """Runs of which a step computes some tokens.
 
         Parameters
         ----------
         num_computed_tokens, num_scheduled_tokens
             Of the step.
         shift
-            1 for a drafter, which reads the token after each of the step's.
+            1 for a drafter, which reads the token after each token of the step.
 
         Returns
         -------
         runs, starts, ends
-            int64 ``[num_touched]`` each: which runs, and the positions that the step computes.
+            int64 ``[num_touched]`` each: indices of the runs, and the positions that the step
+            computes.
         """
         first = num_computed_tokens[self.rows] + shift
         starts = np.maximum(self.starts, first)
@@ -72,7 +72,7 @@ def takes_embeds(
     rows_with_embeds: Sequence[int],
     placeholders: Placeholders,
 ) -> bool:
-    """Whether the step gives the model ``inputs_embeds``: the rule of this module.
+    """Whether the step gives the model ``inputs_embeds``, by this module's rule.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def embedded_tokens(
     step: PreparedStep,
     is_token_ids: np.ndarray,  # [max_num_reqs, max_model_len] bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens of a step that have no id, of prompts given as embeddings.
+    """Tokens of a step that were given as embeddings and have no id.
 
     Parameters
     ----------
@@ -114,8 +114,8 @@ def embedded_tokens(
     Returns
     -------
     token_indices, reqs, positions
-        int64 ``[num_embeds]`` each: which of the step's tokens, of which request of the batch, at
-        which position of it; in the order of the step.
+        int64 ``[num_embeds]`` each: index of the token in the step, its request in the batch, and
+        its position in the request; in the order of the step.
     """
     is_id = is_token_ids.reshape(-1)[step.token_indices]
     token_indices = np.flatnonzero(~is_id)

@@ -3,8 +3,8 @@
 A worker loads it from numba's cache on disk before its first request
 (`vllm_npu_prep.prep.batch.warm_up`).
 
-The wide tables are read in loops of their own. With little else in a loop, the processor waits for
-the rows of many requests at once; one loop over everything took twice the time.
+The wide tables are read in loops of their own: a short loop lets the processor fetch the rows of
+many requests at once. One loop over everything took twice the time.
 """
 
 from collections import namedtuple
@@ -31,7 +31,7 @@ StepInputs = namedtuple(
         "decode_query_len",
     ],
 )
-"""What a step is beside the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
+"""The step's inputs apart from the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
 
 
 @compiled
@@ -45,7 +45,7 @@ def fill_step_at(
     num_sampled_drafts,
     decode_query_len,
 ):
-    """`fill_step` by address: looking at two dozen arrays costs as much as the pass itself."""
+    """`fill_step` by address: unboxing two dozen arrays costs as much as the pass itself."""
     step = StepInputs(
         num_scheduled_tokens,
         num_draft_tokens,
@@ -64,8 +64,8 @@ def fill_step(t, step, out):
     Parameters
     ----------
     t
-        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`), whose rows are requests; more
-        rows than the step has.
+        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): one row for each request, and
+        unused rows after them.
     step
         A `StepInputs`.
     out
@@ -102,7 +102,7 @@ def fill_step(t, step, out):
     out.query_start_loc[0] = 0
     speculates = out.draft_token_ids.shape[0] > 0
     for index in range(num_targets):
-        # Nobody waits for it: the spare element
+        # By default a sample goes to the spare element, which nothing reads
         out.variable_int64[index] = out.input_ids_offset + num_input_tokens
     for req in range(num_reqs):
         query_len = step.num_scheduled_tokens[req]
@@ -160,7 +160,7 @@ def fill_step(t, step, out):
     for req in range(num_reqs):
         first, start = out.num_computed_tokens[req], out.query_start_loc[req]
         query_len = out.query_start_loc[req + 1] - start
-        if query_len == 1:  # a decode: loops would cost more than what they do
+        if query_len == 1:  # a decode: two loops would cost more than their work
             out.input_ids[start] = t.token_ids[req, first]
             out.positions[start] = first
         else:
@@ -171,10 +171,10 @@ def fill_step(t, step, out):
     for draft in range(num_drafts):
         token = out.logits_indices[out.target_logits_indices[draft]] + 1
         out.draft_token_ids[draft] = out.input_ids[token]
-        out.input_ids[token] = max(out.input_ids[token], 0)  # only kept for a draft: no token yet
+        out.input_ids[token] = max(out.input_ids[token], 0)  # -1: the draft is not known yet
     if speculates:
         for req in range(num_reqs):
-            known = min(out.seq_lens[req], t.num_tokens[req] - 1)  # after a chunk, or the last
+            known = min(out.seq_lens[req], t.num_tokens[req] - 1)  # next token, or last known
             out.backup_next_token_ids[req] = max(t.token_ids[req, known], 0)
     fill_slots(t, num_reqs, out)
     pad(num_reqs, step.decode_query_len, out)
@@ -213,7 +213,7 @@ def fill_slots(t, num_reqs, out):
 
 @inlined
 def pad(num_reqs, decode_query_len, out):
-    """Values in padding: the constants of the table of arrays, and the borders of requests."""
+    """Write padding: the constants of the table of arrays, and the borders of requests."""
     num_input_tokens = out.positions.shape[0]
     end = out.query_start_loc[num_reqs]
     for token in range(end):
@@ -232,11 +232,11 @@ def pad(num_reqs, decode_query_len, out):
 def list_block_changes(t, num_reqs, num_targets, out):
     """List the block-table entries that the device doesn't have yet, and count them as synced.
 
-    A row only ever grows past what the device has of it, or is replaced whole, which resets
-    `num_synced_blocks`: so this costs a look at each request and a write for each new block,
-    however wide the table is. Rows of padding requests are set to the null block.
+    A row only grows at its end, or is replaced as a whole, which resets `num_synced_blocks`. So
+    this costs one read for each request and one write for each new block, however wide the table
+    is. Rows of padding requests are set to the null block.
 
-    Indices count as `block_table_flat` does. They come after the `num_targets` of samples, and the
+    Indices are those of `block_table_flat`. They come after the `num_targets` of samples, and the
     block ids after them (`vllm_npu_prep.prep.layout.StepLayout.variable_part`).
 
     Returns

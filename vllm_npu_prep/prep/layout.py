@@ -22,7 +22,7 @@ class ArraySpec:
     offset: int  # bytes from the start of the buffer
     shape: tuple[int, ...]
     dtype: np.dtype
-    spare: int = 0  # elements after the array, which belong to nobody
+    spare: int = 0  # unused elements after the array
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +36,7 @@ class ArraySpec:
 
     @property
     def elements(self) -> slice:
-        """The array in a buffer seen as its dtype."""
+        """Where the array is in a buffer viewed as its dtype."""
         first = self.offset // self.dtype.itemsize
         return slice(first, first + math.prod(self.shape))
 
@@ -45,8 +45,8 @@ class ArraySpec:
 class StepLayout:
     """Offsets of the per-step arrays, a function of the padded sizes only.
 
-    Two steps of the same padded size find every array at the same address, which is what a
-    captured graph relies on.
+    In two steps of the same padded size every array has the same address; captured graphs rely on
+    that.
 
     Attributes
     ----------
@@ -67,18 +67,18 @@ class StepLayout:
 
     Notes
     -----
-    After the fixed arrays comes a variable-length part, for what has another length in every step
-    and is scattered by a launch of its own, before any graph runs:
+    After the fixed arrays comes a variable-length part, which is scattered by a launch of its own
+    before any graph runs:
 
     ======================  ======  ========================================================
     part                    dtype   length
     ======================  ======  ========================================================
-    sampled_token_targets   int64   where the last step's samples go, none unless these are
-                                    still on the device (async scheduling); for each row of
-                                    them its next token's among the input ids, then its
-                                    drafts', then its drafts' among `draft_token_ids`
+    sampled_token_targets   int64   where the last step's samples go, if they are still on
+                                    the device (async scheduling), else empty. For each row:
+                                    its next token's place in `input_ids`, its drafts' there,
+                                    and its drafts' in `draft_token_ids`
     block_change_indices    int64   entries that the device's block tables don't have yet
-    block_change_ids        int32   the same
+    block_change_ids        int32   the block ids of these entries
     ======================  ======  ========================================================
     """
 
@@ -119,7 +119,7 @@ class StepLayout:
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
-        """Name to place of every array, in the order of the buffer."""
+        """Place of every array by name, in the order of the buffer."""
         dims, arrays, end = self.dims, {}, 0
         for name, line in STEP_ARRAYS.items():
             shape = tuple(dims[dim] for dim in line.dims)
@@ -133,11 +133,11 @@ class StepLayout:
         return _aligned(next(reversed(self.arrays.values())).end)
 
     def offset_int32(self, name: str) -> int:
-        """First element of an int32 array in the buffer seen as int32."""
+        """First element of an int32 array in the buffer viewed as int32."""
         return self.arrays[name].elements.start
 
     def nbytes(self, num_targets: int = 0, num_block_changes: int = 0) -> int:
-        """Bytes of a step: the arrays and what it has in its variable part."""
+        """Bytes of a step: the arrays and the variable part."""
         return self.variable_offset + 8 * num_targets + 12 * num_block_changes
 
     def variable_part(self, num_targets: int, num_block_changes: int) -> tuple[slice, slice, slice]:
@@ -146,7 +146,7 @@ class StepLayout:
         Returns
         -------
         sampled_token_targets, block_change_indices, block_change_ids
-            As slices of the buffer seen as int64, int64 and int32.
+            As slices of the buffer viewed as int64, int64 and int32.
         """
         targets = self.variable_offset // 8
         indices = targets + num_targets
@@ -163,8 +163,8 @@ class StepLayout:
         Parameters
         ----------
         buffer
-            uint8 of at least `nbytes`, a multiple of 8, aligned to `ALIGNMENT` or wherever numpy
-            put it.
+            uint8, at least `nbytes` long and a multiple of 8; aligned to `ALIGNMENT`, or any memory
+            that numpy allocated.
 
         Raises
         ------
@@ -188,9 +188,9 @@ class StepArrays(Arrays[np.ndarray]):
     Attributes
     ----------
     layout, buffer
-        Where they are, and in what: uint8.
+        Offsets of the arrays, and the memory that holds them: uint8.
     variable_int64, variable_int32
-        The variable part and all that is after it, the same memory twice.
+        Two views of the memory from the variable part to the buffer's end.
     """
 
     def __init__(self, layout: StepLayout, buffer: np.ndarray) -> None:
@@ -230,16 +230,16 @@ def step_layout(
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
 ) -> StepLayout:
-    """The layout of these sizes: the same object each time, its offsets worked out once.
+    """The layout of these sizes: cached, so that its offsets are computed once.
 
     Parameters
     ----------
     num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local
         See `StepLayout`.
     max_logits_per_req
-        Most logits that one request wants: one, and one for each draft.
+        Most rows of logits of one request: one for each draft, and one after them.
     """
-    # Each request has at least one token and each draft is a token: never more logits than tokens.
+    # Each row of logits belongs to a token of the step: never more logits than tokens.
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     return StepLayout(
@@ -261,10 +261,10 @@ def largest_step(
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
 ) -> int:
-    """Bytes that every step's buffer has to hold, a multiple of `ALIGNMENT`.
+    """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
-    A mixed batch in a full graph has one row more than requests. A step can change every entry of
-    the block tables: the first one after a dummy run does.
+    A mixed batch in a full graph has one row more than requests. The first step after a dummy run
+    changes every entry of the block tables.
     """
     num_rows = max_num_reqs + PADDING_ROWS
     layout = step_layout(

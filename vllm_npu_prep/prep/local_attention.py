@@ -1,13 +1,12 @@
 """Chunked local attention: every request is cut at the borders of its chunks.
 
 A token at position p sees positions ``p // C * C`` to p, where ``C`` is the attention chunk size
-(Llama 4, vLLM's ``ChunkedLocalAttention``). A *virtual request* is what a step has of one chunk of
-one request: causal attention over its own tokens is then what the rule asks for, and to a kernel it
-is a request like any other, with a row of blocks that begins at its chunk. vLLM's
-``make_local_attention_virtual_batches`` makes the same ones.
+(Llama 4, vLLM's ``ChunkedLocalAttention``). A *virtual request* is the part of one request in one
+chunk. Causal attention within it follows this rule, and kernels see an ordinary request, whose row
+of blocks begins at its chunk. vLLM's ``make_local_attention_virtual_batches`` makes the same ones.
 
-How many there are depends on where chunks begin; how many there can be is a function of the padded
-sizes (`max_local_reqs`), and so are the offsets of their arrays.
+Their number depends on where chunks begin. The largest possible number depends on the padded sizes
+alone (`max_local_reqs`), and so do the offsets of their arrays.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class LocalGroups:
     attention_chunk_size
         In tokens.
     blocks_per_chunk
-        Blocks of one chunk, whole ones; rows of block tables are whole chunks.
+        Blocks of one chunk. Chunks are whole blocks, and rows of block tables are whole chunks.
     groups
         Their indices.
     """
@@ -49,8 +48,8 @@ class LocalRequests:
 def max_local_reqs(num_input_tokens: int, num_reqs_padded: int, attention_chunk_size: int) -> int:
     """Most virtual requests of a step of these sizes.
 
-    A request of one token is one virtual request; its second token may begin another chunk, and
-    after that only every C-th token can.
+    A request's first token is in one virtual request, its second token may begin another, and after
+    that only every C-th token can.
     """
     spare = num_input_tokens - 2 * num_reqs_padded
     if spare <= 0:
@@ -59,14 +58,14 @@ def max_local_reqs(num_input_tokens: int, num_reqs_padded: int, attention_chunk_
 
 
 def local_capture_lengths(padding: Padding, local: LocalGroups) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths for local attention to be captured with: chunks as long as they can be.
+    """Lengths with which local attention is captured: chunks as long as possible.
 
     See `vllm_npu_prep.prep.padding.capture_lengths`.
 
     Returns
     -------
     query_start_loc, seq_lens
-        int32 ``[num_local_reqs + 1]`` and ``[num_local_reqs]``, as many as there can be.
+        int32 ``[num_local_reqs + 1]`` and ``[num_local_reqs]``, for `max_local_reqs` of them.
     """
     num_tokens, chunk_size = padding.num_input_tokens, local.attention_chunk_size
     num_reqs = max_local_reqs(num_tokens, padding.num_reqs_padded, chunk_size)
@@ -95,7 +94,7 @@ def split_at_chunks(
 ):
     """Write the virtual requests of a step, padding included.
 
-    Padding is that of requests: no length, the null block, and as many tokens
+    They are padded as requests are: length 0, the null block, and the same number of tokens
     (`vllm_npu_prep.prep.padding`).
 
     Returns

@@ -1,8 +1,8 @@
 """The attention mask of a step, defined in numpy.
 
-True means *masked*: the token of that row may not attend to the position of that column. Devices
-do not upload these arrays: they keep their own causal matrix and gather rows from it
-(`vllm_npu_prep.attention.mask_cache`). This module is what both must agree with.
+True means *masked*: the token of that row may not attend to the position of that column. These
+arrays are not sent to the device, which keeps a causal matrix and gathers rows from it
+(`vllm_npu_prep.attention.mask_cache`) with the same result.
 
 =================================================  ==========================  =================
 state                                              dense                       compressed
@@ -57,11 +57,11 @@ class MaskPlan:
     shape
         Its shape, or None when there is none.
     sliding_window
-        Token p sees positions p - sliding_window + 1 to p, and without causality as far ahead;
-        None: all positions up to p, or all.
+        Token p sees positions p - sliding_window + 1 to p, and without causality also up to
+        p + sliding_window - 1. None: all positions up to p; without causality, all positions.
     attention_chunk_size
-        Rows are those of positions in a chunk of this size, and so are the columns; None: of
-        positions in a request.
+        If given, rows and columns are positions in a chunk of this size; None: positions in a
+        request.
     """
 
     kind: MaskKind
@@ -95,15 +95,16 @@ def plan_mask(
     sliding_window
         Window of the group in tokens, None without one.
     attention_chunk_size
-        Chunks of the group in tokens, None without any; `max_seq_len` is of virtual requests then.
+        Chunk size of the group in tokens, None without chunks. With chunks, `max_seq_len` is that
+        of virtual requests.
     causal
         False for encoder-only groups: tokens see each other both ways, with a window up to
-        ``sliding_window - 1`` positions away, which families of the dense form narrow themselves.
+        ``sliding_window - 1`` positions away. Families of the dense form apply it themselves.
     """
     if not causal and (form == MaskForm.DENSE or sliding_window is None):
         return MaskPlan(MaskKind.NONE, None, sliding_window)
     if state == AttentionState.DecodeOnly and sliding_window is None:
-        # The newest token sees everything before it; a window needs its lower limit even so.
+        # The newest token sees everything before it; only a window needs a mask here.
         return MaskPlan(MaskKind.NONE, None)
     if form == MaskForm.COMPRESSED:
         shape = (COMPRESSED_MASK_SIZE, COMPRESSED_MASK_SIZE)
@@ -168,7 +169,7 @@ def build_mask(
 def dense_mask_bytes(max_num_batched_tokens: int, max_model_len: int, itemsize: int) -> int:
     """Most memory that dense masks can take, in bytes.
 
-    That is the cached causal matrix (``max_model_len`` squared) and the rows of one step (one for
-    each token of the budget).
+    It counts the cached causal matrix (``max_model_len`` squared) and the rows of one step (at most
+    ``max_num_batched_tokens``).
     """
     return (max_model_len + max_num_batched_tokens) * max_model_len * itemsize

@@ -1,9 +1,8 @@
-"""M-RoPE: positions of several dimensions (time, height, width) in place of the one.
+"""M-RoPE: positions with several dimensions (time, height, width) instead of one.
 
-A token of an image has the place of its patch; text counts on in all dimensions alike. What a
-prompt's positions are is the model's own rule (``get_rope_index`` of transformers); after the
-prompt each token is at its position in the sequence plus one number, the request's
-``mrope_position_delta``.
+A token of an image has the position of its patch; for text, all dimensions count up alike. The
+model decides the positions of a prompt (``get_rope_index`` of transformers). After the prompt, a
+token's position is its index in the sequence plus the request's ``mrope_position_delta``.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from vllm_npu_prep.prep.compiled import compiled, pointer
 
 @dataclass
 class MropeTables:
-    """Where the positions of each request's prompt are, by row of the batch; views, nothing copied.
+    """Addresses of the positions of each request's prompt, by row of the batch; nothing is copied.
 
     Parameters
     ----------
@@ -30,12 +29,12 @@ class MropeTables:
 
     num_dims: int
     max_num_reqs: int
-    # Address of each prompt's positions, 0 where they count up from 0 in all dimensions
+    # Address of each prompt's positions; 0 if they count up from 0 in all dimensions
     addresses: np.ndarray = field(init=False)  # [max_num_reqs] int64
     lengths: np.ndarray = field(init=False)  # [max_num_reqs] int64, of the prompts at an address
     position_deltas: np.ndarray = field(init=False)  # [max_num_reqs] int64
-    # By row, int64 [num_dims, length] or, where they count up from 0, empty: kept for as long as
-    # they have an address here
+    # By row, int64 [num_dims, length], empty if they count up from 0; keeps the memory alive while
+    # its address is in use
     prompts: list[np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,13 +44,13 @@ class MropeTables:
         self.prompts = []
 
     def set_rows(self, requests: Sequence[tuple[np.ndarray | None, int]]) -> None:
-        """Enter the requests of the batch.
+        """Set the requests of the batch.
 
         Parameters
         ----------
         requests
-            For each row: int64 ``[num_dims, num_prompt_tokens]``, or None where all dimensions
-            count up from 0; and ``mrope_position_delta``.
+            For each row: int64 ``[num_dims, num_prompt_tokens]``, or None if all dimensions count
+            up from 0; and ``mrope_position_delta``.
         """
         self.prompts = [
             np.ascontiguousarray(prompt if prompt is not None else (), np.int64)
@@ -63,7 +62,7 @@ class MropeTables:
             self.position_deltas[row] = delta
 
     def fill(self, num_reqs: int, arrays: Arrays[np.ndarray]) -> None:
-        """Write ``mrope_positions`` of a step whose other arrays are there."""
+        """Write ``mrope_positions`` of a step whose other arrays are written already."""
         fill_mrope_positions(
             self.addresses,
             self.lengths,
@@ -87,8 +86,8 @@ def fill_mrope_positions(
 ):
     """Positions of each scheduled token in every dimension.
 
-    Source: ``get_rope_index`` of transformers for prompts, vLLM's ``_calc_mrope_positions`` for
-    what comes after them.
+    Source: ``get_rope_index`` of transformers for prompts, vLLM's ``_calc_mrope_positions`` for the
+    tokens after them.
     """
     num_dims = mrope_positions.shape[0]
     for dim in range(num_dims):

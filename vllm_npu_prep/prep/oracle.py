@@ -20,8 +20,8 @@ class OracleRequest:
     block_ids: Sequence[int]
     num_draft_tokens: int = 0
     draft_token_ids: Sequence[int] = field(default_factory=tuple)
-    # Of a model with M-RoPE: positions of the prompt's tokens in each dimension, none where they
-    # count up from 0; and what is added after the prompt
+    # For a model with M-RoPE: positions of the prompt's tokens in each dimension, empty if they
+    # count up from 0; and the number that is added after the prompt
     mrope_positions: Sequence[Sequence[int]] = ()
     mrope_position_delta: int = 0
 
@@ -121,7 +121,7 @@ def oracle_step(
             out["query_pos"].append(offset)
             out["positions"].append(position)
             out["token_indices"].append(index * max_model_len + position)
-            out["input_ids"].append(max(token, 0))  # a draft of -1 is a place and no token yet
+            out["input_ids"].append(max(token, 0))  # -1: a draft that is not known yet
             out["block_table_indices"].append(index * blocks_per_req + position // block_size)
             out["block_numbers"].append(block)
             out["block_offsets"].append(position % block_size)
@@ -154,7 +154,7 @@ def oracle_step(
 
 
 def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> list[int]:
-    """One dimension: of the prompt as the model's rule has it, after it as the position says."""
+    """One dimension: in the prompt as the model decides, after it counted by position."""
     row = []
     for index, position in zip(out["req_indices"], out["positions"]):
         request = requests[index]
@@ -166,7 +166,7 @@ def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> 
 
 
 def _verify(out: dict[str, Any], requests: Sequence[OracleRequest]) -> None:
-    """Each request has a row of logits for every draft, which verifies it, and one after them."""
+    """Each request has one row of logits to verify each draft, and one after them."""
     targets, drafts, bonus, cu_drafts, cu_samples, backups = [], [], [], [], [], []
     row = 0
     for request in requests:
@@ -234,7 +234,7 @@ def _pad(
 
 
 def _replay(out: dict[str, Any], requests: Sequence[OracleRequest], graphs: OracleGraphs) -> None:
-    """Which graph the batch replays, if any, and what that graph sees."""
+    """Decide which graph the batch replays, if any, and what that graph sees."""
     total, size = out["total_num_scheduled_tokens"], 0
     for capture_size in sorted(graphs.capture_sizes):
         if capture_size >= total:

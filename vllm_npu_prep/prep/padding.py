@@ -1,13 +1,13 @@
-"""Graph padding: how a step runs, how many tokens and requests there are, what the extra ones hold.
+"""Graph padding: how a step runs, its padded sizes, and the values of padding.
 
 Sizes
     ``num_input_tokens`` is the smallest capture size that holds the step's tokens. Without graphs,
-    above the largest size, or where no graph was captured for such a step (`dispatch`), it is the
+    above the largest size, or if no graph was captured for such a step (`dispatch`), it is the
     number of scheduled tokens and nothing is padded.
 
 Values
-    Constants stand in the table of arrays (`vllm_npu_prep.prep.arrays`), from which the fused pass
-    writes them; the rest is written by rule.
+    The table of arrays (`vllm_npu_prep.prep.arrays`) has the constants, which the fused pass
+    writes; other values follow the rules below.
 
 Token level
     ================  =============================================
@@ -23,16 +23,16 @@ Request level, in a full graph
     ===================  ==========================  ==============================
     array                uniform decode batch        any other batch
     ===================  ==========================  ==============================
-    padding requests     as many as fill the size    one takes all the rest; it and
-                                                     later rows are always there
+    padding requests     as many as fill the size    the first takes all padding
+                                                     tokens; it always exists
     query_start_loc      + decode length for each    ends at ``num_input_tokens``
     seq_lens             0                           0
     num_computed_tokens  0                           0
     block-table rows     0, the null block           0
     ===================  ==========================  ==============================
 
-    The end of ``query_start_loc`` at ``num_input_tokens`` is what the TND layout of the fused
-    Ascend attention kernel demands (error 561002 otherwise; vllm-project/vllm-ascend 4518, 6357).
+    ``query_start_loc`` must end at ``num_input_tokens``: the fused Ascend attention kernel demands
+    it for its TND layout (else error 561002; vllm-project/vllm-ascend 4518, 6357).
 
 Piecewise graphs run attention eagerly on the real requests alone, so only tokens are padded.
 """
@@ -47,7 +47,7 @@ from vllm_npu_prep.prep.arrays import PADDING_ROWS
 
 
 class GraphMode(StrEnum):
-    """vLLM's graph modes by their names; the first three are also what a step runs as.
+    """vLLM's graph modes by name; a step itself runs in one of the first three.
 
     ==================  ==============  ==============
     mode                uniform decode  any other step
@@ -81,7 +81,8 @@ class Padding:
     num_reqs_padded
         Requests after padding.
     decode_query_len
-        Tokens of each padding request in a uniform decode batch; 0: one padding request takes all.
+        Tokens of each padding request in a uniform decode batch; 0: one padding request has all
+        padding tokens.
     mode
         One of `RUNTIME_MODES`.
     """
@@ -102,17 +103,17 @@ def full_padding(num_input_tokens: int, max_num_reqs: int, decode_query_len: int
     max_num_reqs
         Most requests of a batch that replays the graph (``num_reqs`` of vLLM's descriptor).
     decode_query_len
-        Tokens of a decode in a graph for uniform decode batches, 0 in one for mixed batches.
+        Tokens of a decode in a graph for uniform decode batches; 0 in a graph for mixed batches.
     """
     num_rows = max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS
     return Padding(num_input_tokens, num_rows, decode_query_len, GraphMode.FULL)
 
 
 def capture_lengths(padding: Padding, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths for attention to be captured with: requests as long as they can be.
+    """Lengths with which attention is captured: requests as long as possible.
 
-    A capture runs nothing, but operators choose tilings and sizes by what they are given, and an
-    empty cache might take a way of its own.
+    A capture runs nothing, but operators choose tilings and sizes by the lengths they are given,
+    and might treat an empty cache as a special case.
 
     Parameters
     ----------
@@ -176,22 +177,22 @@ def dispatch(
     num_active_loras: int = 0,
     allowed: frozenset[GraphMode] = RUNTIME_MODES,
 ) -> Padding:
-    """How a step runs and how it is padded: what vLLM's graph dispatcher decides.
+    """Decide how a step runs and how it is padded, as vLLM's graph dispatcher does.
 
-    A running engine asks vLLM itself; this is for reading and for batches outside an engine.
+    A running engine asks vLLM itself; this function is for batches outside an engine.
 
     Parameters
     ----------
     graphs
         What was captured.
     num_tokens, num_reqs
-        Sizes of the step; on several data-parallel ranks, the tokens that they agreed on.
+        Sizes of the step; with data parallelism, the number of tokens that the ranks agreed on.
     uniform_decode
         Whether every request has ``decode_query_len`` tokens.
     num_active_loras
         Adapters that the step's requests use.
     allowed
-        Modes that may be chosen; several ranks agree on one.
+        Modes to choose from; data-parallel ranks agree on one.
     """
     eager = no_padding(num_tokens, num_reqs)
     size = padded_size(num_tokens, graphs.capture_sizes)
@@ -214,12 +215,12 @@ def dispatch(
 
 
 def why_eager(mode: GraphMode, num_tokens: int, largest_size: int, uniform_decode: bool) -> str:
-    """Why a step runs eagerly although graphs were captured, in a few words.
+    """The reason, in a few words, why a step runs eagerly although graphs were captured.
 
     Parameters
     ----------
     mode
-        The engine's.
+        The engine's graph mode.
     num_tokens, uniform_decode
         Of the step.
     largest_size
@@ -238,12 +239,12 @@ def no_padding(num_tokens: int, num_reqs: int) -> Padding:
 
 
 def padded_size(num_tokens: int, capture_sizes: Sequence[int]) -> int | None:
-    """Smallest capture size that holds `num_tokens`; None when the step has to run eagerly."""
+    """Smallest capture size that holds `num_tokens`; None if the step has to run eagerly."""
     return min((size for size in capture_sizes if size >= num_tokens), default=None)
 
 
 def uniform_query_len(num_scheduled_tokens: np.ndarray, num_draft_tokens: np.ndarray) -> int:
-    """Decode length of a uniform decode batch, 0 when the batch is not one.
+    """Decode length of a uniform decode batch; 0 for any other batch.
 
     Parameters
     ----------
@@ -262,10 +263,10 @@ def full_graph_padding(
     decode_query_len: int,
     capture_sizes: Sequence[int],
 ) -> Padding:
-    """Sizes of a batch in full graphs of these sizes, or none when no size fits.
+    """Padding of a batch in a full graph of one of these sizes; no padding if no size fits.
 
-    For batches outside an engine: as many rows as the batch needs, and the state that follows from
-    the batch itself.
+    For batches outside an engine: the batch gets as many rows as it needs, and keeps its own
+    attention state.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The attention state of a step and the rule that decides it."""
+"""The attention state of a step, and how it is decided."""
 
 from enum import IntEnum
 
@@ -9,11 +9,11 @@ SOME_DRAFTS = 2
 SOME_NOT_VERIFYING = 4
 SOME_SEVERAL_TOKENS = 8
 SOME_PAST_PROMPT = 16
-"""Batch flags, from which the state follows; `batch_flags` says what they mean."""
+"""Batch flags, which decide the state; `batch_flags` defines them."""
 
 
 class AttentionState(IntEnum):
-    """What a step asks of attention. The name is the value that users see.
+    """The kind of attention that a step needs. Users see the name.
 
     ===============  ==================================================================
     state            when (first match wins)
@@ -29,7 +29,7 @@ class AttentionState(IntEnum):
     -----
     A one-token prompt among decodes counts as a decode: its token sees itself.
 
-    A full graph has attention inside, captured for one state; a step that replays it takes that
+    A full graph contains attention, captured for one state; every step that replays it has that
     state (`captured_state`).
     """
 
@@ -48,7 +48,7 @@ def batch_flags(
 ) -> int:
     """Flags of a batch that decide its state, as bits of one number.
 
-    The fused pass collects them on its way (`vllm_npu_prep.prep.fused_pass.fill_step`).
+    The fused pass computes the same flags (`vllm_npu_prep.prep.fused_pass.fill_step`).
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def batch_flags(
     Returns
     -------
     int
-        Sum of the bits whose condition some request meets.
+        Sum of the bits whose condition at least one request meets.
     """
     some_request = {
         SOME_COMPUTED: num_computed_tokens > 0,
@@ -99,9 +99,9 @@ def attention_state(flags: int, chunked_prefill: bool) -> AttentionState:
 def captured_state(decode_query_len: int) -> AttentionState:
     """State of every step that replays a full graph.
 
-    Each of these serves the steps of all others that vLLM's dispatcher sends to such a graph: K and
-    V are read from the cache, where the step's own have just been written, and a prompt of one
-    token, or of as many as a decode has, is masked as a decode is.
+    This state gives correct results for every step that vLLM's dispatcher sends to such a graph: K
+    and V are read from the cache, after the step's own were written there, and a prompt as short
+    as a decode is masked as a decode is.
 
     Parameters
     ----------

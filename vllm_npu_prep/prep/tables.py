@@ -1,4 +1,4 @@
-"""BatchTables: what the runner knows of its requests, which stays from step to step."""
+"""BatchTables: what the runner knows of its requests, kept from step to step."""
 
 from collections import namedtuple
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from vllm_npu_prep.prep.mrope import MropeTables
 
 @dataclass(frozen=True)
 class BatchTables:
-    """The runner's tables, which stay from step to step: views, nothing copied.
+    """The runner's tables, kept from step to step: views, nothing is copied.
 
-    The fused pass reads and writes them by address, so they are neither replaced nor resized.
+    The fused pass reads and writes them by address, so they are never replaced or resized.
 
     Rows belong to requests in the order of the batch; rows past the last request are undefined.
     ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and
@@ -37,9 +37,9 @@ class BatchTables:
     max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # width of each group's table
     block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # tokens
     num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]  # entries that a request owns
-    # What the device has of the block tables: rows that are replaced, and `prepare_step`, keep it
-    # up to date. Leading entries that are the same on the device, and leading entries that on the
-    # device may be other than the null block.
+    # What the device has of each row: leading entries that are the same there, and leading entries
+    # that may differ from the null block there. `prepare_step` and code that replaces a row keep
+    # both up to date.
     num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
     num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
     chunked_prefill: bool = True
@@ -72,7 +72,7 @@ class BatchTables:
 
     @cached_property
     def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tables of local groups begin, and the length of their rows, in chunks.
+        """Where the tables of local groups begin, and how long their rows are, in chunks.
 
         Returns
         -------
@@ -114,11 +114,11 @@ TABLES: dict[str, ArrayType] = {
 TableViews = namedtuple("TableViews", list(TABLES))  # type: ignore[misc]
 _TUPLE = ArrayTuple(TableViews, TABLES)
 tables_of = _TUPLE.unpack
-"""In compiled code: the tables by name, of `BatchTables.addresses`."""
+"""In compiled code: the tables by name, from `BatchTables.addresses`."""
 
 
 def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The block tables of `BatchTables` for a step of which nothing is sent.
+    """Block tables for `BatchTables` as if the device had every entry, so that none are sent.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""What a step costs around its preparation: requests brought up to date, sampled tokens booked.
+"""Updates requests before a step and appends sampled tokens after it, for many requests at once.
 
-Upstream does both one request at a time, with several numpy scalars each. Here the requests that do
-nothing unusual are done together; whatever is unusual goes to upstream's own methods.
+Upstream does both one request at a time, with several numpy scalars each. Here ordinary requests
+are handled together; all others go to upstream's own methods.
 """
 
 import copy
@@ -31,14 +31,14 @@ PLACEHOLDER = -1
 
 
 class Bookkeeping:
-    """Short ways for plain requests of upstream's input batch.
+    """Fast paths for plain requests of upstream's input batch.
 
     Parameters
     ----------
     max_num_reqs, max_model_len
         Of the engine.
     asynchronous
-        True if samples are still on the device when they are booked (asynchronous scheduling).
+        True if samples are still on the device when they are appended (asynchronous scheduling).
     requests_are_read
         True if something reads ``num_computed_tokens`` or the tokens of a `CachedRequestState`, so
         that updating the batch's tables is not enough (`requests_are_read`).
@@ -68,12 +68,12 @@ class Bookkeeping:
     # ----------------------------------------------------------------- before a step
 
     def can_batch_update(self, num_prompt_logprobs: Mapping[str, int]) -> bool:
-        """Whether nothing reads requests beside the batch's tables, so that these are enough.
+        """True if nothing reads `CachedRequestState`, so updating the batch's tables is enough.
 
         Parameters
         ----------
         num_prompt_logprobs
-            Requests that want log-probabilities of their prompt, which reads requests, too.
+            Requests that want log-probabilities of their prompt, which read `CachedRequestState`.
         """
         return not (self.requests_are_read or num_prompt_logprobs)
 
@@ -83,14 +83,14 @@ class Bookkeeping:
         batch: InputBatch,
         requests: Mapping[str, CachedRequestState],
     ) -> "SchedulerOutput":
-        """Bring requests up to date that are in the batch and lost nothing.
+        """Update the requests that stay in the batch and lost no tokens or blocks.
 
-        All of it concerns their own rows only, so it may come before upstream adds and removes.
+        This changes their own rows only, so upstream may add and remove requests afterwards.
 
         Returns
         -------
         SchedulerOutput
-            For upstream: what is left to do, the other requests.
+            For upstream: the output without the requests that are done.
         """
         cached = scheduler_output.scheduled_cached_reqs
         req_ids, rows_by_id = cached.req_ids, batch.req_id_to_index
@@ -135,7 +135,7 @@ class Bookkeeping:
         sampler_output: SamplerOutput,
         num_prompt_logprobs: Mapping[str, int],
     ) -> bool:
-        """Whether each request got one token and wants nothing more."""
+        """Whether each request got one token and needs nothing else."""
         return (
             sampler_output.sampled_token_ids.shape == (batch.num_reqs, 1)
             and not batch.generators
@@ -149,7 +149,7 @@ class Bookkeeping:
         sampler_output: SamplerOutput,
         discard: np.ndarray,  # [num_reqs] bool
     ) -> tuple[Any, ...]:
-        """Enter sampled tokens, or placeholders for those that are still on the device.
+        """Append sampled tokens, or placeholders for tokens that are still on the device.
 
         Returns
         -------
@@ -198,10 +198,10 @@ class Bookkeeping:
 
 
 def requests_are_read(vllm_config: VllmConfig) -> bool:
-    """Whether something reads `CachedRequestState` beside the batch's tables.
+    """Whether `CachedRequestState` is read, so that updating the batch's tables is not enough.
 
     Drafters and state-space models read ``num_computed_tokens``. Stages of a pipeline get their
-    tokens from the scheduler, and upstream enters them.
+    tokens from the scheduler, and upstream appends them.
     """
     return (
         vllm_config.speculative_config is not None
@@ -218,7 +218,7 @@ def tables_of(
     mrope: "MropeTables | None" = None,
     local: "LocalGroups | None" = None,
 ) -> BatchTables:
-    """Upstream's input batch by the names of the pure core: views, nothing copied.
+    """Upstream's input batch by the names of the pure core: views, nothing is copied.
 
     Parameters
     ----------

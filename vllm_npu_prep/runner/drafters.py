@@ -1,7 +1,7 @@
 """Drafters whose attention metadata has exact lengths on the host, in every pass.
 
-The first draft pass needs no count of what was verified: tokens that were rejected stay in its
-batch after the accepted ones, which don't see them. Later passes wait for the counts
+The first draft pass needs no counts of accepted tokens: rejected tokens stay in the batch, and
+causality hides them from the accepted ones. Later passes wait for the counts
 (`vllm_npu_prep.runner.speculation`).
 """
 
@@ -39,15 +39,15 @@ class ExactLengths(SpecDecodeBaseProposer):
     Attributes
     ----------
     num_valid_tokens
-        What the host learns of the step that is being verified.
+        Counts of accepted tokens of the step that is being verified, on their way to the host.
     backup_of_step
         Returns the step's ``backup_next_token_ids``: int32 ``[num_reqs_padded]`` on the device.
     """
 
     num_valid_tokens: ReadBack
     backup_of_step: Callable[[], torch.Tensor]
-    _num_draft_tokens: Sequence[int] | None = None  # of the step; None: rejected ones are taken out
-    _seq_lens: np.ndarray  # [num_reqs] int32, of the present pass
+    _num_draft_tokens: Sequence[int] | None = None  # of the step; None: rejected ones were removed
+    _seq_lens: np.ndarray  # [num_reqs] int32, of the current pass
 
     def prepare_next_token_ids_padded(
         self,
@@ -58,10 +58,10 @@ class ExactLengths(SpecDecodeBaseProposer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Next token of each request, and how many of its samples count, int32 ``[num_reqs]``.
 
-        Tokens for requests without a sample came with the step. Upstream collects them here and
-        copies them from pinned memory that it rewrites in the next step, whatever became of the
-        copy; and after a chunk of a prompt it goes on from the prompt's last token, instead of the
-        next.
+        Tokens for requests without a sample came with the step. Upstream collects them here instead
+        and has two faults: it rewrites their pinned memory in the next step, even if the copy has
+        not ended; and after a chunk of a prompt it continues from the prompt's last token instead
+        of its next one.
         """
         del requests
         num_reqs, num_samples = sampled_token_ids.shape
@@ -87,7 +87,7 @@ class ExactLengths(SpecDecodeBaseProposer):
         spec_decode_metadata: SpecDecodeMetadata,
         valid_sampled_tokens_count: torch.Tensor,
     ) -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]:
-        """Rejected tokens stay in the first pass; how many there are is asked for later."""
+        """Leave rejected tokens in the first pass; later passes ask for their number."""
         self._num_draft_tokens = spec_decode_metadata.num_draft_tokens
         return super().prepare_inputs_padded(
             common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count
@@ -96,7 +96,7 @@ class ExactLengths(SpecDecodeBaseProposer):
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int = 0
     ) -> tuple[list[object], dict[str, object]]:
-        """Metadata of one pass; upstream keeps upper bounds of the lengths."""
+        """Metadata of one pass with exact lengths; upstream has upper bounds."""
         common = common_attn_metadata
         assert common.seq_lens_cpu_upper_bound is not None
         if draft_index == 0:
@@ -108,7 +108,7 @@ class ExactLengths(SpecDecodeBaseProposer):
                 self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)
                 self._num_draft_tokens = None
             self._seq_lens = next_draft_seq_lens(self._seq_lens, self.max_model_len)
-        # Upstream counts these up in place after the pass.
+        # Upstream increments these in place after the pass.
         common.seq_lens_cpu_upper_bound = torch.from_numpy(self._seq_lens.copy())
         common.positions = self._sequence_positions(common)
         common._num_computed_tokens_cache = None  # of other lengths
@@ -122,15 +122,15 @@ class ExactLengths(SpecDecodeBaseProposer):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Slots and positions of the next pass, one token on.
+        """Slots and positions of the next pass, one token later.
 
-        Under M-RoPE a token after an image rotates by less than its place in the sequence.
-        Upstream takes its slot from that: the drafter would overwrite what it has cached before.
+        Under M-RoPE, a token after an image rotates by less than its index in the sequence.
+        Upstream computes its slot from the rotation, so the drafter would overwrite cached tokens.
 
         Parameters
         ----------
         positions
-            What the pass before rotates by, ``[num_reqs]``, of a drafter with M-RoPE
+            Rotations of the pass before, ``[num_reqs]``; for a drafter with M-RoPE
             ``[num_dims, num_reqs]``.
         common_attn_metadata
             Of that pass; updated.
@@ -149,7 +149,7 @@ class ExactLengths(SpecDecodeBaseProposer):
         return buffer.copy_(following)
 
     def _sequence_positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Positions in the sequences, which masks are made of; M-RoPE rotates by other ones."""
+        """Positions in the sequences, for masks; M-RoPE rotates by others."""
         if not self.vllm_config.model_config.uses_mrope:
             return self._get_positions(common.num_actual_tokens)
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
@@ -179,7 +179,7 @@ class ExactEagleProposer(ExactLengths, EagleProposer):
     """EAGLE and EAGLE-3 heads."""
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
-        """As upstream's, which takes the target's ``lm_head`` for granted.
+        """As upstream's, which assumes that the target has an ``lm_head``.
 
         Raises
         ------
@@ -205,7 +205,7 @@ def make_drafter(
     num_valid_tokens: ReadBack,
     backup_of_step: Callable[[], torch.Tensor],
 ) -> Any:
-    """The engine's drafter, if that is a model; None for other methods, or without speculation.
+    """The engine's drafter if it is a model; None for other methods and without speculation.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def make_drafter(
 
 
 def share_builders(drafter: ExactLengths, attn_groups: Sequence[AttentionGroup]) -> None:
-    """Let draft passes get their metadata where steps do: one builder for layers of one window.
+    """Let draft passes use the builders of steps: one builder for all layers with one window.
 
     Parameters
     ----------

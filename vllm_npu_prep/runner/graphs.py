@@ -1,4 +1,4 @@
-"""Graphs: captured at start-up, with fewer sizes where memory ends; checked before each replay."""
+"""Captures graphs at start-up, with fewer sizes if memory runs out, and checks fake replays."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph.stand_in import check_padding
+from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
 from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
@@ -39,7 +39,7 @@ class CaptureOne(Protocol):
     """Warms up and captures one graph; the runner's own method."""
 
     def __call__(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> object:
-        """Run it as often as it takes."""
+        """Run the model as often as needed."""
 
 
 class Graphs:
@@ -50,13 +50,13 @@ class Graphs:
     device
         Where they run.
     dispatcher
-        Upstream's, which knows the sizes.
+        Upstream's dispatcher, which has the sizes.
     compilation
-        Upstream's config, which knows them, too.
+        Upstream's config, which has them, too.
     decode_query_len
         Tokens of a decode: one and its drafts.
     largest_decode
-        Tokens of the largest decode, whose size is given up last.
+        Tokens of the largest decode, whose size is dropped last.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Graphs:
     ) -> int:
         """Capture a graph for every descriptor of the dispatcher, the largest first.
 
-        A size for which memory does not suffice is given up for all kinds of graph, and so is every
-        other one of those that are left, but for the largest decode.
+        If memory doesn't suffice for a size, it is dropped for all kinds of graph, and so is every
+        second one of the remaining sizes, except that of the largest decode.
 
         Parameters
         ----------
         capture_one
             Captures one.
         without_collection
-            Context without garbage collection, which breaks a capture. The CPU fallback captures
-            nothing, and doesn't enter it.
+            Context without garbage collection, which would break a capture. Not entered on the CPU
+            fallback, which captures nothing.
 
         Returns
         -------
@@ -151,12 +151,12 @@ class Graphs:
         capture_one(descriptor, cudagraph_runtime_mode=mode)
         self.device.synchronize()
         seconds = time.perf_counter() - start
-        # What a first run had cached is given back in between: never less than nothing.
+        # Memory that a first run cached may be freed in between, so clamp at 0.
         taken = max(0, free - self.device.memory_info()[0])
         return Captured(mode, descriptor, seconds, 0 if self.device.computes_on_host else taken)
 
     def _forget_sizes(self, sizes: set[int]) -> None:
-        """Let the dispatcher pad to the sizes that were captured for every kind of graph."""
+        """Let the dispatcher pad only to sizes that were captured for every kind of graph."""
         compilation, dispatcher = self.compilation, self.dispatcher
         kept = [size for size in compilation.cudagraph_capture_sizes if size not in sizes]
         compilation.cudagraph_capture_sizes = kept
@@ -180,7 +180,7 @@ class Graphs:
         max_model_len: int,
         local: LocalGroups | None,
     ) -> None:
-        """Give attention the longest lengths, to be captured with, in a full graph.
+        """Set the longest lengths in the metadata, for the capture of attention in a full graph.
 
         Parameters
         ----------
@@ -226,7 +226,7 @@ class Graphs:
             check_padding(step, in_flight.staged, tables, local_tables)
 
     def refuse_new_weights(self, has_connector: bool) -> None:
-        """Refuse new weights: graphs read them where they lay at capture.
+        """Refuse new weights, because graphs read weights at their addresses at capture.
 
         Parameters
         ----------
@@ -236,8 +236,8 @@ class Graphs:
         Raises
         ------
         PrepError
-            Unless the engine runs eagerly, and has no KV connector: what that has stored was
-            computed with the old weights.
+            If the engine has graphs, or a KV connector, which has stored K and V computed with the
+            old weights.
         """
         if has_connector:
             raise PrepError(
@@ -269,7 +269,7 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
     captured
         In the order of capture.
     computes_on_host
-        Memory of graphs is the device's: nothing is known of it where there is none.
+        If True, the memory of graphs is left out: it is known on devices only.
     """
     modes = list(dict.fromkeys(each.mode for each in captured))
     cells = {(each.mode, _size(each.descriptor)): each for each in captured}
@@ -302,6 +302,6 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
 
 
 def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
-    """What a line of the table is sorted and called by."""
+    """Key by which lines of the table are sorted, and the name of a line."""
     adapters = ", LoRA" if descriptor.has_lora else ""
     return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

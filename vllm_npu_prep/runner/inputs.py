@@ -1,7 +1,7 @@
-"""What the model reads of a step: token ids or embeddings, and its positions.
+"""What the model reads of a step: token ids or embeddings, and positions.
 
-Which of the two is one rule, in `vllm_npu_prep.prep.embeds`. Graphs read token ids only: a step
-with ``inputs_embeds`` runs eagerly, outside of what was compiled.
+`vllm_npu_prep.prep.embeds` decides between ids and embeddings. Graphs read token ids only: a step
+with ``inputs_embeds`` runs eagerly, without the compiled model.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +36,7 @@ class PlaceholderRun:
 
     @classmethod
     def of_feature(cls, feature: MultiModalFeatureSpec) -> "list[PlaceholderRun]":
-        """Runs of one item; an item has several where tokens of text lie between its rows."""
+        """Runs of one item; an item has several if there is text between its placeholders."""
         runs: list[PlaceholderRun] = []
         row, ranges = 0, feature.mm_position.extract_embeds_range()
         for start, last in ranges:
@@ -47,7 +47,7 @@ class PlaceholderRun:
 
 @dataclass(frozen=True)
 class RequestInputs:
-    """What a request brings beside its token ids, worked out when it enters the batch."""
+    """A request's inputs apart from token ids, computed when it enters the batch."""
 
     runs: list[PlaceholderRun]
     mrope_positions: np.ndarray | None  # [num_dims, num_prompt_tokens] int64; None: they count up
@@ -55,7 +55,7 @@ class RequestInputs:
 
     @classmethod
     def of_request(cls, request: CachedRequestState) -> "RequestInputs":
-        """Of a request as upstream keeps it."""
+        """Made from upstream's state of the request."""
         runs = [
             run for feature in request.mm_features for run in PlaceholderRun.of_feature(feature)
         ]
@@ -67,14 +67,14 @@ class RequestInputs:
 
 @dataclass
 class EncoderCounts:
-    """What the encoder was asked for."""
+    """Counts of the encoder's work."""
 
-    encoded: int = 0  # images and videos that it has seen
-    placed: int = 0  # items of requests whose tokens got its output; equal ones share it
+    encoded: int = 0  # images and videos that it has encoded
+    placed: int = 0  # items whose placeholders got its output; equal items share one output
 
 
 class ModelInputs:
-    """What requests bring beside token ids: M-RoPE positions, images and videos, embeddings.
+    """Inputs of requests apart from token ids: M-RoPE positions, images and videos, embeddings.
 
     Parameters
     ----------
@@ -87,15 +87,15 @@ class ModelInputs:
     dtype
         Of embeddings.
     encoder_cache
-        Outputs of the encoder by identifier, ``[rows, hidden_size]`` on the device; upstream fills
-        and empties it.
+        Outputs of the encoder by identifier, ``[rows, hidden_size]`` on the device; upstream adds
+        and removes them.
 
     Attributes
     ----------
     mrope_tables
         Positions of the batch's prompts; None without M-RoPE.
     follows_rows
-        Whether requests of this model can bring anything that `follow_rows` lines up.
+        Whether requests of this model can have inputs that `follow_rows` has to order.
     counts
         What the encoder was asked for.
     """
@@ -126,14 +126,14 @@ class ModelInputs:
         new_req_ids: Collection[str],
         requests: Mapping[str, CachedRequestState],
     ) -> None:
-        """Line up what requests bring with their rows, whenever the batch has others.
+        """Put the inputs of requests in the order of the batch's rows, if these have changed.
 
         Parameters
         ----------
         req_ids
             Of the batch, in order.
         new_req_ids
-            Those that came with this step; an id may come back with other inputs.
+            Requests that are new in this step; an id may return with other inputs.
         requests
             As upstream keeps them, by id.
         """
@@ -162,7 +162,7 @@ class ModelInputs:
         num_scheduled_tokens: np.ndarray,
         prompt_embeds: Mapping[int, torch.Tensor],
     ) -> bool:
-        """Whether the model gets embeddings in place of ids in this step.
+        """Whether the model gets embeddings instead of ids in this step.
 
         Parameters
         ----------
@@ -188,7 +188,7 @@ class ModelInputs:
     def for_record(
         self, req_ids: list[str], prompt_embeds: Mapping[int, torch.Tensor]
     ) -> tuple[Any, ...]:
-        """What a record tells of requests beside the step: see `KeptStep.of_step`."""
+        """What a record has of requests apart from the step: see `KeptStep.of_step`."""
         if not (self._runs or prompt_embeds):
             return (req_ids,)
         modalities = [run.feature.modality for run in self._runs]
@@ -226,7 +226,7 @@ class ModelInputs:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Rows of the encoder's outputs for the tokens of a step, and which tokens they are.
 
-        Upstream looks at every request; here those without images cost nothing.
+        Upstream visits every request; here requests without images cost nothing.
 
         Parameters
         ----------
@@ -235,14 +235,14 @@ class ModelInputs:
         req_ids
             Of the batch, in order.
         shift
-            1 for a drafter, which reads the token after each of the step's.
+            1 for a drafter, which reads the token after each token of the step.
 
         Returns
         -------
         mm_embeds
             ``[tokens, hidden_size]`` on the device for each run.
         is_multimodal
-            bool ``[total_num_scheduled_tokens]`` on the host, where models read it without waiting.
+            bool ``[total_num_scheduled_tokens]`` on the host: models read it without waiting.
 
         Raises
         ------
@@ -258,7 +258,7 @@ class ModelInputs:
             output = self._encoder_cache.get(run.feature.identifier)
             if output is None:
                 if shift and run.start >= step.seq_lens[row]:
-                    continue  # the drafter looks ahead of what is encoded, and reads the token
+                    continue  # the drafter is ahead of the encoder, so it reads the token id
                 raise RuntimeError(
                     f"the encoder's output of {run.feature.modality} {run.feature.identifier} is "
                     f"gone, and request {req_ids[row]} needs it"
@@ -273,11 +273,11 @@ class ModelInputs:
         return mm_embeds, is_multimodal
 
     def count_encoded(self, num_items: int) -> None:
-        """The encoder has seen so many images and videos."""
+        """Count images and videos that were encoded."""
         self.counts.encoded += num_items
 
     def log_summary(self) -> None:
-        """Say what the encoder did, in one line."""
+        """Log what the encoder did, in one line."""
         if self.counts.encoded:
             encoded, placed = self.counts.encoded, self.counts.placed
             logger.info("Encoder: %s encoded, %d placed.", counted(encoded, "item"), placed)

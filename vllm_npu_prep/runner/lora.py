@@ -1,4 +1,4 @@
-"""Adapters of a step: which token and which sample has which, told to vLLM's LoRA manager."""
+"""Tells vLLM's LoRA manager which token and which sample of a step has which adapter."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from vllm_npu_prep.ops.lora import NO_LORA, PunicaWrapperNPU
 class StepLoRAMapping(LoRAMapping):
     """LoRA ids as arrays, int64 ``[num_tokens]`` and ``[num_samples]``.
 
-    Upstream makes tuples of them and compares these: 0.7 ms for 8192 tokens.
+    Upstream makes tuples of them and compares those, which takes 0.7 ms for 8192 tokens.
     """
 
     index_mapping: Any  # [num_tokens]
@@ -43,14 +43,14 @@ def activate_adapters(
     num_sampled_tokens: np.ndarray | None = None,  # [num_reqs] int32
     mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
 ) -> None:
-    """Load the adapters of the batch, and say which rows are theirs.
+    """Load the adapters of the batch, and set which rows use them.
 
     Parameters
     ----------
     manager
-        vLLM's.
+        vLLM's LoRA manager.
     batch
-        Its ``request_lora_mapping`` has the LoRA id of each request, 0: none.
+        Its ``request_lora_mapping`` has the LoRA id of each request; 0: none.
     num_scheduled_tokens, num_sampled_tokens
         Of the step; one sample for each request without the latter.
     mapping_type
@@ -66,7 +66,7 @@ def activate_adapters(
     adapters = batch.lora_id_to_lora_request
     manager.set_active_adapters(set(adapters.values()), mapping)
     for lora_id, adapter in adapters.items():
-        if adapter.load_inplace:  # once for a request; upstream reads the file in every step
+        if adapter.load_inplace:  # once per request; upstream reads the file in every step
             adapters[lora_id] = msgspec.structs.replace(adapter, load_inplace=False)
 
 
@@ -79,7 +79,7 @@ def score_prompts(
 ) -> dict[str, Any]:
     """Log-probabilities of prompts, one request at a time, each with its own adapter.
 
-    A step's mapping has rows of logits for samples only; upstream scores prompts with the adapters
+    A step's mapping covers the logits of samples only, so upstream scores prompts with the adapters
     of the first samples.
 
     Parameters
@@ -87,11 +87,11 @@ def score_prompts(
     manager, batch
         As `activate_adapters` takes them.
     wanted
-        Log-probabilities by request; a request leaves when its prompt is done.
+        Number of log-probabilities by request; a request is removed when its prompt is done.
     num_scheduled_tokens
         Of the step, by request.
     score
-        Upstream's way: given what is wanted, which it changes, it returns results by request.
+        Upstream's function: takes a dict as `wanted`, changes it, and returns results by request.
     """
     result: dict[str, Any] = {}
     for req_id in [each for each in wanted if each in num_scheduled_tokens]:
@@ -104,7 +104,7 @@ def score_prompts(
 
 
 def logits_of(manager: LRUCacheWorkerLoRAManager, batch: InputBatch, req_id: str) -> ExitStack:
-    """Context in which all rows of logits are of one request."""
+    """Context in which all rows of logits use the adapter of one request."""
     lora_id = batch.request_lora_mapping[batch.req_id_to_index[req_id]]
     adapters: Any = manager._adapter_manager
     slot = adapters.lora_index_to_id.index(lora_id) if lora_id else NO_LORA

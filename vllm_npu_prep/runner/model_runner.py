@@ -59,13 +59,13 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 
 class NPUModelRunner(GPUModelRunner):
-    """Prepares a step in six steps and hands attention an `AscendMetadata`.
+    """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
-    The class holds overrides of upstream's methods; what they do is done by its parts, which know
-    no runner: `preparer`, `padding`, `inputs`, `bookkeeping`, `speculation`, `graphs`, `buffers`.
-    What upstream asks for later in a step is in one record, `in_flight`.
+    The class has only overrides of upstream's methods. They call its parts, which know no runner:
+    `preparer`, `padding`, `inputs`, `bookkeeping`, `speculation`, `graphs`, `buffers`. All that
+    upstream asks for later in a step is in one record, `in_flight`.
 
-    Who owns what of a step, once `_prepare_inputs` has returned:
+    Who owns what in a step after `_prepare_inputs` has returned:
 
     =========================  =======================================================
     attribute                  owner
@@ -82,10 +82,10 @@ class NPUModelRunner(GPUModelRunner):
     block tables               `DeviceBlockTables`, on either side; encoder-only groups
                                have neither these nor slots. `LocalBlockTables` has those
                                of virtual requests
-    token_type_ids             upstream's, made in `_init_model_kwargs` of our lengths
+    token_type_ids             upstream's, made in `_init_model_kwargs` from our lengths
     is_padding                 ours, handed out by `_prepare_padding_mask`
     inputs_embeds              ours, made for steps with embeddings only
-    encoder's outputs          upstream's, cached by the scheduler's word
+    encoder's outputs          upstream's, cached as the scheduler decides
     LoRA slots                 `PunicaWrapperNPU`, sent when they change
     the same names in          upstream's own buffers, which `buffers` restores; in a
     a dummy run                graph, ours again
@@ -98,7 +98,7 @@ class NPUModelRunner(GPUModelRunner):
     device
         As torch sees it.
     prep_device
-        The same device behind this plugin's interface.
+        The same device by this plugin's interface.
 
     Attributes
     ----------
@@ -118,10 +118,10 @@ class NPUModelRunner(GPUModelRunner):
         self.prep_device = prep_device
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
-        # Upstream would give the model embeddings in every step, out of graphs' reach.
+        # Upstream would give the model embeddings in every step, which graphs can't read.
         self.enable_prompt_embeds = False
         self._end_step()
-        self._uses_mla = self.model_config.use_mla  # a property that looks far, 30 us a step
+        self._uses_mla = self.model_config.use_mla  # cached: the property takes 30 us
         self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
         self.buffers = UpstreamBuffers(
             self.__dict__,
@@ -188,7 +188,7 @@ class NPUModelRunner(GPUModelRunner):
         scheduler_output: SchedulerOutput,
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> Any:
-        """A step that fails, or that nothing is sampled for, is not in flight any more."""
+        """As upstream's; ends the step in flight if it fails or if nothing is to be sampled."""
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
         finally:
@@ -196,10 +196,10 @@ class NPUModelRunner(GPUModelRunner):
                 self._end_step()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Bring plain requests up to date together; upstream sees the others.
+        """Update plain requests together; upstream updates the others.
 
-        The check follows the scheduler on its own, before upstream's lists grow. The scheduler's
-        optimistic counts are corrected now, on the host; upstream does it later.
+        The full check reads the scheduler's output itself, before upstream's lists grow. The
+        scheduler's optimistic counts are corrected now, on the host; upstream does that later.
         """
         if self.step_check is not None:
             self.step_check.follow(scheduler_output)
@@ -215,7 +215,7 @@ class NPUModelRunner(GPUModelRunner):
         if embedded:
             scheduler_output = with_known_ids(scheduler_output, self.input_batch.vocab_size)
         correct_counts = super()._update_states(scheduler_output)
-        for req_id in embedded:  # no ids to give log-probabilities of
+        for req_id in embedded:  # their prompts have no ids, so no log-probabilities
             self.num_prompt_logprobs.pop(req_id, None)
         if self.use_async_spec_decode:
             if correct_counts is not None:
@@ -225,12 +225,12 @@ class NPUModelRunner(GPUModelRunner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
-        """Prepare one step; replaces upstream's version whole.
+        """Prepare one step; replaces upstream's version completely.
 
         Parameters
         ----------
         scheduler_output
-            What the scheduler decided; `_update_states` has already brought the tables up to date.
+            What the scheduler decided; `_update_states` has already updated the tables.
         num_scheduled_tokens
             int32 ``[num_reqs]`` in the order of the batch.
 
@@ -256,7 +256,7 @@ class NPUModelRunner(GPUModelRunner):
             embeds = self.inputs.collect_prompt_embeds(
                 step, rows.is_token_ids, rows.req_prompt_embeds
             )
-        # 5 copy: all arrays at once; then samples that are still on the device find their place
+        # 5 copy: all arrays at once; then the last step's samples are scattered on the device
         preparer.staging.send(step, samples.token_ids)
         # 6 metadata: one for each KV-cache group, from host values at hand
         metadata = preparer.build_metadata(step, staged)
@@ -273,7 +273,7 @@ class NPUModelRunner(GPUModelRunner):
         num_scheduled_tokens: np.ndarray,
         samples: LastSamples,
     ) -> StepBatch:
-        """The step as the pure core reads it: views, nothing copied."""
+        """The step as the pure core reads it: views, nothing is copied."""
         rows, preparer = self.input_batch, self.preparer
         if self.inputs.follows_rows:
             new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
@@ -295,12 +295,12 @@ class NPUModelRunner(GPUModelRunner):
         )
 
     def _begin_step(self, in_flight: StepInFlight) -> None:
-        """The step is prepared: upstream's later code finds it."""
+        """Make a prepared step available to upstream's later code."""
         self.in_flight = in_flight
         self.buffers.bind(in_flight.staged)
 
     def _end_step(self) -> None:
-        """Nothing is under way any more: a step or a dummy run has ended, or failed."""
+        """Clear the record of a step or of a dummy run that has ended or failed."""
         self.in_flight = self.dummy_run = None
 
     def _observe(
@@ -310,7 +310,7 @@ class NPUModelRunner(GPUModelRunner):
         scheduler_output: SchedulerOutput,
         started: float,
     ) -> None:
-        """Count the step, keep it for a record, and raise rather than launch what breaks a rule."""
+        """Count and record the step; raise if it breaks a rule, so that it is not launched."""
         step, batch = in_flight.step, self.input_batch
         self.metrics.add(step, kind, self.preparer.staging.waits, started)
         if self.recorder is not None:
@@ -322,7 +322,7 @@ class NPUModelRunner(GPUModelRunner):
     def _dispatch(
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int
     ) -> tuple[Any, ...]:
-        """Upstream's decision on graph and padding, asked for before a step is prepared."""
+        """Ask upstream for its decision on graph and padding, before a step is prepared."""
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
         return super()._determine_batch_execution_and_padding(
             num_tokens=batch.total_num_scheduled_tokens,
@@ -335,9 +335,9 @@ class NPUModelRunner(GPUModelRunner):
         )
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Padding of a step was decided before it was prepared.
+        """Return the decision that was made before the step was prepared.
 
-        A dummy run has no step yet. If a graph is involved, we prepare one that is all padding.
+        Dummy runs have no step yet. If a graph is involved, we prepare one that is all padding.
         """
         if self.in_flight is not None:
             return self.in_flight.dispatched
@@ -357,12 +357,12 @@ class NPUModelRunner(GPUModelRunner):
     def _prepare_dummy(
         self, dummy_run: DummyRun, padding: Padding, dispatched: tuple[Any, ...]
     ) -> None:
-        """Prepare a step without requests, and keep upstream from preparing another one."""
+        """Prepare a step without requests in place of the one that upstream would prepare."""
         step, staged, metadata = self.preparer.prepare_padding_only(padding)
         self._begin_step(StepInFlight(step, staged, metadata, dispatched))
         if self.step_check is not None:
             self.step_check.verify(self, SchedulerOutput.make_empty())
-        self.buffers.restore(leave=GRAPH_INPUTS)  # upstream makes up lengths in these
+        self.buffers.restore(leave=GRAPH_INPUTS)  # upstream writes made-up lengths to the others
         self.block_tables.is_prepared = True
         if dummy_run.captures and padding.mode is GraphMode.FULL:
             local = self.preparer.tables.local
@@ -371,7 +371,7 @@ class NPUModelRunner(GPUModelRunner):
     def _get_slot_mappings(
         self, num_tokens_padded: int, *args: Any, **kwargs: Any
     ) -> tuple[dict[int, torch.Tensor] | None, Any]:
-        """Slots were computed with everything else; dummy runs take upstream's."""
+        """Return the step's slots, which are computed already; dummy runs use upstream's."""
         if self.in_flight is None:
             return super()._get_slot_mappings(num_tokens_padded, *args, **kwargs)
         return self.preparer.slot_mappings(self.in_flight.staged)
@@ -379,7 +379,7 @@ class NPUModelRunner(GPUModelRunner):
     def _build_attention_metadata(
         self, *args: Any, **kwargs: Any
     ) -> tuple[Any, CommonAttentionMetadata | None]:
-        """Hand the layers what `_prepare_inputs` built; dummy runs go through upstream."""
+        """Give the layers the metadata from `_prepare_inputs`; dummy runs use upstream's."""
         in_flight, preparer = self.in_flight, self.preparer
         if in_flight is None:
             return super()._build_attention_metadata(*args, **kwargs)
@@ -404,9 +404,9 @@ class NPUModelRunner(GPUModelRunner):
         num_input_tokens: int,
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> tuple[Any, ...]:
-        """The step goes in as it was prepared; upstream slices and clears what is right.
+        """Give the model the step as it was prepared; upstream would slice and clear its arrays.
 
-        Later stages of a pipeline read what the stage before them made, and never embed.
+        Later stages of a pipeline read the output of the stage before them, and never embed.
         """
         model_kwargs = self._init_model_kwargs()
         positions = self.mrope_positions.gpu if self.uses_mrope else self.positions
@@ -430,7 +430,7 @@ class NPUModelRunner(GPUModelRunner):
         return input_ids, None, positions, None, model_kwargs, None
 
     def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
-        """Run the encoder on what the scheduler has room for, and count."""
+        """Run the encoder on the items that the scheduler chose, and count them."""
         outputs = super()._execute_mm_encoder(scheduler_output)
         self.inputs.count_encoded(len(outputs))
         return outputs
@@ -438,17 +438,17 @@ class NPUModelRunner(GPUModelRunner):
     def _gather_mm_embeddings(
         self, scheduler_output: SchedulerOutput, shift_computed_tokens: int = 0
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What the encoder made for tokens of this step; drafters ask for the tokens after them."""
+        """Encoder outputs for this step's tokens; for drafters, those of the tokens after them."""
         assert self.in_flight is not None
         req_ids = self.input_batch.req_ids
         return self.inputs.gather_mm_embeddings(self.in_flight.step, req_ids, shift_computed_tokens)
 
     def _prepare_padding_mask(self, num_tokens_unpadded: int, num_tokens_padded: int) -> Any:
-        """Padding came with the step; dummy runs without a graph take upstream's.
+        """The step's padding mask, which routers read; dummy runs without a graph use upstream's.
 
-        The last thing that upstream asks for before the forward pass of a step or of a dummy run.
-        Routers read it. With all-to-all experts we return None: routers see tokens of several
-        ranks, and our mask covers only this rank's, at other rows.
+        Upstream asks for it last before the forward pass of a step or of a dummy run. With
+        all-to-all experts we return None: routers see tokens of several ranks, and our mask covers
+        only this rank's tokens, in other rows.
         """
         if self.in_flight is None:
             is_padding = super()._prepare_padding_mask(num_tokens_unpadded, num_tokens_padded)
@@ -458,7 +458,7 @@ class NPUModelRunner(GPUModelRunner):
         return None if self._experts_see_other_tokens else is_padding
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What was compiled takes token ids."""
+        """As upstream's; steps with embeddings bypass the compiled model, which takes token ids."""
         if kwargs.get("inputs_embeds") is not None:
             get_forward_context().skip_compiled = True
         return super()._model_forward(*args, **kwargs)
@@ -469,10 +469,10 @@ class NPUModelRunner(GPUModelRunner):
     def sample_tokens(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> ModelRunnerOutput:
-        """Upstream's asynchronous output makes a stream event.
+        """As upstream's, whose asynchronous output creates a stream event.
 
-        It also rolls back the generators of requests whose sample is discarded, by an offset that
-        generators of the CPU don't have: there, they are kept from advancing instead.
+        Upstream also rolls back the generators of requests whose sample is discarded, by an offset
+        that generators of the CPU don't have. There, we keep them from advancing instead.
         """
         generators, held = self.input_batch.generators, {}
         if self.prep_device.computes_on_host and generators:
@@ -493,7 +493,7 @@ class NPUModelRunner(GPUModelRunner):
         hidden_states: torch.Tensor,
         num_scheduled_tokens: int,
     ) -> tuple[Any, ...]:
-        """If each request got one token and wants nothing more, append them together."""
+        """Append all tokens together if each request got one token and needs nothing else."""
         batch = self.input_batch
         discard = self.discard_request_mask.np[: batch.num_reqs]
         if self.bookkeeping.can_append_together(batch, sampler_output, self.num_prompt_logprobs):
@@ -509,7 +509,7 @@ class NPUModelRunner(GPUModelRunner):
     def _copy_valid_sampled_token_count(
         self, next_token_ids: torch.Tensor, valid_sampled_tokens_count: torch.Tensor
     ) -> None:
-        """The one copy to the host."""
+        """Start the one copy of the counts to the host."""
         self.speculation.count_kept_tokens(valid_sampled_tokens_count)
         if self.use_async_spec_decode:
             self.input_batch.prev_sampled_token_ids = next_token_ids.unsqueeze(1)
@@ -523,7 +523,7 @@ class NPUModelRunner(GPUModelRunner):
     def _copy_draft_token_ids_to_cpu(
         self, scheduler_output: SchedulerOutput, zeros_only: bool = False
     ) -> None:
-        """Drafts are made: the next step needs them beside the samples."""
+        """Keep the new drafts with the samples for the next step."""
         super()._copy_draft_token_ids_to_cpu(scheduler_output, zeros_only)
         if self.use_async_spec_decode:
             assert isinstance(self._draft_token_ids, torch.Tensor)
@@ -532,7 +532,8 @@ class NPUModelRunner(GPUModelRunner):
             self.speculation.keep_samples(sampled, self._draft_token_ids)
 
     def _backup_next_token_ids(self) -> torch.Tensor:
-        """Of the step in flight, for drafters: int32 ``[num_reqs_padded]`` on the device."""
+        """``backup_next_token_ids`` of the step in flight, for drafters: int32
+        ``[num_reqs_padded]`` on the device."""
         assert self.in_flight is not None
         return self.in_flight.staged.device.backup_next_token_ids
 
@@ -545,7 +546,7 @@ class NPUModelRunner(GPUModelRunner):
         num_sampled_tokens: np.ndarray | None = None,
         mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
     ) -> None:
-        """Upstream makes tuples of the mappings and compares these."""
+        """As upstream's, which makes tuples of the mappings and compares them; here: arrays."""
         activate_adapters(
             self.lora_manager, input_batch, num_scheduled_tokens, num_sampled_tokens, mapping_type
         )
@@ -553,7 +554,7 @@ class NPUModelRunner(GPUModelRunner):
     def _get_prompt_logprobs_dict(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
-        """With adapters, one request at a time; upstream scores all by the first samples' ones."""
+        """As upstream's; with adapters one request at a time, each scored with its own adapter."""
         wanted, score = self.num_prompt_logprobs, super()._get_prompt_logprobs_dict
         if not self.lora_config or not wanted:
             return score(hidden_states, num_scheduled_tokens)
@@ -577,7 +578,7 @@ class NPUModelRunner(GPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dummy runs use upstream's own buffers, which hold the largest sizes; graphs use ours."""
+        """Dummy runs use upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
         self.buffers.restore()
         self.dummy_run = DummyRun(
@@ -591,7 +592,7 @@ class NPUModelRunner(GPUModelRunner):
                 self.block_tables.is_prepared = False
 
     def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor, Any]:
-        """Dummy runs read token ids and no embeddings, as graphs do; upstream's read embeddings."""
+        """Dummy runs read token ids, as graphs do; upstream's read embeddings."""
         return self.input_ids.gpu[:num_tokens], None
 
     def profile_cudagraph_memory(self) -> int:
@@ -610,7 +611,7 @@ class NPUModelRunner(GPUModelRunner):
         Raises
         ------
         PrepError
-            With requests in flight, whose cache and tables dummy runs would disturb.
+            If requests are in flight: dummy runs would overwrite their cache and tables.
         """
         if self.requests:
             raise PrepError(
@@ -620,14 +621,14 @@ class NPUModelRunner(GPUModelRunner):
         try:
             return self.graphs.capture(self._warmup_and_capture, self._freeze_gc)
         finally:
-            self.maybe_remove_all_loras(self.lora_config)  # made up, under ids that requests use
-            self.padding.forget()  # sizes that did not fit are gone
+            self.maybe_remove_all_loras(self.lora_config)  # dummy adapters with ids of real ones
+            self.padding.forget()  # sizes that did not fit were dropped
 
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Full graphs of this plugin in place of CUDA's, and one backend for all layers, before
-        vLLM asks each for the block size it prefers."""
+        """As upstream's, with this plugin's full graphs instead of CUDA's, and one backend for all
+        layers, set before vLLM asks each layer for its preferred block size."""
         super().load_model(*args, **kwargs)
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
@@ -635,7 +636,7 @@ class NPUModelRunner(GPUModelRunner):
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, without graphs; the prefix cache is the caller's to reset."""
+        """As upstream's, refused with graphs; the caller has to reset the prefix cache."""
         self.refuse_new_weights()
         super().reload_weights(*args, **kwargs)
 
@@ -645,22 +646,22 @@ class NPUModelRunner(GPUModelRunner):
         self.graphs.refuse_new_weights(has_connector)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
-        """Groups without a cache, after those that have one: a group decides what its layers see.
+        """Add groups without a cache after the others, one for each attention window.
 
-        Upstream has one, whatever the windows of its layers.
+        Upstream adds one group, whatever the windows of its layers.
         """
         groups = encoder_only_groups(self.vllm_config, self.kv_cache_dtype)
         self.kv_cache_config.kv_cache_groups.extend(groups)
         self.runner_only_attn_layers.update(*(group.layer_names for group in groups))
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
-        """Metadata is for layers of one window, also where their caches share a group."""
+        """As upstream's, with metadata for each window, even if the caches share a group."""
         super().initialize_attn_backend(*args, **kwargs)
         layers = self.compilation_config.static_forward_context
         self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
 
     def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
-        """Put block tables in upstream's batch that know what the device has of them."""
+        """Replace the block tables of upstream's batch by `DeviceBlockTables`."""
         super().may_reinitialize_input_batch(kv_cache_config)
         local = find_local_groups(self.attn_groups)
         self.block_tables = self.input_batch.block_table = DeviceBlockTables(
@@ -680,7 +681,7 @@ class NPUModelRunner(GPUModelRunner):
         if isinstance(drafter, ExactLengths):
             self._drafting_group = drafter.kv_cache_gid
             share_builders(drafter, self.attn_groups[self._drafting_group])
-        self.padding.forget()  # capture sizes may have been settled in between
+        self.padding.forget()  # capture sizes may have changed since
         self.preparer = Preparer(
             self.prep_device,
             tables_of(
@@ -705,7 +706,7 @@ class NPUModelRunner(GPUModelRunner):
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """K and V as planes; upstream interleaves them, which Ascend kernels don't take."""
+        """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
         caches = allocate_planes(kv_cache_config, self.prep_device)
         for layer_name, target in self.shared_kv_cache_layers.items():
             caches[layer_name] = caches[target]
@@ -715,12 +716,12 @@ class NPUModelRunner(GPUModelRunner):
             self.kv_caches,
             kv_cache_groups=kv_cache_config.kv_cache_groups,
         )
-        # Upstream copies and counts blocks along the first dimension: give it planes, not pairs.
+        # Upstream copies and counts blocks along the first dimension, so it gets single planes.
         self.kv_caches[:] = [plane for cache in self.kv_caches for plane in cache]
         return caches
 
     def _init_kv_zero_meta(self) -> None:
-        """Nothing to precompute: upstream's Triton kernel is not used."""
+        """Does nothing: upstream prepares a Triton kernel here, which is not used."""
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Zero new blocks, as upstream does with a Triton kernel."""
@@ -729,13 +730,13 @@ class NPUModelRunner(GPUModelRunner):
     # ----------------------------------------------------------------- the device
 
     def warm_up(self) -> None:
-        """Load or compile what the first request would otherwise wait for."""
+        """Load or compile code for which the first request would otherwise wait."""
         step = warm_up(self.inputs.mrope_dims, self.preparer.tables.local)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 
     def shutdown(self) -> None:
-        """Say how often preparation had to wait, what the encoder did and how steps ran."""
+        """Log how often preparation had to wait, what the encoder did and how steps ran."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
             logger.info("Staging: %d of %d steps waited for a copy.", ring.waits, ring.steps)
@@ -747,5 +748,5 @@ class NPUModelRunner(GPUModelRunner):
         CUDAGraphWrapper.clear_all_graphs()
 
     def _sync_device(self) -> None:
-        """Upstream asks ``torch.accelerator``."""
+        """Wait for our device; upstream calls ``torch.accelerator``."""
         self.prep_device.synchronize()

@@ -1,4 +1,4 @@
-"""How a step is padded and whether it replays a graph: decided once, before it is prepared."""
+"""Decides how a step is padded and whether it replays a graph, once, before it is prepared."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padd
 from vllm_npu_prep.runner.step import DummyRun
 
 KEPT_DECISIONS = 4096
-"""Padding decisions that are kept. Decodes need as many as there are batch sizes."""
+"""Most padding decisions that are cached. Decodes need one for each batch size."""
 
 Dispatch = Callable[[StepBatch, int, int], tuple[Any, ...]]
-"""Asks upstream's dispatcher. Given the batch, the longest query and the number of requests with
-encoder inputs; the answer begins with the graph mode and the batch descriptor."""
+"""Asks upstream's dispatcher. Arguments: the batch, the longest query and the number of requests
+with encoder inputs. The answer begins with the graph mode and the batch descriptor."""
 
 
 class Decision(NamedTuple):
     """What was decided for a step."""
 
-    dispatched: tuple[Any, ...]  # upstream's answer, as it was given
+    dispatched: tuple[Any, ...]  # upstream's answer, unchanged
     padding: Padding
     kind: str  # how the step is counted (`StepCounts.kind`)
 
@@ -38,8 +38,8 @@ class StepPadding:
     decode_query_len
         Tokens of a decode: one and its drafts.
     depends_on_counts_only
-        True if the same counts always get the same answer, which is then kept. Data-parallel ranks
-        have to agree in every step, and upstream's metrics of graphs are made by the dispatcher.
+        True if the same counts always get the same answer, which is then cached. It is False if
+        data-parallel ranks must agree in every step, or the dispatcher makes metrics of graphs.
 
     Attributes
     ----------
@@ -114,16 +114,17 @@ class StepPadding:
         num_reqs: int,
         uniform_decode: bool,
     ) -> Padding | None:
-        """Padding of the step without requests that a dummy run becomes.
+        """Padding of a dummy run that we prepare as a step without requests.
 
-        A dummy run that captures or replays a graph is prepared as such a step: so the graph reads
-        where steps lie, and all of it is padding, which is safe to run. So is the run that warms
-        attention up for a capture; upstream would make up lengths for it beyond ``max_model_len``.
+        We do that for a dummy run that captures or replays a graph: the graph then reads the
+        addresses of steps, and all values are padding, which is safe to run. We also do it for the
+        run that warms attention up for a capture, because upstream would make up lengths beyond
+        ``max_model_len``.
 
         Parameters
         ----------
         dummy_run
-            What upstream wants of it.
+            What upstream asked of it.
         dispatched
             Upstream's answer for it.
         num_tokens, num_reqs, uniform_decode
@@ -132,7 +133,7 @@ class StepPadding:
         Returns
         -------
         Padding or None
-            None for a dummy run that stays upstream's.
+            None for a dummy run that upstream prepares itself.
         """
         if dispatched[0] != CUDAGraphMode.NONE:
             return self._padding_of(dispatched, 1)
@@ -142,11 +143,11 @@ class StepPadding:
         return None
 
     def forget(self) -> None:
-        """Capture sizes have changed: ask again."""
+        """Drop cached decisions, because capture sizes have changed."""
         self._kept.clear()
 
     def _padding_of(self, dispatched: tuple[Any, ...], num_reqs: int) -> Padding:
-        """Upstream's decision in this plugin's terms, for so many real requests."""
+        """Upstream's decision as a `Padding`, for this number of real requests."""
         mode, descriptor = dispatched[:2]
         if mode == CUDAGraphMode.FULL:
             decode_query_len = self.decode_query_len if descriptor.uniform else 0

@@ -1,4 +1,4 @@
-"""The parts of a prepared step that stay: tables, layouts, the staging ring, metadata builders."""
+"""Prepares steps with objects that are kept: tables, layouts, staging ring, metadata builders."""
 
 from collections.abc import Sequence
 from typing import TypeAlias, cast
@@ -25,29 +25,29 @@ Builders: TypeAlias = Sequence[tuple[int, AscendMetadataBuilder, list[str]]]
 
 
 class Preparer:
-    """What steps are prepared with, once the KV cache is there.
+    """All that is needed to prepare steps; made when the KV cache is allocated.
 
     Parameters
     ----------
     device
-        Where steps go.
+        Device to which steps are copied.
     tables
         The batch's tables.
     block_tables
-        The same tables' blocks, on both sides.
+        The block tables, on the host and on the device.
     builders
         Metadata builders.
     max_num_tokens, max_num_reqs
         Of a step.
     max_logits_per_req
-        Most logits that one request wants: one, and one for each draft.
+        Most rows of logits of one request: one for each draft, and one after them.
     pin_memory
         Whether host buffers are page-locked.
 
     Attributes
     ----------
     staging
-        The ring of host buffers, and the device's one.
+        The ring of host buffers, and the one device buffer.
     no_drafts
         int32 ``[max_num_reqs]``, 0.
     """
@@ -78,7 +78,7 @@ class Preparer:
         )
         self._local_tables: LocalBlockTables | None = None
         if local is not None:
-            # A virtual request has a token, in padding too
+            # Each virtual request has at least one token, in padding too
             self._local_tables = LocalBlockTables(
                 device, block_tables.block_table_flat, local, max_num_tokens
             )
@@ -115,7 +115,7 @@ class Preparer:
     def prepare_padding_only(
         self, padding: Padding
     ) -> tuple[PreparedStep, StagedArrays, dict[str, AscendMetadata]]:
-        """Prepare a step without requests, which is safe to run: all of it is padding."""
+        """Prepare a step that is all padding, and so safe to run."""
         batch = StepBatch(self.tables, NO_REQUESTS, self.no_drafts, 0)
         layout = self.layout(padding)
         staged = self.staging.acquire(layout)
@@ -126,15 +126,15 @@ class Preparer:
     def slot_mappings(
         self, staged: StagedArrays
     ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-        """Slots of a step's tokens by KV-cache group and by layer, of those that have a cache.
+        """Slots of a step's tokens by KV-cache group and by layer, for layers with a cache.
 
         Returns
         -------
         by_group, by_layer
-            int32 ``[num_input_tokens]`` each, the same objects while the layout stays.
+            int32 ``[num_input_tokens]`` each; the same dicts are returned for the same layout.
         """
         arrays, by_group, by_layer = self._slots
-        if arrays is not staged.device:  # another layout than the last step's
+        if arrays is not staged.device:  # the layout has changed since the last step
             arrays, by_group, by_layer = staged.device, {}, {}
             for group, builder, layer_names in self.builders:
                 if builder.causal:

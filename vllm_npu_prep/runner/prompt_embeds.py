@@ -1,4 +1,4 @@
-"""Prompts that come as embeddings: which tokens of a step are vectors, and how they get in."""
+"""Prompts that come as embeddings: finds their vectors in a step, and gives them to the model."""
 
 import copy
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
-    """The request with a token id that is none wherever its prompt has an embedding.
+    """The request with an invalid token id wherever its prompt has an embedding.
 
-    Upstream leaves what the row's last request had there, and penalties take it for the prompt.
+    Upstream leaves the ids of the row's last request there, which penalties take for the prompt.
 
     Parameters
     ----------
     new
         A request that enters the batch.
     no_token
-        Size of the vocabulary, which pads prompts where penalties count tokens.
+        Size of the vocabulary: penalties use it to pad prompts.
     """
     if new.prompt_embeds is None:
         return new
@@ -39,9 +39,9 @@ def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
 
 
 def refuse_non_finite(prompt_embeds: torch.Tensor) -> None:
-    """Refuse a prompt with NaN or an infinity: each of its tokens would be answered with nothing.
+    """Refuse a prompt with NaN or an infinity, for which every output would be meaningless.
 
-    One pass over the values, without a tensor of their size.
+    This is one pass over the values, without a temporary tensor of their size.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def refuse_non_finite(prompt_embeds: torch.Tensor) -> None:
     Raises
     ------
     VLLMValidationError
-        Which servers answer with 400.
+        Servers answer it with status 400.
     """
     if not prompt_embeds.numel() or all(x.isfinite() for x in torch.aminmax(prompt_embeds)):
         return
@@ -73,7 +73,7 @@ def with_known_ids(scheduler_output: "SchedulerOutput", no_token: int) -> "Sched
 
 @dataclass(frozen=True)
 class PromptEmbeds:
-    """The tokens of one step that are vectors, on the host."""
+    """The vectors that replace token ids in one step, on the host."""
 
     token_indices: np.ndarray  # [num_embeds] int64, which of the step's tokens
     rows: torch.Tensor  # [num_embeds, hidden_size]
@@ -86,12 +86,12 @@ class PromptEmbeds:
         prompt_embeds: Mapping[int, torch.Tensor],
         dtype: torch.dtype,
     ) -> "PromptEmbeds":
-        """Collect them, and give them a token id that exists; theirs are unknown."""
+        """Collect the step's vectors, and give their tokens a valid id, since theirs is unknown."""
         token_indices, reqs, positions = embedded_tokens(step, is_token_ids)
         step.input_ids[token_indices] = 0
         rows = [
             prompt_embeds[req][torch.from_numpy(positions[reqs == req])].to(dtype)
-            for req in np.unique(reqs).tolist()  # rising, as tokens of a step are
+            for req in np.unique(reqs).tolist()  # ascending, like tokens of a step
         ]
         return cls(token_indices, torch.cat(rows) if rows else torch.empty(0, dtype=dtype))
 

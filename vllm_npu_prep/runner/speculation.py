@@ -1,9 +1,9 @@
 """Speculative decoding: counts that are exact on the host when a step is prepared.
 
-Attention kernels of NPUs take lengths from the host. Upstream counts every draft of the step before
-as accepted and corrects that on the device only. Here the number of tokens that verification kept
-travels to the host *before* the drafter runs, in one small copy, and is waited for where it is
-needed: before the second draft pass (`vllm_npu_prep.runner.drafters`), or before the next step.
+Attention kernels of NPUs take lengths from the host. Upstream counts every draft of the last step
+as accepted and corrects that on the device only. Here one small copy sends the numbers of accepted
+tokens to the host *before* the drafter runs. The host waits for them only when it needs them:
+before the second draft pass (`vllm_npu_prep.runner.drafters`), or before the next step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from vllm_npu_prep.prep.batch import PreparedStep
 
 
 class LastSamples(NamedTuple):
-    """The last step's samples while these are on the device only (asynchronous scheduling)."""
+    """The last step's samples, if they are on the device only (asynchronous scheduling)."""
 
     # [num_rows * (1 + 2 * num_drafts)] int32 on the device, as `StepLayout` orders their targets
     token_ids: torch.Tensor | None
     num_rows: int  # requests of the last step
-    num_drafts: int  # that were made for each of them since
+    num_drafts: int  # drafts that were made for each request since
 
 
 NO_SAMPLES = LastSamples(None, 0, 0)
@@ -44,15 +44,16 @@ class Speculation:
     num_spec_tokens
         Drafts that a request can have; 0 in an engine without speculation.
     asynchronous
-        True if the next step is prepared while drafts and their verification are on the device
-        only (asynchronous scheduling).
+        True if the next step is prepared before the host knows drafts and their verification
+        (asynchronous scheduling).
     pin_memory
         Whether host memory is page-locked.
 
     Attributes
     ----------
     num_valid_tokens
-        Tokens that verification kept of each request of the last step, on their way to the host.
+        Number of tokens that verification accepted for each request of the last step, on their way
+        to the host.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Speculation:
         Parameters
         ----------
         batch
-            Its computed tokens are exact; so are ``num_tokens_no_spec`` afterwards.
+            Its numbers of computed tokens are exact; this makes ``num_tokens_no_spec`` exact, too.
         previous_rows
             int64 ``[max_num_reqs]``: row of each request in the last samples, -1 without one.
         """
@@ -105,15 +106,15 @@ class Speculation:
         sampled_token_ids: torch.Tensor | None,
         draft_token_ids: torch.Tensor | list[list[int]] | None,
     ) -> LastSamples:
-        """The last step's samples, as far as these are on the device only.
+        """The last step's samples, if they are on the device only.
 
         Parameters
         ----------
         sampled_token_ids
             ``[num_reqs, 1]`` on the device; None if the host has them.
         draft_token_ids
-            What the drafter left after the last step; ``[num_reqs, num_drafts]`` on the device
-            under asynchronous scheduling.
+            The drafts made after the last step; ``[num_reqs, num_drafts]`` on the device under
+            asynchronous scheduling.
         """
         if sampled_token_ids is None:
             return NO_SAMPLES
@@ -128,7 +129,7 @@ class Speculation:
     def sampling_inputs(
         self, step: PreparedStep, arrays: DeviceArrays
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
-        """What the sampler needs of a step, as upstream's ``_prepare_inputs`` returns it.
+        """Inputs of the sampler, as upstream's ``_prepare_inputs`` returns them.
 
         Returns
         -------
@@ -165,7 +166,7 @@ class Speculation:
             self.num_valid_tokens.start(num_valid_tokens)
 
     def keep_samples(self, sampled_token_ids: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
-        """Drafts are made: line up what the next step scatters among its tokens.
+        """Put new samples and drafts in the order in which the next step scatters them.
 
         Parameters
         ----------

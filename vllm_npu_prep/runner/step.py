@@ -13,7 +13,7 @@ from vllm_npu_prep.runner.prompt_embeds import PromptEmbeds
 class StepInFlight:
     """A step from its preparation until its tokens are sampled.
 
-    Upstream asks for these one after the other; whoever is asked looks here.
+    Upstream asks for these values one after the other; the overrides answer from this record.
     """
 
     step: PreparedStep
@@ -24,7 +24,7 @@ class StepInFlight:
 
 
 class DummyRun(NamedTuple):
-    """What upstream wants of a dummy run while it is under way."""
+    """What upstream asked of the dummy run that is under way."""
 
-    attends: bool  # also without a full graph, to warm attention up
-    captures: bool  # it is the capture of a graph
+    attends: bool  # run attention even without a full graph, to warm it up
+    captures: bool  # capture a graph

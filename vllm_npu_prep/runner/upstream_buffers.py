@@ -1,4 +1,4 @@
-"""Upstream's buffers: bound to a step's arrays, or given back to upstream."""
+"""Binds upstream's buffers to a step's arrays, and restores them."""
 
 from collections.abc import Container
 from typing import Any
@@ -9,7 +9,7 @@ from vllm.v1.utils import CpuGpuBuffer
 from vllm_npu_prep.device.staging import StagedArrays
 
 GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
-"""Names of those that a graph reads."""
+"""Names of the buffers that a graph reads."""
 
 
 class UpstreamBuffers:
@@ -22,8 +22,8 @@ class UpstreamBuffers:
     positions, seq_lens, num_computed_tokens, optimistic_seq_lens_cpu
         Tensors among them, which are replaced.
     input_ids, query_start_loc, discard_request_mask, mrope_positions
-        Buffers among them, whose host and device sides are replaced. The last one only where the
-        model has M-RoPE.
+        Buffers among them, whose host and device sides are replaced. The last one exists only if
+        the model has M-RoPE.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class UpstreamBuffers:
         namespace["optimistic_seq_lens_cpu"] = cpu.seq_lens
 
     def restore(self, leave: Container[str] = ()) -> None:
-        """Point every name at upstream's own memory, which holds the largest sizes.
+        """Point every name at upstream's own memory, which has the largest sizes.
 
         Parameters
         ----------
         leave
-            Names that stay as they are.
+            Names that are not changed.
         """
         for name, tensor in self._tensors.items():
             if name not in leave:

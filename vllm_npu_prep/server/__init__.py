@@ -1,1 +1,1 @@
-"""What a running server does besides answering: it writes records when asked, and ends whole."""
+"""Writes records of a running server on request, and ends all its processes with it."""

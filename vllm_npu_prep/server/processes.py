@@ -1,7 +1,7 @@
-"""Processes of an engine end when the one that started them is gone, and survive SIGUSR1.
+"""Ends an engine's processes when their parent is gone, and lets them survive SIGUSR1.
 
-A process that is killed by SIGKILL can tell nobody. Its children would live on for ever, and keep
-their memory and the card.
+A process that is killed by SIGKILL can't tell its children. They would run for ever, and keep their
+memory and the card.
 """
 
 import logging
@@ -19,25 +19,25 @@ from vllm_npu_prep.server.record_signal import survive_signals
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 SERVERS = {"vllm.entrypoints.cli.main", "vllm.entrypoints.launchers.api_server.entry"}
-"""Modules that a process of ``vllm serve`` has, and a program that only computes has not."""
+"""Modules that a process of ``vllm serve`` has imported, and a user's own program has not."""
 STARTED_BY_VLLM = re.compile(
     r"EngineCore(_DP\d+)?|VllmWorker-\d+|ApiServer_\d+|APIServer_DPRank_\d+|VLLM_DP_Coordinator"
 )
 """Names that vLLM gives the processes that it starts by `multiprocessing`."""
 POLL_SECONDS = 0.5
-"""How often to look. Asking the system costs microseconds; a pidfd needs Linux 5.3, and the death
-signal of ``prctl`` comes when the parent's thread ends, which may be long before the parent does.
+"""Poll interval. A poll costs microseconds. The alternatives are worse: a pidfd needs Linux 5.3,
+and ``prctl`` signals the end of the parent's thread, which may come long before the parent's.
 """
 END_SECONDS = 5.0
-"""Time that an orderly end gets."""
+"""Time for an orderly end."""
 THREAD = "npu_prep watches its parent"
 
 
 def look_after_processes() -> None:
-    """Look after this process, if it is vLLM's own, and after those that are forked from it.
+    """Watch the parent of this process, if it is vLLM's own, and of processes forked from it.
 
-    To be called where vLLM looks for its platform: not all of its processes ask for general
-    plugins, and those that are forked ask for nothing again.
+    Must be called when vLLM looks for its platform: not all of its processes load general plugins,
+    and forked processes load nothing again.
     """
     if SERVERS & sys.modules.keys():
         survive_signals()
@@ -46,14 +46,14 @@ def look_after_processes() -> None:
 
 
 def _look_after_child() -> None:
-    """Do so in a process that vLLM has started; a user's own is not ours to end."""
+    """Watch the parent if vLLM started this process; we must not end a user's own process."""
     if STARTED_BY_VLLM.fullmatch(multiprocessing.current_process().name):
         survive_signals()
         watch_parent()
 
 
 def watch_parent() -> None:
-    """End this process once its parent is gone: as on SIGTERM, and after `END_SECONDS` at once.
+    """End this process when its parent is gone: as by SIGTERM, and by force after `END_SECONDS`.
 
     A thread watches. Calls after the first do nothing.
     """

@@ -1,8 +1,8 @@
-"""Finding a server that runs on this host, and asking it to write its last steps.
+"""Finds a server that runs on this host, and asks it to write its last steps.
 
-Each API server listens on an abstract Unix socket (`vllm_npu_prep.server.record_server`) whose
-name holds two process ids: its own, and that of the process that ``vllm serve`` began with. Such a
-name needs no folder and is gone with its process, however that ends.
+Each API server listens on an abstract Unix socket (`vllm_npu_prep.server.record_server`), whose
+name has two process ids: its own, and that of ``vllm serve``. Such a name needs no folder and
+disappears with its process, however that ends.
 """
 
 import json
@@ -26,7 +26,7 @@ class Address(NamedTuple):
     Attributes
     ----------
     root
-        Process id of ``vllm serve``: with several API servers that of their parent.
+        Process id of ``vllm serve``, which is the parent of several API servers.
     pid
         Process id of the API server.
     """
@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
 
 def addresses() -> list[Address]:
-    """Those of all API servers of this host, or of this container."""
+    """Addresses of all API servers on this host, or in this container."""
     try:
         lines = Path("/proc/net/unix").read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def server_of(pid: int) -> Address | None:
 
 
 def _and_ancestors(pid: int) -> Iterator[int]:
-    """A process, its parent, that one's, and so on."""
+    """A process and all its ancestors, the nearest first."""
     while pid > 0:
         yield pid
         try:
@@ -76,23 +76,23 @@ def _and_ancestors(pid: int) -> Iterator[int]:
 
 
 def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[str, Any]:
-    """What an API server answers.
+    """Ask an API server, and return its answer.
 
     Parameters
     ----------
     address
-        Of `addresses`.
+        One of `addresses`.
     question
         ``describe`` or ``record``.
     timeout
-        Seconds that it gets.
+        Seconds to wait for the answer.
     more
-        What belongs to the question.
+        Arguments of the question.
 
     Raises
     ------
     PrepError
-        If it gives none.
+        If it gives no answer.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)

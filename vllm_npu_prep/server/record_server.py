@@ -1,6 +1,6 @@
-"""An API server that is asked for records, by `vllm_npu_prep.server.record_client` or by SIGUSR1.
+"""Lets an API server write records when `vllm_npu_prep.server.record_client` or SIGUSR1 asks.
 
-It asks every rank of every engine through vLLM, so that ranks on other hosts write theirs, too.
+The server asks every rank of every engine through vLLM, so ranks on other hosts write theirs, too.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ NOTHING_RECORDED = (
     "no steps are recorded: start with --additional-config "
     """'{"npu_prep": {"record": {"dir": ...}}}'"""
 )
-CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of who is connected
+CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the connected process
 ROOT = 0
 LINE_SECONDS = 10
-"""Time that a question gets to arrive."""
+"""Longest wait for a question after a client has connected."""
 
 
 @contextlib.asynccontextmanager
 async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]:
-    """Take requests for records while an API server serves.
+    """Accept requests for records while an API server runs.
 
     Parameters
     ----------
     engine
         vLLM's.
     port
-        Where the server listens for HTTP, for whoever looks for it.
+        Port of the server's HTTP, by which users recognise it.
     """
     records = _Records(engine, port)
     loop, server = asyncio.get_running_loop(), None
@@ -60,7 +60,7 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
         try:
             yield
         finally:
-            # What comes while the server stops is too late, but is not to kill it.
+            # A signal while the server stops is too late, but must not kill it.
             loop.remove_signal_handler(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             if server is not None:
@@ -68,7 +68,7 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
 
 
 class _Records:
-    """What one API server answers."""
+    """Answers questions to one API server."""
 
     def __init__(self, engine: "AsyncLLM", port: int | None) -> None:
         self.engine, self.port = engine, port
@@ -93,13 +93,13 @@ class _Records:
             await writer.drain()
 
     def begin(self) -> None:
-        """Write records; for a signal, which waits for nothing."""
+        """Write records without waiting, as a signal handler needs it."""
         task = asyncio.get_running_loop().create_task(self.write("SIGUSR1"))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def describe(self) -> dict[str, Any]:
-        """What tells this server from others."""
+        """Facts by which users recognise this server."""
         return {
             "port": self.port,
             "model": self.engine.vllm_config.model_config.model,
@@ -139,6 +139,6 @@ class _Records:
 
 
 def _is_trusted(connection: Any) -> bool:
-    """Whether this user asks, or root: others may connect to an abstract name."""
+    """Whether the client is this user or root; any user can connect to an abstract name."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return CREDENTIALS.unpack(raw)[1] in (ROOT, os.geteuid())

@@ -1,7 +1,7 @@
-"""SIGUSR1 to a process of a server that is no API server: it is passed on to one.
+"""Passes SIGUSR1 on from any process of a server to its API server.
 
-Where there is none, as in an engine without a server or on another host than the server's, it goes
-on to the processes that this one has started, down to those that record.
+If there is none, because the engine has no server or the server is on another host, the signal is
+passed on to the processes that this process has started, down to those that record.
 """
 
 import _thread
@@ -21,11 +21,11 @@ from vllm_npu_prep.server.record_client import Address, ask, server_of
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 ANSWER_SECONDS = 60
-"""Time that an API server gets to have records written."""
+"""Longest wait for an API server to have records written."""
 
 
 def survive_signals() -> None:
-    """Handle SIGUSR1, which would end this process, from now on; a handler that is there stays."""
+    """Handle SIGUSR1, which would otherwise end this process; an existing handler is kept."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, pass_on)
@@ -34,8 +34,8 @@ def survive_signals() -> None:
 def pass_on(*_: Any) -> None:
     """Handle SIGUSR1 in a process that records nothing itself.
 
-    A handler runs between any two lines, which may hold any lock: a thread does the rest, and is
-    begun without `threading`, which has locks, too.
+    A handler can interrupt code that holds any lock, so a thread does the work. It is started
+    without `threading`, which has locks, too.
     """
     _thread.start_new_thread(_pass_on, ())
 
@@ -44,7 +44,7 @@ def _pass_on() -> None:
     server = server_of(os.getpid())
     if server is not None:
         try:
-            ask(server, "record", ANSWER_SECONDS, reason="SIGUSR1")  # its log says what comes of it
+            ask(server, "record", ANSWER_SECONDS, reason="SIGUSR1")  # its log has the result
         except PrepError as error:
             logger.warning("SIGUSR1: %s.", error)
         return
@@ -58,7 +58,7 @@ def _pass_on() -> None:
 
 
 def _listens(pid: int) -> bool:
-    """Whether a process handles SIGUSR1, which would end it otherwise."""
+    """Whether a process handles SIGUSR1, which would otherwise end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

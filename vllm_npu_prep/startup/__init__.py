@@ -1,1 +1,1 @@
-"""What is decided before an engine starts: refusals, ranks, and what a Ray cluster offers."""
+"""Decisions before an engine starts: refusals, ranks, and the devices of a Ray cluster."""

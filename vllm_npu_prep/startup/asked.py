@@ -1,4 +1,4 @@
-"""What an engine is asked for, as refusals look at it."""
+"""What an engine is asked for, in the form that refusals read."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
 DEFAULT_BLOCK_SIZE = 128
-"""Block size unless the user gives one: what Ascend kernels are made for."""
+"""Block size if the user gives none: the size that Ascend kernels are made for."""
 
 DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 """Speculative methods whose drafters are models of their own."""
@@ -23,7 +23,7 @@ METHODS = ("ngram", *DRAFT_MODEL_METHODS)
 
 @dataclass(frozen=True)
 class Asked:
-    """An engine's configuration, with the names that refusals ask by.
+    """An engine's configuration, by the names that refusals use.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Asked:
 
     @property
     def block_size(self) -> int:
-        """Block size as asked for, or the one that the backend prefers."""
+        """Block size that the user gave, or the one that the backend prefers."""
         cache = self.config.cache_config
         return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
 
@@ -73,7 +73,7 @@ class Asked:
 
     @property
     def speculative(self) -> "SpeculativeConfig":
-        """Configuration of speculation, where there is one."""
+        """Configuration of speculation, which must be present."""
         speculative = self.config.speculative_config
         assert speculative is not None
         return speculative
@@ -86,7 +86,7 @@ class Asked:
 
     @property
     def drafter(self) -> "ModelConfig":
-        """The drafter's model, where it has one."""
+        """The drafter's model, which must be present."""
         return self.speculative.draft_model_config
 
     @cached_property
@@ -96,7 +96,7 @@ class Asked:
 
 
 def layer_types(model: "ModelConfig") -> set[str]:
-    """Kinds of a model's layers; empty where its config doesn't tell."""
+    """Kinds of a model's layers; empty if its config doesn't have them."""
     return set(getattr(model.hf_text_config, "layer_types", None) or ())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 def rank_across_engines(parallel_config: Any) -> int:
     """Number of a worker among those of all data-parallel engines.
 
-    Engines of models without experts know of no other; their index tells them apart all the same.
+    Engines of models without experts know of no others, but still have an index of their own.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def is_one_of_several(parallel_config: Any) -> bool:
 
 
 def ranks_on_host(parallel_config: Any) -> int:
-    """Workers that this host runs; with Ray only they themselves know, and others hear of one."""
+    """Workers that this host runs; with Ray only the workers know it, other processes get 1."""
     if parallel_config.use_ray:
         return max(1, len(parallel_config.assigned_physical_gpu_ids or ()))
     engines = max(1, parallel_config.data_parallel_size_local)

@@ -1,4 +1,4 @@
-"""What a Ray cluster has to offer, asked before an engine begins to wait for it."""
+"""Asks a Ray cluster for its devices before an engine begins to wait for them."""
 
 import json
 import os
@@ -30,11 +30,11 @@ HOW = (
 
 
 def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
-    """Give Ray's workers the server's kind of device, and see that the cluster has any.
+    """Tell Ray's workers the server's kind of device, and check that the cluster has such devices.
 
-    Ray starts workers with the environment of their host, and vLLM's comes later, when the plugin
-    has long decided, and only where the host's has nothing: the kind, and the folder that steps
-    are counted in, come with `ray_runtime_env`, which is extended.
+    Ray starts workers with the environment of their host. vLLM adds its variables too late for the
+    plugin's decision, and only those that the host doesn't set. So we add the kind, and the folder
+    in which steps are counted, to `ray_runtime_env`.
 
     Parameters
     ----------
@@ -65,10 +65,10 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
 
 
 def _refuse_without_npus(num_ranks: int, kind: DeviceKind) -> None:
-    """Raise if there is nothing to wait for.
+    """Raise if the cluster has no NPU at all.
 
-    Fewer NPUs than ranks are no error: vLLM waits half an hour for other hosts to join. Nor is
-    no cluster on a host whose NPUs suffice, where vLLM starts one of its own.
+    Fewer NPUs than ranks are no error: vLLM waits half an hour for other hosts to join. A missing
+    cluster is no error on a host with enough NPUs, where vLLM starts its own.
     """
     offered = _resources()
     if offered is None:
@@ -84,7 +84,8 @@ def _refuse_without_npus(num_ranks: int, kind: DeviceKind) -> None:
 def _resources() -> dict[str, float] | None:
     """Resources of the cluster that ``RAY_ADDRESS`` or this host names; None if there is none.
 
-    Another process asks: one that has spoken to a cluster is not to be forked, as engines are.
+    A separate process asks, because a process that is connected to a cluster must not be forked, as
+    engines are.
     """
     try:
         with waiting("Asking the Ray cluster what it offers", logger.info):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_npu_prep.startup.asked import Asked
 
 NOT_SUPPORTED = " is not supported by vllm_npu_prep"
-"""Verdict about a feature. About a value out of several, the reason says all."""
+"""Verdict about a feature; for one of several values the reason is enough."""
 
 
 def _no_words(asked: Asked) -> dict[str, object]:
@@ -19,10 +19,10 @@ def _always(asked: Asked) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that an engine can't have.
+    """One unsupported feature or value.
 
-    Its texts are templates of `str.format`. Their holes are filled by `words`; ``{model}``, the
-    model's name, and ``{family}``, the kernel family's, are always known.
+    Its texts are templates for `str.format`, filled from `words`; ``{model}``, the model's name,
+    and ``{family}``, the kernel family's name, are always available.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Refusal:
     feature
         What was asked for: the flag with its value, or the feature.
     reason
-        Why it can't be had, or which values can.
+        Why it is not supported, or which values are.
     remedy
         What to do instead.
     words
@@ -64,7 +64,7 @@ class Subject:
     refusals
         In the order in which they are reported.
     when
-        Guards `Refusal.when` of all of them: without a drafter, nothing of it can be asked.
+        If false, no `Refusal.when` is called: without a drafter, its attributes don't exist.
     verdict
         Comes after the feature in each message: `NOT_SUPPORTED`, or nothing.
     """

@@ -1,4 +1,4 @@
-"""What is refused at start-up: one list, of which everything that applies is reported together."""
+"""The one list of what start-up refuses; all refusals that apply are reported together."""
 
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *inputs.SUBJECTS,
     *speculation.SUBJECTS,
 )
-"""All subjects, in the order in which they are looked at."""
+"""All subjects, in the order in which they are checked."""
 
 REFUSALS: dict[str, Refusal] = {each.id: each for subject in SUBJECTS for each in subject.refusals}
 """Everything that start-up refuses, by id."""
@@ -38,7 +38,7 @@ REFUSALS: dict[str, Refusal] = {each.id: each for subject in SUBJECTS for each i
 def refusals_that_apply(
     vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind
 ) -> dict[str, str]:
-    """Look at every refusal.
+    """Check every refusal.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def refusals_that_apply(
 
 
 def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind) -> None:
-    """Raise for everything that the device, the kernel family or this version can't do.
+    """Raise if the device, the kernel family or this version can't do what was asked for.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ def attend(
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
         part = query[rows].float()
-        # Query heads of one K/V head stand behind each other as more rows.
+        # Query heads that share a K/V head become additional rows.
         part = part.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = (part @ keys * scale).unflatten(1, (group, -1))  # [Nkv, group, rows, S]
         if bias is not None:
@@ -132,7 +132,7 @@ def gather_blocks(
     block_ids
         ``[max_blocks]``, the request's row of the block table.
     length
-        Rows wanted; blocks behind them are not looked at.
+        Number of rows to read; blocks past them are not read.
 
     Returns
     -------

@@ -60,7 +60,7 @@ class FusedAttention:
 
     @property
     def is_tnd(self) -> bool:
-        """Whether requests stand behind each other instead of side by side."""
+        """Whether requests are concatenated instead of padded side by side."""
         return self.input_layout == "TND"
 
     @property

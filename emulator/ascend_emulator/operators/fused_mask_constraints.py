@@ -343,8 +343,8 @@ _READINGS = [
     ),
     record(
         "actual_seq_lengths",
-        "query rows behind a length",
-        "zero output behind a request's length",
+        "query rows past a length",
+        "zero output past a request's length",
         "not stated",
         UNKNOWN,
         "none found",

@@ -85,7 +85,7 @@ SHOWN_BY = {
     ("fused attention", "fully masked rows"): (
         test_a_row_with_nothing_visible_is_nan_or_corrected_to_zero
     ),
-    ("fused attention", "query rows behind a length"): (
+    ("fused attention", "query rows past a length"): (
         test_fused_attention.test_layouts_with_a_batch_axis
     ),
     ("cache write", "padding slot"): (

@@ -1,4 +1,4 @@
-"""Kernel families behind one small interface: one file for each."""
+"""Kernel families with one small interface: one file for each."""
 
 import importlib
 from collections.abc import Callable
@@ -25,11 +25,11 @@ class LayerShape:
 class AttentionKernels(Protocol):
     """The verbs of a kernel family.
 
-    A family that has MLA also takes caches of one plane, whose rows are keys and values both.
+    A family with MLA also takes caches of one plane, whose rows are both keys and values.
     """
 
     family: KernelFamily
-    workspace_serves_all_lengths: bool  # else it is asked for again when lengths change
+    workspace_serves_all_lengths: bool  # False: a new one is needed when lengths change
 
     def write_kv(
         self,
@@ -51,12 +51,12 @@ class AttentionKernels(Protocol):
         output: torch.Tensor,  # [num_attended_tokens, num_heads, head_size], written
         workspace: torch.Tensor | None = None,
     ) -> None:
-        """Attend; K and V of the step are in the cache already and also given fresh.
+        """Compute attention; K and V of the step are given, and are in the cache already.
 
-        Without a causal mask (``metadata.causal``) there is no cache, and every token attends to
-        all of its request's fresh ones.
+        If ``metadata.causal`` is False there is no cache, and every token attends to all tokens of
+        its request in this step.
 
-        Padding tokens of a full graph are attended too, over nothing.
+        Padding tokens of a full graph are included; they attend to nothing.
         """
 
     def workspace(self, call: "AttentionCall", metadata: AscendMetadata) -> torch.Tensor | None:
@@ -67,7 +67,7 @@ class AttentionKernels(Protocol):
 class AttentionCall:
     """One layer's attention inside a full graph, with everything but the step's metadata.
 
-    It reads K and V from the cache: no full graph is captured for a state that reads fresh ones.
+    It reads K and V from the cache: no full graph is captured for a state that reads the step's.
     """
 
     layer_name: str

@@ -1,4 +1,4 @@
-"""The ATB family (A2, A3): an operator for each state, dense masks as in the reference documents.
+"""The ATB family (A2, A3): one operator per state, dense masks as in the reference documents.
 
 Sources: the schemas of ``torch_npu._npu_flash_attention``, ``_npu_paged_attention`` and
 ``_npu_paged_attention_splitfuse``. Their lengths are host tensors.
@@ -83,7 +83,7 @@ class AtbKernels:
         )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
-        """What paged attention asks for with these lengths; only decodes are captured."""
+        """The workspace of paged attention for these lengths; only decodes are captured."""
         _, seq_lens = _host_lengths(metadata)
         return torch_npu._npu_paged_attention_get_workspace(
             query=call.query,
@@ -99,10 +99,10 @@ class AtbKernels:
 
 
 def _square_mask(metadata: AscendMetadata, query: torch.Tensor) -> torch.Tensor:
-    """Mask of flash attention, which takes no call without one: zeros mask nothing.
+    """Mask of flash attention, which demands one: without a mask, zeros, which mask nothing.
 
-    In float16 they are added to the scores and in bfloat16 they are flags. Made once for all layers
-    of a group and step; start-up counted such a square into the budget of dense masks.
+    In float16 the mask is added to the scores; in bfloat16 its entries are flags. It is made once
+    for all layers of a group in a step; the budget of dense masks includes it at start-up.
     """
     if metadata.attn_mask is None:
         metadata.attn_mask = query.new_zeros(metadata.max_seq_len, metadata.max_seq_len)

@@ -17,7 +17,7 @@ from vllm_npu_prep.prep.state import AttentionState
 
 NO_MASK_MODE = 0  # sparse_mode without a mask
 CAUSAL_MODE = 3  # rightDownCausal: the constant's diagonal lies on the lower right corner
-BAND_MODE = 4  # that, and a lower limit `pre_tokens` before the diagonal
+BAND_MODE = 4  # the same with a lower limit, `pre_tokens` before the diagonal
 
 
 class FiaKernels:
@@ -37,7 +37,7 @@ class FiaKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write K and V; the default ``cache_mode`` is the layout of 310P, so name this one."""
+        """Write K and V; ``cache_mode`` is given because its default is the layout of 310P."""
         key_cache, value_cache = self._planes(kv_cache)
         torch_npu.npu_scatter_pa_kv_cache(
             key, value, key_cache, value_cache, slot_mapping, cache_mode="Norm"
@@ -54,7 +54,7 @@ class FiaKernels:
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
     ) -> None:
-        """Attend over the step's own K and V where nothing is cached, else over the cache."""
+        """Attend over the step's own K and V if nothing is cached, else over the cache."""
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
         torch_npu.npu_fused_infer_attention_score.out(
@@ -65,7 +65,7 @@ class FiaKernels:
         )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
-        """What serves all lengths, in elements of the query's dtype."""
+        """A workspace large enough for all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             call.query,
             **self._arguments(None, None, call.kv_cache, metadata, call.layer),
@@ -79,10 +79,10 @@ class FiaKernels:
         metadata: AscendMetadata,
         layer: LayerShape,
     ) -> dict[str, Any]:
-        """Arguments behind the query.
+        """Arguments after the query.
 
-        Lengths are host lists: of queries cumulative; of K and V cumulative where they are fresh,
-        and one for each request where they are paged.
+        Lengths are host lists: those of queries are cumulative; those of K and V are cumulative for
+        the step's own K and V, and one for each request if K and V are paged.
         """
         query_ends, seq_lens = _host_lengths(metadata)
         paged: dict[str, Any] = {}
@@ -116,10 +116,10 @@ class FiaKernels:
 
 
 def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
-    """How the kernel lays the constant mask over queries and keys.
+    """How the kernel applies the constant mask to queries and keys.
 
-    Limits of a band are inclusive: with a window of W, a token sees W - 1 others before itself, and
-    without causality as many behind.
+    Limits of a band are inclusive: with a window of W, a token sees W - 1 tokens before itself, and
+    without causality also W - 1 after itself.
     """
     window = metadata.sliding_window
     if window is not None:

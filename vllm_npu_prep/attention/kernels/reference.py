@@ -1,11 +1,11 @@
 """The reference family: paged attention in plain torch, vectorised over requests, for the CPU.
 
-It reads the mask of the metadata and nothing else to decide who sees whom, so a wrong mask gives
-wrong tokens; and it asserts what the Ascend kernels demand, so that the fallback rejects what an
-NPU would. What lies outside of a window is not even read: its block may be another request's.
+Only the mask of the metadata decides which token sees which, so a wrong mask gives wrong tokens.
+Assertions repeat what the Ascend kernels demand, so the fallback rejects what an NPU would reject.
+Positions outside of a window are never read: their block may belong to another request.
 
 A step is cut into *chunks* of queries, and chunks of similar lengths run together as a *tile*. The
-cut depends on the step alone, so the first layer works it out for all.
+cut depends on the step alone, so the first layer computes it for all.
 """
 
 from dataclasses import dataclass, field
@@ -19,17 +19,17 @@ from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE
 from vllm_npu_prep.prep.state import AttentionState
 
 TILE_PAIRS = 1 << 20
-"""Most query-key pairs of one tile: bounds its mask and, for each head, its scores."""
+"""Most query-key pairs of one tile: limits the size of its mask and of each head's scores."""
 
 TILE_ROWS = 1 << 14
 """Most rows of K and of V that one tile gathers, unless a single request has more."""
 
 KEPT_PAIRS = 1 << 24
-"""Steps of up to this many pairs keep their tiles for the next layer; larger ones make them again,
-so that a long prompt costs memory in proportion to its length, not to its square."""
+"""Steps of up to this many pairs keep their tiles for the next layer; larger steps recompute them,
+so that memory grows with the length of a prompt, not with its square."""
 
 FEWEST_CHUNK_TOKENS = 64
-"""With a window, chunks have as many tokens as it or this many: each reads its own columns."""
+"""With a window, a chunk has as many tokens as the window, and at least this many."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Chunk:
     start: int  # first query token in the batch
     query_len: int
     first_position: int  # of the first query token
-    # Positions that are read: those that some query token of the chunk may see
+    # Positions to read: those that at least one query token of the chunk may see
     first_column: int
     num_columns: int
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Chunks that are computed together, padded to the longest of them.
+    """Chunks that are computed together, padded to the longest one.
 
     ``B`` chunks, ``Q`` query tokens, ``S`` columns: positions from a chunk's first column on.
     """
 
     token_indices: torch.Tensor  # [B * Q] int64, a chunk's last token repeated in padding
-    # Rows of the result that are no padding, [tokens] int64, and the tokens that they belong to
+    # Rows of the result without padding, [tokens] int64, and the tokens that they belong to
     result_rows: torch.Tensor
     result_tokens: torch.Tensor
     kv_indices: torch.Tensor  # [B * S] int64, rows of the K and V that are read
@@ -62,7 +62,7 @@ class Tile:
 
 @dataclass
 class TilePlan:
-    """How a step is cut, over its own K and V or over the cache; the first layer works it out."""
+    """How a step is cut, over its own K and V or over the cache; the first layer computes it."""
 
     chunks: list[list[Chunk]]
     keep: bool
@@ -105,7 +105,7 @@ class ReferenceKernels:
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
     ) -> None:
-        """Attend over the step's own K and V where nothing is cached, else over the cache."""
+        """Attend over the step's own K and V if nothing is cached, else over the cache."""
         del workspace
         assert query.is_contiguous() and query.shape[1:] == (layer.num_heads, layer.head_size)
         assert query.dtype in REFERENCE.dtypes, query.dtype
@@ -132,7 +132,7 @@ class ReferenceKernels:
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> None:
-        """Takes what it needs."""
+        """None: torch allocates what it needs."""
 
 
 def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
-    """What the Ascend kernels demand of a step."""
+    """Assert what the Ascend kernels demand of a step."""
     query_lens, seq_lens = metadata.query_lens, metadata.seq_lens_np
     assert len(query_lens) == len(seq_lens), (
         f"{len(query_lens)} query lengths and {len(seq_lens)} sequence lengths disagree"
@@ -211,7 +211,7 @@ def _plan(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
 def _columns(
     first_position: int, query_len: int, seq_len: int, window: int | None, causal: bool
 ) -> tuple[int, int]:
-    """First position that some of these query tokens may see, and the one behind the last."""
+    """First position that one of these query tokens may see, and the one after the last."""
     behind = first_position + query_len
     if window is None:
         return 0, behind if causal else seq_len
@@ -220,7 +220,7 @@ def _columns(
 
 
 def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Chunk]) -> Tile:
-    """Indices and mask of some chunks; over the cache, or without `block_size` over fresh K, V."""
+    """Indices and mask of some chunks; over the cache, or over the step's K, V if not paged."""
     numbers = [
         (c.request, c.start, c.query_len, c.first_position, c.first_column, c.num_columns)
         for c in chunks
@@ -260,17 +260,17 @@ def _masked(
     positions: torch.Tensor,  # [B, Q]
     columns: torch.Tensor,  # [B, S]
 ) -> torch.Tensor | None:
-    """What the metadata's mask hides, bool ``[B, Q, S]``; None if nothing."""
+    """True where the metadata's mask hides a column, bool ``[B, Q, S]``; None if nowhere."""
     mask, window = metadata.attn_mask, metadata.sliding_window
     if mask is not None and mask.dtype == torch.bool:
         matrix = metadata.attn_state == AttentionState.PrefillNoCache
         rows = positions if matrix else token_indices
-        if window is None:  # all begin at position 0: a slice, much faster
+        if window is None:  # all begin at position 0: slicing is much faster
             return mask[rows, : columns.shape[1]]
         return mask[rows[:, :, None], columns[:, None, :]]
     if mask is None and window is None:
         return None
-    # How far a column lies ahead of the query token: 0 is the token itself.
+    # How far each column is ahead of the query token; 0 is the token itself.
     ahead = columns.int()[:, None, :] - positions.int()[:, :, None]
     if mask is None:
         assert window is not None and not metadata.causal
@@ -332,7 +332,7 @@ def _attend_tile(
         v = values.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)
     # Half precision is for storage: as on a device, sums are kept in float32 and rounded once.
     q, k, v = q.float(), k.float(), v.float()
-    # Grouped queries: the heads of one K/V head stand behind each other as more query rows.
+    # Grouped queries: the heads that share a K/V head become additional query rows.
     group = layer.num_heads // layer.num_kv_heads
     q = q.reshape(num_reqs, layer.num_kv_heads, group * query_len, layer.head_size)
     visible = tile.visible

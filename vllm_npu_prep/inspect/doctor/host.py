@@ -23,7 +23,7 @@ LARGEST_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left behind.
+    """The result of a command.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Host:
         OSError
             If it can't be read.
         """
-        # A pipe that nobody writes to is no reason to wait.
+        # Don't wait for input from a pipe to which nothing is written.
         descriptor = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             return file.read(LARGEST_TEXT).decode(errors="replace")

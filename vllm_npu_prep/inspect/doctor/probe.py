@@ -1,7 +1,7 @@
 """What can only be learned by importing torch and vLLM, for the doctor.
 
 Run as a process of its own: an import may fail, hang or take the process with it. Each answer is a
-line of JSON behind `MARK`, printed at once, so that what was found before is kept.
+line of JSON after `MARK`, printed at once, so that earlier findings are kept.
 """
 
 import contextlib

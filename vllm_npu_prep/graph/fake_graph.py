@@ -1,8 +1,8 @@
-"""The CPU fallback's graphs: nothing is captured, but what a graph relies on is checked.
+"""Fake graphs for the CPU fallback: they capture nothing, but check what real graphs rely on.
 
 A captured graph reads and writes the addresses that it was captured with, whatever the caller
-passes later. Here each call runs eagerly, after a check that every input still lies where it lay,
-and its results are copied to where the first ones lay, so that a caller who keeps results across
+passes later. A fake graph checks that every input is still at its captured address, runs the call
+eagerly, and copies the results to those of the first call. So a caller that keeps results across
 steps finds them overwritten, as on a device.
 """
 
@@ -23,7 +23,7 @@ from vllm_npu_prep.wording import counted
 
 
 class GraphSafetyError(RuntimeError):
-    """A replay would have read something else than the step that it belongs to."""
+    """A replay would have read other values than those of its step."""
 
 
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
@@ -31,7 +31,7 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def place(tensor: torch.Tensor) -> Place:
-    """Where a tensor lies and what it looks like."""
+    """Address, shape, strides and dtype of a tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -48,7 +48,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
     for layer_name, metadata in call.attn_metadata.items():
         groups.setdefault(id(metadata), (layer_name, metadata))
     for layer_name, metadata in groups.values():
-        metadata = getattr(metadata, "step", metadata)  # as MLA layers get it
+        metadata = getattr(metadata, "step", metadata)  # MLA layers get a wrapper
         for item in fields(metadata):
             value = getattr(metadata, item.name)
             if isinstance(value, torch.Tensor):
@@ -57,7 +57,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
 
 
 def _adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a graph reads of adapters: nothing, if it is for steps without any."""
+    """What a graph reads of adapters; nothing if it is for steps without adapters."""
     inputs: dict[str, torch.Tensor] = {}
     for name, layer in model.named_modules():
         wrapper = getattr(layer, "punica_wrapper", None)
@@ -69,7 +69,7 @@ def _adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class CheckedGraphPool:
-    """The outputs of the largest size, in which those of all others lie."""
+    """Holds the outputs of the largest size; those of all other sizes share their memory."""
 
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
@@ -79,10 +79,10 @@ class CheckedGraphPool:
         return CheckedGraph(self)
 
     def close(self) -> None:
-        """Nothing is held for captures."""
+        """Does nothing: captures hold no memory."""
 
     def at_home(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where results of these shapes stay: the same memory for all sizes, as in a pool."""
+        """Memory for results of these shapes, shared by all sizes, as in a real pool."""
         if not self.outputs:
             self.outputs = list(outputs)
         homes = []
@@ -107,19 +107,19 @@ class CheckedGraph:
         self.homes: list[torch.Tensor] = []
 
     def capture(self, call: GraphCall) -> Any:
-        """Note where every input lies, and run."""
+        """Note the address of every input, and run."""
         self.places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
         outputs = call()
         self.homes = self.pool.at_home(tensors_of(outputs))
         return self._bring_home(outputs)
 
     def replay(self, call: GraphCall) -> Any:
-        """Check that every input lies where it lay, and run.
+        """Check that every input is where it was at capture, and run.
 
         Raises
         ------
         GraphSafetyError
-            Names the first input that a graph would have read elsewhere or as something else.
+            If an input changed its address, shape, strides or dtype; names the first one.
         """
         places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
         if places != self.places:
@@ -158,7 +158,7 @@ def check_padding(
     block_tables: Sequence[torch.Tensor],
     local_tables: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
-    """Check what a graph is about to read behind the step's own tokens and requests.
+    """Check what a graph is about to read past the step's own tokens and requests.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def check_padding(
     block_tables
         int32 ``[num_reqs_padded, max_num_blocks]`` on the device, one for each group.
     local_tables
-        Those of virtual requests, by group.
+        Block tables of virtual requests, by group.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The checking stand-in: a replay that would read something else is refused by name."""
+"""The fake graph: a replay that would read something else is refused by name."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from vllm_npu_prep.attention.mla import MLALayerMetadata
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.graph import GraphCall, tensors_of
-from vllm_npu_prep.graph.stand_in import CheckedGraphPool, GraphSafetyError, check_padding
+from vllm_npu_prep.graph.fake_graph import CheckedGraphPool, GraphSafetyError, check_padding
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
