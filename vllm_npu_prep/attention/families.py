@@ -6,6 +6,9 @@ import torch
 
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 
+DEFAULT_BLOCK_SIZE = 128
+"""Block size unless the user gives one: what Ascend kernels are made for."""
+
 
 @dataclass(frozen=True)
 class KernelFamily:
@@ -30,7 +33,7 @@ class KernelFamily:
     experts, mla
         Whether the experts of a mixture are computed on its device, and latent rows attended over.
     kv_connectors
-        KV connectors of vLLM that know its cache (`vllm_npu_prep.kv_transfer`).
+        KV connectors of vLLM that know its cache (`vllm_npu_prep.attention.kv_transfer`).
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
         which True masks. Not masked is always 0.

@@ -2,7 +2,7 @@
 
 Written from the rules, not from `vllm_npu_prep.prep.fused_pass`, whose results it looks at: every
 request and every token once, in about the time that a decode step's tokens take to be written.
-`vllm_npu_prep.inspect.check` says what was broken in words.
+`vllm_npu_prep.observe.check` says what was broken in words.
 """
 
 from enum import IntEnum
