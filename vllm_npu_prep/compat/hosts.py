@@ -9,7 +9,7 @@ from typing import Any
 from vllm_npu_prep.errors import PrepError
 
 QUEUE_WAKE_MS = 500
-"""How often who waits for a message of another host looks whether it is to stop, in ms."""
+"""Poll interval (ms) for noticing shutdown while waiting on a message of another host."""
 
 
 def refuse_ray_where_it_is_missing() -> None:
