@@ -64,7 +64,7 @@ setup(
         "vllm.platform_plugins": ["npu_prep = vllm_npu_prep:register"],
         "vllm.general_plugins": ["npu_prep = vllm_npu_prep:register_general"],
         "vllm.stat_logger_plugins": [
-            "npu_prep = vllm_npu_prep.inspect.stat_logger:StepStatLogger",
+            "npu_prep = vllm_npu_prep.server.stat_logger:StepStatLogger",
         ],
         "console_scripts": ["vllm-npu-prep = vllm_npu_prep.cli:main"],
     },

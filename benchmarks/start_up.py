@@ -73,10 +73,11 @@ def measure(model: str, flags: list[str]) -> dict[str, list[float]]:
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.worker import gpu_worker  # noqa: F401
     with clock.phase("plugin: import its worker"):
-        from vllm_npu_prep import compat, worker
+        from vllm_npu_prep import worker
+        from vllm_npu_prep.compat import activation
         from vllm_npu_prep.graph import runner
     for owner, method, name in (
-        (compat, "prepare_process", "plugin: prepare the process"),
+        (activation, "prepare_process", "plugin: prepare the process"),
         (current_platform, "check_and_update_config", "plugin: check the config"),
         (worker.NPUWorker, "init_device", "make the device and the runner"),
         (worker.NPUWorker, "load_model", "load the model"),

@@ -133,7 +133,7 @@ step_caches() {
   package=$(run -c 'import vllm_npu_prep; print(*vllm_npu_prep.__path__)')
   run -m compileall -q "$package"
   run - <<'PYTHON'
-from vllm_npu_prep.inspect import kept_step
+from vllm_npu_prep.observe import kept_step
 from vllm_npu_prep.prep import batch
 kept_step.warm_up(batch.warm_up())
 PYTHON

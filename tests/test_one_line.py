@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.helpers.engine import make_model
-from vllm_npu_prep import one_line
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.server import one_line
 
 WHY = "record.dir: no such disk; give another one"
 

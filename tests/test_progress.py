@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.examples import EXAMPLES
 from vllm_npu_prep import progress
-from vllm_npu_prep.draining import Drain, DrainMiddleware
+from vllm_npu_prep.server.draining import Drain, DrainMiddleware
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from tests.helpers.engine import make_model
-from vllm_npu_prep.compat import TORCHVISION
+from vllm_npu_prep.compat.models import TORCHVISION
 
 ROOT = Path(__file__).parents[1]
 FITS = next(Path(sys.prefix).glob("lib/python*/site-packages/psutil/*.so")).read_bytes()

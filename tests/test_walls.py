@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.imports import When, circle, imported_by, module_of, with_packages
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_npu_prep"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -108,7 +110,9 @@ def test_torch_npu_is_imported_behind_the_device_walls_only(path):
     assert "torch_npu" not in top_level(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p) != "compat.py"], ids=relative)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if not relative(p).startswith("compat/")], ids=relative
+)
 def test_only_compat_patches(path):
     assert patches(ast.parse(path.read_text())) == []
 
@@ -132,7 +136,8 @@ def test_the_patch_detector_sees_patches(code):
 
 
 def test_compat_is_where_patches_are():
-    assert len(patches(ast.parse((PACKAGE / "compat.py").read_text()))) >= 5
+    files = [path for path in SOURCES if relative(path).startswith("compat/")]
+    assert sum(len(patches(ast.parse(path.read_text()))) for path in files) >= 15
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -255,6 +260,126 @@ def test_what_is_in_flight_is_one_record_made_and_cleared_in_one_place():
     methods = [node for node in runner_class().body if isinstance(node, ast.FunctionDef)]
     assigned = {m.name: assigned_in(m) for m in methods if m.name not in START_UP}
     assert {name: names for name, names in assigned.items() if names} == IN_STEPS
+
+
+ANYONE = {"errors", "progress", "wording"}
+"""Modules that every folder but `prep/` may import."""
+
+WALLS: dict[str, set[str]] = {
+    "prep": {"prep"},
+    "config": {"attention.families", "prep", "validation"},
+    "compat": {"compat", "server"},
+    "compat.activation": {"compat", "device", "server", "torchvision_import"},
+    "device": {"compat.torch_names", "device", "prep"},
+    "ops": {"compat.kernels", "ops"},
+    "attention": {"attention", "config", "device", "prep"},
+    "graph": {"attention", "config", "device", "graph", "prep"},
+    "startup": {"attention.families", "config", "device", "prep", "startup"},
+    # What Ray's workers are given names the folder of counts
+    "startup.ray_cluster": {"device", "observe.metrics"},
+    # Steps are kept as records are read
+    "observe": {"inspect.contract", "inspect.files", "inspect.record", "inspect.record_settings"}
+    | {"attention.families", "config", "graph.counts", "observe", "prep", "startup.ranks"}
+    | {"server.record_client", "server.record_signal"},
+    "server": {"config", "observe.metrics", "server"},
+    "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
+    | {"startup.asked"},
+    "inspect": {"inspect", "prep", "validation"},
+    # They ask an installation, and vLLM's own runner
+    "inspect.doctor": {"attention.families", "config", "device", "inspect.doctor"},
+    "inspect.upstream_runner": {"compat", "device", "ops"},
+}
+"""What each folder, or a file that differs from its folder, may import of the plugin."""
+
+ENTRIES = {"", "cli", "platform", "worker"}
+"""What vLLM and the shell start: these may import anything."""
+
+TREES = {module_of(path, PACKAGE): ast.parse(path.read_text()) for path in SOURCES}
+USED = imported_by(TREES, When.IMPORTED, When.CALLED)
+
+
+def is_in(module: str, *folders: str) -> bool:
+    return any(f"{module}.".startswith(f"{folder}.") for folder in folders)
+
+
+def row_of(module: str) -> str:
+    """The row of `WALLS` for a module: the longest that fits; empty if there is none."""
+    return max((row for row in WALLS if is_in(module, row)), key=len, default="")
+
+
+def walls_broken(module: str, used: set[str]) -> set[str]:
+    """Of what a module uses, what it may not."""
+    if module in ENTRIES:
+        return set()
+    allowed = WALLS.get(row_of(module), set()) | (ANYONE if row_of(module) != "prep" else set())
+    return {each for each in used if each and not is_in(each, *allowed)}
+
+
+@pytest.mark.parametrize("module", USED)
+def test_folders_import_what_is_theirs_to_import(module):
+    assert walls_broken(module, USED[module]) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "used"),
+    [
+        ("prep.layout", "errors"),
+        ("device.cpu", "attention.backend"),
+        ("device.cpu", "compat.activation"),
+        ("attention.backend", "runner.step"),
+        ("runner.step", "inspect.view"),
+        ("inspect.view", "runner.step"),
+        ("inspect.view", "observe.check"),
+        ("observe.check", "inspect.recorder"),
+        ("compat.hosts", "device"),
+        ("wording", "prep.layout"),
+        ("new_folder.file", "prep.layout"),
+    ],
+)
+def test_an_import_through_a_wall_is_seen(module, used):
+    assert walls_broken(module, {used}) == {used}
+
+
+def test_walls_allow_nothing_that_nobody_uses():
+    used = {row: set().union(*(USED[m] for m in USED if row_of(m) == row)) for row in WALLS}
+    for row, allowed in WALLS.items():
+        for each in allowed - {row}:
+            assert any(is_in(module, each) for module in used[row]), f"{row}: {each}"
+
+
+def test_a_module_that_is_imported_needs_none_that_waits_for_it():
+    assert circle(with_packages(imported_by(TREES, When.IMPORTED))) == []
+
+
+ANNOTATIONS = {
+    ("prep.checks", "prep.batch"): "a step is checked by the module that makes it",
+}
+"""Imports for annotations that close a circle, and why it has to be."""
+
+
+def test_imports_go_in_one_direction():
+    """Those in functions and for annotations, too: a circle of them hides one thing in two."""
+    graph = imported_by(TREES, *When)
+    for module, other in ANNOTATIONS:
+        assert circle({module: {other}, other: graph[other]}), "no circle any more"
+        graph[module].remove(other)
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("a", "when"),
+    [
+        ("from vllm_npu_prep.b import y", When.IMPORTED),
+        ("import vllm_npu_prep.b", When.IMPORTED),
+        ("from vllm_npu_prep import b", When.IMPORTED),
+        ("class A:\n    def f(self):\n        from vllm_npu_prep import b", When.CALLED),
+        ("if TYPE_CHECKING:\n    from vllm_npu_prep.b import y", When.ANNOTATED),
+    ],
+)
+def test_a_circle_is_seen(a, when):
+    trees = {"a": ast.parse(a), "b": ast.parse("from vllm_npu_prep.a import x"), "": ast.parse("")}
+    assert sorted(set(circle(imported_by(trees, When.IMPORTED, when)))) == ["a", "b"]
+    assert bool(circle(imported_by(trees, When.IMPORTED))) == (when is When.IMPORTED)
 
 
 LONG = {

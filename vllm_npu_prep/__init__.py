@@ -11,13 +11,13 @@ def register() -> str | None:
 
     vLLM logs errors of platform plugins at debug level only, so they are reported from here.
     """
-    from vllm_npu_prep import compat
+    from vllm_npu_prep.compat import activation
 
-    return compat.activate_platform()
+    return activation.activate_platform()
 
 
 def register_general() -> None:
     """Entry point ``vllm.general_plugins``: what must run in every process of an engine."""
-    from vllm_npu_prep import compat
+    from vllm_npu_prep.compat import activation
 
-    compat.prepare_process()
+    activation.prepare_process()

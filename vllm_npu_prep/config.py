@@ -29,7 +29,7 @@ STEPS = re.compile(r"(?P<first>\d{1,15}):(?P<end>\d{1,15})|last (?P<last>\d{1,6}
 
 
 class RecordConfig(BaseModel):
-    """Which steps are recorded (`vllm_npu_prep.inspect.recorder`).
+    """Which steps are recorded (`vllm_npu_prep.observe.recorder`).
 
     Attributes
     ----------
@@ -112,7 +112,8 @@ class PrepConfig(BaseModel):
     record
         Which steps are recorded, None for none.
     check
-        Which rules each step is checked for before its launch (`vllm_npu_prep.inspect.check`).
+        Rules that each step is checked for before its launch
+        (`vllm_npu_prep.observe.check_level`).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

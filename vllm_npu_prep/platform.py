@@ -9,7 +9,6 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep import one_line
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
 from vllm_npu_prep.device import (
@@ -20,6 +19,7 @@ from vllm_npu_prep.device import (
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
+from vllm_npu_prep.server import one_line
 from vllm_npu_prep.startup import ray_cluster
 from vllm_npu_prep.startup.asked import multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
@@ -208,7 +208,7 @@ class NPUPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
-            from vllm_npu_prep.inspect.metrics import share_folder
+            from vllm_npu_prep.observe.metrics import share_folder
 
             record = parse_config(vllm_config.additional_config).record
             if record is not None and not vllm_config.parallel_config.use_ray:

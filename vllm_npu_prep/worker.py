@@ -16,11 +16,11 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_npu_prep import compat
+from vllm_npu_prep.compat import kernels
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.scopes import StepScopes
+from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
@@ -43,7 +43,7 @@ class NPUWorker(Worker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
-            compat.let_profiler_run(vllm_config.device_config.device_type)
+            kernels.let_profiler_run(vllm_config.device_config.device_type)
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:

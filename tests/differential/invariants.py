@@ -1,6 +1,6 @@
 """What must hold of a step by the scheduler's own books, which a runner doesn't see.
 
-All else is the full check's (`vllm_npu_prep.inspect`), under which episodes are played.
+All else is the full check's (`vllm_npu_prep.observe.full_check`), under which episodes are played.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_npu_prep.inspect.check import make_check
+from vllm_npu_prep.observe.check_level import make_check
 
 CACHES_EVERY = 25
 """Steps between two comparisons of the whole KV caches."""

@@ -14,7 +14,7 @@ from tests.differential.episodes import MAX_MODEL_LEN, Episode, Traffic, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
-from vllm_npu_prep.inspect.violation import StepCheckError
+from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.state import AttentionState

@@ -9,8 +9,9 @@ import pytest
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
-from vllm_npu_prep.inspect.check import StepCheck, make_check
-from vllm_npu_prep.inspect.violation import StepCheckError
+from vllm_npu_prep.observe.check import StepCheck
+from vllm_npu_prep.observe.check_level import make_check
+from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.runner import model_runner
 

@@ -11,8 +11,8 @@ from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_preemptions, count_states
+from vllm_npu_prep.attention.kv_transfer import read_slots, write_slots
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.kv_transfer import read_slots, write_slots
 
 BLOCK_SIZE = 4
 LENGTHS = [30, 28, 25, 41, 22, 3, 29]  # 25 less one token is whole blocks

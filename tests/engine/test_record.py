@@ -27,12 +27,13 @@ from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.kept_step import copy_step, enter_blocks
 from vllm_npu_prep.inspect.record import StepRecord
+from vllm_npu_prep.inspect.record_difference import first_difference
 from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.inspect.replay import first_difference, replay_core, replay_oracle
+from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.inspect.upstream import UpstreamReplay
-from vllm_npu_prep.inspect.violation import StepCheckError
+from vllm_npu_prep.observe.kept_step import copy_step, enter_blocks
+from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep import batch, oracle
 from vllm_npu_prep.runner import model_runner
 

@@ -13,12 +13,14 @@ def test_every_module_imports_and_an_engine_with_graphs_generates(demo_model):
 
 
 def test_a_module_that_does_not_import_is_named_with_the_reason(monkeypatch):
-    monkeypatch.delitem(sys.modules, "vllm_npu_prep.kv_transfer", raising=False)
+    monkeypatch.delitem(sys.modules, "vllm_npu_prep.attention.kv_transfer", raising=False)
     connector = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
     monkeypatch.delattr(connector, raising=False)
     monkeypatch.setitem(sys.modules, connector, None)
     (line,) = failing_imports()
-    assert line.startswith(f"import of kv_transfer: ModuleNotFoundError: import of {connector}")
+    assert line.startswith(
+        f"import of attention.kv_transfer: ModuleNotFoundError: import of {connector}"
+    )
     assert line.endswith("(kv_transfer.py:16)")
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_npu_prep.inspect.kept_step import KeptStep, Recorded
-from vllm_npu_prep.inspect.record import RecordGroup, StepRecord
+from vllm_npu_prep.inspect.record import StepRecord
+from vllm_npu_prep.inspect.record_settings import RecordGroup
+from vllm_npu_prep.observe.kept_step import KeptStep, Recorded
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.prep.mask import MaskForm

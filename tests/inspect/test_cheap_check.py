@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import RandomBatch, local_step, random_batches
-from vllm_npu_prep.inspect.check import RULES, explain_fault
+from vllm_npu_prep.observe.check import RULES, explain_fault
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.checks import Rule, find_fault
 from vllm_npu_prep.prep.oracle import OracleRequest

@@ -13,8 +13,9 @@ from tests.helpers.scenarios import small, view_of, with_an_image
 from tests.inspect.test_record import GROUPS, several_groups
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.explain import explain_json, summary
-from vllm_npu_prep.inspect.record import RecordGroup, StepRecord
+from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.record_file import read_record
+from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.batch import prepare_step

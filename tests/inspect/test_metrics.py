@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_npu_prep.inspect import metrics
-from vllm_npu_prep.inspect.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR, StepMetrics
+from vllm_npu_prep.observe import metrics
+from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR, StepMetrics
 from vllm_npu_prep.prep.state import AttentionState
 
 CONFIG = SimpleNamespace(
@@ -132,7 +132,7 @@ def test_a_server_takes_a_folder_of_its_own_and_clears_it_away(tmp_path):
     code = (
         "import os, sys\n"
         "from prometheus_client import REGISTRY, generate_latest\n"
-        "from vllm_npu_prep.inspect import metrics\n"
+        "from vllm_npu_prep.observe import metrics\n"
         "metrics.share_folder()\n"
         "metrics.share_folder()\n"
         "folder = os.environ[metrics.FOLDER_ENV_VAR]\n"

@@ -17,12 +17,12 @@ from tests.helpers.records import EAGER
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect import recorder as recorder_module
-from vllm_npu_prep.inspect.kept_step import Recorded
-from vllm_npu_prep.inspect.record import RecordGroup
 from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.inspect.recorder import StepRecorder
+from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.observe import recorder as recorder_module
+from vllm_npu_prep.observe.kept_step import Recorded
+from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import step_layout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
-from vllm_npu_prep.inspect import scopes
+from vllm_npu_prep.observe import scopes
 
 PHASES = ["prepare_inputs", *scopes.PHASES]
 

@@ -16,8 +16,9 @@ from tests.helpers import worked_examples
 from tests.helpers.batches import random_batches
 from tests.helpers.records import record_of
 from tests.inspect.test_record import GROUPS, several_groups
-from vllm_npu_prep import compat, device
+from vllm_npu_prep import device
 from vllm_npu_prep.cli import main
+from vllm_npu_prep.compat import activation
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
@@ -117,7 +118,7 @@ def test_tables_larger_than_the_machine_are_refused(folder, monkeypatch, capsys)
 
 
 def test_another_vllm_or_none_is_one_line(folder, monkeypatch, capsys):
-    monkeypatch.setattr(compat, "SUPPORTED_VLLM", ("0.99.0",))
+    monkeypatch.setattr(activation, "SUPPORTED_VLLM", ("0.99.0",))
     assert main(["replay", str(folder), "--upstream"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "is installed, vllm_npu_prep supports 0.99.0" in line
@@ -125,7 +126,7 @@ def test_another_vllm_or_none_is_one_line(folder, monkeypatch, capsys):
     def not_installed(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(compat.metadata, "version", not_installed)
+    monkeypatch.setattr(activation.metadata, "version", not_installed)
     assert main(["replay", str(folder), "--upstream"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--upstream needs vLLM, which is not installed" in line

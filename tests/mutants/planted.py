@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     Mutant(
         "npu: asynchronous output recorded on no event",
-        "compat.py",
+        "compat/torch_names.py",
         "            setattr(torch.cuda, name, stand_in)",
         '            setattr(torch.cuda, name, InertEvent if name == "Event" else stand_in)',
         FIA,
@@ -919,14 +919,14 @@ MUTANTS = [
     ),
     Mutant(
         "K and V of stored blocks change places",
-        "kv_transfer.py",
+        "attention/kv_transfer.py",
         "in zip(planes, stored",
         "in zip(planes.flip(0), stored",
         TRANSFER,
     ),
     Mutant(
         "preempted requests look for stored blocks",
-        "kv_transfer.py",
+        "attention/kv_transfer.py",
         "if request.num_preemptions or ",
         "if ",
         TRANSFER,
@@ -982,7 +982,7 @@ MUTANTS = [
     ),
     Mutant(
         "salted prompts are stored",
-        "kv_transfer.py",
+        "attention/kv_transfer.py",
         "new for new in new_reqs if new.req_id not in self._salted",
         "new for new in new_reqs",
         TRANSFER,
@@ -1157,7 +1157,7 @@ MUTANTS = [
     ),
     Mutant(
         "prompts count as stored once a layer is",
-        "kv_transfer.py",
+        "attention/kv_transfer.py",
         "return all(map(os.path.exists, files))",
         "return any(map(os.path.exists, files))",
         TRANSFER,
@@ -1236,14 +1236,14 @@ MUTANTS = [
     ),
     Mutant(
         "records have the block tables of before the ring",
-        "inspect/kept_step.py",
+        "observe/kept_step.py",
         "block_table_flat[indices[entry]] = staged[first + entry]",
         "pass",
         RECORDS,
     ),
     Mutant(
         "records name the requests of the first step",
-        "inspect/recorder.py",
+        "observe/recorder.py",
         "if req_ids != self._req_ids:",
         "if not self._req_ids:",
         (*RECORDS, "tests/engine/test_record.py"),
@@ -1306,7 +1306,7 @@ MUTANTS = [
     ),
     Mutant(
         "preempted requests keep their blocks in the ledger",
-        "inspect/ledger.py",
+        "observe/ledger.py",
         "        for req_id in output.preempted_req_ids or ():\n"
         "            self._release(req_id)\n",
         "",
@@ -1314,7 +1314,7 @@ MUTANTS = [
     ),
     Mutant(
         "a block that was given back is nobody's",
-        "inspect/ledger.py",
+        "observe/ledger.py",
         "            self.freed.update(dict.fromkeys(blocks, req_id))\n",
         "",
         CHECKS,
@@ -1335,21 +1335,21 @@ MUTANTS = [
     ),
     Mutant(
         "metrics count padding as tokens",
-        "inspect/metrics.py",
+        "observe/metrics.py",
         "self._tokens[0] += num_tokens",
         "self._tokens[0] += step.num_input_tokens",
         ("tests/inspect/test_metrics.py", "tests/server/test_server.py"),
     ),
     Mutant(
         "who waits for another host is not woken",
-        "compat.py",
+        "compat/hosts.py",
         "                if self.shutting_down:\n",
         "                if False:\n",
         ("tests/startup/test_ray_cluster.py",),
     ),
     Mutant(
         "other hosts get this one's devices",
-        "compat.py",
+        "compat/hosts.py",
         'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))',
         'update(("HCCL_IF_IP",))',
         ("tests/startup/test_ray_cluster.py",),

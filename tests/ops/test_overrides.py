@@ -26,7 +26,7 @@ def test_every_launcher_reaches_a_replacement(module):
 
 def test_kept_kernels_are_left_alone(monkeypatch):
     overridden = []
-    monkeypatch.setattr("vllm_npu_prep.compat.override_triton_kernels", overridden.append)
+    monkeypatch.setattr("vllm_npu_prep.compat.kernels.override_triton_kernels", overridden.append)
     register_overrides("keep")
     assert not overridden
     register_overrides("replace")

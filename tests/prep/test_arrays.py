@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
-from vllm_npu_prep.inspect import kept_step
+from vllm_npu_prep.observe import kept_step
 from vllm_npu_prep.prep import bookkeeping, checks, compiled, fused_pass
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level, PaddingRule
 from vllm_npu_prep.prep.batch import prepare_step

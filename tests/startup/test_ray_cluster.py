@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
-from vllm_npu_prep import compat, device
+from vllm_npu_prep import device
+from vllm_npu_prep.compat import activation
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.startup import ray_cluster
 from vllm_npu_prep.startup.ranks import ranks_on_host
@@ -102,7 +103,7 @@ def test_a_missing_ray_is_named_with_what_to_install(model, monkeypatch):
 
     monkeypatch.setattr(ray_utils, "assert_ray_available", ray_utils.assert_ray_available)
     monkeypatch.setattr(importlib.util, "find_spec", without_ray)
-    compat.prepare_process()
+    activation.prepare_process()
     with pytest.raises(PrepError, match=r"Ray is not installed; .*pip install .*\[ray\]"):
         engine_config(model, distributed_executor_backend="ray", tensor_parallel_size=2)
 
@@ -134,7 +135,7 @@ def test_a_host_keeps_its_address_and_its_devices_to_itself(monkeypatch):
     from vllm.v1.executor.ray_env_utils import get_driver_env_vars
     from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
-    compat.prepare_process()
+    activation.prepare_process()
     for name in ("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP", "VLLM_HOST_IP", "HCCL_CONNECT_TIMEOUT"):
         monkeypatch.setenv(name, "1")
     carried = get_driver_env_vars(WORKER_SPECIFIC_ENV_VARS)
@@ -145,7 +146,7 @@ def test_a_host_keeps_its_address_and_its_devices_to_itself(monkeypatch):
 def test_who_waits_for_another_host_hears_of_messages_of_time_and_of_the_end():
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    compat.prepare_process()
+    activation.prepare_process()
     writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     ready = threading.Thread(target=writer.wait_until_ready)

@@ -11,7 +11,8 @@ import pytest
 from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine_config, make_model
-from vllm_npu_prep import compat, device
+from vllm_npu_prep import device
+from vllm_npu_prep.compat import activation
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
 
@@ -50,10 +51,10 @@ def test_options_that_cannot_be_had_are_refused_in_one_line(configure, options, 
 def test_another_vllm_is_refused_unless_it_is_to_be_tried(monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1+empty")
     with pytest.raises(PrepError, match=r"vLLM 0\.99\.1 is installed.*supports 0\.32\.0"):
-        compat.check_vllm_version()
+        activation.check_vllm_version()
     monkeypatch.setenv("NPU_PREP_ANY_VLLM", "1")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    compat.check_vllm_version()
+    activation.check_vllm_version()
     assert "vLLM 0.99.1 was not tested with vllm_npu_prep" in caplog.text
 
 
@@ -198,8 +199,8 @@ def test_device_choice_never_falls_silently_to_the_cpu(choice, probe, expected, 
 
 
 def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
-    monkeypatch.setattr(compat, "_other_platform_works", lambda: True)
+    monkeypatch.setattr(activation, "_other_platform_works", lambda: True)
     monkeypatch.setenv("NPU_PREP_DEVICE", "auto")
-    assert compat.activate_platform() is None
+    assert activation.activate_platform() is None
     monkeypatch.setenv("NPU_PREP_DEVICE", "cpu")
-    assert compat.activate_platform() == compat.PLATFORM_CLASS
+    assert activation.activate_platform() == activation.PLATFORM_CLASS

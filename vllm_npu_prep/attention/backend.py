@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_npu_prep.attention.families import KERNEL_FAMILIES
+from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KERNEL_FAMILIES
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -29,7 +29,6 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
-from vllm_npu_prep.startup.asked import DEFAULT_BLOCK_SIZE
 
 ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 

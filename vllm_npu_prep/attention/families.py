@@ -6,6 +6,9 @@ import torch
 
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 
+DEFAULT_BLOCK_SIZE = 128
+"""Block size unless the user gives one: what Ascend kernels are made for."""
+
 
 @dataclass(frozen=True)
 class KernelFamily:
@@ -30,7 +33,7 @@ class KernelFamily:
     experts, mla
         Whether its device computes the experts of a mixture, and attention over latent rows.
     kv_connectors
-        KV connectors of vLLM that can read its cache (`vllm_npu_prep.kv_transfer`).
+        KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`).
     mask_values
         Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
         which True means masked. The value of an entry that is not masked is always 0.

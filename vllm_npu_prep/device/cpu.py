@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import torch
 
-from vllm_npu_prep import compat
+from vllm_npu_prep.compat import torch_names
 
 
 class CPUDevice:
@@ -76,4 +76,4 @@ class CPUDevice:
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Streams and events that do nothing, for upstream code that creates some."""
-        return compat.inert_cuda_streams()
+        return torch_names.inert_cuda_streams()

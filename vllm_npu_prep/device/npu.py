@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from vllm_npu_prep import compat
+from vllm_npu_prep.compat import torch_names
 
 
 def visible_devices() -> int:
@@ -114,7 +114,7 @@ class NPUDevice:
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """NPU streams and events under the names that upstream uses."""
-        return compat.cuda_names(
+        return torch_names.cuda_names(
             Event=torch_npu.npu.Event,
             Stream=torch_npu.npu.Stream,
             current_stream=torch_npu.npu.current_stream,

@@ -1,1 +1,1 @@
-"""Looking at a step without an engine."""
+"""Looking at a step without an engine: what the commands show, record files, replays."""

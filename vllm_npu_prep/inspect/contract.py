@@ -10,7 +10,7 @@ from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record import RecordGroup, RecordSettings
+    from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
 
 
 FULL_MASK_CELLS = 4096

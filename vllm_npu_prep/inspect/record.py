@@ -19,138 +19,26 @@ import io
 import zipfile
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.contract import LOCAL_SCALARS, mask_plan, staged_arrays
-from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
+from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.layout import ALIGNMENT, StepLayout
-from vllm_npu_prep.prep.local_attention import LocalGroups, LocalRequests
+from vllm_npu_prep.prep.layout import ALIGNMENT
+from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.mrope import MropeTables
-from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.wording import counted
 
 FORMAT = 1
 """Version of the format; readers refuse any other."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class RecordGroup(_Strict):
-    """Layers that see the step alike: a KV-cache group, or the part of one with its own window."""
-
-    group: Annotated[int, Field(ge=0, le=255)]  # whose block table they use
-    sliding_window: Positive | None = None
-    attention_chunk_size: Positive | None = None
-    causal: bool = True
-
-
-class RecordSettings(_Strict):
-    """What is no array: sizes of the engine's tables, of the step, and how it was padded.
-
-    Attributes
-    ----------
-    step
-        Its number: how many came before it since start-up.
-    max_num_reqs, max_model_len, block_sizes, max_num_blocks
-        Of the engine's tables; the latter two for each KV-cache group that has one.
-    mask, mask_itemsize
-        Form of masks; bytes of a cell of dense ones.
-    groups
-        Layers that see the step alike, in the engine's order.
-    mode, num_input_tokens, num_reqs_padded, decode_query_len
-        See `vllm_npu_prep.prep.padding.Padding`.
-    kind
-        How the step ran, of an eager one why (`vllm_npu_prep.graph.counts.StepCounts.kind`).
-    max_logits, max_drafts, mrope_dims
-        See `vllm_npu_prep.prep.layout.StepLayout`.
-    num_sampled_rows, num_sampled_drafts
-        See `vllm_npu_prep.prep.batch.StepBatch`.
-    takes_embeds
-        What was decided (`vllm_npu_prep.prep.embeds`).
-    modalities
-        Of each run of placeholders.
-    """
-
-    format: Literal[1] = 1
-    step: Annotated[int, Field(ge=0, lt=1 << 62)]
-    req_ids: Annotated[list[Text], Field(min_length=1, max_length=1 << 16)]
-    max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
-    max_model_len: Positive
-    chunked_prefill: bool = True
-    mask: Literal["dense", "compressed"]
-    mask_itemsize: Literal[1, 2, 4]
-    block_sizes: Annotated[list[BlockSize], Field(max_length=256)]
-    max_num_blocks: Annotated[list[Positive], Field(max_length=256)]
-    groups: Annotated[list[RecordGroup], Field(max_length=1024)]
-    total_num_scheduled_tokens: Size
-    mode: Literal["NONE", "PIECEWISE", "FULL"]
-    kind: Text
-    num_input_tokens: Size
-    num_reqs_padded: Size
-    decode_query_len: Count
-    max_logits: Size
-    max_drafts: Count
-    mrope_dims: Annotated[int, Field(ge=0, le=4)]
-    num_sampled_rows: Count
-    num_sampled_drafts: Annotated[int, Field(ge=0, le=1 << 10)]
-    takes_embeds: bool
-    modalities: Annotated[list[Text], Field(max_length=1 << 20)]
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests of the step."""
-        return len(self.req_ids)
-
-    @property
-    def local(self) -> LocalGroups | None:
-        """Groups with chunked local attention."""
-        chunked = {g.group: g.attention_chunk_size for g in self.groups if g.attention_chunk_size}
-        if not chunked:
-            return None
-        group, chunk_size = next(iter(chunked.items()))
-        return LocalGroups(chunk_size, chunk_size // self.block_sizes[group], tuple(chunked))
-
-    @property
-    def group_prefixes(self) -> list[str]:
-        """What the names of each group's arrays begin with; the first has them without, too."""
-        if len(self.groups) == 1 and not self.groups[0].attention_chunk_size:
-            return [""]
-        return [f"kv_cache_groups.{index}." for index in range(len(self.groups))]
-
-    @property
-    def layout(self) -> StepLayout:
-        """Where the step's arrays lay."""
-        return StepLayout(
-            self.num_input_tokens,
-            self.num_reqs_padded,
-            len(self.block_sizes),
-            self.max_logits,
-            self.max_drafts,
-            self.mrope_dims,
-            self.local,
-        )
-
-    @property
-    def padding(self) -> Padding:
-        """Sizes that were decided."""
-        return Padding(
-            self.num_input_tokens,
-            self.num_reqs_padded,
-            self.decode_query_len,
-            GraphMode(self.mode),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.replay import Difference, first_difference
+from vllm_npu_prep.inspect.record_difference import Difference, first_difference
 from vllm_npu_prep.inspect.upstream_runner import (
     RunnerSizes,
     fill_batch,
@@ -26,7 +26,8 @@ from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.layout import targets_per_row
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record import RecordGroup, RecordSettings, StepRecord
+    from vllm_npu_prep.inspect.record import StepRecord
+    from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
 
 
 class UpstreamReplay:

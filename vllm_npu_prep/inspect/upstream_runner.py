@@ -17,7 +17,8 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record import RecordSettings, StepRecord
+    from vllm_npu_prep.inspect.record import StepRecord
+    from vllm_npu_prep.inspect.record_settings import RecordSettings
 
 LEAST_MAX_NUM_TOKENS = 8192
 """Tokens that a runner has room for at least: records don't tell how many a step could have."""
@@ -60,7 +61,7 @@ def import_vllm() -> None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is made up, nothing is fetched
     try:
-        from vllm_npu_prep.compat import check_vllm_version
+        from vllm_npu_prep.compat.activation import check_vllm_version
 
         check_vllm_version()
     except metadata.PackageNotFoundError:
@@ -82,7 +83,7 @@ def make_runner(sizes: RunnerSizes) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_npu_prep.compat import inert_cuda_streams
+    from vllm_npu_prep.compat.torch_names import inert_cuda_streams
     from vllm_npu_prep.device import free_memory
 
     if sizes.nbytes > free_memory() // 2:

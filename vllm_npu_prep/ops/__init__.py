@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from vllm_npu_prep import compat
+from vllm_npu_prep.compat import kernels
 
 
 def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
@@ -28,7 +28,7 @@ def replace_triton_kernels() -> None:
 
     drafter = "vllm.v1.spec_decode.utils"
     sampler = "vllm.v1.sample.rejection_sampler"
-    compat.override_triton_kernels(
+    kernels.override_triton_kernels(
         {
             "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": (
                 slot_mapping.compute_slot_mapping

@@ -2,7 +2,7 @@
 
 The checks are written from the rules, independently of `vllm_npu_prep.prep.fused_pass`. They read
 every request and every token once, which takes about as long as writing a decode step does.
-`vllm_npu_prep.inspect.check` puts a broken rule into words.
+`vllm_npu_prep.observe.check` puts a broken rule into words.
 """
 
 from enum import IntEnum

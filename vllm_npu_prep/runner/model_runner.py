@@ -36,9 +36,10 @@ from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.inspect.check import StepCheck, make_check
-from vllm_npu_prep.inspect.metrics import StepMetrics
-from vllm_npu_prep.inspect.recorder import StepRecorder, make_recorder
+from vllm_npu_prep.observe.check import StepCheck
+from vllm_npu_prep.observe.check_level import make_check
+from vllm_npu_prep.observe.metrics import StepMetrics
+from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.prep.padding import GraphMode, Padding

@@ -4,15 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KernelFamily
 from vllm_npu_prep.config import PrepConfig, parse_config
 from vllm_npu_prep.device import DeviceKind
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
-
-DEFAULT_BLOCK_SIZE = 128
-"""Block size if the user gives none: the size that Ascend kernels are made for."""
 
 DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 """Speculative methods whose drafters are models of their own."""

@@ -50,7 +50,7 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
     """
     import ray
 
-    from vllm_npu_prep.inspect.metrics import FOLDER_ENV_VAR
+    from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR
 
     environment = dict(parallel_config.ray_runtime_env or {})
     variables = dict(environment.get("env_vars", {}))

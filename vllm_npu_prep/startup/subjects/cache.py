@@ -3,8 +3,9 @@
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
-CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"
+CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+OLD_CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"  # taken where somebody still names it
 
 
 def _is_known(asked: Asked) -> bool:
@@ -13,7 +14,7 @@ def _is_known(asked: Asked) -> bool:
     return (
         transfer is not None
         and transfer.kv_connector in asked.family.kv_connectors
-        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE)
+        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE, OLD_CONNECTOR_MODULE)
     )
 
 

@@ -1,16 +1,13 @@
-"""``{"npu_prep": {"check": "off|cheap|full"}}``: what is verified of a step before its launch.
+"""``{"npu_prep": {"check": "cheap"}}``: one compiled pass over each step's host arrays.
 
-``cheap`` is one compiled pass over the step's host arrays (`vllm_npu_prep.prep.checks`); ``full``
-is `vllm_npu_prep.inspect.full_check`. Neither needs the scheduler, which a server has in another
-process.
+The pass is `vllm_npu_prep.prep.checks`; here a fault that it finds is put into words.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_npu_prep.inspect.ledger import LedgerGroup, SlotLedger
-from vllm_npu_prep.inspect.violation import StepCheckError, given_allowed
+from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
 from vllm_npu_prep.wording import counted
 
@@ -57,63 +54,6 @@ class StepCheck:
         fault = find_fault(step, limits)
         if fault is not None:
             raise explain_fault(step, limits, fault, runner.input_batch.req_ids)
-
-
-def make_check(level: str, runner: Any) -> StepCheck | None:
-    """The check of a runner whose KV cache is there.
-
-    Parameters
-    ----------
-    level
-        ``"off"``, ``"cheap"`` or ``"full"``.
-    runner
-        The model runner.
-
-    Returns
-    -------
-    StepCheck
-        None if nothing is to be checked.
-    """
-    if level == "off":
-        return None
-    vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
-    # Groups of encoder-only layers come behind those that have tables.
-    block_sizes = runner.preparer.tables.block_sizes.tolist()
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
-    num_slots = [cache.num_blocks * spec.block_size for spec in specs]
-    if level == "cheap":
-        return StepCheck(vocab_size, num_slots)
-    from vllm_npu_prep.inspect.full_check import FullCheck
-
-    groups = [ledger_group(spec, size) for spec, size in zip(specs, block_sizes)]
-    num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
-    ledger = SlotLedger(
-        groups,
-        num_blocks,
-        loads=runner.vllm_config.kv_transfer_config is not None,
-        counts_are_bounds=runner.use_async_spec_decode,
-    )
-    return FullCheck(vocab_size, num_slots, ledger)
-
-
-def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
-    """A KV-cache group for the ledger.
-
-    Parameters
-    ----------
-    spec
-        The group's ``KVCacheSpec``. One of full attention may have a window, too: its layers see
-        less, and nothing of it is freed.
-    block_size
-        Of its block table.
-    """
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    pages = spec.block_size // block_size
-    for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
-        spec = each
-    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    return LedgerGroup(block_size, pages, window, getattr(spec, "attention_chunk_size", None))
 
 
 def explain_fault(

@@ -2,7 +2,7 @@
 
 Every variable is compared with the oracle, what layers and the device are given is compared with
 what was prepared, and who owns and who wrote each slot is followed from step to step
-(`vllm_npu_prep.inspect.ledger`). It waits for the device in each step.
+(`vllm_npu_prep.observe.ledger`). It waits for the device in each step.
 """
 
 import zlib
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_npu_prep.inspect.check import StepCheck
 from vllm_npu_prep.inspect.contract import REQUEST_LEVEL, TOKEN_LEVEL, group_variables
-from vllm_npu_prep.inspect.ledger import SlotLedger
-from vllm_npu_prep.inspect.violation import expect, given_allowed
+from vllm_npu_prep.observe.check import StepCheck
+from vllm_npu_prep.observe.ledger import SlotLedger
+from vllm_npu_prep.observe.violation import expect, given_allowed
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests, oracle_step

@@ -23,8 +23,9 @@ import numpy as np
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.files import write_whole
-from vllm_npu_prep.inspect.kept_step import BlockTablesThen, KeptStep, Recorded, warm_up
-from vllm_npu_prep.inspect.record import FORMAT, RecordGroup
+from vllm_npu_prep.inspect.record import FORMAT
+from vllm_npu_prep.inspect.record_settings import RecordGroup
+from vllm_npu_prep.observe.kept_step import BlockTablesThen, KeptStep, Recorded, warm_up
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.server.record_client import server_of

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from vllm_npu_prep.inspect.metrics import expose
+from vllm_npu_prep.observe.metrics import expose
 
 
 class StepStatLogger(AggregateStatLoggerBase):

@@ -7,7 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import RecordBatch, RecordGroup, RecordSettings, StepRecord
+from vllm_npu_prep.inspect.record import RecordBatch, StepRecord
+from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_npu_prep.inspect.violation import StepCheckError, given_allowed
+from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

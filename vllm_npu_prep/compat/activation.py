@@ -1,0 +1,145 @@
+"""How the plugin becomes active: version check, choice of the platform, environment variables.
+
+Every process of an engine comes by here, and has the patches applied that it needs.
+"""
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+from importlib import metadata
+
+from vllm_npu_prep import torchvision_import
+from vllm_npu_prep.compat import hosts, models, processes, server, torch_names
+from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.server import one_line
+from vllm_npu_prep.server.processes import look_after_processes
+
+SUPPORTED_VLLM = ("0.32.0",)
+PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
+ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
+V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def check_vllm_version() -> None:
+    """Refuse a vLLM whose seams were not tested.
+
+    ``NPU_PREP_ANY_VLLM=1`` lets it be tried, with a warning.
+
+    Raises
+    ------
+    PrepError
+        If the installed vLLM is not among `SUPPORTED_VLLM`.
+    """
+    version = metadata.version("vllm").partition("+")[0]
+    if version in SUPPORTED_VLLM:
+        return
+    if os.environ.get(ANY_VLLM_ENV_VAR) == "1":
+        logging.getLogger("vllm").warning(
+            "%s=1: vLLM %s was not tested with vllm_npu_prep.", ANY_VLLM_ENV_VAR, version
+        )
+    else:
+        raise PrepError(
+            f"vLLM {version} is installed, vllm_npu_prep supports {', '.join(SUPPORTED_VLLM)}: "
+            f"pip install vllm=={SUPPORTED_VLLM[-1]} as the README says"
+        )
+
+
+def activate_platform() -> str | None:
+    """Decide whether the plugin's platform is the one, and prepare for it.
+
+    Returns
+    -------
+    str or None
+        The platform class; None where another platform of vLLM works and nobody asked for this one.
+    """
+    _freeze_modules()
+    try:
+        if requested_device() == "auto" and _other_platform_works():
+            return None
+        processes.report_errors_in_one_line()
+        check_vllm_version()
+        look_after_processes()
+        if choose_device() == NPU_KIND:
+            # A forked process can't use a device that its parent has asked about.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        _select_v1_runner()
+        _switch_off_aot_compile()
+        torchvision_import.install()
+    except PrepError as error:
+        # vLLM would swallow it and then fail for want of a platform.
+        one_line.end_with(error)
+    return PLATFORM_CLASS
+
+
+def prepare_process() -> None:
+    """What every process of an engine needs, once the platform is known."""
+    from vllm.platforms import current_platform
+
+    _freeze_modules()
+    kind = type(current_platform)
+    if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
+        torch_names.silence_accelerator_calls()
+        models.refuse_vision_without_torchvision()
+        processes.tell_of_waits_for_engines()
+        processes.tell_refusals_to_the_main_process()
+        if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
+            server.let_servers_drain_and_stop_quietly()
+            server.let_servers_drain_and_fail_with_their_engine()
+        hosts.refuse_ray_where_it_is_missing()
+        hosts.keep_addresses_on_their_host()
+        hosts.wake_who_reads_from_another_host()
+
+
+def _freeze_modules() -> None:
+    """Spare garbage collections what was imported: a million objects that stay.
+
+    Imports set off full collections, loading and profiling ask for more, and each looks at all of
+    them: a quarter of an engine's start. In processes of vLLM's own only, nobody else's are ours
+    to freeze; `NPUWorker` does so for an engine in the user's process.
+    """
+    if multiprocessing.parent_process() or "vllm.entrypoints.cli.main" in sys.modules:
+        gc.freeze()
+
+
+def _other_platform_works() -> bool:
+    """Whether vLLM's own CUDA, ROCm, TPU, XPU or CPU platform can run on this machine."""
+    from vllm.platforms import builtin_platform_plugins
+
+    for detect in builtin_platform_plugins.values():
+        with contextlib.suppress(Exception):
+            if detect() is not None:
+                return True
+    return False
+
+
+def _select_v1_runner() -> None:
+    """Model Runner V2 is vLLM's default wherever Triton works; its scheduler output differs.
+
+    The choice has to stand before vLLM resolves its config, and in every process of the engine,
+    hence the environment variable.
+
+    Raises
+    ------
+    PrepError
+        If the user asked for V2.
+    """
+    asked = os.environ.get(V2_RUNNER_ENV_VAR, "").strip().lower()
+    if asked in ("1", "true"):
+        raise PrepError(
+            f"{V2_RUNNER_ENV_VAR}=1: this plugin prepares inputs for vLLM's V1 model runner only; "
+            f"unset {V2_RUNNER_ENV_VAR}"
+        )
+    os.environ[V2_RUNNER_ENV_VAR] = "0"
+
+
+def _switch_off_aot_compile() -> None:
+    """Compiling ahead of time needs Inductor, which this platform has not.
+
+    vLLM would notice when it compiles, and go on to hash its whole config in every step to look for
+    what was never saved (``support_torch_compile``): 10 ms a step.
+    """
+    os.environ["VLLM_USE_AOT_COMPILE"] = "0"

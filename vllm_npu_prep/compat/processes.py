@@ -1,0 +1,74 @@
+"""Patches of processes that vLLM starts: their errors reach the user in one line."""
+
+import functools
+import logging
+import sys
+from typing import Any
+
+from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.server import one_line
+from vllm_npu_prep.server.one_line import OneLineErrors
+
+
+def report_errors_in_one_line() -> None:
+    """Bad config is no crash, and ``vllm serve`` lets exceptions through to the interpreter."""
+    if not isinstance(sys.excepthook, OneLineErrors):
+        sys.excepthook = OneLineErrors()
+
+
+def tell_of_waits_for_engines() -> None:
+    """A process that starts engines says so while they import, load and warm up.
+
+    What they refuse is raised here, for their user.
+    """
+    from vllm.v1.engine import utils
+
+    upstream = utils.wait_for_engine_startup
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    @one_line.raising_what_was_left
+    def wait_for_engine_startup(*args: Any, **kwargs: Any) -> Any:
+        with waiting("Waiting for the engine to start", _say):
+            return upstream(*args, **kwargs)
+
+    utils.wait_for_engine_startup = wait_for_engine_startup
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """``EngineCoreProc.run_engine_core``, the process of an engine, which may refuse to start."""
+    tell_refusals_to_the_main_process()
+    with one_line.ending_without_traceback():
+        run_engine_core.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def run_worker(*args: Any, **kwargs: Any) -> None:
+    """``WorkerProc.worker_main``, the process of a rank, which may refuse to start."""
+    tell_refusals_to_the_main_process()
+    run_worker.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def tell_refusals_to_the_main_process() -> None:
+    """Engines and ranks leave a `PrepError` to the process that the user started (`one_line`).
+
+    Their processes run functions of this module, to be prepared before they start anything.
+    """
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    if hasattr(run_engine_core, "__wrapped__"):
+        return
+    one_line.log_refusals_in_one_line()
+    run_engine_core.__wrapped__ = EngineCoreProc.run_engine_core  # type: ignore[attr-defined]
+    run_worker.__wrapped__ = WorkerProc.worker_main  # type: ignore[attr-defined]
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    WorkerProc.worker_main = staticmethod(run_worker)
+    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)  # type: ignore[method-assign]
+    WorkerProc.__init__ = one_line.leaving_refusals(WorkerProc.__init__)
+    WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
+
+
+def _say(line: str) -> None:
+    """Log a line of progress."""
+    logging.getLogger(f"vllm.{__name__}").info("%s", line)

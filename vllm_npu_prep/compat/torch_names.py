@@ -1,0 +1,63 @@
+"""Patches of names of torch that vLLM uses without asking which device there is."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.compat.inert import InertEvent, InertStream
+
+
+def silence_accelerator_calls() -> None:
+    """Let ``torch.accelerator`` calls of upstream do nothing where no accelerator exists.
+
+    Engine, worker and API process call these at shutdown and after profiling
+    (``cleanup_dist_env_and_memory``, ``GPUModelRunner.shutdown``), and they raise.
+    """
+    if torch.accelerator.is_available():
+        return
+
+    def synchronize(*args: object, **kwargs: object) -> None:
+        """No accelerator, nothing to wait for."""
+
+    def empty_cache(*args: object, **kwargs: object) -> None:
+        """No accelerator, nothing cached."""
+
+    def empty_host_cache(*args: object, **kwargs: object) -> None:
+        """No accelerator, nothing cached."""
+
+    # Distinct objects: Dynamo keys its handlers on them.
+    torch.accelerator.synchronize = synchronize
+    torch.accelerator.empty_cache = empty_cache
+    torch.accelerator.empty_host_cache = empty_host_cache
+
+
+def inert_cuda_streams() -> contextlib.AbstractContextManager[None]:
+    """Streams and events for upstream's runner on a machine without any."""
+    return cuda_names(
+        Event=InertEvent,
+        Stream=InertStream,
+        current_stream=InertStream,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+
+
+@contextlib.contextmanager
+def cuda_names(**stand_ins: Any) -> Iterator[None]:
+    """Give names of ``torch.cuda`` to another device's streams and events.
+
+    Upstream's runner names ``torch.cuda`` directly in its constructor and in its asynchronous
+    outputs. Scoped to those calls, so that nothing else in the process sees the stand-ins.
+    """
+    saved = {name: getattr(torch.cuda, name) for name in stand_ins}
+    saved_event = torch.Event
+    try:
+        for name, stand_in in stand_ins.items():
+            setattr(torch.cuda, name, stand_in)
+        torch.Event = stand_ins["Event"]  # type: ignore[misc]
+        yield
+    finally:
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
+        torch.Event = saved_event  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Watching an engine's steps from within: counts, checks, records, profiler phases."""

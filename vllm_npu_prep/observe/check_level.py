@@ -1,0 +1,68 @@
+"""``{"npu_prep": {"check": "off|cheap|full"}}``: what is verified of a step before its launch.
+
+``cheap`` is one compiled pass over the step's host arrays (`vllm_npu_prep.observe.check`); ``full``
+is `vllm_npu_prep.observe.full_check`. Neither needs the scheduler, which a server has in another
+process.
+"""
+
+from typing import Any
+
+from vllm_npu_prep.observe.check import StepCheck
+from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
+
+
+def make_check(level: str, runner: Any) -> StepCheck | None:
+    """The check of a runner whose KV cache is there.
+
+    Parameters
+    ----------
+    level
+        ``"off"``, ``"cheap"`` or ``"full"``.
+    runner
+        The model runner.
+
+    Returns
+    -------
+    StepCheck
+        None if nothing is to be checked.
+    """
+    if level == "off":
+        return None
+    vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
+    # Groups of encoder-only layers come behind those that have tables.
+    block_sizes = runner.preparer.tables.block_sizes.tolist()
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
+    num_slots = [cache.num_blocks * spec.block_size for spec in specs]
+    if level == "cheap":
+        return StepCheck(vocab_size, num_slots)
+    from vllm_npu_prep.observe.full_check import FullCheck
+
+    groups = [ledger_group(spec, size) for spec, size in zip(specs, block_sizes)]
+    num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
+    ledger = SlotLedger(
+        groups,
+        num_blocks,
+        loads=runner.vllm_config.kv_transfer_config is not None,
+        counts_are_bounds=runner.use_async_spec_decode,
+    )
+    return FullCheck(vocab_size, num_slots, ledger)
+
+
+def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
+    """A KV-cache group for the ledger.
+
+    Parameters
+    ----------
+    spec
+        The group's ``KVCacheSpec``. One of full attention may have a window, too: its layers see
+        less, and nothing of it is freed.
+    block_size
+        Of its block table.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    pages = spec.block_size // block_size
+    for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
+        spec = each
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return LedgerGroup(block_size, pages, window, getattr(spec, "attention_chunk_size", None))
