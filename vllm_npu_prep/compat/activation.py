@@ -1,6 +1,6 @@
 """How the plugin becomes active: version check, choice of the platform, environment variables.
 
-Every process of an engine comes by here, and has the patches applied that it needs.
+Every process of an engine runs this, and gets the patches that it needs.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def check_vllm_version() -> None:
-    """Refuse a vLLM whose seams were not tested.
+    """Refuse a vLLM version that the plugin wasn't tested with.
 
-    ``NPU_PREP_ANY_VLLM=1`` lets it be tried, with a warning.
+    ``NPU_PREP_ANY_VLLM=1`` turns the refusal into a warning.
 
     Raises
     ------
@@ -49,12 +49,12 @@ def check_vllm_version() -> None:
 
 
 def activate_platform() -> str | None:
-    """Decide whether the plugin's platform is the one, and prepare for it.
+    """Decide whether vLLM should use the plugin's platform, and prepare for it.
 
     Returns
     -------
     str or None
-        The platform class; None where another platform of vLLM works and nobody asked for this one.
+        The platform class; None if another platform of vLLM works and nobody asked for this one.
     """
     _freeze_modules()
     try:
@@ -70,13 +70,13 @@ def activate_platform() -> str | None:
         _switch_off_aot_compile()
         torchvision_import.install()
     except PrepError as error:
-        # vLLM would swallow it and then fail for want of a platform.
+        # vLLM would swallow the error, then fail because it has no platform.
         one_line.end_with(error)
     return PLATFORM_CLASS
 
 
 def prepare_process() -> None:
-    """What every process of an engine needs, once the platform is known."""
+    """Apply the patches that every process of an engine needs; the platform is known by now."""
     from vllm.platforms import current_platform
 
     _freeze_modules()
@@ -95,11 +95,11 @@ def prepare_process() -> None:
 
 
 def _freeze_modules() -> None:
-    """Spare garbage collections what was imported: a million objects that stay.
+    """Speed up start-up: exempt the million imported objects from garbage collection.
 
-    Imports set off full collections, loading and profiling ask for more, and each looks at all of
-    them: a quarter of an engine's start. In processes of vLLM's own only, nobody else's are ours
-    to freeze; `NPUWorker` does so for an engine in the user's process.
+    Imports trigger full collections, loading and profiling request more, and each visits all of
+    them: a quarter of an engine's start. We do this only in vLLM's own processes, as a user's
+    objects aren't ours to freeze; for an engine in the user's process, `NPUWorker` does it.
     """
     if multiprocessing.parent_process() or "vllm.entrypoints.cli.main" in sys.modules:
         gc.freeze()
@@ -119,8 +119,8 @@ def _other_platform_works() -> bool:
 def _select_v1_runner() -> None:
     """Model Runner V2 is vLLM's default wherever Triton works; its scheduler output differs.
 
-    The choice has to stand before vLLM resolves its config, and in every process of the engine,
-    hence the environment variable.
+    The choice must be made before vLLM resolves its config, and hold in every process of the
+    engine, hence the environment variable.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def _select_v1_runner() -> None:
 
 
 def _switch_off_aot_compile() -> None:
-    """Compiling ahead of time needs Inductor, which this platform has not.
+    """Compiling ahead of time needs Inductor, which this platform doesn't have.
 
     vLLM would notice when it compiles, and go on to hash its whole config in every step to look for
     what was never saved (``support_torch_compile``): 10 ms a step.

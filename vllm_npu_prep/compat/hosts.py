@@ -13,7 +13,7 @@ QUEUE_WAKE_MS = 500
 
 
 def refuse_ray_where_it_is_missing() -> None:
-    """Say what to install in one line: upstream says it in a traceback of pydantic's."""
+    """Say what to install in one line; upstream shows a pydantic traceback."""
     if importlib.util.find_spec("ray"):
         return
     from vllm.v1.executor import ray_utils
@@ -28,10 +28,10 @@ def refuse_ray_where_it_is_missing() -> None:
 
 
 def keep_addresses_on_their_host() -> None:
-    """What names a host's own devices and address is not given to workers on other hosts.
+    """Keep variables with a host's own devices and address from workers on other hosts.
 
-    Upstream gives Ray's workers every variable of the server that their host doesn't set, but for a
-    list that knows those of CUDA and ROCm.
+    Upstream passes Ray's workers every variable of the server that their host doesn't set, except a
+    list that covers only CUDA and ROCm.
     """
     from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
@@ -39,11 +39,11 @@ def keep_addresses_on_their_host() -> None:
 
 
 def wake_who_reads_from_another_host() -> None:
-    """An executor that shuts down wakes who waits for a worker on another host, too.
+    """On shutdown, also wake readers that wait for a worker on another host.
 
-    Upstream's `MessageQueue.shutdown` wakes readers of shared memory. A reader of a socket, as the
-    engine is where the last pipeline stage runs on another host, goes on to wait for a worker that
-    Ray has long reported dead, until ``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`` are over.
+    Upstream's `MessageQueue.shutdown` wakes readers of shared memory. If the last pipeline stage
+    runs on another host, the engine reads a socket. It keeps waiting for a worker that Ray has
+    reported dead until ``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`` have passed.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 

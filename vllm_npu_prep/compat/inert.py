@@ -4,7 +4,7 @@ import torch
 
 
 class InertEvent:
-    """Stands for a CUDA event where all work is complete when it returns."""
+    """Replaces a CUDA event on devices whose calls return with their work complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -21,7 +21,7 @@ class InertEvent:
 
 
 class InertStream:
-    """Stands for a CUDA stream where all work is complete when it returns."""
+    """Replaces a CUDA stream on devices whose calls return with their work complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = torch.device("cpu")

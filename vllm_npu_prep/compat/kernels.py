@@ -1,4 +1,4 @@
-"""Patches of what vLLM knows of devices: its Triton kernels and its profiler."""
+"""Patches of vLLM's device-specific parts: its Triton kernels and its profiler."""
 
 import sys
 import warnings
@@ -28,9 +28,9 @@ def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
 
 
 def let_profiler_run(device_type: str) -> None:
-    """vLLM's profiler refuses devices that it doesn't know: torch's records the host on any.
+    """Let vLLM's profiler run on devices that it refuses: torch's records the host on any.
 
-    What torch_npu records under ``PrivateUse1`` was not tried.
+    What torch_npu records under ``PrivateUse1`` is untested.
     """
     from vllm.config.profiler import TorchProfilerActivity
     from vllm.profiler import wrapper

@@ -10,7 +10,7 @@ TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
 
 
 def refuse_vision_without_torchvision() -> None:
-    """Say what a model that sees lacks, before upstream fails to inspect it without saying why."""
+    """Say which package a vision model lacks; upstream would fail without saying why."""
     from vllm.model_executor.models.registry import _ModelRegistry
 
     upstream = _ModelRegistry.inspect_model_cls

@@ -1,4 +1,4 @@
-"""Patches of processes that vLLM starts: their errors reach the user in one line."""
+"""Patches of vLLM's processes, so that their errors reach the user in one line."""
 
 import functools
 import logging
@@ -11,15 +11,15 @@ from vllm_npu_prep.server.one_line import OneLineErrors
 
 
 def report_errors_in_one_line() -> None:
-    """Bad config is no crash, and ``vllm serve`` lets exceptions through to the interpreter."""
+    """Show bad config as one line: ``vllm serve`` would end with a traceback."""
     if not isinstance(sys.excepthook, OneLineErrors):
         sys.excepthook = OneLineErrors()
 
 
 def tell_of_waits_for_engines() -> None:
-    """A process that starts engines says so while they import, load and warm up.
+    """Log progress while engines import, load and warm up.
 
-    What they refuse is raised here, for their user.
+    A refusal by an engine is raised here, in the process that the user started.
     """
     from vllm.v1.engine import utils
 
@@ -52,7 +52,7 @@ def run_worker(*args: Any, **kwargs: Any) -> None:
 def tell_refusals_to_the_main_process() -> None:
     """Engines and ranks leave a `PrepError` to the process that the user started (`one_line`).
 
-    Their processes run functions of this module, to be prepared before they start anything.
+    Their processes run functions of this module, so that they are set up before anything else.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc

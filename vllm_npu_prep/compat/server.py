@@ -1,4 +1,4 @@
-"""Patches of vLLM's API server: it drains when told to stop, and fails with its engine."""
+"""Patches of vLLM's API server: it drains when stopped, and fails if its engine fails."""
 
 import functools
 import logging
@@ -7,18 +7,18 @@ from typing import Any
 
 
 def let_servers_drain_and_stop_quietly() -> None:
-    """A server that was told to stop lets its requests end, is no crash, and does stop.
+    """Let a server that was told to stop finish its requests, log no crash, and really stop.
 
-    Upstream takes new requests while it drains, and fails them in one way or another; it tells no
-    progress; an engine that has its requests done but not its processes ended when time is up is
-    killed; and with several API servers requests are cut at once. Here `Drain` waits for the
-    requests first, and the engine then has its own time to end.
+    Upstream accepts new requests while it drains, then fails them; it shows no progress; it kills
+    an engine whose requests are done but whose processes still run when time is up; and with
+    several API servers it cuts requests at once. Here `Drain` waits for the requests first, and the
+    engine then has its own time to end.
 
     The task that reads the engine's outputs ends when the engine does. With one order of events
     upstream logs that as ``EngineDeadError`` with a traceback, although shutdown was asked for.
-    With another it cancels the task, and requests whose time was up never hear of it: their
-    connections stay open, and the server waits for them for ever. Here they get the error in either
-    case, and nobody logs it.
+    With another it cancels the task, and requests that ran out of time get no answer: their
+    connections stay open, and the server waits for ever. Here they get the error in either case,
+    and it isn't logged.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
@@ -31,11 +31,11 @@ def let_servers_drain_and_stop_quietly() -> None:
         return
 
     class EngineStoppedError(EngineDeadError):
-        """The engine is gone because it was told to; who logs it as an error is not heard."""
+        """Drop error logs about the engine's end, because it was told to stop."""
 
         def __init__(self) -> None:
             super().__init__(suppress_context=True)
-            for handler in logging.getLogger("vllm").handlers:  # vLLM may have renewed them
+            for handler in logging.getLogger("vllm").handlers:  # vLLM may have replaced them
                 handler.addFilter(is_news)
 
     @functools.wraps(upstream)
@@ -60,12 +60,12 @@ def let_servers_drain_and_stop_quietly() -> None:
 
 
 def let_servers_drain_and_fail_with_their_engine() -> None:
-    """Requests are counted for `Drain`, and records written when asked for.
+    """Count requests for `Drain`, and write records on request.
 
-    A server whose engine died ends with code 1 and says so.
+    A server whose engine died says so and exits with code 1.
 
-    Upstream's watchdog lets it end as if it had been told to, with code 0: whoever restarts what
-    fails would not. With several API servers their parent notices on its own.
+    Upstream's watchdog exits with code 0, as after a normal stop, so no supervisor would restart
+    it. With several API servers their parent notices on its own.
     """
     from vllm_npu_prep.server.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
     from vllm_npu_prep.server.record_server import answering
@@ -79,10 +79,10 @@ def let_servers_drain_and_fail_with_their_engine() -> None:
     async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
         engine = app.state.engine_client
         engine.drain = Drain()
-        # vLLM has had it built by now, after which `add_middleware` refuses.
+        # vLLM has built the app's middleware by now, so `add_middleware` would refuse.
         served = app.middleware_stack or app.build_middleware_stack()
         app.middleware_stack = DrainMiddleware(served, engine.drain)
-        # A client that does not read its answer would keep the server for ever.
+        # A client that doesn't read its answer would keep the server running for ever.
         kwargs.setdefault("timeout_graceful_shutdown", END_SECONDS)
         async with answering(engine, kwargs.get("port")):
             stopped = await upstream(app, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Patches of names of torch that vLLM uses without asking which device there is."""
+"""Patches of torch names that vLLM uses on every device without checking."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from vllm_npu_prep.compat.inert import InertEvent, InertStream
 
 
 def silence_accelerator_calls() -> None:
-    """Let ``torch.accelerator`` calls of upstream do nothing where no accelerator exists.
+    """Let upstream's ``torch.accelerator`` calls do nothing if there is no accelerator.
 
     Engine, worker and API process call these at shutdown and after profiling
     (``cleanup_dist_env_and_memory``, ``GPUModelRunner.shutdown``), and they raise.
@@ -34,7 +34,7 @@ def silence_accelerator_calls() -> None:
 
 
 def inert_cuda_streams() -> contextlib.AbstractContextManager[None]:
-    """Streams and events for upstream's runner on a machine without any."""
+    """Streams and events for upstream's runner on a machine that has none."""
     return cuda_names(
         Event=InertEvent,
         Stream=InertStream,

@@ -26,7 +26,7 @@ GROUP_LEVEL = (
     "block_offsets",
     *(line.name for line in SHOWN if line.by_group),
 )
-"""Variables of which each KV-cache group has its own."""
+"""Variables that each KV-cache group has its own copy of."""
 
 REQUEST_LEVEL = (
     "query_lens",
@@ -44,7 +44,7 @@ SEVERAL_PER_TOKEN = tuple(
     for line in SHOWN
     if line.level is Level.TOKEN and len(line.dims) > 1 and not line.by_group
 )
-"""Variables with several rows of tokens; without rows where a model has no use for them."""
+"""Variables with several rows of tokens; they have no rows if the model doesn't use them."""
 
 LEVELS: dict[str, Level] = (
     dict.fromkeys((*TOKEN_LEVEL, *GROUP_LEVEL, "is_on_device"), Level.TOKEN)
@@ -55,7 +55,7 @@ LEVELS: dict[str, Level] = (
 the request of their row."""
 
 UNDEFINED_PADDING = [line for line in STEP_ARRAYS.values() if line.padding is PaddingRule.UNDEFINED]
-"""Arrays that have what older steps left past the batch."""
+"""Arrays whose rows past the batch still hold values of earlier steps."""
 
 SCALARS = (
     "total_num_scheduled_tokens",
@@ -97,13 +97,13 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGrou
 
 
 def group_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
-    """What a KV-cache group has of its own, by the names of `GROUP_LEVEL`."""
+    """A KV-cache group's own arrays, by the names of `GROUP_LEVEL`."""
     found = {name: getattr(step, name) for name in GROUP_LEVEL}
     return {n: v[group] if n in STEP_ARRAYS else v(group) for n, v in found.items()}
 
 
 def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, np.ndarray]:
-    """What travels to the device, padding included, by a record's names: views, nothing copied."""
+    """Arrays that are sent to the device, with padding, by a record's names; views, not copies."""
     staged = {}
     for name, line in STEP_ARRAYS.items():
         array = getattr(arrays, name)
@@ -123,7 +123,7 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
     Parameters
     ----------
     step
-        A prepared step, whose tables hold what it read and owns, and zeros.
+        A prepared step; its tables hold what it read and owns, and zeros elsewhere.
     settings
         Its settings.
     """
@@ -165,7 +165,7 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
 
 
 def _without_leftovers(step: PreparedStep, line: Array) -> np.ndarray:
-    """A whole array, with zeros in place of what earlier steps left past the batch."""
+    """A whole array, with zeros past the batch in place of earlier steps' values."""
     out = np.zeros_like(getattr(step.arrays, line.name))
     used = getattr(step, line.name)
     out[..., : used.shape[-1]] = used
@@ -175,7 +175,7 @@ def _without_leftovers(step: PreparedStep, line: Array) -> np.ndarray:
 def _group_arrays(
     step: PreparedStep, settings: "RecordSettings", group: "RecordGroup"
 ) -> dict[str, np.ndarray]:
-    """What a group has of its own."""
+    """Arrays that each group has its own copy of."""
     out = {}
     if group.group < len(settings.block_sizes):
         out = group_variables(step, group.group)
@@ -188,7 +188,7 @@ def _group_arrays(
 
 
 def mask_arrays(plan: MaskPlan, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """A mask as the JSON contract has it: ``shape``, none without a mask, and what it holds."""
+    """A mask in the form of the JSON contract: ``shape`` (None without a mask) and its content."""
     if plan.shape is None:
         return {"shape": np.empty(0, np.int64)}
     out = {"shape": np.array(plan.shape, np.int64)}

@@ -1,4 +1,4 @@
-"""What pages and PNG files draw of a step: the words, marks and bars, and where they stand.
+"""Drawings of a step for pages and PNG files: words, marks and bars, and their places.
 
 `vllm_npu_prep.inspect.pictures` finds what a step's masks and KV blocks hold. Here this becomes a
 drawing, in cells of the mask and slots of the block. `vllm_npu_prep.inspect.page` (HTML) and
@@ -22,16 +22,16 @@ from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.wording import counted
 
 FLATTEST = 0.12
-"""Least height of a mask as a share of its width: longer masks are drawn higher than they are."""
+"""Least height of a mask as a share of its width; wider masks are stretched to it."""
 
 MIN_HEIGHT = 16
 """Least height of a mask, in pixels."""
 
 MAX_SLOT_LINES = 16
-"""Most slots of a block that are told apart by lines."""
+"""Most slots of a block for which lines are drawn between slots."""
 
 MAX_STRAYS = 10
-"""Most tokens with a slot in a foreign block that are named."""
+"""Most tokens that are named for having a slot in a foreign block."""
 
 LEGEND = (
     ("computed", "computed before"),
@@ -47,7 +47,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class MaskScale:
-    """How large a mask may be drawn, and how much place its words need; all in pixels.
+    """Largest size of a drawn mask, and the room that its labels need; all in pixels.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class AxisMark:
     number
         Of the step's token or of the position.
     words
-        What that is, where there is more place than for the number.
+        Description of the number, shown if there is room for it.
     """
 
     cell: int
@@ -110,13 +110,13 @@ class AxisMark:
     words: str
 
     def share(self, cells: int) -> float:
-        """Where the middle of the cell is on a side of so many cells, from 0 to 1."""
+        """Middle of the cell as a share of a side with that many cells, from 0 to 1."""
         return (self.cell + 0.5) / cells
 
 
 @dataclass(frozen=True)
 class MaskDrawing:
-    """A mask and what stands around it.
+    """A mask with the labels around it.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class MaskDrawing:
     has_borders
         Whether lines part its cells.
     labels
-        Requests beside its rows, of which there is none where rows are positions.
+        Requests beside its rows; empty if rows are positions.
     rows, columns
         Numbers beside its rows and below its columns.
     caption
@@ -159,7 +159,7 @@ def mask_drawings(
 
 
 def mask_drawing(view: StepView, title: str, picture: MaskPicture, scale: MaskScale) -> MaskDrawing:
-    """A mask and what stands around it, at some scale."""
+    """A mask with the labels around it, at a given scale."""
     rows, columns = picture.num_rows, picture.num_columns
     aspect = min(max(rows / columns, FLATTEST), 1)
     width = min(scale.width, round(scale.height / aspect), max(scale.cell_width * columns, 60))
@@ -200,7 +200,7 @@ def _request_labels(
 
 
 def axis_ticks(number: int, most: int) -> list[int]:
-    """Which of a number of rows or columns are numbered: at steps of 1, 2, 5, 10, 20, 50, ..."""
+    """Rows or columns that get a number: one in 1, 2, 5, 10, 20, 50, ..."""
     most = max(most, 1)
     step = next(
         step for n in range(20) for step in (10**n, 2 * 10**n, 5 * 10**n) if number <= most * step
@@ -218,8 +218,8 @@ def row_names(
     view, picture
         The step and its mask, whose rows are tokens.
     height, name_height
-        Of the mask and of a name, in pixels. Where there is no place for all names, requests with
-        many rows come first.
+        Of the mask and of a name, in pixels. If not all names fit, requests with many rows come
+        first.
 
     Returns
     -------
@@ -247,7 +247,7 @@ def row_names(
 
 @dataclass(frozen=True)
 class Bar:
-    """Slots of a block that hold the same.
+    """Neighbouring slots of a block that hold the same kind of content.
 
     Attributes
     ----------
@@ -279,9 +279,9 @@ class BlockDrawing:
     has_lines
         Whether lines part its slots.
     shared
-        Whether another request owns it too.
+        Whether another request owns it as well.
     words
-        The same as a sentence.
+        Describes the block in a sentence.
     """
 
     number: int
@@ -295,14 +295,14 @@ class BlockDrawing:
 
 @dataclass(frozen=True)
 class BlockFold:
-    """Blocks of a request that are left out.
+    """Blocks of a request that the drawing leaves out.
 
     Attributes
     ----------
     count
-        How many they are.
+        Number of blocks left out.
     numbers
-        Those physical blocks, as ranges.
+        Their physical blocks, as ranges.
     """
 
     count: int
@@ -320,9 +320,9 @@ class BlockLine:
     req_id
         Its name.
     cells
-        Its blocks in order, and folds where some are left out.
+        Its blocks in order, with a fold wherever blocks are left out.
     strays
-        Which of its tokens write to blocks of others, in words; empty if none does.
+        In words, which of its tokens write to foreign blocks; empty if none does.
     """
 
     row: int
@@ -402,7 +402,7 @@ def _block(block: Block, size: int) -> BlockDrawing:
 
 
 def visible(text: str) -> str:
-    """A text in which what can't be seen (controls, directions of writing) is an escape."""
+    """A text with invisible characters (controls, writing directions) escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

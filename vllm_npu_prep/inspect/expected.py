@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def expected_line(found: list[Mismatch], expected: dict[str, Any]) -> str:
-    """Whether a step is as expected, in one line."""
+    """One line that says whether a step is as expected."""
     number = counted(len(expected), "variable")
     if not found:
         return f"expected: the step agrees in {number}"
@@ -78,7 +78,7 @@ def expected_line(found: list[Mismatch], expected: dict[str, Any]) -> str:
 
 
 def expected_text(found: list[Mismatch], expected: dict[str, Any], console: Console) -> None:
-    """Print whether a step is as expected, and what is not."""
+    """Print whether a step is as expected, and every difference."""
     console.print(expected_line(found, expected), markup=False, highlight=False, soft_wrap=True)
     if found:
         rows: list[list[object]] = [[each.place, each.expected, each.prepared] for each in found]

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writes files so that they appear complete or not at all."""
 
 import os
 from pathlib import Path
@@ -15,11 +15,11 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         If it can't be written; no partial file remains.
     """
     try:
-        path = path.resolve()  # a link stays a link, what it points to is replaced
+        path = path.resolve()  # a link stays a link; its target is replaced
         if path.exists() and not path.is_file():
             raise PrepError(f"{path}: not a file that can be replaced; name another")
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        with unfinished.open("xb") as file:  # not what somebody else may have put there
+        with unfinished.open("xb") as file:  # refuses an existing file
             try:
                 file.write(content)
                 file.flush()

@@ -1,8 +1,8 @@
 """A step as one HTML page that needs nothing else: tables, masks as pictures, KV blocks as a grid.
 
-Here is what the page holds; ``page.html``, a Jinja2 template, makes markup of it. Every text goes
-through the template's escaping: names in it can be whatever they like, they stay text. The page
-loads nothing (its content security policy forbids it) and runs one script, known by its hash.
+This module collects the content; ``page.html``, a Jinja2 template, turns it into markup. The
+template escapes every text, so any name stays text. The page loads nothing (its content security
+policy forbids it) and runs one script, allowed by its hash.
 """
 
 import base64
@@ -33,14 +33,14 @@ from vllm_npu_prep.wording import counted
 
 MAX_REQUESTS = 512
 MAX_TOKENS = 4096
-"""Lines of a page; in the middle of what is longer, some are left out, and a note says so."""
+"""Most lines of a page; longer tables lose lines in the middle, and a note says so."""
 
 OPEN_REQUESTS = 64
 OPEN_TOKENS = 512
 """Longer tables are folded."""
 
 TOGETHER = 128
-"""Tokens of short requests that one fold has."""
+"""Tokens that one fold of short requests has."""
 
 NAME_CHARACTERS = 20
 """Longer names beside a mask are cut; pointing at one shows it whole."""
@@ -100,7 +100,7 @@ def explain_html(
 
 @cache
 def _template() -> jinja2.Template:
-    """``page.html``, which escapes all that isn't known as markup, and has no silent gaps."""
+    """``page.html``, which escapes all but known markup, and fails on undefined names."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, ""),
         autoescape=True,
@@ -135,7 +135,7 @@ def _percent(share: float, digits: int) -> str:
 
 
 def _data_url(pixels: np.ndarray) -> str:
-    """A picture that stands in the page itself."""
+    """A picture that is embedded in the page."""
     return "data:image/png;base64," + base64.b64encode(png_bytes(pixels)).decode()
 
 
@@ -155,9 +155,9 @@ class Line:
     cells
         Its texts and numbers.
     row
-        The request that it is about, by its row of the batch; None for none.
+        Row in the batch of the line's request; None if it has none.
     token
-        What it is about, if that is a token.
+        The line's token, if it is about one.
     """
 
     cells: list[object]
@@ -167,7 +167,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Token:
-    """What the script of the page knows of a token.
+    """What the page's script knows about a token.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ class Token:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A line that stands for others."""
+    """A line in place of lines that are left out."""
 
     text: str
 
@@ -254,7 +254,7 @@ def _local_tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
 
 
 def _table(table: StepTable, lines: list[Line]) -> PageTable:
-    """A table whose middle is left out where it is long."""
+    """A table; a long one has its middle left out."""
     shown: list[Line | LeftOut] = [*lines]
     left_out = len(lines) - MAX_REQUESTS
     if left_out > 0:
@@ -319,7 +319,7 @@ def _shown_of_each(lengths: list[int], most: int) -> int:
 
 
 def _together(lengths: list[int]) -> Iterator[slice]:
-    """Requests whose tokens stand in one table: short ones join those before them."""
+    """Requests whose tokens share a table: short requests join the ones before them."""
     first = 0
     for place in range(1, len(lengths) + 1):
         here = sum(lengths[first:place])

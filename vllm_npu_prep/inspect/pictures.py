@@ -1,6 +1,6 @@
-"""A step's masks as pixels, its KV blocks with what their slots hold, and the colours of both.
+"""A step's masks as pixels, the content of its KV blocks' slots, and the colours of both.
 
-`vllm_npu_prep.inspect.drawing` says where this stands in a page or a PNG file.
+`vllm_npu_prep.inspect.drawing` places them in a page or a PNG file.
 """
 
 import colorsys
@@ -21,10 +21,10 @@ MAX_SIDE = 640
 """Most pixels of a mask's side; larger masks are shown by the mean of their cells."""
 
 MAX_CELLS = 1 << 26
-"""Most cells of a mask that are built for a picture; of larger ones, rows are left out."""
+"""Most cells of a mask that are built for a picture; larger masks lose rows."""
 
 MAX_BLOCKS = 24
-"""Most blocks of a request that are drawn; those in the middle are named by their ranges."""
+"""Most blocks of a request that are drawn; middle blocks are only named, as ranges."""
 
 ITEM_COLOUR = (214, 96, 160)
 PADDING_COLOUR = (150, 150, 150)
@@ -33,12 +33,12 @@ Colour = tuple[int, int, int]
 
 
 def request_hue(row: int) -> int:
-    """Hue of a request in degrees: neighbours differ by the golden angle, so all can be told."""
+    """Hue of a request in degrees; the golden angle between neighbours keeps all distinct."""
     return round(210 + row * 137.508) % 360
 
 
 def request_colour(row: int) -> Colour:
-    """RGB of a request, to be read on white and on black."""
+    """RGB of a request, legible on white and on black."""
     rgb = colorsys.hls_to_rgb(request_hue(row) / 360, 0.5, 0.6)
     return tuple(round(255 * part) for part in rgb)  # type: ignore[return-value]
 
@@ -62,7 +62,7 @@ class MaskPicture:
     by_position
         Whether a row is that of a position, for all requests.
     attention_chunk_size
-        Positions count from the begin of chunks of this size; None: of requests.
+        Positions count from the start of chunks of this size; None: of requests.
     caption
         What rows and columns are.
     """
@@ -96,8 +96,8 @@ class MaskPicture:
 def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPicture | None:
     """What the tokens of a step see in a KV-cache group.
 
-    Where a kernel takes no mask or a constant, it is what the kernel makes of it: the row that each
-    token would have. None where that isn't known (tokens that see both ways).
+    If a kernel takes no mask or a constant one, the picture shows what the kernel applies: the row
+    that each token would have. None if that isn't known (tokens that see both ways).
     """
     step, group = view.step, view.groups[index]
     plan = group.plan
@@ -152,7 +152,7 @@ def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPictur
                 for item in request.items if len(own) else ():
                     inside = (columns[:-1] < item.end) & (columns[1:] > item.offset)
                     pixels[own[:, None], np.flatnonzero(inside), :3] = ITEM_COLOUR
-    # A cell that is seen is never quite invisible, however large the mask.
+    # A visible cell always leaves a trace, however large the mask.
     opacity = np.where(shown < len(positions), 255, 110)[:, None]
     pixels[..., 3] = np.where(seen > 0, np.maximum(np.rint(seen * opacity), 24), 0)
     by_position = plan.kind is MaskKind.MATRIX
@@ -185,14 +185,14 @@ def _visible(plan: MaskPlan, positions: np.ndarray, rows: np.ndarray, width: int
 
 
 def _spread(number: int, most: int) -> np.ndarray:
-    """All of a number of rows, or as many as may be, evenly."""
+    """All rows, or as many as allowed, evenly spaced."""
     if number <= most:
         return np.arange(number)
     return np.linspace(0, number - 1, most).astype(np.int64)
 
 
 def _edges(number: int) -> np.ndarray:
-    """Where pixels begin in a number of cells, and the end."""
+    """First cell of each pixel, and the end of the last."""
     pixels = min(number, MAX_SIDE)
     return np.arange(pixels + 1, dtype=np.int64) * number // pixels
 
@@ -209,7 +209,7 @@ def png_bytes(pixels: np.ndarray) -> bytes:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a request: which of its slots hold what.
+    """A block of a request, and what its slots hold.
 
     Attributes
     ----------
@@ -244,11 +244,11 @@ class BlockRow:
     row
         Of the batch.
     blocks
-        Those that are drawn, in order.
+        Blocks that are drawn, in order.
     folded
-        How many are left out before each block that has some left out before it, by its place.
+        By a block's place, how many blocks are left out before it; only where some are.
     folded_numbers
-        The physical blocks of those, as ranges.
+        Physical blocks left out there, as ranges.
     strays
         Tokens whose slot lies in no block of their request.
     """
@@ -261,7 +261,7 @@ class BlockRow:
 
 
 def block_rows(view: StepView, index: int, requests: Sequence[int]) -> list[BlockRow]:
-    """The blocks of some requests; of long ones the first, those written, and the last."""
+    """Blocks of some requests; for long requests the first, the written and the last ones."""
     owned = [view.blocks_owned(row, index) for row in range(len(view.requests))]
     numbers, counts = np.unique(np.concatenate([np.empty(0, np.int64), *owned]), return_counts=True)
     shared = set(numbers[counts > 1].tolist()) - {0}

@@ -28,7 +28,7 @@ from vllm_npu_prep.inspect.view import StepView
 WIDTH = 1200
 MARGIN = 24
 MAX_HEIGHT = 6000
-"""Most pixels of a PNG file; what doesn't fit is left out, and a line says so."""
+"""Most pixels of a PNG file; a line says if something didn't fit."""
 
 LABEL_WIDTH, LABEL_HEIGHT = 190, 16
 BLOCK_WIDTH, SLOTS_HEIGHT, BLOCK_HEIGHT = 60, 18, 40
@@ -52,10 +52,10 @@ class _Sheet:
     def __init__(self) -> None:
         self.y = MARGIN
         self.right = 0.0  # of all that is drawn
-        self.label_width = 0  # what names need, LABEL_WIDTH at most
+        self.label_width = 0  # of the names, at most LABEL_WIDTH
         self._labels: dict[str, str] = {}
         self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
-        self.calls: list[Callable[[Any], object]] = []  # each draws with what Pillow gives
+        self.calls: list[Callable[[Any], object]] = []  # each draws with Pillow's drawing object
 
     def text(self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK) -> None:
         """Some words, at a place."""
@@ -68,11 +68,11 @@ class _Sheet:
         self.text(x - self.fonts[11].getlength(text) / 2, y, text, 11, fill)
 
     def label(self, y: float, name: str, fill: Colour) -> None:
-        """A name left of what it names."""
+        """A name at the left of its row."""
         self.text(MARGIN, y, self._short(name), 13, fill)
 
     def make_place(self, names: Iterable[str]) -> None:
-        """Place for names left of what they name."""
+        """Reserve room for names at the left."""
         widths = (self.fonts[13].getlength(self._short(name)) for name in names)
         self.label_width = round(max(widths, default=0)) + LABEL_HEIGHT
 
@@ -85,7 +85,7 @@ class _Sheet:
         return self._labels[name]
 
     def lines(self, text: str, size: int = 13, fill: Colour = INK) -> None:
-        """A paragraph, below what is there."""
+        """A paragraph below everything drawn so far."""
         for line in textwrap.wrap(text, (WIDTH - 2 * MARGIN) // (size // 2)) or [""]:
             self.text(MARGIN, self.y, line, size, fill)
             self.y += round(size * 1.5)
@@ -146,7 +146,7 @@ def explain_png(
 
 
 def _full(sheet: _Sheet, height: int) -> bool:
-    """Whether there is no place for more; the sheet says so then."""
+    """Whether the sheet is full; if so, a line on it says so."""
     if sheet.y + height + 60 <= MAX_HEIGHT:
         return False
     sheet.lines("what comes next is left out: --request ID shows one request", fill=FAINT)
@@ -154,7 +154,7 @@ def _full(sheet: _Sheet, height: int) -> bool:
 
 
 def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
-    """A mask and what stands around it; False if there was no place."""
+    """Draw a mask with its labels; False if it doesn't fit."""
     if isinstance(drawing, str):
         sheet.lines(f"mask: {drawing}", fill=FAINT)
         return True
@@ -189,7 +189,7 @@ def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
 
 
 def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection) -> bool:
-    """The blocks of a KV-cache group, a line for each request; False if there was no place."""
+    """Draw a KV-cache group's blocks, a line for each request; False if they don't fit."""
     blocks = block_map(view, index, selection.requests)
     sheet.y += 14
     sheet.lines(blocks.title)
@@ -232,7 +232,7 @@ def _draw_legend(sheet: _Sheet, blocks: BlockMap, numbered: bool) -> None:
 
 
 def _fill(kind: str, colour: Colour) -> Colour:
-    """Colour of slots that hold something, in a block of a request of some colour."""
+    """Colour of slots by what they hold, in a block of a request with the given colour."""
     red, green, blue = ((part + 2 * 255) // 3 for part in colour)
     return {
         "computed": (red, green, blue),
@@ -245,7 +245,7 @@ def _fill(kind: str, colour: Colour) -> Colour:
 def _draw_block(
     sheet: _Sheet, x: int, y: int, block: BlockDrawing, colour: Colour, numbered: bool
 ) -> None:
-    """A block under its number, and what its slots hold; their numbers in them if asked for."""
+    """A block under its number, with its slots' content and, if asked for, their numbers."""
     width, top, size = BLOCK_WIDTH - 6, y + 14, block.num_slots
     bottom = top + SLOTS_HEIGHT
     sheet.text(x, y, str(block.number), 11, FAINT)
@@ -266,6 +266,6 @@ def _draw_block(
 
 
 def _fitting(name: str, most: int) -> str:
-    """A name that fits its place."""
+    """A name, cut to the room that it has."""
     name = visible(name)
     return name if len(name) <= most else f"{name[: most - 1]}\u2026"

@@ -60,7 +60,7 @@ class RecordBatch:
     num_blocks: np.ndarray  # [G, R] int32, entries that a request owns
     block_ids: np.ndarray  # [sum of num_blocks] int32, group by group
     mrope_positions: np.ndarray  # [P, T] int64, of prompts' tokens; 0 after them
-    mrope_lengths: np.ndarray  # [R] int64, tokens of the prompt that have some; empty without
+    mrope_lengths: np.ndarray  # [R] int64, prompt tokens with M-RoPE positions; else empty
     mrope_position_deltas: np.ndarray  # [R] int64; empty without M-RoPE
     placeholders: np.ndarray  # [any, 3] int64: request, first position, position after the last
     rows_with_embeds: np.ndarray  # [any] int64: requests whose prompt came as embeddings
@@ -103,7 +103,7 @@ class StepRecord:
 
     @property
     def number(self) -> int:
-        """Of the step, since start-up."""
+        """Number of the step since start-up."""
         return self.settings.step
 
     def to_bytes(self) -> bytes:
@@ -119,7 +119,7 @@ class StepRecord:
                 archive.writestr(f"{name}.npy", member.getbuffer())
         return buffer.getvalue()
 
-    # ----------------------------------------------------------------- to prepare it again
+    # ----------------------------------------------------------------- preparing it again
 
     def step_batch(self) -> tuple[StepBatch, Padding]:
         """The batch and its padding, on tables that hold what the step read, and zeros."""
@@ -188,7 +188,7 @@ class StepRecord:
             max_num_blocks=widths,
             block_sizes=np.array(settings.block_sizes, np.int32),
             num_blocks=num_blocks,
-            # The device has all, and nothing to be cleared
+            # The device has every entry, and none has to be cleared
             num_synced_blocks=num_blocks.copy(),
             num_device_blocks=np.zeros_like(num_blocks),
             chunked_prefill=settings.chunked_prefill,
@@ -223,7 +223,7 @@ class StepRecord:
         first = self.batch.num_computed_tokens - starts
         return np.arange(counts.sum()) + np.repeat(first, counts)
 
-    # ----------------------------------------------------------------- to look at it
+    # ----------------------------------------------------------------- looking at it
 
     def plans(self, step: PreparedStep) -> list[MaskPlan]:
         """Mask of each of the settings' groups in `step`."""

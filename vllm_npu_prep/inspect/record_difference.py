@@ -1,4 +1,4 @@
-"""The first place where a record is other than what was prepared again."""
+"""The first difference between a record and the step prepared again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a record is other than what was prepared again.
+    """The first difference between a record and the step prepared again.
 
     Attributes
     ----------
     step
         Number of the step.
     by
-        Who says otherwise: ``core``, ``oracle`` or ``upstream``.
+        Which preparation differs: ``core``, ``oracle`` or ``upstream``.
     variable, index
         Where; the index is empty for a scalar, or where shapes differ.
     req_id, token
-        Whose and which of the step's tokens, where the variable tells; None in padding.
+        Request and token of the step, if the variable has them; None in padding.
     recorded, expected
         Values.
     """
@@ -79,7 +79,7 @@ def _plain(value: Any) -> Any:
 def _owner(
     record: "StepRecord", name: str, index: tuple[int, ...]
 ) -> tuple[str | None, int | None]:
-    """Request and token that an element belongs to, by what the step was prepared from."""
+    """Request and token that an element belongs to, from the recorded batch."""
     from vllm_npu_prep.inspect.contract import LEVELS
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
 

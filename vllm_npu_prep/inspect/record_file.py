@@ -1,5 +1,8 @@
-"""Reading and writing records. Nothing in a file is taken on trust: sizes are checked before memory
-is asked for, and values before compiled code, which looks at no bounds, sees them."""
+"""Reading and writing records.
+
+No file is trusted: sizes are checked before memory is allocated, and values before they reach
+compiled code, which checks no bounds.
+"""
 
 import json
 import math
@@ -31,14 +34,14 @@ MAX_NAMED = 5
 
 MAX_TOKEN_CELLS = 1 << 30
 MAX_BLOCK_CELLS = 1 << 25
-"""Most cells of the tables that a record is prepared on. They are zeros nobody touches, but for the
-step's own, and take address space, not memory."""
+"""Most cells of the tables that a record is prepared on. Entries that the step doesn't use are
+untouched zeros: they take address space, not memory."""
 ARRAY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(<i4|<i8|\|b1|\|u1|\|S[1-9]\d?)', "
     rb"'fortran_order': False, 'shape': \(([\d, ]{0,100})\), \} *\n",
     re.DOTALL,
 )
-"""How numpy begins the arrays that records hold; anything else is refused unread."""
+"""First bytes of numpy's array format in records; anything else is refused unread."""
 
 
 def record_files(path: Path, step: int | None = None) -> list[Path]:
@@ -49,7 +52,7 @@ def record_files(path: Path, step: int | None = None) -> list[Path]:
     path
         Where to look.
     step
-        Number of the only step that is wanted.
+        Number of the one step to return.
 
     Raises
     ------
@@ -137,7 +140,7 @@ def read_record(path: Path) -> StepRecord:
 
 
 def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> None:
-    """Refuse arrays that no record of these settings holds: somebody else put them there."""
+    """Refuse arrays that no record of these settings holds."""
     foreign = sorted(set(arrays) - prepared_names(settings))
     if foreign:
         names = ", ".join(foreign[:MAX_NAMED]) + ", ..." * (len(foreign) > MAX_NAMED)
@@ -166,7 +169,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise PrepError(error.strerror or str(error)) from None
     except PrepError:
         raise
-    except Exception as error:  # zipfile lets all that its parts raise for odd bytes pass
+    except Exception as error:  # zipfile passes on whatever its parts raise for bad bytes
         raise PrepError(f"no record: {type(error).__name__}: {_one_line(error)}") from None
     return {_member_name(name): _parse_array(name, each) for name, each in contents.items()}
 
@@ -226,7 +229,7 @@ def _require(holds: Any, what: str) -> None:
 
 
 def _check_settings(settings: RecordSettings) -> None:
-    """What no single setting shows, and what memory it would take."""
+    """Check settings against each other, and the memory that they would take."""
     num_groups, widths = len(settings.block_sizes), settings.max_num_blocks
     num_rows = settings.max_num_reqs + PADDING_ROWS
     _require(len(widths) == num_groups, "a width of each block table")
@@ -300,7 +303,7 @@ def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> Reco
 
 
 def _check_batch(settings: RecordSettings, batch: RecordBatch) -> None:
-    """What compiled code relies on, which looks at no bounds."""
+    """Check what compiled code relies on, because it checks no bounds."""
 
     def between(array: np.ndarray, least: Any, most: Any) -> bool:
         return bool(((array >= least) & (array <= most)).all())

@@ -1,4 +1,4 @@
-"""Settings of a record: what is no array of a step."""
+"""Settings of a record: everything that isn't an array of the step."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ class _Strict(BaseModel):
 
 
 class RecordGroup(_Strict):
-    """Layers that see the step alike: a KV-cache group, or the part of one with its own window."""
+    """Layers with the same view of the step: a KV-cache group, or its part with one window."""
 
     group: Annotated[int, Field(ge=0, le=255)]  # whose block table they use
     sliding_window: Positive | None = None
@@ -24,7 +24,7 @@ class RecordGroup(_Strict):
 
 
 class RecordSettings(_Strict):
-    """What is no array: sizes of the engine's tables, of the step, and how it was padded.
+    """All but the arrays: sizes of the engine's tables and of the step, and the padding.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class RecordSettings(_Strict):
     mask, mask_itemsize
         Form of masks; bytes of a cell of dense ones.
     groups
-        Layers that see the step alike, in the engine's order.
+        Layers with the same view of the step, in the engine's order.
     mode, num_input_tokens, num_reqs_padded, decode_query_len
         See `vllm_npu_prep.prep.padding.Padding`.
     kind
-        How the step ran, of an eager one why (`vllm_npu_prep.graph.counts.StepCounts.kind`).
+        How the step ran, and why if eager (`vllm_npu_prep.graph.counts.StepCounts.kind`).
     max_logits, max_drafts, mrope_dims
         See `vllm_npu_prep.prep.layout.StepLayout`.
     num_sampled_rows, num_sampled_drafts
@@ -91,14 +91,14 @@ class RecordSettings(_Strict):
 
     @property
     def group_prefixes(self) -> list[str]:
-        """What the names of each group's arrays begin with; the first has them without, too."""
+        """Prefix of each group's array names; the first group has unprefixed names as well."""
         if len(self.groups) == 1 and not self.groups[0].attention_chunk_size:
             return [""]
         return [f"kv_cache_groups.{index}." for index in range(len(self.groups))]
 
     @property
     def layout(self) -> StepLayout:
-        """Where the step's arrays lay."""
+        """Layout of the step's arrays."""
         return StepLayout(
             self.num_input_tokens,
             self.num_reqs_padded,
@@ -111,7 +111,7 @@ class RecordSettings(_Strict):
 
     @property
     def padding(self) -> Padding:
-        """Sizes that were decided."""
+        """Padding that was decided."""
         return Padding(
             self.num_input_tokens,
             self.num_reqs_padded,

@@ -29,7 +29,7 @@ from vllm_npu_prep.wording import counted
 MAX_FILE_BYTES = 64 << 20
 ARCHIVE = b"PK\x03\x04"
 MAX_TABLE_CELLS = 1 << 26
-"""Most cells of a token table or block table, so that a small file can't ask for all memory."""
+"""Most cells of a token table or block table, so that a small file can't use up the memory."""
 
 
 def _printable(text: str) -> str:
@@ -201,7 +201,7 @@ def _read_json(path: Path) -> Any:
 
 
 def why_not_json(error: ValueError | RecursionError) -> str:
-    """Why a file or a part of one is no JSON, without anything of its content."""
+    """Why a file, or a part of it, isn't valid JSON; quotes nothing from it."""
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}, column {error.colno}: {error.msg[0].lower()}{error.msg[1:]}"
     if isinstance(error, UnicodeError):
@@ -244,7 +244,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
-    """What the unknown key stands in."""
+    """The object that holds the unknown key."""
     if "multimodal" in loc[:-1]:
         return ScenarioItem
     if len(loc) > 1 and loc[0] == "requests":
@@ -253,7 +253,7 @@ def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
 
 
 def _check(scenario: Scenario) -> None:
-    """What no single field shows."""
+    """Check fields against each other."""
     requests = scenario.requests
     if len(requests) > scenario.max_num_reqs:
         raise PrepError(

@@ -1,7 +1,7 @@
 """Recorded steps prepared by vLLM's own V1 runner: what ``replay --upstream`` compares with.
 
 The runner gets a made-up model whose sizes are the record's, and the batch of each step in its own
-tables; its own code does the rest. Neither the model that was served is needed nor an engine.
+tables; its own code does the rest. It needs neither the served model nor an engine.
 ``docs/guides/recording.md`` lists what is compared. vLLM is imported when the first step is asked
 for.
 """
@@ -55,7 +55,7 @@ class UpstreamReplay:
         return first_difference(record, self.prepare(record), "upstream")
 
     def prepare(self, record: "StepRecord") -> dict[str, np.ndarray]:
-        """What upstream's runner prepares, by a record's names; what it hasn't is as recorded."""
+        """Upstream's arrays by a record's names; arrays that it doesn't have are as recorded."""
         with _quietly():
             with _told("--upstream: vLLM can't make a runner here"):
                 runner = self._runner(RunnerSizes.of(record.settings))
@@ -87,7 +87,7 @@ def _told(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Nothing but errors is logged, and stdout, where ``--json`` prints, is left alone."""
+    """Log only errors, and keep them off stdout, where ``--json`` prints."""
     loggers = [logging.getLogger(name) for name in ("vllm", "transformers")]
     levels = [logger.level for logger in loggers]
     try:
@@ -151,7 +151,7 @@ def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
 def _without_samples(
     record: "StepRecord", said: dict[str, np.ndarray], first_sample: int
 ) -> dict[str, np.ndarray]:
-    """Samples that only the device had: their places are compared in place of their ids.
+    """Samples that only the device had: compare their places instead of their ids.
 
     A place that was kept for a draft which never came holds -1; the core makes it token 0.
     """
@@ -184,7 +184,7 @@ def _without_samples(
 
 
 def _recorded(record: "StepRecord", name: str, like: np.ndarray) -> np.ndarray:
-    """A recorded array, or `like` if it is none that could stand in its place."""
+    """The recorded array; `like` if the recorded one can't replace it."""
     recorded = record.prepared.get(name)
     if recorded is None or recorded.ndim != like.ndim or recorded.dtype.kind not in "bi":
         return like
@@ -237,7 +237,7 @@ def _local_requests(
 
 
 def _with_rest(record: "StepRecord", said: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What there is of it in the record; padding, and blocks that nobody reads, as recorded."""
+    """The part that the record has; padding and unread blocks are as recorded."""
     out = {}
     for name, array in said.items():
         if name in record.prepared:
@@ -250,7 +250,7 @@ def _with_rest(record: "StepRecord", said: dict[str, np.ndarray]) -> dict[str, n
 
 
 def _over(recorded: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """`array` in the first corner of what was recorded, except where it is masked."""
+    """The recorded array with `array` written to its first corner, except where masked."""
     out = recorded.astype(np.result_type(recorded, array))
     corner: tuple[Any, ...] = (*(slice(size) for size in array.shape), ...)
     np.copyto(out[corner], np.ma.getdata(array), where=~np.ma.getmaskarray(array))

@@ -1,4 +1,4 @@
-"""Upstream's V1 runner without an engine: a model that is made up, a step in its tables.
+"""Upstream's V1 runner without an engine: a made-up model, and a step in its tables.
 
 vLLM is imported by `import_vllm` and not before.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record_settings import RecordSettings
 
 LEAST_MAX_NUM_TOKENS = 8192
-"""Tokens that a runner has room for at least: records don't tell how many a step could have."""
+"""Least room for tokens in a runner, because records don't give the engine's limit."""
 
 
 @dataclass(frozen=True)
 class RunnerSizes:
-    """What a runner is made for; steps that agree in it share one."""
+    """Sizes of a runner; steps with the same sizes share one."""
 
     max_num_reqs: int
     max_model_len: int
@@ -49,7 +49,7 @@ class RunnerSizes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tables, which vLLM fills with zeros: ids, whether they are, and blocks."""
+        """Bytes of its tables, which vLLM zero-fills: ids, which of them are set, and blocks."""
         blocks = sum(-(-self.max_model_len // size) for size in self.block_sizes)
         return self.max_num_reqs * (5 * self.max_model_len + 8 * blocks)
 
@@ -77,7 +77,7 @@ def import_vllm() -> None:
 
 
 def make_runner(sizes: RunnerSizes) -> Any:
-    """Upstream's runner on the host for a model that nobody loads."""
+    """Upstream's runner on the host, for a model whose weights are never loaded."""
     import torch
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -155,8 +155,8 @@ def fill_batch(record: "StepRecord", runner: Any, first_sample: int) -> Any:
     record, runner
         The step, and a runner of its sizes.
     first_sample
-        Of ids that stand for the last step's samples, which only the device had: sample and drafts
-        of row 0, of row 1 and so on.
+        First of the ids that replace the last step's samples, which only the device had: sample and
+        drafts of row 0, then row 1 and so on.
 
     Returns
     -------
@@ -223,7 +223,7 @@ def fill_batch(record: "StepRecord", runner: Any, first_sample: int) -> Any:
         if settings.num_sampled_drafts:
             runner._draft_token_ids = samples[:, 1:]
             runner.prev_num_spec_tokens = settings.num_sampled_drafts
-    # A drafter would need groups of processes and weights; whether there is one is all that counts
+    # Only whether there is a drafter matters; a real one needs process groups and weights
     runner.speculative_config = "made up" if settings.max_drafts else None
     return replace(
         SchedulerOutput.make_empty(),

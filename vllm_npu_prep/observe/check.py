@@ -1,6 +1,6 @@
 """``{"npu_prep": {"check": "cheap"}}``: one compiled pass over each step's host arrays.
 
-The pass is `vllm_npu_prep.prep.checks`; here a fault that it finds is put into words.
+The pass is `vllm_npu_prep.prep.checks`; this module describes the faults that it finds.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ class StepCheck:
     Attributes
     ----------
     limits, limits_with_embeds
-        What `find_fault` is given for steps of token ids and for steps with embeddings.
+        Arguments of `find_fault` for steps of token ids and for steps with embeddings.
     """
 
     def __init__(self, vocab_size: int, num_slots: list[int]) -> None:
@@ -59,14 +59,14 @@ class StepCheck:
 def explain_fault(
     step: "PreparedStep", limits: np.ndarray, fault: Fault, req_ids: list[str]
 ) -> StepCheckError:
-    """A fault in words.
+    """Describe a fault as an error.
 
     Parameters
     ----------
     step, limits
-        As `find_fault` got them.
+        The arguments of `find_fault`.
     fault
-        What it found.
+        Its result.
     req_ids
         Of the batch, in order.
     """

@@ -1,8 +1,8 @@
-"""``{"npu_prep": {"check": "off|cheap|full"}}``: what is verified of a step before its launch.
+"""``{"npu_prep": {"check": "off|cheap|full"}}``: how a step is checked before its launch.
 
 ``cheap`` is one compiled pass over the step's host arrays (`vllm_npu_prep.observe.check`); ``full``
-is `vllm_npu_prep.observe.full_check`. Neither needs the scheduler, which a server has in another
-process.
+is `vllm_npu_prep.observe.full_check`. Neither needs the scheduler, which runs in another process of
+a server.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
-    """The check of a runner whose KV cache is there.
+    """The check of a runner whose KV cache is allocated.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
     if level == "off":
         return None
     vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
-    # Groups of encoder-only layers come behind those that have tables.
+    # Groups of encoder-only layers come after the groups that have tables.
     block_sizes = runner.preparer.tables.block_sizes.tolist()
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
     num_slots = [cache.num_blocks * spec.block_size for spec in specs]
@@ -54,8 +54,8 @@ def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
     Parameters
     ----------
     spec
-        The group's ``KVCacheSpec``. One of full attention may have a window, too: its layers see
-        less, and nothing of it is freed.
+        The group's ``KVCacheSpec``. A full-attention spec may have a window, too: its layers see
+        less, but its blocks are not freed.
     block_size
         Of its block table.
     """

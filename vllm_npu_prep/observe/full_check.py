@@ -1,7 +1,7 @@
 """``{"npu_prep": {"check": "full"}}``: every invariant of every step, slow and thorough.
 
-Every variable is compared with the oracle, what layers and the device are given is compared with
-what was prepared, and who owns and who wrote each slot is followed from step to step
+Every variable is compared with the oracle, inputs of the layers and the device are compared with
+the prepared step, and the owner and writer of each slot are tracked from step to step
 (`vllm_npu_prep.observe.ledger`). It waits for the device in each step.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_npu_prep.prep.batch import PreparedStep
 
 MAX_MASK_ENTRIES = 1 << 24
-"""Entries up to which a dense mask is compared one by one; of larger ones the shape is."""
+"""Most entries of a dense mask that are compared; for larger masks only the shape is."""
 
 DRAFT_ARRAYS = (
     "target_logits_indices",
@@ -45,7 +45,7 @@ class FullCheck(StepCheck):
     vocab_size, num_slots
         See `StepCheck`.
     ledger
-        Follows the blocks of the engine.
+        Tracks the blocks of the engine.
     """
 
     def __init__(self, vocab_size: int, num_slots: list[int], ledger: SlotLedger) -> None:
@@ -56,7 +56,7 @@ class FullCheck(StepCheck):
         self._req_ids: list[str] = []  # of the batch, in order
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
-        """Blocks change hands as the scheduler says."""
+        """Follow the scheduler's changes of block ownership."""
         self.ledger.follow(scheduler_output)
 
     def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
@@ -78,7 +78,7 @@ class FullCheck(StepCheck):
         self.check_layers(runner, step, runner.in_flight.metadata)
 
     def _check_staging(self, staging: Any, nbytes: int) -> None:
-        """What the last step sent is as it was sent; its copy may still be under way."""
+        """Check that the last step's staging buffer is unchanged; its copy may still be running."""
         if self._sent is not None and self._sent[0] is not staging.slots[staging.turn]:
             slot, sent_bytes, checksum = self._sent
             if zlib.crc32(slot.host_np[:sent_bytes]) != checksum:
@@ -92,7 +92,7 @@ class FullCheck(StepCheck):
         self._sent = slot, nbytes, zlib.crc32(slot.host_np[:nbytes])
 
     def _check_samples(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
-        """Samples that were still on the device went to the requests that they are of."""
+        """Check that samples still on the device went to their own requests."""
         batch = runner.input_batch
         if not step.batch.num_sampled_rows:
             return
@@ -113,7 +113,7 @@ class FullCheck(StepCheck):
                     expect("last step's drafts", drafts, made, **where)
 
     def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
-        """All variables once more, token by token."""
+        """Compare all variables with the oracle, which computes them token by token."""
         tables, arrays = step.batch.tables, step.arrays
         awaited = step.batch.num_sampled_rows > 0
         for group in range(max(1, tables.num_groups)):
@@ -171,7 +171,7 @@ class FullCheck(StepCheck):
         drafts = int(step.batch.num_draft_tokens[row])
         start, end = step.query_start_loc[row : row + 2].tolist()
         seq_len = int(step.seq_lens[row])
-        # The host may know more than this step reads; what it awaits, the device has.
+        # The host may know more tokens than this step reads; awaited ones are on the device.
         known = max(int(tables.num_tokens[row]), seq_len - drafts)
         token_ids = tables.token_ids[row, : max(known, seq_len)].tolist()
         if awaited and step.batch.previous_rows[row] >= 0:
@@ -199,7 +199,7 @@ class FullCheck(StepCheck):
     def _check_local(
         self, step: "PreparedStep", requests: list[OracleRequest], group: int, block_size: int
     ) -> None:
-        """Virtual requests of a group that has some."""
+        """Compare the virtual requests of a group with chunked attention."""
         local = step.batch.tables.local
         if local is None or group not in local.groups:
             return
@@ -224,7 +224,7 @@ class FullCheck(StepCheck):
         expected: list[Any],
         group: int | None = None,
     ) -> None:
-        """An array of the step and the oracle's."""
+        """Compare an array of the step with the oracle's."""
         pairs = list(zip(given.tolist(), expected))
         index = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
         if index is None:
@@ -243,10 +243,10 @@ class FullCheck(StepCheck):
         raise given_allowed(name, text, mine, other, **where)
 
     def _check_device(self, step: "PreparedStep", staged: "StagedArrays") -> None:
-        """The device has the arrays that were prepared."""
+        """Check that the device has the prepared arrays."""
         for name, line in STEP_ARRAYS.items():
             if line.sampled and step.batch.num_sampled_rows:
-                continue  # completed on the device, where the last step's samples still are
+                continue  # the device fills in the last step's samples
             given, expected = getattr(staged.device, name).cpu().numpy(), getattr(staged.np, name)
             if line.by_group:
                 for group, rows in enumerate(zip(given, expected)):
@@ -269,7 +269,7 @@ class FullCheck(StepCheck):
             )
 
     def check_layers(self, runner: Any, step: "PreparedStep", seen: dict[str, Any]) -> None:
-        """What the model's layers are given of the step: the state, the mask, the lists.
+        """Check the step's data in the model's layers: the state, the mask, the lists.
 
         Parameters
         ----------
@@ -324,7 +324,7 @@ class FullCheck(StepCheck):
         else:
             expected = build_mask(plan, step.positions)
         assert expected is not None
-        # The constant has four million entries: they are compared where they are.
+        # The constant has four million entries: compare them all at once.
         if is_constant and np.array_equal(mask.cpu().numpy(), expected):
             return
         for place in np.argwhere((mask != 0).cpu().numpy() != (expected != 0))[:1]:
@@ -338,7 +338,7 @@ class FullCheck(StepCheck):
             )
 
     def _check_lists(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
-        """Queries, lengths, tables and slots fit together, on the host and on the device."""
+        """Check that queries, lengths, tables and slots agree, on the host and on the device."""
         starts, lengths = metadata.query_start_loc_np, metadata.seq_lens_np
         is_full = step.padding.mode is GraphMode.FULL
         where: dict[str, Any] = {"group": group}
@@ -366,7 +366,7 @@ class FullCheck(StepCheck):
             expect("slots of layers", metadata.slot_mapping.tolist(), slots, **where)
 
     def _check_tables(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
-        """The device's block tables are the host's as far as these are owned."""
+        """Check that the device's block tables equal the host's for all owned entries."""
         if metadata.block_tables is None:
             return
         entries = metadata.block_tables.cpu().numpy()

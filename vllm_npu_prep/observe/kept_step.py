@@ -1,4 +1,4 @@
-"""What is copied of a step while the engine runs on, so that a record can be made of it later."""
+"""Copies of a step's data, from which a record can be made later while the engine runs on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from vllm_npu_prep.prep.tables import BatchTables, tables_of
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is the same for all records of an engine."""
+    """Settings that all records of an engine share."""
 
     groups: tuple[RecordGroup, ...]
     mask: MaskForm
@@ -36,7 +36,7 @@ def copy_step(
     staged_size,
     kept,  # int32, written: `KeptStep.parts`
 ):
-    """Copy what is kept of a step, in one pass: a dozen calls of numpy took four times as long."""
+    """Copy a step's kept data in one pass: a dozen numpy calls took four times as long."""
     t, out = tables_of(tables), arrays_of(arrays)
     num_reqs = num_scheduled_tokens.shape[0]
     kept[:staged_size] = out.buffer_int32[:staged_size]
@@ -54,7 +54,7 @@ def copy_step(
         for req in range(num_reqs):
             kept[end + req] = previous_rows[req]
         end += num_reqs
-    if out.draft_token_ids.shape[0] > 0:  # there can be drafts
+    if out.draft_token_ids.shape[0] > 0:  # the step may have drafts
         for req in range(num_reqs):
             seq_len = t.num_computed_tokens[req] + num_scheduled_tokens[req]
             kept[end + req] = t.token_ids[req, min(seq_len, t.num_tokens[req] - 1)]
@@ -68,20 +68,20 @@ def copy_step(
 
 @compiled
 def enter_blocks(
-    staged,  # int32, the buffer that travelled
+    staged,  # int32, the buffer that was sent
     first_index,  # of the changed entries, int64 there
     first,  # of the ids
     end,
     block_table_flat,  # int32, written: `vllm_npu_prep.prep.tables.BatchTables`
 ):
-    """Enter block ids that a step sent; one call of numpy would take twice as long."""
+    """Enter block ids that a step sent; numpy would take twice as long."""
     indices = staged[2 * first_index : 2 * (first_index + end - first)].view(np.int64)
     for entry in range(end - first):
         block_table_flat[indices[entry]] = staged[first + entry]
 
 
 def warm_up(step: PreparedStep) -> None:
-    """Compile or load the compiled code of this module; `step` may be any."""
+    """Compile this module's code or load it from the cache; any `step` will do."""
     kept = KeptStep.of_step(0, step, "", [""])
     enter_blocks(kept.copied, 0, 0, 0, np.zeros(1, np.int32))
 
@@ -90,9 +90,8 @@ def warm_up(step: PreparedStep) -> None:
 class KeptStep:
     """Copies of what a step read and wrote, for a record to be made later.
 
-    Tables and staging buffers go on to the next step; `step` is kept for its sizes. Block tables
-    are not here, only the entries that were new to the device: they travelled with the step
-    (`BlockTablesThen`).
+    The next step overwrites tables and staging buffers; `step` is kept only for its sizes. Of the
+    block tables only the entries sent with the step are kept (`BlockTablesThen`).
     """
 
     number: int
@@ -104,7 +103,7 @@ class KeptStep:
     placeholders: Placeholders
     modalities: Sequence[str]  # of each run of placeholders
     rows_with_embeds: Sequence[int]
-    nbytes: int  # that are kept, near enough
+    nbytes: int  # kept bytes, approximately
 
     @classmethod
     def of_step(
@@ -157,7 +156,7 @@ class KeptStep:
         )
 
     def parts(self) -> dict[str, np.ndarray]:
-        """What was copied: ``staged``, the buffer that travelled, and arrays of `RecordBatch`."""
+        """The copies: ``staged``, the buffer that was sent, and arrays of `RecordBatch`."""
         batch, num_reqs = self.step.batch, self.step.num_reqs
         num_groups = self.step.layout.num_groups
         sizes = {
@@ -178,7 +177,7 @@ class KeptStep:
 
     @property
     def staged(self) -> np.ndarray:
-        """The buffer that travelled, uint8, up to a multiple of 8 bytes."""
+        """The buffer that was sent, uint8, padded to a multiple of 8 bytes."""
         staged = self.parts()["staged"]
         return np.pad(staged, (0, len(staged) % 2)).view(np.uint8)
 
@@ -242,9 +241,9 @@ class KeptStep:
 
     @staticmethod
     def _embedded(record: StepRecord, input_ids: np.ndarray) -> np.ndarray:
-        """Tokens, bool ``[T]``, that a prompt gives as embeddings: the device got token 0 there.
+        """Tokens, bool ``[T]``, whose prompt came as embeddings: the device got token 0 there.
 
-        The table has an id that is none there (`vllm_npu_prep.runner.prompt_embeds`), which nobody
+        The table has an invalid id there (`vllm_npu_prep.runner.prompt_embeds`) that no step
         prepares.
         """
         batch = record.batch
@@ -278,7 +277,7 @@ class KeptStep:
         lengths, start = np.zeros(len(deltas), np.int64), 0
         counts = batch.num_scheduled_tokens.tolist()
         for req, (first, count) in enumerate(zip(num_computed_tokens.tolist(), counts)):
-            if prompts[req].ndim == 2:  # others count up from 0
+            if prompts[req].ndim == 2:  # other positions count up from 0
                 lengths[req] = prompts[req].shape[1]
                 seen = prompts[req][:, first : first + count]
                 positions[:, start : start + seen.shape[1]] = seen
@@ -291,14 +290,14 @@ class KeptStep:
 
 
 class BlockTablesThen:
-    """Block tables as the device had them some steps ago, moved on step by step.
+    """Block tables as the device had them some steps ago, updated step by step.
 
-    A step brings the entries that are new to the device, so there is no need to copy whole tables.
+    Each step sends the entries that are new to the device, so whole tables need no copy.
 
     Parameters
     ----------
     block_table_flat
-        int32, the tables of all groups (`BatchTables.block_table_flat`); moved on in place.
+        int32, the tables of all groups (`BatchTables.block_table_flat`); updated in place.
     """
 
     def __init__(self, block_table_flat: np.ndarray) -> None:
@@ -310,5 +309,5 @@ class BlockTablesThen:
         if step.num_block_changes:
             parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
             _, indices, ids = parts
-            # What was copied begins with the buffer that travelled
+            # The copies begin with the buffer that was sent
             enter_blocks(kept.copied, indices.start, ids.start, ids.stop, self.block_table_flat)

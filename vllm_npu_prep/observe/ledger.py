@@ -1,9 +1,9 @@
-"""Who owns each block and who wrote each slot, from step to step.
+"""Tracks which request owns each block and wrote each slot, from step to step.
 
 A worker sees the scheduler's decisions only: which blocks a request gets, and that it finished or
-was preempted. That is enough to know what each block is for, apart from the runner's own tables.
-What a slot holds is named by a hash of the tokens up to it, as prefix caching names blocks: two
-requests with the same beginning may read the same slot, and no others.
+was preempted. From these the ledger knows each block's purpose without the runner's own tables. A
+slot's content is named by a hash of the tokens up to it, as prefix caching names blocks: only
+requests with the same beginning may read the same slot.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 NULL_BLOCK = 0
 UNKNOWN = -1
-"""A token that was sampled and never seen here."""
+"""A sampled token whose id this process never saw."""
 
 NOBODY = 0
-"""What a slot holds that was never written."""
+"""Content of a slot that was never written."""
 
 LARGEST_CONTENT = 1 << 62
-"""Names of contents are below this, so that groups can be added to them."""
+"""Upper limit for names of contents, so that a group's index can be added."""
 
 
 @dataclass(frozen=True)
 class LedgerGroup:
-    """What the ledger has to know of a KV-cache group."""
+    """Properties of a KV-cache group that the ledger needs."""
 
     block_size: int  # of the block tables, in tokens
     blocks_per_page: int = 1  # blocks of the tables for each one that the scheduler hands out
@@ -41,7 +41,7 @@ class LedgerGroup:
     attention_chunk_size: int | None = None
 
     def first_needed(self, position: int) -> int:
-        """First position that the token at a position sees; what is before it may be freed."""
+        """First position that the token at a position sees; earlier blocks may be freed."""
         if self.sliding_window is not None:
             return max(0, position - self.sliding_window + 1)
         if self.attention_chunk_size is not None:
@@ -49,29 +49,29 @@ class LedgerGroup:
         return 0
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
-        """Blocks as block tables have them."""
+        """Block ids of the block tables, from the scheduler's."""
         pages = self.blocks_per_page
         return [page * pages + part for page in block_ids for part in range(pages)]
 
 
 @dataclass
 class _Request:
-    """A request as the scheduler told of it."""
+    """A request as the scheduler describes it."""
 
     seed: int  # of the hash of its tokens
-    prompt: list[int]  # UNKNOWN where a vector is given
-    contents: dict[int, int]  # what is at a position beside a token id: vectors, images
+    prompt: list[int]  # UNKNOWN for positions given as vectors
+    contents: dict[int, int]  # by position, content other than token ids: vectors, images
     blocks: list[list[int]]  # by group
     former: list[set[int]]  # blocks that it lost when it was preempted
     num_computed_tokens: int = 0
     num_cached: list[int] = field(default_factory=list)  # leading blocks that were cached, by group
-    begins: bool = True  # in this step, for the first time or again
+    begins: bool = True  # starts or resumes in this step
     tokens: list[int] = field(default_factory=list)  # as the model read them
-    chain: list[int] = field(default_factory=list)  # what a slot for each position holds
+    chain: list[int] = field(default_factory=list)  # expected content of each position's slot
     loaded: int = 0  # leading positions that a KV connector may have loaded
 
     def extend_chain(self, end: int) -> None:
-        """Name what is at the positions up to `end`."""
+        """Name the contents of the positions up to `end`."""
         for position in range(len(self.chain), end):
             before = self.chain[-1] if self.chain else self.seed
             what = self.contents.get(position, self.tokens[position])
@@ -103,17 +103,17 @@ class SlotLedger:
         self.groups = tuple(groups)
         self.loads, self.counts_are_bounds = loads, counts_are_bounds
         width = max((group.block_size for group in groups), default=1)
-        # [num_blocks, largest block size] int64, what each slot holds
+        # [num_blocks, largest block size] int64, content of each slot
         self.contents = np.full((num_blocks, width), NOBODY, np.int64)
-        self.writers: dict[int, str] = {}  # last one, by block
-        self.freed: dict[int, str] = {}  # last one that gave a block back
+        self.writers: dict[int, str] = {}  # last writer, by block
+        self.freed: dict[int, str] = {}  # last request that gave back a block
         self.requests: dict[str, _Request] = {}
-        self._handed_out: set[int] = set()  # blocks with nothing in them, in this step
+        self._handed_out: set[int] = set()  # empty blocks given out in this step
 
-    # ----------------------------------------------------------------- the scheduler's word
+    # ----------------------------------------------------------------- the scheduler's output
 
     def follow(self, output: "SchedulerOutput") -> None:
-        """Requests that leave, come and go on, and their blocks."""
+        """Apply a scheduler output: finished, new and continued requests, and their blocks."""
         for request in self.requests.values():
             request.begins = False
         self._handed_out.clear()
@@ -176,7 +176,7 @@ class SlotLedger:
         return _Request(seed, prompt, contents, empty, [set() for _ in self.groups])
 
     def _begin(self, req_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> None:
-        """Leading blocks are cached ones as far as tokens are computed, the others are empty."""
+        """Start a request: blocks of computed tokens are cached ones, all others are empty."""
         request = self.requests[req_id]
         request.begins, request.num_computed_tokens = True, computed
         request.tokens = request.tokens or request.prompt.copy()
@@ -198,7 +198,7 @@ class SlotLedger:
         request.blocks = [[] for _ in self.groups]
 
     def _empty(self, output: "SchedulerOutput") -> None:
-        """Blocks that are zeroed or copied in front of the step."""
+        """Apply the zeroing and copying of blocks before the step."""
         pages = self.groups[0].blocks_per_page if self.groups else 1
         for block in output.new_block_ids_to_zero or ():
             self.contents[block * pages : (block + 1) * pages] = NOBODY
@@ -209,7 +209,7 @@ class SlotLedger:
     # ----------------------------------------------------------------- the step
 
     def verify(self, step: "PreparedStep", req_ids: Sequence[str], input_ids: np.ndarray) -> None:
-        """Check what a step writes and reads, and note it.
+        """Check and note the slots that a step reads and writes.
 
         Parameters
         ----------
@@ -231,14 +231,14 @@ class SlotLedger:
             self._feed(step, row, req_id, input_ids)
             for group in range(len(self.groups)):
                 self._write(step, row, req_id, group, owners)
-        for row, req_id in enumerate(req_ids):  # which may read what others write in this step
+        for row, req_id in enumerate(req_ids):  # a request may read what others write in this step
             for group in range(len(self.groups)):
                 self._read(step, row, req_id, group)
 
     def _owners(self) -> dict[int, dict[str, bool]]:
         """Requests that own each block, and whether they got it as a cached one.
 
-        What a window has left behind is nobody's, and tables may still name it.
+        Blocks before a window have no owner, although tables may still name them.
         """
         owners: dict[int, dict[str, bool]] = {}
         for req_id, request in self.requests.items():
@@ -272,7 +272,7 @@ class SlotLedger:
         return owners
 
     def _feed(self, step: "PreparedStep", row: int, req_id: str, input_ids: np.ndarray) -> None:
-        """Counts are the scheduler's, and tokens of the prompt are the prompt's."""
+        """Check counts against the scheduler's, and prompt tokens against the prompt."""
         request = self._known(req_id)
         computed, told = int(step.num_computed_tokens[row]), request.num_computed_tokens
         if computed > told or (computed < told and not self.counts_are_bounds):
@@ -306,7 +306,7 @@ class SlotLedger:
         request.extend_chain(computed + len(fed))
 
     def _adopt(self, request: _Request, end: int) -> None:
-        """Positions whose tokens were never seen here hold what their slots say."""
+        """Fill in positions whose tokens this process never saw from their slots."""
         while len(request.chain) < end:
             position = len(request.chain)
             is_unknown = request.tokens[position] == UNKNOWN and position not in request.contents
@@ -418,7 +418,7 @@ class SlotLedger:
         position: int | None = None,
         owners: dict[int, dict[str, bool]] | None = None,
     ) -> StepCheckError:
-        """What is wrong with a block in the place of another one."""
+        """Error for a block that stands in the place of another one."""
         request = self.requests[req_id]
         others = [r for r in (owners or self._owners()).get(block, {}) if r != req_id]
         if block == NULL_BLOCK:

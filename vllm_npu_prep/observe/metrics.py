@@ -1,15 +1,15 @@
-"""Counts of a worker's steps, where the server's ``/metrics`` finds them.
+"""Publishes counts of a worker's steps to the server's ``/metrics``.
 
-Steps are prepared in another process than the one that answers ``/metrics``, and nothing that vLLM
-sends from one to the other has room for what an out-of-tree runner counts. So they meet in a
-folder: a worker keeps its counts in mapped files in the format of prometheus_client's multiprocess
-mode, and the server reads these when it is asked. With several API servers vLLM itself works that
-way, and its folder (``PROMETHEUS_MULTIPROC_DIR``) is taken; otherwise the main process makes one.
+Workers prepare steps in other processes than the one that answers ``/metrics``, and vLLM's messages
+between them have no room for an out-of-tree runner's counts. So they share a folder: a worker keeps
+its counts in mapped files in the format of prometheus_client's multiprocess mode, and the server
+reads these when it is asked. With several API servers vLLM itself works that way, and its folder
+(``PROMETHEUS_MULTIPROC_DIR``) is taken; otherwise the main process makes one.
 
-To count is to add to eight bytes of memory: no lock, no system call, and what was counted last is
-seen at once, also while the engine idles. prometheus_client's `Counter` and `Histogram` write the
-same files, but take 43 us for the counts of a step, where this takes 0.7; and they write to files
-only where ``PROMETHEUS_MULTIPROC_DIR`` was set before their import, which changes vLLM's metrics.
+Counting adds to eight bytes of memory: no lock, no system call, and the last count is visible at
+once, even while the engine idles. prometheus_client's `Counter` and `Histogram` write the same
+files, but take 43 us for the counts of a step, where this takes 0.7; and they write to files only
+where ``PROMETHEUS_MULTIPROC_DIR`` was set before their import, which changes vLLM's metrics.
 """
 
 import atexit
@@ -39,7 +39,7 @@ FOLDER_ENV_VAR = "NPU_PREP_METRICS_DIR"
 
 SHARED_ENV_VAR = "PROMETHEUS_MULTIPROC_DIR"
 FILE_BYTES = 1 << 16
-"""Size that files start with; a hundred values fill a third."""
+"""Initial size of the files; a hundred values fill a third."""
 
 PREFIX = "vllm:npu_prep_"
 COUNTERS = {
@@ -67,9 +67,9 @@ _exposed: set[str] = set()
 
 
 def share_folder() -> None:
-    """In the main process: make the folder that workers count in, and name it to children.
+    """In the main process: make the folder that workers count in, and tell children its path.
 
-    It is gone when this process is. Whatever folder it inherited is another server's.
+    It is removed when this process ends. An inherited folder belongs to another server.
     """
     if _made_by_this_process or SHARED_ENV_VAR in os.environ:
         return
@@ -175,7 +175,7 @@ class StepMetrics:
         labels = self._labels | labels
         name, file = PREFIX + name, self._files[kind]
         key = mmap_key(name, name + suffix, list(labels), list(labels.values()), text)
-        file.read_value(key)  # makes it
+        file.read_value(key)  # creates the value
         start = file._positions[key]
         return memoryview(file._m)[start : start + 8].cast("d")
 
@@ -183,8 +183,8 @@ class StepMetrics:
 def _open(folder: str, kind: str) -> MmapedDict:
     """A file of the folder, named so that prometheus_client sees what kind of values it has.
 
-    It appears with its whole size: a server that reads a cut one answers no scrape at all, and
-    where a disk is full, writing to mapped memory would end the process.
+    It appears at full size: a truncated file would fail the server's whole scrape, and on a full
+    disk, writing to mapped memory would kill the process.
     """
     path = Path(folder, f"{kind}_npu-prep-{os.getpid()}.db")
     if not path.exists():

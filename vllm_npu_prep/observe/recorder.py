@@ -1,6 +1,6 @@
-"""Recording in a running engine: some steps to disk as they come, or the last ones when asked.
+"""Records steps of a running engine: a range as they come, or the last ones on request.
 
-Whatever goes wrong here is one line in the log. It never reaches the engine.
+An error here is one line in the log and never reaches the engine.
 """
 
 import contextlib
@@ -45,14 +45,14 @@ MANIFEST = "manifest.json"
 
 
 class Written(NamedTuple):
-    """What came of a request to write the last steps; as text, one line.
+    """Result of a request to write the last steps; as text, one line.
 
     Attributes
     ----------
     folder
         Of this run.
     steps
-        So many were written.
+        Number of steps written.
     why
         The reason for writing them, or why there are none.
     """
@@ -69,10 +69,10 @@ class Written(NamedTuple):
 
 
 class StepRecorder:
-    """What the runner tells of each step, and the files that come of it.
+    """Notes each step that the runner prepares, and writes the records.
 
     Each run writes into a folder of its own, made with its first file:
-    ``DIR/<date>-<time>-<process>``, with ``-rank<n>`` behind it on several ranks.
+    ``DIR/<date>-<time>-<process>``, with ``-rank<n>`` appended if there are several ranks.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class StepRecorder:
     tables
         The runner's.
     recorded
-        What is the same for all records.
+        Settings that all records share.
     manifest
         Versions and settings of the engine, for `MANIFEST`.
     suffix
@@ -107,7 +107,7 @@ class StepRecorder:
         self._req_ids: list[str] = []
         started = time.strftime("%Y%m%d-%H%M%S")
         self.folder = config.make_folder() / f"{started}-{os.getpid()}{suffix}"
-        self.steps = 0  # so many came by
+        self.steps = 0  # noted so far
         self._span = config.span
         self._ring: deque[KeptStep] = deque()
         self._ring_bytes = self._file_bytes = 0
@@ -120,7 +120,7 @@ class StepRecorder:
             self._listen()
 
     def warm_up(self, step: PreparedStep) -> None:
-        """Load or compile what the first step would otherwise wait for; `step` may be any."""
+        """Load or compile code, so that the first step needn't wait; any `step` will do."""
         warm_up(step)
 
     # ----------------------------------------------------------------- each step
@@ -143,7 +143,7 @@ class StepRecorder:
         try:
             if self._then is None:
                 self._then = BlockTablesThen(self.tables.block_table_flat.copy())
-            if req_ids != self._req_ids:  # a copy would touch every name, in every step
+            if req_ids != self._req_ids:  # copying in every step would touch every name
                 self._req_ids = list(req_ids)
             kept = KeptStep.of_step(
                 number, step, kind, self._req_ids, placeholders, modalities, rows_with_embeds
@@ -195,7 +195,7 @@ class StepRecorder:
         return answer
 
     def _write_new(self, reason: str) -> int:
-        """Write every step of the ring that is not on disk yet; how many."""
+        """Write every step of the ring that is not on disk yet; returns their number."""
         if not self._ring or self._ring[-1].number <= self._last_written:
             return 0
         assert self._then is not None
@@ -234,7 +234,7 @@ class StepRecorder:
             write_whole(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     def _name(self, req_id: str) -> str:
-        """A request's name in a record; a salted hash unless it was asked for."""
+        """A request's name in a record; a salted hash unless real names were asked for."""
         if self.config.request_ids == "plain":
             return "".join(c if c.isprintable() else "?" for c in req_id)
         return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
@@ -249,7 +249,7 @@ class StepRecorder:
     # ----------------------------------------------------------------- signals
 
     def _listen(self) -> None:
-        """Write the ring on SIGUSR1, unless somebody else listens to it."""
+        """Write the ring on SIGUSR1, unless the signal already has a handler."""
         what = f"Recording the last {counted(self.config.last, 'step')}"
         where = f"to be written to {self.folder.parent} by `vllm-npu-prep record`"
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -261,9 +261,9 @@ class StepRecorder:
             logger.info("%s, %s or dump_steps: SIGUSR1 is taken.", what, where)
 
     def _on_signal(self, *_: Any) -> None:
-        """Let the server ask all ranks; or write now, or after the step that is being noted.
+        """Let the server ask all ranks; otherwise write now, or after the step being noted.
 
-        Signals come between any two lines.
+        A signal can arrive between any two lines.
         """
         server = None if self._is_alone else server_of(os.getpid())
         self._is_alone = False
@@ -275,7 +275,7 @@ class StepRecorder:
             self.dump("SIGUSR1")
 
     def _write_alone(self) -> None:
-        """Have the main thread write this rank's steps, as nobody asks the others."""
+        """Have the main thread write this rank's steps, as no server asks all ranks."""
         self._is_alone = True
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -291,7 +291,7 @@ def make_recorder(
     builders: "Builders",
     old: StepRecorder | None = None,
 ) -> StepRecorder | None:
-    """The recorder of a runner that has its KV cache; None unless one is configured.
+    """The recorder of a runner whose KV cache is allocated; None unless one is configured.
 
     Parameters
     ----------
@@ -302,7 +302,7 @@ def make_recorder(
     builders
         Its metadata builders.
     old
-        The recorder that it had, which is closed.
+        Its previous recorder, which is closed.
     """
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
@@ -343,7 +343,7 @@ def _versions() -> dict[str, str]:
 
 
 def _facts(vllm_config: "VllmConfig", decisions: "Decisions") -> dict[str, Any]:
-    """What of an engine's config decides how steps are prepared."""
+    """The parts of an engine's config that decide how steps are prepared."""
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     speculative = vllm_config.speculative_config
     return {

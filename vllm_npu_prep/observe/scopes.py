@@ -1,7 +1,6 @@
 """The host's phases of a step in vLLM's profile, as scopes of ``torch.profiler``.
 
-A runner is wrapped when a profile starts and unwrapped when it stops, so that steps cost nothing
-more at any other time.
+A runner is wrapped only while a profile runs, so that steps cost nothing extra otherwise.
 """
 
 from collections.abc import Callable
@@ -17,17 +16,17 @@ if TYPE_CHECKING:
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "kernel", "copy", "metadata")
-"""Of `NPUModelRunner._prepare_inputs`, where kernel and state are one pass."""
+"""Phases of `NPUModelRunner._prepare_inputs`; kernel and state share one pass."""
 
 STEP = "step "
-"""Then the step's numbers: the last scope in each preparation, which has no length."""
+"""Scope with the step's numbers: the last one of each preparation, of zero length."""
 
 
 class StepScopes:
     """Scopes around a runner's host phases, named ``npu_prep: <phase>``.
 
-    Whatever profiler runs sees them. Numbers of a step are in the name of a scope, because torch
-    records arguments of scopes only together with the shapes of all operators.
+    Every profiler sees them. A step's numbers are in a scope's name, because torch records
+    arguments of scopes only together with the shapes of all operators.
 
     Parameters
     ----------
@@ -59,7 +58,7 @@ class StepScopes:
     # ----------------------------------------------------------------- around methods
 
     def _wrap(self, target: Any, name: str, around: Callable[[Callable], Callable]) -> None:
-        """An attribute of the object hides its class's method."""
+        """Wrap a method, by an attribute of the object that hides its class's method."""
         setattr(target, name, around(getattr(target, name)))
         self._replaced.append((target, name))
 
@@ -79,7 +78,7 @@ class StepScopes:
         return wrap
 
     def _around_step(self, prepare_inputs: Callable) -> Callable:
-        """All of the preparation, and its first phase; the following ones end one another."""
+        """Scope of the whole preparation, and its first phase; each phase ends the one before."""
 
         def scoped(*args: Any, **kwargs: Any) -> Any:
             depth = len(self._open)
@@ -125,7 +124,7 @@ class StepScopes:
     # ----------------------------------------------------------------- scopes
 
     def _next(self, phase: str) -> None:
-        if not self._open:  # a dummy run, which is no step
+        if not self._open:  # a dummy run isn't a step
             return
         self._leave()
         self._enter(phase)

@@ -1,4 +1,4 @@
-"""What is raised for a step that breaks a rule."""
+"""Errors for steps that break a rule."""
 
 
 class StepCheckError(RuntimeError):
@@ -9,9 +9,9 @@ class StepCheckError(RuntimeError):
     rule
         Short name of the rule.
     request
-        Its id, None where the rule is about the whole step.
+        Its id, None if the rule is about the whole step.
     token
-        Of the step, None where the rule is about a whole request.
+        Token of the step, None if the rule is about a whole request.
     """
 
     def __init__(self, message: str, rule: str, request: str | None, token: int | None) -> None:
@@ -49,7 +49,7 @@ def expect(
     token: int | None = None,
     group: int | None = None,
 ) -> None:
-    """Raise unless what is given is what is allowed.
+    """Raise unless the given value is the allowed one.
 
     Raises
     ------

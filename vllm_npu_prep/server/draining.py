@@ -1,4 +1,4 @@
-"""What an API server does once it was told to stop: requests end, and none begin."""
+"""Stopping an API server: running requests finish, and new ones are refused."""
 
 import asyncio
 import contextlib
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient
 
 ALWAYS_ANSWERED = ("/metrics",)
-"""Monitoring goes on while the last requests run."""
+"""Paths that are still served while the last requests run, for monitoring."""
 POLL_SECONDS = 0.02
 END_SECONDS = 10
-"""Time that the engine's processes, and answers on their way, get to end after requests have."""
+"""Time after the last request for the engine's processes and pending answers to end."""
 CUT_SECONDS = 1
-"""Time that requests get to hear that theirs is up."""
+"""Time to tell requests that their time is up."""
 
 
 class Drain:
     """Requests of one API server: how many run, and whether new ones may begin.
 
-    The count is of HTTP requests, answers that are still being sent included: one that is being
-    tokenized is not the engine's yet, and would be lost if only the engine were asked.
+    The count is of HTTP requests, answers that are still being sent included: a request that is
+    being tokenized hasn't reached the engine, whose count would miss it.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Drain:
         Parameters
         ----------
         seconds
-            How long at most.
+            Longest wait.
         say
             Takes lines that tell how far it has come.
 
@@ -78,7 +78,7 @@ def _requests(number: int) -> str:
 class DrainMiddleware:
     """Counts requests, and answers new ones with 503 once the server is stopping.
 
-    That holds for the health check, too, so that who balances load looks elsewhere.
+    The health check gets 503, too, so that load balancers choose another server.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
@@ -108,7 +108,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
         "param": None,
         "code": 503,
     }
-    # A client that keeps its connection would come back to this server.
+    # A client that keeps its connection would send its next request here.
     response = JSONResponse({"error": error}, 503, headers={"Connection": "close"})
     await response(scope, receive, send)
 
@@ -131,17 +131,17 @@ def drain_and_shut_down(
     shut_down
         ``AsyncLLM.shutdown`` of upstream.
     stopped_error
-        What requests get that have not ended.
+        Error for requests that have not ended.
     say
         Takes lines that tell how far it has come.
     """
     drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
     if drain is None or drain.is_stopping or _serves_in_this_thread():
-        # No server; or its second call; or one that ends for another reason than a signal.
+        # Not a server, or its second call, or it ends without a signal.
         shut_down(engine, timeout=timeout)
         return
     if not _owns_engine(engine):
-        # Whoever does gives this process the same time, and then kills it.
+        # The parent that owns it gives this process the same time, then kills it.
         timeout = max(0.0, (timeout or 0) - CUT_SECONDS)
     has_ended = drain.wait(timeout or 0, say)
     engine.was_told_to_stop = not engine.errored  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def _serves_in_this_thread() -> bool:
 
 
 def cause_of_death(engine: "AsyncLLM") -> str:
-    """What is known of the end of an engine's process; a killed one could say nothing."""
+    """How an engine's process ended; one that was killed could log nothing itself."""
     manager = _client_of(engine).resources.engine_manager
     for process in getattr(manager, "processes", ()):
         assert manager is not None

@@ -1,10 +1,10 @@
-"""What users have to change is told in one line, whichever process finds it.
+"""Shows users in one line what they have to change, whichever process finds it.
 
 vLLM starts an engine in a process of its own, and its ranks in further ones. Each process logs what
 went wrong there with a traceback, down to the one that the user started, whose own traceback ends
-with "see root cause above". A `PrepError` needs none of them: the process that meets it leaves its
-text in a file, and the first process takes it from there. Everything else, bugs above all, keeps
-its tracebacks.
+with "see root cause above". A `PrepError` needs no traceback: the process that raises it leaves its
+text in a file, and the first process prints it. Everything else, bugs above all, keeps its
+tracebacks.
 
 Nothing here patches vLLM; `compat` puts these functions in their places.
 """
@@ -33,23 +33,23 @@ FILE_ENV_VAR = "NPU_PREP_REFUSAL_FILE"
 """Set by the main process for its children; not for users."""
 
 EXIT_CODE = 2
-"""Of a process that ends because of what its user has to change."""
+"""Exit code of a process that ends because its user has to change something."""
 
 LOGGERS = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.ray_executor_v2",
 )
-"""Who logs exceptions of engines and ranks."""
+"""Loggers of exceptions in engines and ranks."""
 
 CONFIGURING = {
     *("validate_parsed_serve_args", "setup_server"),
     *("from_cli_args", "create_engine_config"),
 }
-"""Functions of vLLM in which a command's flags are checked: what they raise is up to the user."""
+"""Functions of vLLM that check a command's flags: the user has to fix what they raise."""
 
 MISTAKES = (ValueError, TypeError, KeyError, NotImplementedError)
-"""What vLLM and transformers raise for bad flags, where a ``raise`` stands in their code."""
+"""Exceptions that vLLM and transformers raise on purpose for bad flags."""
 
 
 # ----------------------------------------------------------------- between processes
@@ -102,7 +102,7 @@ def leaving_refusals(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def raising_what_was_left(function: Callable[..., T]) -> Callable[..., T]:
-    """A function that starts processes: when it fails and one has refused, that is the reason."""
+    """Wrap a function that starts processes: if one refused, its text is the error."""
 
     @functools.wraps(function)
     def raising(*args: Any, **kwargs: Any) -> T:
@@ -113,7 +113,7 @@ def raising_what_was_left(function: Callable[..., T]) -> Callable[..., T]:
             if text is None:
                 raise
             executor = getattr(args[0], "model_executor", None) if args else None
-            if executor is not None:  # ranks that run end as told, and free what they share
+            if executor is not None:  # running ranks are told to stop, and free shared resources
                 with contextlib.suppress(Exception):
                     executor.shutdown()
             raise PrepError(text) from None
@@ -122,9 +122,9 @@ def raising_what_was_left(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def refusal_of(error: BaseException | None) -> str | None:
-    """Text of the `PrepError` that an exception is or comes from; None if it is another one.
+    """Text of the `PrepError` that an exception is or comes from; None if there is none.
 
-    Ray wraps exceptions of its actors, and has the original as ``cause``.
+    Ray wraps exceptions of its actors, with the original as ``cause``.
     """
     while error is not None:
         for each in (getattr(error, "cause", None), error):
@@ -136,7 +136,7 @@ def refusal_of(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def ending_without_traceback() -> Iterator[None]:
-    """Run a process that vLLM started: a `PrepError` that ends it is left, and ends it quietly."""
+    """Run a vLLM process; a `PrepError` in it is left for the main process, and not logged."""
     try:
         yield
     except Exception as error:
@@ -160,7 +160,7 @@ class OneLineRefusals(logging.Filter):
 
 
 def log_refusals_in_one_line() -> None:
-    """Have them logged so by vLLM's engine and executors."""
+    """Install the filter in the loggers of vLLM's engine and executors."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(each, OneLineRefusals) for each in logger.filters):
@@ -192,7 +192,7 @@ class OneLineErrors:
         else:
             self.previous(kind, error, trace)
             return
-        if is_command:  # an interactive session goes on
+        if is_command:  # an interactive session continues
             raise SystemExit(EXIT_CODE)
 
 
@@ -214,7 +214,7 @@ def mistake_of(error: BaseException) -> str | None:
     """What is wrong with a command's flags, from an exception of vLLM; None if that isn't it.
 
     It was raised while flags were checked: on purpose, by a ``raise`` or one of vLLM's validators,
-    or by the system. An operation that failed by itself is a bug, and none of them.
+    or by the system. Any other failing operation is a bug.
     """
     if not isinstance(error, (*MISTAKES, OSError)) or error.__traceback__ is None:
         return None
@@ -253,7 +253,7 @@ def _was_raised(trace: TracebackType) -> bool:
 
 
 def _missing_folder(frames: dict[str, FrameType]) -> str | None:
-    """A model that is meant as a folder and isn't there; vLLM asks Hugging Face for it."""
+    """A model given as a folder that doesn't exist; vLLM would ask Hugging Face for it."""
     for function, name in (("from_cli_args", "args"), ("create_engine_config", "self")):
         if function in frames:
             model = getattr(frames[function].f_locals.get(name), "model", None)

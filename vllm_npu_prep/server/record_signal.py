@@ -1,4 +1,4 @@
-"""Passes SIGUSR1 on from any process of a server to its API server.
+"""Forwards SIGUSR1 from any process of a server to its API server.
 
 If there is none, because the engine has no server or the server is on another host, the signal is
 passed on to the processes that this process has started, down to those that record.

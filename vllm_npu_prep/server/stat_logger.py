@@ -11,14 +11,14 @@ from vllm_npu_prep.observe.metrics import expose
 class StepStatLogger(AggregateStatLoggerBase):
     """Entry point ``vllm.stat_logger_plugins``: made by a server unless it disables statistics.
 
-    Counts are read when ``/metrics`` is; what vLLM reports of each iteration has none of them.
+    Counts are read when ``/metrics`` is; vLLM's per-iteration reports don't include them.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         expose()
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing of it is needed."""
+        """Do nothing: the counts don't come from here."""
 
     def log_engine_initialized(self) -> None:
-        """The start-up block has said what there is to say."""
+        """Do nothing: the start-up block has logged everything."""

@@ -38,12 +38,12 @@ class Asked:
 
     @property
     def model(self) -> "ModelConfig":
-        """The model that answers."""
+        """Config of the served model."""
         return self.config.model_config
 
     @property
     def text(self) -> Any:
-        """Its config of the language model, by transformers."""
+        """The served model's text config, from transformers."""
         return self.model.hf_text_config
 
     @cached_property

@@ -36,7 +36,7 @@ class Reference(NamedTuple):
     name: str
     overload: str
     function: Callable[..., Any]
-    on_host: Callable[..., Any] | None = None  # what it does where it launches nothing
+    on_host: Callable[..., Any] | None = None  # the form that runs on the host, without a launch
 
 
 REFERENCES = (
@@ -87,7 +87,7 @@ FAMILIES = (
 CONSTRAINTS: tuple[Constraint, ...] = tuple(
     constraint for family in FAMILIES for constraint in family.constraints.values()
 )
-"""What is demanded, by family."""
+"""Constraints by family."""
 
 
 class RegisterReference(Protocol):

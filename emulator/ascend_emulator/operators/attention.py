@@ -29,7 +29,7 @@ def attend(
     scale
         Factor of the scores.
     masked
-        ``[Q, S]`` bool, True where a query must not look. None: it looks everywhere.
+        ``[Q, S]`` bool, True where a query must not attend. None: it attends everywhere.
     bias
         ``[Q, S]`` float, added to the scaled scores.
 
@@ -39,7 +39,8 @@ def attend(
         ``[Q, N, Dv]`` float32. Zero without any key; NaN in rows where everything is masked, which
         no kernel defines.
     torch.Tensor
-        ``[Q, N]`` float32, the logarithm of the sum of exponentials; +inf in rows that see nothing.
+        ``[Q, N]`` float32, the logarithm of the sum of exponentials; +inf in rows without any key
+        to attend to.
     """
     num_rows, num_heads, _ = query.shape
     num_columns, num_kv_heads = key.shape[:2]

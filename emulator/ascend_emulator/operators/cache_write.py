@@ -199,7 +199,7 @@ def scatter_pa_kv_cache(
     seq_lens: torch.Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Do the same with int32 or int64 slots, in the docstring's second scenario."""
+    """Write with int32 or int64 slots, in the docstring's second scenario."""
     call = CACHE_WRITE.call(SCATTER_PA_KV_CACHE, {"slot_indices": "slot_mapping"})
     call.demand("cache_mode", cache_mode in ("Norm", None), repr(cache_mode))
     compression = compress_lens, compress_seq_offsets, seq_lens

@@ -44,7 +44,7 @@ def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
         masked = _mask(fused, request, query.shape[0], key.shape[0])
         result, result_lse = attention.attend(query, key, value, fused.scale, masked)
         if fused.inner_precise & 2:
-            # Correction of invalid rows: what sees nothing is zero.
+            # Correction of invalid rows: rows that attend to nothing become zero.
             result = result.masked_fill(result_lse.isinf().unsqueeze(-1), 0.0)
         output_rows[rows] = result.to(output.dtype)
         lse_rows[rows] = result_lse
@@ -84,7 +84,7 @@ def _requests(
 def _mask(
     fused: FusedAttention, request: int, num_rows: int, num_columns: int
 ) -> torch.Tensor | None:
-    """``[num_rows, num_columns]`` bool, True where masked; None where nothing is."""
+    """``[num_rows, num_columns]`` bool, True where masked; None if nothing is masked."""
     if fused.atten_mask is None:
         return None
     mask = fused.atten_mask.bool()

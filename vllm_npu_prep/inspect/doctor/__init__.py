@@ -1,6 +1,6 @@
 """``vllm-npu-prep doctor``: will the plugin run on this host, and if not, what to do.
 
-Imports neither vllm nor torch: it has to work where these don't.
+It imports neither vllm nor torch, so that it works where these are broken.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from vllm_npu_prep.inspect.doctor.software import Software
 from vllm_npu_prep.progress import waiting
 
 LONGEST_TEXT = 600
-"""Characters of a finding; files and commands may say anything."""
+"""Most characters of a finding, because files and commands may hold any text."""
 
 
 def add_parser(commands: Any) -> None:
@@ -52,7 +52,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def examine(host: Host) -> list[Finding]:
-    """Everything that can be said of a host, from the driver up to what vLLM would do."""
+    """All findings about a host, from the driver up to what vLLM would do."""
 
     def findings() -> Iterator[Finding]:
         hardware = Hardware(host)

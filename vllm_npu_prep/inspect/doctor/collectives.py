@@ -1,4 +1,4 @@
-"""Environment of what ranks exchange: HCCL between NPUs, gloo between hosts' processes.
+"""Environment variables of collectives: HCCL between NPUs, gloo between hosts' processes.
 
 Forms and ranges are those of CANN 9.0's reference of environment variables
 (``maintenref/envvar``, ``envref_07_0074`` to ``0080``); those of gloo are torch's.
@@ -26,7 +26,7 @@ ADDRESSES = ("HCCL_IF_IP", "VLLM_HOST_IP")
 def collective_findings(host: Host) -> Iterator[Finding]:
     """A line for each variable that is set.
 
-    Variables of HCCL that are not looked at share one.
+    HCCL variables that the doctor doesn't check share one line.
     """
     environment, rest = host.environment, []
     for name in sorted(environment):
@@ -70,7 +70,7 @@ def _address(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> 
 def _interfaces(
     host: Host, name: str, value: str, bad: Callable[[str, str, str], Finding]
 ) -> Finding:
-    """HCCL reads prefixes, ``=`` exact names, ``^`` all but these; gloo exact names."""
+    """HCCL takes prefixes (``=``: exact names, ``^``: all but these); gloo takes exact names."""
     here, given, excludes, exact = host.names(INTERFACES), value, False, True
     if name == "HCCL_SOCKET_IFNAME":
         excludes, given = given.startswith("^"), given.removeprefix("^")

@@ -25,7 +25,7 @@ RUNTIME = "libascendcl.so"
 
 
 def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterator[Finding]:
-    """A line for each variable that is set or has to be, and one for those that are not.
+    """A line for each variable that is set or must be, and one line for all unset ones.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterat
 
 
 def _value_finding(host: Host, name: str) -> Finding:
-    """What a variable's value leads to."""
+    """Finding for a variable's value."""
     given = host.environment[name]
     found, value = repr(given), given.strip()
     if name == "NPU_PREP_DEVICE" and value.lower() not in ("auto", "npu", "cpu", ""):
@@ -90,7 +90,7 @@ def _visible_devices(host: Host, num_nodes: int) -> Finding:
 
 
 def _compiled_code(host: Host) -> Finding:
-    """Where numba keeps the compiled code of `vllm_npu_prep.prep`, which takes seconds to make."""
+    """Folder of numba's compiled code of `vllm_npu_prep.prep`, which takes seconds to compile."""
     chosen = host.environment.get(CACHE)
     folder = host.path(chosen) if chosen else Path(__file__).parents[2] / "prep"
     while not folder.exists() and folder != folder.parent:

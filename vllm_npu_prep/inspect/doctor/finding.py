@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How a finding is to be taken."""
+    """How serious a finding is."""
 
     OK = "ok"
     WARNING = "warning"
@@ -22,11 +22,11 @@ class Finding:
     name
         What was looked at.
     status
-        A failure keeps the plugin from working as asked; a warning may.
+        A failure keeps the plugin from working as configured; a warning might.
     found
         What is there.
     do
-        What to do about it; empty only where all is well.
+        What to do about it; empty only if all is well.
     """
 
     name: str
@@ -51,5 +51,5 @@ def failure(name: str, found: str, do: str) -> Finding:
 
 
 def bad_if(matters: bool) -> Callable[[str, str, str], Finding]:
-    """`failure` of what matters here, `warning` of what doesn't."""
+    """A `failure` if it matters on this host, otherwise a `warning`."""
     return failure if matters else warning

@@ -19,7 +19,7 @@ MOUNTS = (
     "/usr/local/Ascend/driver/lib64",
     "/etc/ascend_install.info",
 )
-"""What a container gets from its host, besides nodes, ``npu-smi`` and the driver's version."""
+"""Paths that a container gets from its host, besides nodes, ``npu-smi`` and driver version."""
 
 CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 CANN_IN_TABLE = (9, 1)
@@ -44,7 +44,7 @@ class Chip:
 
 
 class Hardware:
-    """What lies below torch.
+    """Driver, chips and CANN: everything that torch_npu builds on.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Hardware:
         self.chips: list[Chip] = []
 
     def findings(self) -> Iterator[Finding]:
-        """From the bottom up."""
+        """All findings, from the driver up."""
         yield self._driver()
         yield self._firmware()
         yield self._device_nodes()
@@ -73,7 +73,7 @@ class Hardware:
         yield self._host_memory()
 
     def _missing(self, name: str, found: str, pass_it: str, install: str) -> Finding:
-        """What only an NPU needs is missing: in a container pass it, elsewhere install it."""
+        """Something that only an NPU needs is missing: pass it to a container, or install it."""
         if not self.host.needs_npu:
             return ok(name, NOT_NEEDED)
         return failure(name, found, pass_it if self.host.in_container else install)
@@ -214,7 +214,7 @@ class Hardware:
         return ok("npu-smi", found)
 
     def _npu_smi_version(self, text: str) -> Iterator[Finding]:
-        """Tool and driver come together: where they differ, one is another host's."""
+        """Tool and driver ship together: if their versions differ, one comes from another host."""
         match = re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", text)
         driver = self._driver()
         if match and driver.status is Status.OK and match[1].lower() != driver.found.lower():

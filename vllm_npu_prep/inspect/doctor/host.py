@@ -1,4 +1,4 @@
-"""What the doctor may ask of a host, so that tests can make one up."""
+"""Everything that the doctor asks of a host, so that tests can replace the host."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "torch_npu", "vllm", "numba", "torchvision")
 
 PLUGIN_GROUP = "vllm.platform_plugins"
 LARGEST_TEXT = 1 << 20
-"""Bytes that are read of a file or of a command's output."""
+"""Most bytes read from a file or from a command's output."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Host:
     platform_plugins
         Names under which platform plugins of vLLM are installed.
     run
-        Runs a command for so many seconds; raises OSError where it can't be started.
+        Runs a command with a time limit in seconds; raises OSError if it can't be started.
     python
         Version of the interpreter.
     machine
@@ -84,7 +84,7 @@ class Host:
         )
 
     def path(self, path: str) -> Path:
-        """Where an absolute path of the host lies."""
+        """Real location of an absolute path of the host, below `root`."""
         return self.root / path.lstrip("/")
 
     def read(self, path: str) -> str:
@@ -95,20 +95,20 @@ class Host:
         OSError
             If it can't be read.
         """
-        # Don't wait for input from a pipe to which nothing is written.
+        # Non-blocking: the path may be a pipe to which nobody writes.
         descriptor = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             return file.read(LARGEST_TEXT).decode(errors="replace")
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything; no where one may not look."""
+        """Whether the path exists; False if we may not look."""
         try:
             return self.path(path).exists()
         except OSError:
             return False
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder; none where one may not look."""
+        """Names in a folder; empty if we may not look."""
         try:
             return sorted(os.listdir(self.path(folder)))
         except OSError:
@@ -126,7 +126,7 @@ class Host:
 
     @property
     def in_container(self) -> bool:
-        """Whether this looks like one: what is missing is then to be passed, not installed."""
+        """Whether this looks like a container: missing parts are then passed in, not installed."""
         marks = ("/.dockerenv", "/run/.containerenv")
         return any(map(self.exists, marks)) or "KUBERNETES_SERVICE_HOST" in self.environment
 
@@ -155,7 +155,7 @@ def required_versions() -> dict[str, str]:
 def run_command(command: list[str], seconds: float) -> Ran:
     """Run a command, and kill it and its children when its time is up.
 
-    It is not waited for after that: a process that hangs in a broken driver can't be killed.
+    We don't wait for a killed command: a process that hangs in a broken driver never ends.
 
     Raises
     ------
@@ -184,5 +184,5 @@ def set_env_of(cann: str | None) -> str:
 
 
 def gib(nbytes: int) -> str:
-    """A size for people."""
+    """A size in readable units."""
     return f"{nbytes / (1 << 30):.1f} GiB"

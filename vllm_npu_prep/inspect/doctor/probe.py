@@ -1,4 +1,4 @@
-"""What can only be learned by importing torch and vLLM, for the doctor.
+"""Answers the doctor's questions that need torch and vLLM imported.
 
 Run as a process of its own: an import may fail, hang or take the process with it. Each answer is a
 line of JSON after `MARK`, printed at once, so that earlier findings are kept.
@@ -63,7 +63,7 @@ def ask_kernels() -> dict[str, Any]:
 
 
 def ask_platform() -> dict[str, Any]:
-    """Which platform vLLM takes, and which of its own would work here."""
+    """Which platform vLLM chooses, and which of vLLM's own platforms would work here."""
     from vllm.platforms import builtin_platform_plugins, current_platform
 
     kind = type(current_platform)
@@ -84,7 +84,7 @@ QUESTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Ask everything, whatever goes wrong."""
+    """Ask every question, even after one has failed."""
     for name, ask in QUESTIONS.items():
         said = io.StringIO()
         try:

@@ -11,7 +11,7 @@ from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 
 STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold red"}
 LEAST_WIDTH = 30
-"""Columns for what was found; where names leave less, it stands below them."""
+"""Least columns for findings; if names leave fewer, findings go below the names."""
 
 
 def report_json(findings: list[Finding]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def report_json(findings: list[Finding]) -> dict[str, Any]:
 
 
 def report_text(findings: list[Finding], console: Console) -> None:
-    """Print the report: a row for each finding, what to do below what was found.
+    """Print the report: a row for each finding, with the advice below it.
 
     Lines are broken at spaces only: names, paths and commands can be copied whole.
     """

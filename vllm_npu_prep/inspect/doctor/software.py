@@ -16,13 +16,13 @@ PROBE_SECONDS = 180.0
 
 
 class Software:
-    """What is installed above CANN."""
+    """Findings about the software that builds on CANN."""
 
     def __init__(self, host: Host, hardware: Hardware) -> None:
         self.host, self.hardware = host, hardware
 
     def findings(self) -> Iterator[Finding]:
-        """Versions first, then what only imports can tell."""
+        """Versions first, then findings that need imports."""
         yield self._python()
         for name in ("torch", "torch_npu", "vllm"):
             yield self._package(name)
@@ -157,7 +157,7 @@ class Software:
 
 
 def _answers(text: str) -> dict[str, dict[str, Any]]:
-    """Answers of the probe among whatever else was printed."""
+    """The probe's answers, picked out of everything that its process printed."""
     answers = {}
     for line in text.splitlines():
         if line.startswith(MARK):

@@ -5,7 +5,7 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
-OLD_CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"  # taken where somebody still names it
+OLD_CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"  # old name, still accepted
 
 
 def _is_known(asked: Asked) -> bool:

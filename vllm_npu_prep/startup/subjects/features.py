@@ -1,10 +1,10 @@
-"""Features of vLLM, and kinds of models, that this version has nothing for."""
+"""Features of vLLM, and kinds of models, that this version doesn't support."""
 
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Layers with a state instead of K and V, by transformers' ``layer_types``. vLLM runs transformers'
-code for an architecture that it does not know, and does not know it for a hybrid then."""
+"""Layers with a state instead of K and V, by transformers' ``layer_types``. For an architecture
+that vLLM doesn't know, it runs transformers' code and doesn't notice that the model is a hybrid."""
 
 MODELS = (
     Refusal(

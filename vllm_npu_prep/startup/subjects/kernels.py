@@ -29,7 +29,7 @@ class Need:
     name: str
     of_model: Callable[["ModelConfig"], object]
     of_family: Callable[[KernelFamily], bool]
-    needed: str  # what would have to be there
+    needed: str  # the missing feature
     remedy: str = "use the CPU fallback"
 
     def is_lacking(self, asked: Asked) -> bool:
@@ -97,7 +97,7 @@ def _cache_words(asked: Asked) -> dict[str, object]:
 
 
 def _has_no_triton(asked: Asked) -> bool:
-    """Triton's kernels run on a device that one of its drivers found, never on the CPU fallback."""
+    """Triton's kernels need a device that one of its drivers finds; the CPU fallback has none."""
     from vllm.triton_utils import HAS_TRITON
 
     return not HAS_TRITON or asked.kind == CPU_KIND

@@ -16,7 +16,7 @@ def _parallel(asked: Asked) -> "ParallelConfig":
 
 
 def _lack_devices(asked: Asked) -> bool:
-    """Each rank has a device of its own, where devices are what ranks compute on.
+    """Each rank needs a device of its own, unless ranks compute on the CPU.
 
     Ray counts the devices of its nodes.
     """
