@@ -1,13 +1,12 @@
 """What start-up refuses: everything that applies, by name, before a process starts."""
 
 import functools
-import importlib
 import sys
 
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
-from tests.startup.cases import CASES, DRAFTER, HALF, NPUS, SEEING, Case, connector
+from tests.startup.cases import CASES, DRAFTER, HALF, NPUS, SEEING, Case
 from vllm_npu_prep import device, platform
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.errors import PrepError
@@ -17,7 +16,6 @@ from vllm_npu_prep.startup.refusals import (
     refusals_that_apply,
     refuse_unsupported,
 )
-from vllm_npu_prep.startup.subjects.cache import CONNECTOR_MODULE
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +147,3 @@ def test_ngram_drafts_run_beside_a_kv_connector(models):
     settings = CASES["a drafter beside a KV connector"].settings
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     engine_config(models("Qwen3", {}), **{**settings, "speculative_config": ngram})
-
-
-def test_a_connector_may_be_named_by_where_it_was(models):
-    was = connector(kv_connector_module_path="vllm_npu_prep.kv_transfer")
-    config = engine_config(models("Qwen3", {}), **was)
-    assert config.kv_transfer_config.kv_connector_module_path == CONNECTOR_MODULE
-    assert importlib.import_module(CONNECTOR_MODULE).ExampleConnector

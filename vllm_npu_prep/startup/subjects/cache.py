@@ -5,7 +5,6 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
-OLD_CONNECTOR_MODULE = "vllm_npu_prep.kv_transfer"  # old name, still accepted
 
 
 def _is_known(asked: Asked) -> bool:
@@ -14,7 +13,7 @@ def _is_known(asked: Asked) -> bool:
     return (
         transfer is not None
         and transfer.kv_connector in asked.family.kv_connectors
-        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE, OLD_CONNECTOR_MODULE)
+        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE)
     )
 
 
