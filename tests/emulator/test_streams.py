@@ -162,20 +162,30 @@ def test_delays_and_hazard_modes_do_what_they_say(emulate):
     assert run.report["counters"]["hazards"] == 1 and "HAZARD" in run.err
 
 
-def test_a_hazard_that_no_sync_reports_fails_the_command(emulate):
-    run = emulate(
-        RACE
-        + """
+UNREPORTED = (
+    RACE
+    + """
     y = x + 1
     with torch.npu.stream(side):
         y + 1
     import time; time.sleep(0.1)
     emulator.counters()
     import os; os._exit(0)
-    """,
-        expect_code=3,
-    )
+    """
+)
+
+
+def test_a_hazard_that_no_sync_reports_fails_the_command(emulate):
+    run = emulate(UNREPORTED, expect_code=3)
     assert "no sync came after" in run.err
+
+
+def test_scripts_that_are_forked_fail_as_the_command_does(emulate):
+    """With a hazard that no sync reports, and with an exception of their own."""
+    with pytest.raises(AssertionError, match="exit code 3"):
+        emulate(UNREPORTED)
+    with pytest.raises(AssertionError, match=r"exit code 1\n(.|\n)*ZeroDivisionError"):
+        emulate("1 / 0")
 
 
 def test_kernel_errors_surface_at_the_next_sync(emulate):
