@@ -133,9 +133,9 @@ step_caches() {
   package=$(run -c 'import vllm_npu_prep; print(*vllm_npu_prep.__path__)')
   run -m compileall -q "$package"
   run - <<'PYTHON'
-from vllm_npu_prep.observe import kept_step
+from vllm_npu_prep.observe import step_snapshot
 from vllm_npu_prep.prep import batch
-kept_step.warm_up(batch.warm_up())
+step_snapshot.warm_up(batch.warm_up())
 PYTHON
   run - <<'PYTHON' >/dev/null 2>&1 || true
 # vLLM inspects an architecture once, in a process of its own, and caches what it found.

@@ -179,11 +179,11 @@ def test_prepare_inputs_shows_its_six_steps_in_order_on_one_screen():
     )
     assert method.end_lineno - method.lineno < 50
     text = ast.get_source_segment(source, method)
-    steps = re.findall(r"\b([1-6]) (padding|layout|kernel|state|copy|metadata)", text)
+    steps = re.findall(r"\b([1-6]) (padding|layout|fused pass|state|copy|metadata)", text)
     assert steps == [
         ("1", "padding"),
         ("2", "layout"),
-        ("3", "kernel"),
+        ("3", "fused pass"),
         ("4", "state"),
         ("5", "copy"),
         ("6", "metadata"),

@@ -57,7 +57,7 @@ def ensure_built() -> Path:
     folder = _cache_folder() / _key(target)
     if (folder / LAUNCHER_LIBRARY).exists():
         return folder
-    _say(f"building into {folder} (once) ...")
+    _log(f"building into {folder} (once) ...")
     start = time.monotonic()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +77,11 @@ def ensure_built() -> Path:
                 raise
         else:
             Path(scratch).mkdir()  # for the context manager to remove
-    _say(f"built in {time.monotonic() - start:.0f} s")
+    _log(f"built in {time.monotonic() - start:.0f} s")
     return folder
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"npu-emulator: {line}", file=sys.stderr, flush=True)
 
 
@@ -217,7 +217,7 @@ def _results(
             return [job.result() for job in jobs]
         seconds = time.monotonic() - start
         num_done = sum(job.done() for job in all_jobs)
-        _say(f"compiling: {seconds:.0f} s, {num_done} of {len(all_jobs)} files ...")
+        _log(f"compiling: {seconds:.0f} s, {num_done} of {len(all_jobs)} files ...")
         pause = min(seconds, LARGEST_PAUSE)
 
 

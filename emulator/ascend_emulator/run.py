@@ -147,7 +147,7 @@ def emulate(args: argparse.Namespace) -> int:
         _print_summary(report)
     if code == 0 and report["unreported_faults"]:
         for fault in report["unreported_faults"]:
-            _say(f"no sync came after: {fault}")
+            _log(f"no sync came after: {fault}")
         return HAZARD_EXIT_CODE
     return code
 
@@ -201,19 +201,19 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
 
 
 def _print_banner(options: Options) -> None:
-    _say(
+    _log(
         f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
         f"delay {options.delay}, hazards {options.hazards}"
     )
-    _say(f"limits: {LIMITS}")
+    _log(f"limits: {LIMITS}")
 
 
 def _print_summary(report: dict[str, Any]) -> None:
     if report["processes"] == 0:
-        _say("the command used no device")
+        _log("the command used no device")
         return
     counted = Counter(report["counters"])
-    _say(
+    _log(
         f"{report['processes']} process(es), {counted['launches']} launches, "
         f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
         f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
@@ -221,14 +221,14 @@ def _print_summary(report: dict[str, Any]) -> None:
         f"{len(report['leaks'])} leak{'' if len(report['leaks']) == 1 else 's'}"
     )
     if held := report["held_at_exit"]:
-        _say(
+        _log(
             f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
             "block(s) for tensors and graphs, which end with their process"
         )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:
-            _say(f"{kind[:-1]}: {text}")
+            _log(f"{kind[:-1]}: {text}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"npu-emulator: {text}", file=sys.stderr, flush=True)

@@ -473,7 +473,7 @@ MUTANTS = [
         "npu: asynchronous output recorded on no event",
         "compat/torch_names.py",
         "            setattr(torch.cuda, name, stand_in)",
-        '            setattr(torch.cuda, name, InertEvent if name == "Event" else stand_in)',
+        '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)',
         FIA,
     ),
     Mutant(
@@ -1236,7 +1236,7 @@ MUTANTS = [
     ),
     Mutant(
         "records have the block tables of before the ring",
-        "observe/kept_step.py",
+        "observe/step_snapshot.py",
         "block_table_flat[indices[entry]] = staged[first + entry]",
         "pass",
         RECORDS,

@@ -19,7 +19,7 @@ from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
 from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.runner.preparer import Preparer
 from vllm_npu_prep.runner.step import StepInFlight
 
@@ -117,7 +117,7 @@ class Graphs:
             with (
                 self.device.capturing(),
                 contextlib.nullcontext() if on_host else without_collection(),
-                waiting("Capturing graphs", logger.info, status),
+                log_while_waiting("Capturing graphs", logger.info, status),
             ):
                 for mode, descriptors in all_descriptors:
                     for index, descriptor in enumerate(descriptors):

@@ -188,7 +188,7 @@ class ModelInputs:
     def for_record(
         self, req_ids: list[str], prompt_embeds: Mapping[int, torch.Tensor]
     ) -> tuple[Any, ...]:
-        """What a record has of requests apart from the step: see `KeptStep.of_step`."""
+        """What a record has of requests apart from the step: see `StepSnapshot.of_step`."""
         if not (self._runs or prompt_embeds):
             return (req_ids,)
         modalities = [run.feature.modality for run in self._runs]

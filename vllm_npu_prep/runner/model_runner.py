@@ -250,7 +250,7 @@ class NPUModelRunner(GPUModelRunner):
         # 2 layout: where each array lives, a function of the padded sizes
         layout = preparer.layout(decision.padding)
         staged = preparer.staging.acquire(layout)
-        # 3 kernel and 4 state: one fused pass writes every array and decides the state
+        # 3 fused pass and 4 state: one pass writes every array and decides the state
         step = prepare_step(batch, decision.padding, layout, staged.np)
         embeds = None
         if batch.takes_embeds:

@@ -15,7 +15,7 @@ from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host
 from vllm_npu_prep.inspect.doctor.software import Software
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 LONGEST_TEXT = 600
 """Most characters of a finding, because files and commands may hold any text."""
@@ -39,10 +39,10 @@ def doctor(args: argparse.Namespace) -> int:
 
     from vllm_npu_prep.inspect.doctor.report import report_json, report_text
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         print(f"doctor: {line}", file=sys.stderr, flush=True)
 
-    with waiting("looking at this host", say):
+    with log_while_waiting("looking at this host", log):
         findings = examine(Host.here())
     if args.json:
         print(json.dumps(report_json(findings)))
