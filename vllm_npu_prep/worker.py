@@ -20,12 +20,12 @@ from vllm_npu_prep.compat import kernels
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
+from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
-from vllm_npu_prep.server.record_signal import survive_signals
-from vllm_npu_prep.startup.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only

@@ -1271,7 +1271,7 @@ MUTANTS = [
     ),
     Mutant(
         "an engine dies of SIGUSR1",
-        "server/record_signal.py",
+        "observe/record_signal.py",
         "signal.signal(signal.SIGUSR1, pass_on)",
         "pass",
         SERVERS,
@@ -1292,7 +1292,7 @@ MUTANTS = [
     ),
     Mutant(
         "a server is found from its own process only",
-        "server/record_client.py",
+        "observe/record_client.py",
         "for each in _and_ancestors(pid) if",
         "for each in [pid] if",
         SERVERS,

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.server import record_client, record_command, record_server
-from vllm_npu_prep.server.record_client import Address, server_of
+from vllm_npu_prep.observe import record_client
+from vllm_npu_prep.observe.record_client import Address, server_of
+from vllm_npu_prep.server import record_command, record_server
 
 WRITTEN = [
     {"rank": rank, "folder": f"/steps/{rank}", "steps": 64, "answer": f"64 steps are in {rank}"}

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from vllm_npu_prep.server.record_signal import survive_signals
+from vllm_npu_prep.observe.record_signal import survive_signals
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.device import has_collectives, visible_devices
+from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
-from vllm_npu_prep.startup.ranks import ranks_on_host
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:

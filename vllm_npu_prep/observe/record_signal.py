@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.server.record_client import Address, ask, server_of
+from vllm_npu_prep.observe.record_client import Address, ask, server_of
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
