@@ -8,7 +8,7 @@
 # PYTHON is an interpreter of an environment that `make install` made.
 set -euo pipefail
 
-[ $# = 2 ] || { echo "compat: a version and a folder; see the top of $0" >&2; exit 2; }
+[ $# = 2 ] || { echo "compat: give a version and a folder; see the top of $0" >&2; exit 2; }
 version=$1
 venv=$(realpath -m "$2")
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -29,17 +29,17 @@ unset PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 available=$("$PYTHON" -m pip index versions --json --no-binary vllm vllm 2>/dev/null |
   "$PYTHON" -c 'import json, sys; print(*json.load(sys.stdin)["versions"])') ||
-  fail "no package index answers: which releases of vLLM there are is not known"
+  fail "no package index answers, so the releases of vLLM are not known"
 case " $available " in
   *" $version "*) ;;
-  *) fail "the package index has no source of vLLM $version; it has $available" ;;
+  *) fail "the package index has no source of vLLM $version; available: $available" ;;
 esac
 
 say "making $venv (some minutes)"
 mkdir -p "$(dirname "$venv")"
 download=$(mktemp -d)
 trap 'rm -rf "$download"' EXIT
-source_to "$download" || fail "setup.py of vLLM $version fails beside torch of .venv"
+source_to "$download" || fail "setup.py of vLLM $version fails with the torch of .venv"
 "$PYTHON" - "$download/vllm-$version.tar.gz" >"$constraints" <<'PYTHON'
 import sys
 import tarfile

@@ -124,7 +124,7 @@ step_emulator() {
   pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
   # Where it can't be built (no compiler, a CUDA build of torch), its command says why when it is used.
   say "    building its libraries (under a minute)"
-  "$venv/bin/ascend-emulator" --quiet -- true >/dev/null 2>&1 || say "    not built: ascend-emulator -- true says why"
+  "$venv/bin/ascend-emulator" --quiet -- true >/dev/null 2>&1 || say "    not built; to see why, run: ascend-emulator -- true"
 }
 
 step_caches() {
@@ -153,7 +153,7 @@ step_trim() {
 for step in ${steps//,/ }; do
   case ,$all_steps,trim, in
     *,"$step",*) ;;
-    *) fail "unknown step $step; there are $all_steps,trim" ;;
+    *) fail "unknown step $step; steps are $all_steps,trim" ;;
   esac
 done
 

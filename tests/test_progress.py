@@ -111,7 +111,7 @@ def test_draining_refuses_new_requests_and_waits_for_old_ones(hurried):
         assert await waited
 
     asyncio.run(live())
-    assert said[0] == "Told to stop: up to 30 s for 2 requests to end."
+    assert said[0] == "Stopping: waiting up to 30 s for 2 requests to finish."
     assert re.fullmatch(r"Draining: 0 s, 2 requests left, \d\d s left \.\.\.", said[1])
     assert said[-1] == "Draining: 0 s in all"
 
@@ -131,7 +131,7 @@ def test_draining_ends_when_its_time_is_up_or_nothing_runs():
 
     late = Drain()
     asyncio.run(live())
-    assert said[-1] == "Not ended after 0 s, and cut: 1 request."
+    assert said[-1] == "Aborting 1 request that did not finish within 0 s."
 
 
 def test_making_a_demo_model_says_that_it_goes_on(hurried, tmp_path, monkeypatch, capfd):

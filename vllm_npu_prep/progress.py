@@ -57,7 +57,7 @@ def log_while_compiling(log: Callable[[str], object]) -> Iterator[None]:
     with (
         event.install_recorder("numba:compile") as compiled,
         log_while_waiting(
-            "Compiling code of the host",
+            "Compiling host code",
             log,
             lambda: (
                 counted(sum(each.is_end for _, each in compiled.buffer), "function") + " so far"

@@ -258,8 +258,8 @@ class NPUWorker(Worker):
 
     def _refuse_sleep(self) -> None:
         raise PrepError(
-            "sleep mode is not supported by vllm_npu_prep, memory stays where it is: wake_up lets "
-            "paused requests go on, sleep level 0 pauses them without releasing memory"
+            "sleep mode is not supported by vllm_npu_prep, and no memory was released: wake_up "
+            "resumes paused requests, sleep level 0 pauses them without releasing memory"
         )
 
     def wake_up(self, tags: list[str] | None = None) -> None:

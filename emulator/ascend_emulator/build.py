@@ -65,7 +65,7 @@ def ensure_built() -> Path:
     except OSError as error:
         raise EmulatorError(
             f"the libraries of the NPU emulator can't be built into {folder.parent}: "
-            f"{error.strerror}; XDG_CACHE_HOME names another place"
+            f"{error.strerror}; set XDG_CACHE_HOME to another folder"
         ) from None
     # Built in another folder and renamed, so that two processes can build at the same time.
     with scratch_folder as scratch:
@@ -96,16 +96,16 @@ def _find_target() -> Target:
     if versions[1] not in SUPPORTED_TORCH_NPU:
         raise EmulatorError(
             f"the NPU emulator is made for torch_npu {' or '.join(SUPPORTED_TORCH_NPU)}, "
-            f"{versions[1]} is installed"
+            f"but {versions[1]} is installed"
         )
     if versions[0].split("+")[0] != versions[1]:
         raise EmulatorError(
-            f"torch_npu {versions[1]} needs torch {versions[1]}, {versions[0]} is installed"
+            f"torch_npu {versions[1]} needs torch {versions[1]}, but {versions[0]} is installed"
         )
     torch = _package_folder("torch")
     if is_cuda_build(torch):
         raise EmulatorError(
-            f"torch in {torch} is a CUDA build, beside which torch_npu does not load: install the "
+            f"torch in {torch} is a CUDA build, with which torch_npu does not load: install the "
             f"CPU build of torch {versions[1]} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
             "where it is)"
         )

@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
     )
-    parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--memory", default="8G", help="memory of each device (default: %(default)s)"
+    )
     parser.add_argument(
         "--delay",
         choices=DELAYS,
@@ -73,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
         "--hazards",
         choices=HAZARDS,
         default=defaults.hazards,
-        help="makes the next sync fail, or is reported only (default: %(default)s)",
+        help="whether a hazard makes the next sync fail, or is only reported (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--hang-seconds",
@@ -147,7 +150,7 @@ def emulate(args: argparse.Namespace) -> int:
         _print_summary(report)
     if code == 0 and report["unreported_faults"]:
         for fault in report["unreported_faults"]:
-            _log(f"no sync came after: {fault}")
+            _log(f"never reported, as no sync came after it: {fault}")
         return HAZARD_EXIT_CODE
     return code
 
@@ -223,7 +226,7 @@ def _print_summary(report: dict[str, Any]) -> None:
     if held := report["held_at_exit"]:
         _log(
             f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
-            "block(s) for tensors and graphs, which end with their process"
+            "block(s) for tensors and graphs, freed when their process ended"
         )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:

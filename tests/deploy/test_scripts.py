@@ -322,5 +322,5 @@ def test_an_unknown_step_is_refused(tmp_path):
         text=True,
         timeout=30,
     )
-    assert ran.returncode == 1 and "unknown step vlm; there are environment," in ran.stderr
+    assert ran.returncode == 1 and "unknown step vlm; steps are environment," in ran.stderr
     assert not (tmp_path / "venv").exists()

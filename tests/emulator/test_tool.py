@@ -34,7 +34,10 @@ def test_bad_input_gets_one_line():
         ((), "no command given"),
         (("--memory", "lots", "--", "true"), "is no size"),
         (("--soc", "Ascend910C1", "--", "true"), "(did you mean Ascend910B1?); use one of Asc"),
-        (("--soc", "Foo", "--", "true"), "'Foo' is no chip; use one of Ascend310B1, "),
+        (
+            ("--soc", "Foo", "--", "true"),
+            "'Foo' is not a chip of this emulator; use one of Ascend310B1, ",
+        ),
         (("--devices", "0", "--", "true"), "not between"),
         (("--", "no-such-command"), "no such command"),
     ):

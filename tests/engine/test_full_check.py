@@ -285,7 +285,7 @@ FAULTS = {
     freed_block: ("write after free", "B", "block 2, which request A gave back, allowed 3"),
     block_from_before_preemption: ("stale block", "A", "block 1, which it had before"),
     null_block: ("null block", "A", "given the null block, allowed 1"),
-    block_of_nobody: ("wrong block", "A", "block 33, which nobody was given"),
+    block_of_nobody: ("wrong block", "A", "block 33, which no request was given"),
     blocks_in_another_order: ("wrong block", "A", "block 2, another one of its own, allowed 1"),
     forgotten_block: ("block table", "A", "given 2 blocks, allowed 3"),
     slot_in_its_block: ("slot", "A, token 3, position 3", "given 16, allowed 19"),

@@ -256,7 +256,7 @@ MODELS = {
     ),
     "quantised weights": Case(
         ("quantization",),
-        ("--quantization fp8", "no kernels", "16 or 32 bits"),
+        ("--quantization fp8", "there are no kernels for quantised weights", "16 or 32 bits"),
         {**HALF, "quantization": "fp8"},
     ),
 }
@@ -497,7 +497,7 @@ CACHE = {
 SEEING = {
     "images that attend both ways": Case(
         ("mm-prefix",),
-        ("image spans that attend both ways", "--language-model-only"),
+        ("bidirectional attention within images", "--language-model-only"),
         {"hf_overrides": {"is_mm_prefix_lm": True}},
     ),
     "input that no encoder read": Case(
@@ -669,7 +669,7 @@ SPECULATION = {
     ),
     "a drafter beside a KV connector": Case(
         ("drafter-kv-connector",),
-        ("draft_model with a KV connector", "ngram drafts work"),
+        ("draft_model with a KV connector", "use ngram"),
         {**connector(), **drafts()},
     ),
 }

@@ -54,7 +54,9 @@ def _pass_on() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     if not listening:
-        logger.warning("SIGUSR1: no steps are recorded yet; they are once the server answers.")
+        logger.warning(
+            "SIGUSR1: no steps are recorded yet. Recording begins when the server is ready."
+        )
 
 
 def _listens(pid: int) -> bool:

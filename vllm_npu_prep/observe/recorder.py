@@ -240,7 +240,7 @@ class StepRecorder:
         return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
 
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
-        """Record nothing from now on, and say so once."""
+        """Record nothing from now on, and log the reason once."""
         if not self._why_stopped:
             self._why_stopped = "Recording stopped: " + " ".join(why.split())
             self._ring, self._past_tables = deque(), None
@@ -251,14 +251,18 @@ class StepRecorder:
     def _listen(self) -> None:
         """Write the ring on SIGUSR1, unless the signal already has a handler."""
         what = f"Recording the last {counted(self.config.last, 'step')}"
-        where = f"to be written to {self.folder.parent} by `vllm-npu-prep record`"
+        command, where = "`vllm-npu-prep record`", self.folder.parent
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._before = signal.getsignal(signal.SIGUSR1)
         if in_main_thread and self._before in (signal.SIG_DFL, pass_on):
             signal.signal(signal.SIGUSR1, self._on_signal)
-            logger.info("%s, %s or `kill -USR1 %d`.", what, where, os.getpid())
+            signalled = f"`kill -USR1 {os.getpid()}`"
+            logger.info("%s; %s or %s writes them to %s.", what, command, signalled, where)
         else:
-            logger.info("%s, %s or dump_steps: SIGUSR1 is taken.", what, where)
+            logger.info(
+                "%s; %s or dump_steps writes them to %s (SIGUSR1 has another handler already).",
+                *(what, command, where),
+            )
 
     def _on_signal(self, *_: Any) -> None:
         """Let the server ask all ranks; otherwise write now, or after the step being noted.

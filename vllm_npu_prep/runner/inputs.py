@@ -261,7 +261,7 @@ class ModelInputs:
                     continue  # the drafter is ahead of the encoder, so it reads the token id
                 raise RuntimeError(
                     f"the encoder's output of {run.feature.modality} {run.feature.identifier} is "
-                    f"gone, and request {req_ids[row]} needs it"
+                    f"no longer cached, but request {req_ids[row]} needs it"
                 )
             rows = output[run.first_row + start - run.start : run.first_row + end - run.start]
             set_mm_embedding_modality(rows, run.feature.modality)

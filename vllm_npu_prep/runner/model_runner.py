@@ -740,7 +740,11 @@ class NPUModelRunner(GPUModelRunner):
         """Log how often preparation had to wait, what the encoder did and how steps ran."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
-            logger.info("Staging: %d of %d steps waited for a copy.", ring.waits, ring.steps)
+            logger.info(
+                "Staging: %d of %d steps waited for an earlier copy to the device.",
+                ring.waits,
+                ring.steps,
+            )
         if self.recorder is not None:
             self.recorder.close()
         self.padding.counts.log_summary()

@@ -57,7 +57,7 @@ class Drain:
         self.is_stopping = True
         if not self.num_running:
             return True
-        log(f"Told to stop: up to {seconds:.0f} s for {_requests(self.num_running)} to end.")
+        log(f"Stopping: waiting up to {seconds:.0f} s for {_requests(self.num_running)} to finish.")
 
         def status() -> str:
             left = max(0.0, deadline - time.monotonic())
@@ -67,7 +67,10 @@ class Drain:
             while self.num_running and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         if self.num_running:
-            log(f"Not ended after {seconds:.0f} s, and cut: {_requests(self.num_running)}.")
+            log(
+                f"Aborting {_requests(self.num_running)} that did not finish within "
+                f"{seconds:.0f} s."
+            )
         return not self.num_running
 
 
@@ -155,7 +158,7 @@ def drain_and_shut_down(
 
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
-    with log_while_waiting("Waiting for the engine to end", log):
+    with log_while_waiting("Waiting for the engine to stop", log):
         shut_down(engine, timeout=END_SECONDS)
     if loop is not None and not loop.is_closed():
         loop.call_soon_threadsafe(outputs.propagate_error, stopped_error())

@@ -88,7 +88,7 @@ def _resources() -> dict[str, float] | None:
     engines are.
     """
     try:
-        with log_while_waiting("Asking the Ray cluster what it offers", logger.info):
+        with log_while_waiting("Asking the Ray cluster for its devices", logger.info):
             ran = subprocess.run(
                 [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=SECONDS
             )

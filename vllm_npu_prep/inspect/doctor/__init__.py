@@ -25,9 +25,9 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to the ``vllm-npu-prep`` command."""
     parser = commands.add_parser(
         "doctor",
-        help="look at this host: driver, CANN, torch, vLLM, what the plugin would do",
-        description="Say whether the plugin will run on this host, and what to do if it won't. The "
-        "exit code is 1 if something keeps it from running.",
+        help="check this host: driver, CANN, torch, vLLM, and what the plugin would do",
+        description="Tell whether the plugin will run on this host, and what to do if it won't. "
+        "The exit code is 1 if anything prevents it from running.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=doctor)
@@ -42,7 +42,7 @@ def doctor(args: argparse.Namespace) -> int:
     def log(line: str) -> None:
         print(f"doctor: {line}", file=sys.stderr, flush=True)
 
-    with log_while_waiting("looking at this host", log):
+    with log_while_waiting("checking this host", log):
         findings = examine(Host.here())
     if args.json:
         print(json.dumps(report_json(findings)))
