@@ -127,7 +127,7 @@ def test_no_server_or_several_are_one_line(alone, capsys):
     alone.extend([here(), Address(1 << 30, 1)])
     for words, expected in (
         ([], "2 servers run here; name one: "),
-        (["77"], "no server has port or process 77; there is "),
+        (["77"], "no server has port or process 77; servers here: "),
     ):
         assert while_serving(Engine(WRITTEN), lambda words=words: main(["record", *words])) == 2
         error = capsys.readouterr().err
