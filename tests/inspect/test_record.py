@@ -447,4 +447,4 @@ def test_counts_that_compiled_code_would_follow_out_of_bounds_are_refused(good, 
     array = np.load(io.BytesIO(members[f"batch.{name}.npy"]))
     array[index] = value
     members[f"batch.{name}.npy"] = npy(array)
-    assert "contradicts itself" in (refusal(path, archive_of(members)) or "")
+    assert "values contradict each other" in (refusal(path, archive_of(members)) or "")

@@ -231,7 +231,7 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
 
 def _require(holds: Any, what: str) -> None:
     if not holds:
-        raise PrepError(f"contradicts itself: {what}")
+        raise PrepError(f"values contradict each other: {what}")
 
 
 def _check_settings(settings: RecordSettings) -> None:
