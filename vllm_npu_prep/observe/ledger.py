@@ -360,7 +360,7 @@ class SlotLedger:
                 if wrong == block:
                     raise given_allowed(
                         "slot",
-                        "a slot is its position's",
+                        "a slot belongs to its position",
                         slot,
                         expected + position % size,
                         request=req_id,
