@@ -33,7 +33,7 @@ FUSION_ATTENTION_RULES = Family(
             "TND: this reference serves packed requests alone",
             "BSH, SBH, BSND, BNSD or TND",
             "TND for pooling encoders",
-            f"{ASCEND}, `attention_v1.py`",
+            f"{ASCEND}'s attention backend",
             READING,
             "a layout that nobody tries would be untested",
         ),

@@ -1,9 +1,11 @@
 """Each known misbehaviour changes a result, says nothing, and is off unless it is named."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from ascend_emulator import faults
+from ascend_emulator import faults, profiles
 from ascend_emulator.errors import EmulatorError
 from tests.emulator.operators.calls import (
     DECODES,
@@ -21,6 +23,7 @@ from tests.emulator.operators.calls import (
 )
 from tests.emulator.operators.fusion_calls import band, fusion
 
+PAGE = Path(__file__).parents[3] / "docs" / "changing" / "emulator.md"
 NO_MASK = {"sparse_mode": 0, "atten_mask": None}
 WINDOW = {"sparse_mode": 4, "pre_tokens": 3, "next_tokens": 0}
 WRITERS = {
@@ -137,6 +140,12 @@ def test_a_fault_leaves_other_calls_alone(name, run):
 
 def test_every_fault_is_tried():
     assert set(CHANGED) | {"stale-lengths"} == set(faults.FAULTS)
+
+
+def test_every_fault_and_profile_is_documented():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    documented = {row.split("`")[1] for row in rows}
+    assert {*faults.FAULTS, *profiles.PROFILES} <= documented
 
 
 def test_faults_add_up():
