@@ -180,7 +180,7 @@ def check(names: Iterable[str]) -> frozenset[str]:
     chosen = frozenset(names)
     if unknown := sorted(chosen - set(FAULTS)):
         listed = "; ".join(f"{fault.name} ({fault.description})" for fault in FAULTS.values())
-        raise EmulatorError(f"--fault {unknown[0]!r} is no fault; use some of: {listed}")
+        raise EmulatorError(f"--fault {unknown[0]!r} is not a fault; use some of: {listed}")
     return chosen
 
 

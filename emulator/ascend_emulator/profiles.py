@@ -60,7 +60,9 @@ def find(name: str) -> Profile:
         Lists the profiles if there is none of this name.
     """
     if name not in PROFILES:
-        raise EmulatorError(f"--profile {name!r} is no profile; use one of {', '.join(PROFILES)}")
+        raise EmulatorError(
+            f"--profile {name!r} is not a profile; use one of {', '.join(PROFILES)}"
+        )
     return PROFILES[name]
 
 

@@ -167,5 +167,7 @@ def test_a_uniform_average_is_one():
 
 
 def test_an_unknown_fault_is_refused_with_the_list():
-    with pytest.raises(EmulatorError, match=r"'slow' is no fault; use some of: uniform-average \("):
+    with pytest.raises(
+        EmulatorError, match=r"'slow' is not a fault; use some of: uniform-average \("
+    ):
         faults.check(["wide-window", "slow"])

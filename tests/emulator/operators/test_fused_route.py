@@ -285,5 +285,5 @@ def test_a_profile_is_found_by_name_or_refused_with_the_list():
     with profiles.using("8.5") as profile:
         assert profile is profiles.current() and profile.cann == "8.5.0"
     assert profiles.current().name == "9.1"
-    with pytest.raises(EmulatorError, match=r"'9' is no profile; use one of 9\.1, 8\.5, docs"):
+    with pytest.raises(EmulatorError, match=r"'9' is not a profile; use one of 9\.1, 8\.5, docs"):
         profiles.find("9")
