@@ -1,7 +1,8 @@
 """Reference of ``npu_fusion_attention`` over packed requests (TND), which encoders use.
 
 A training operator, served here for inference: no dropout, no position encoding. Whoever calls it
-reads the first result alone, so the intermediate results of softmax are NaN.
+reads the first result alone, so the intermediate results of softmax are NaN. Its documentation
+rules captured graphs out, which a reference can't see: the caller has to keep it out of them.
 """
 
 from functools import partial
@@ -194,21 +195,10 @@ FUSION_ATTENTION_RULES = Family(
             READING,
         ),
         record(
-            "query",
-            "no graphs",
-            "calls outside of captured graphs",
-            "training only; no graph mode, no aclgraph",
-            "pooling encoders run without graphs",
-            OP_PLUGIN,
-            DOCSTRING,
-            "a reference can't see a capture: whoever calls it has to keep it out",
-            refused=False,
-        ),
-        record(
             "softmax_max, softmax_sum",
             "results for training",
             "NaN in the second and third result",
-            "maximum and sum of softmax, for the backward pass",
+            "for training only, not in graphs; maximum and sum of softmax for the backward pass",
             "only the first result is read",
             "torch_npu's Meta function gives (T, N, 8), the docstring another order",
             READING,

@@ -93,9 +93,6 @@ SHOWN_BY = {
     ("fused attention, FAI", "rows without keys in the decode kernel"): (
         test_fused_route.test_the_decode_kernel_leaves_rows_without_keys_undefined
     ),
-    ("npu_fusion_attention", "no graphs"): (
-        test_fusion_attention.test_without_a_mask_everything_is_seen
-    ),
     ("npu_fusion_attention", "results for training"): (
         test_fusion_attention.test_results_that_only_training_reads_are_nan
     ),
