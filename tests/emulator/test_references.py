@@ -146,3 +146,22 @@ def test_half_precision_norms_of_layers_keep_their_statistics_in_float32(emulate
         assert torch.allclose(mean.cpu()[:, 0], x.float().mean(-1), atol=5e-3)
         """
     )
+
+
+def test_results_that_are_numbers_reach_the_caller(emulate):
+    run = emulate(
+        """
+    torch.inference_mode().__enter__()
+    x = torch.randn(6, 2, 64, dtype=torch.float16, device="npu")
+    lengths = {"actual_seq_qlen": [2, 6], "actual_seq_kvlen": [2, 6]}
+    with emulator.count() as c:
+        results = torch_npu.npu_fusion_attention(x, x, x, 2, "TND", scale=0.125, **lengths)
+    assert c.launches == 1, c.nonzero()
+    assert len(results) == 7 and results[4:] == (0, 0, 0)
+    own = x[:2].cpu().float().transpose(0, 1)
+    expected = (own @ own.mT * 0.125).softmax(-1) @ own
+    torch.testing.assert_close(results[0][:2].cpu().float(), expected.transpose(0, 1),
+                               atol=2e-3, rtol=2e-3)
+    """
+    )
+    assert run.report["hazards"] == run.report["errors"] == []
