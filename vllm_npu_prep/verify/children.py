@@ -24,6 +24,9 @@ CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
 START_SECONDS = 300.0
 """Time limit for imports and for the device, before the first row."""
 
+END_SECONDS = 10.0
+"""How long a process may take to end by itself, maybe to write a core."""
+
 LAST_LINES = 4
 """Lines of standard error by which a dead row is reported."""
 
@@ -76,6 +79,8 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
+            # Without ASCEND_HOME_PATH, torch_npu looks through all files below the current folder
+            cwd=folder,
             env={**os.environ, "NPU_PREP_DEVICE": "npu"},
             start_new_session=True,  # engines have processes of their own
         )
@@ -102,9 +107,12 @@ class Child:
             raise TimeoutError from None
 
     def end(self) -> int:
-        """End the process, and all that it started; returns its exit code."""
+        """End the process, and all that it started; returns its exit code.
+
+        It has closed its output or is not wanted any more, so it is about to end, or hangs.
+        """
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
+            self.process.wait(END_SECONDS)
         self.kill()
         return self.process.wait()
 
@@ -172,7 +180,7 @@ class Runner:
         try:
             hello = child.next(START_SECONDS)
         except TimeoutError:
-            child.end()
+            child.kill()
             raise PrepError(
                 f"verify-device: the device gave no answer in {START_SECONDS:.0f} seconds: look at "
                 "npu-smi info and at dmesg"
@@ -222,7 +230,7 @@ class Runner:
             try:
                 line = child.next(limit)
             except TimeoutError:
-                child.end()
+                child.kill()
                 if name:
                     yield self._dead(name, f"no end after {limit:g} seconds", start)
                 return
@@ -293,7 +301,7 @@ def _trouble(child: Child) -> str:
     try:
         told = child.next(START_SECONDS)
     except TimeoutError:
-        child.end()
+        child.kill()
         return "the device gives no answer any more"
     if told is None or "missing" in told:
         child.end()

@@ -12,6 +12,9 @@ from typing import Any
 
 from vllm_npu_prep.progress import waiting
 
+WIDTH = 180
+"""Characters of a line of the table in a file or a pipe."""
+
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the ``vllm-npu-prep`` command."""
@@ -80,7 +83,10 @@ def verify_device(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        report_text(found, versions, Console())
+        console = Console()
+        if not console.is_terminal:
+            console.width = WIDTH
+        report_text(found, versions, console)
     return int(any(result.is_bad for result in found.results))
 
 

@@ -47,12 +47,13 @@ def summary(results: list[Result]) -> str:
 
 
 def report_text(found: Found, versions: dict[str, str], console: Console) -> None:
-    """Print the table: rows that are the same in short, all others whole."""
-    table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
+    """Print the table, a line for most rows; names of rows tell what they are."""
+    columns = [name for name in COLUMNS if name != "what"]
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for name in ("row", "verdict"):
-        table.columns[COLUMNS.index(name)].no_wrap = True
+        table.columns[columns.index(name)].no_wrap = True
     for result in found.results:
-        cells = [Text(_cell(result, name)) for name in COLUMNS]
+        cells = [Text(_cell(result, name)) for name in columns]
         cells[-1].style = STYLES.get(result.verdict, "bold red")
         table.add_row(*cells)
     console.print(table)
