@@ -285,14 +285,18 @@ class AttentionStep:
             key, value = self.own(self.keys), self.own(self.values)
             self.kernels.write_kv(key, value, self.kv_cache, metadata.slot_mapping)
 
-    def attend(self, metadata: AscendMetadata) -> torch.Tensor:
-        """``[T, num_heads, head_size]``, padding included; NaN where nothing was written."""
+    def attend(self, metadata: AscendMetadata, cache_only: bool = False) -> torch.Tensor:
+        """``[T, num_heads, head_size]``, padding included; NaN where nothing was written.
+
+        With `cache_only` the kernels don't get the step's own K and V, as in layers that share
+        those of another layer.
+        """
         query = self.query()
         output = torch.full_like(query, float("nan"))
         self.kernels.attend(
             query,
-            self.own(self.keys),
-            self.own(self.values),
+            None if cache_only else self.own(self.keys),
+            None if cache_only else self.own(self.values),
             self.kv_cache,
             metadata,
             self.form.layer,
@@ -398,11 +402,11 @@ class AttentionStep:
             plane[-1, -1] = self.own(rows)[-1].cpu()
         return cache
 
-    def run(self) -> Outcome:
+    def run(self, masks: MaskCache | None = None, cache_only: bool = False) -> Outcome:
         """Write, attend, and compare both."""
-        metadata = self.metadata()
+        metadata = self.metadata(masks)
         self.write(metadata)
-        output = self.attend(metadata)
+        output = self.attend(metadata, cache_only)
         attended = self.check_attention(output)
         if not self.form.block_size:
             return attended
