@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns
     -------
     int
-        0 on success, 1 if something differs, 2 for bad input or output that can't be written, which get
-        one line and no traceback.
+        0 on success, 1 if something differs, 2 for bad input, a device that is missing, or output
+        that can't be written, which get one line and no traceback.
     """
     # None: our parent has closed it, so nobody reads it.
     output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115

@@ -72,7 +72,7 @@ class Child:
     """One process, or one rank of a team."""
 
     def __init__(self, command: Sequence[str], folder: Path, arguments: Sequence[str]) -> None:
-        self._stderr = tempfile.TemporaryFile(dir=folder)
+        self._stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (read when it has ended)
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
             [*command, "--folder", str(folder), *arguments],
@@ -272,7 +272,10 @@ class Runner:
 
     def _together(self, name: str, ranks: int) -> Result:
         """One row on all ranks: the first bad result ends the others; if none is, rank 0's."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder, ThreadPoolExecutor(ranks) as pool:
+        with (
+            tempfile.TemporaryDirectory(dir=self.folder) as folder,
+            ThreadPoolExecutor(ranks) as pool,
+        ):
             team = [
                 Child(
                     self.command,
@@ -281,8 +284,10 @@ class Runner:
                 )
                 for rank in range(ranks)
             ]
-            watched = {pool.submit(lambda child: [*self._watch(child)], child): rank
-                       for rank, child in enumerate(team)}
+            watched = {
+                pool.submit(lambda child: [*self._watch(child)], child): rank
+                for rank, child in enumerate(team)
+            }
             results: dict[int, Result] = {}
             for future in as_completed(watched):
                 rank = watched[future]

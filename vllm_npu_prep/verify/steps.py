@@ -155,7 +155,7 @@ class AttentionStep:
         self._place_in_blocks(num_blocks, table_width)
         self._share()
         self.host_cache = self._cache()
-        self.kv_cache = self.host_cache.to(device)
+        self.kv_cache = self.host_cache.to(device, copy=True)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator).to(self.form.dtype)
@@ -390,7 +390,7 @@ class AttentionStep:
         return compare(
             self.kv_cache,
             expected,
-            str(self.form),
+            f"cache write of {self.form}",
             tolerance=0.0,
             readings=readings,
             where=("plane", "block", "slot", "head", "element"),

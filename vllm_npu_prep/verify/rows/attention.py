@@ -1,6 +1,6 @@
 """Rows of attention and of cache writes, through both kernel families as layers call them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,7 +62,10 @@ FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
     "decode": (
         "decodes without a mask",
         replace(BASE, state=DECODE, lengths=DECODES),
-        {"fia": fused(*IN_TABLE), "atb": atb("contiguous", "same dtype")},
+        {
+            "fia": fused(*IN_TABLE),
+            "atb": (*atb("contiguous", "same dtype"), ("placement", "host tensor")),
+        },
     ),
     "chunk": (
         "chunks, prompts and decodes in one step",
@@ -362,9 +365,10 @@ def dense_mask(dtype: torch.dtype, bench: Bench) -> Outcome:
 def _masks() -> Iterator[Row]:
     yield Row("mask-constant", "the constant mask as the device makes it", constant_mask)
     for short, dtype in DTYPES.items():
-        yield Row(f"mask-dense-{short}", "dense masks as atb takes them", partial(dense_mask, dtype))
+        yield Row(
+            f"mask-dense-{short}", "dense masks as atb takes them", partial(dense_mask, dtype)
+        )
 
 
 ROWS: tuple[Row, ...] = (*_common(), *_special(), *_writes(), *_masks())
 """Rows of this file."""
-

@@ -47,9 +47,7 @@ def swiglu(dtype: torch.dtype, bench: Bench) -> Outcome:
     got = torch_npu.npu_swiglu(bench.put(x))
     swapped = torch.cat(x.chunk(2, -1)[::-1], -1)
     readings = {"the halves swapped": lambda: formulas.swiglu(swapped)}
-    return compare(
-        got, formulas.swiglu(x), f"[7, 256], {dtype}", readings=readings, where=("row",)
-    )
+    return compare(got, formulas.swiglu(x), f"[7, 256], {dtype}", readings=readings, where=("row",))
 
 
 def rotary(dtype: torch.dtype, bench: Bench) -> Outcome:

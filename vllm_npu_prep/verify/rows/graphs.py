@@ -58,7 +58,10 @@ class Group:
         self.query.copy_(step.query())
         self.key.copy_(step.own(step.keys))
         self.value.copy_(step.own(step.values))
-        for target, source in ((self.tables, metadata.block_tables), (self.slots, metadata.slot_mapping)):
+        for target, source in (
+            (self.tables, metadata.block_tables),
+            (self.slots, metadata.slot_mapping),
+        ):
             target.copy_(source)  # type: ignore[union-attr, arg-type]
         for cache, output in zip(self.caches, self.outputs):
             cache.copy_(step.kv_cache)
@@ -168,7 +171,9 @@ def replayed(models: list[Model], num_steps: int, bench: Bench) -> Outcome:
     parts = []
     for (number, index), found in outputs.items():
         parts += models[number].check(index, found, f"replay of step {index}")
-    outcome = worst_of(parts, f"{len(outputs) + len(models)} replays; {models[0].groups[0].forms[0]}")
+    outcome = worst_of(
+        parts, f"{len(outputs) + len(models)} replays; {models[0].groups[0].forms[0]}"
+    )
     if outcome.verdict is Verdict.SAME:
         return outcome
     eager = []
