@@ -65,9 +65,7 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
                 near = difflib.get_close_matches(wanted, [*by_name, *_groups(by_name)], 1, 0.3)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 groups = ", ".join(_groups(by_name))
-                tell(
-                    missing="", no_row=f"--only {wanted}: no row begins so{hint}; groups: {groups}"
-                )
+                tell(missing="", no_row=wanted, hint=hint, groups=groups)
                 return
         if args.only:
             chosen = [row for row in chosen if row.name.startswith(tuple(args.only))]

@@ -194,7 +194,10 @@ class Runner:
         if "missing" in hello:
             child.end()
             if hello.get("no_row"):
-                raise PrepError(hello["no_row"])
+                raise PrepError(
+                    f"--only {hello['no_row']}: no row's name begins so{hello['hint']}; rows begin "
+                    f"with {hello['groups']}"
+                )
             raise PrepError(
                 f"verify-device: no NPU: {hello['missing']}; vllm-npu-prep doctor says what is "
                 "missing"

@@ -11,6 +11,7 @@ from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.verify.row import Bench, Outcome, Row, compare, same_or_not, worst_of
+from vllm_npu_prep.wording import counted
 
 STEPS = 12
 
@@ -32,7 +33,9 @@ def ring(bench: Bench) -> Outcome:
         torch.cat([torch.arange(4096.0) + step, torch.full((num_reqs,), float(step))])
         for step in range(STEPS)
     ]
-    given = f"{STEPS} steps of {layout.nbytes():,} bytes, {len(made.slots)} pinned buffers"
+    given = (
+        f"{counted(STEPS, 'step')} of {layout.nbytes():,} bytes, {len(made.slots)} pinned buffers"
+    )
     return compare(torch.stack(found), torch.stack(expected), given, where=("step", "element"))
 
 
