@@ -300,7 +300,9 @@ def decide(
         form = family.mask_forms[0]
     if form not in family.mask_forms:
         forms = ", ".join(each.value for each in family.mask_forms)
-        raise PrepError(f'"{SECTION}.mask" = "{form.value}": family "{name}" takes {forms}')
+        raise PrepError(
+            f'"{SECTION}.mask" = "{form.value}": kernel family "{name}" supports only {forms} masks'
+        )
     if form == MaskForm.DENSE and not fits:
         raise PrepError(
             f"{size}: raise mask_budget_bytes, lower --max-model-len or "

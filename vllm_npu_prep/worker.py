@@ -20,12 +20,12 @@ from vllm_npu_prep.compat import kernels
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.ops import register_overrides
-from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
+from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
+from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
-from vllm_npu_prep.server.record_signal import survive_signals
-from vllm_npu_prep.startup.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.verify.probe import probe_attention, probed_layers
 from vllm_npu_prep.wording import counted
 
@@ -63,7 +63,9 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        with waiting(f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info):
+        with log_while_waiting(
+            f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
+        ):
             init_worker_distributed_environment(
                 self.vllm_config,
                 self.rank,
@@ -136,7 +138,7 @@ class NPUWorker(Worker):
         """Run the largest step, to see that it fits and to trace a compiled model."""
         with (
             set_current_vllm_config(self.vllm_config),
-            waiting("Running the largest step", logger.info),
+            log_while_waiting("Running the largest step", logger.info),
         ):
             self.model_runner.profile_run()
 
@@ -146,7 +148,7 @@ class NPUWorker(Worker):
 
         Upstream's version warms kernels of CUDA devices and measures device memory.
         """
-        with waiting_for_compiled_code(logger.info):
+        with log_while_compiling(logger.info):
             self.model_runner.warm_up()
         compilation = self.vllm_config.compilation_config
         self._probe()
@@ -179,7 +181,7 @@ class NPUWorker(Worker):
             self.model_config.dtype,
         )
         mode = compilation.cudagraph_mode
-        with waiting("Probing attention", logger.info):
+        with log_while_waiting("Probing attention", logger.info):
             probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -277,8 +279,8 @@ class NPUWorker(Worker):
 
     def _refuse_sleep(self) -> None:
         raise PrepError(
-            "sleep mode is not supported by vllm_npu_prep, memory stays where it is: wake_up lets "
-            "paused requests go on, sleep level 0 pauses them without releasing memory"
+            "sleep mode is not supported by vllm_npu_prep, and no memory was released: wake_up "
+            "resumes paused requests, sleep level 0 pauses them without releasing memory"
         )
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -98,7 +98,9 @@ def check_soc(soc: str) -> str:
     if soc not in CHIPS:
         near = difflib.get_close_matches(soc, CHIPS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise EmulatorError(f"--soc {soc!r} is no chip{hint}; use one of {', '.join(CHIPS)}")
+        raise EmulatorError(
+            f"--soc {soc!r} is not a chip of this emulator{hint}; use one of {', '.join(CHIPS)}"
+        )
     return soc
 
 
@@ -112,5 +114,5 @@ def bytes_of(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
-        raise EmulatorError(f"--memory {text!r} is no size; write for example 512M or 8G")
+        raise EmulatorError(f"--memory {text!r} is not a size; write for example 512M or 8G")
     return int(match[1]) * UNITS[match[2]]

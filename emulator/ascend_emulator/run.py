@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
     )
-    parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--memory", default="8G", help="memory of each device (default: %(default)s)"
+    )
     parser.add_argument(
         "--delay",
         choices=DELAYS,
@@ -73,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
         "--hazards",
         choices=HAZARDS,
         default=defaults.hazards,
-        help="makes the next sync fail, or is reported only (default: %(default)s)",
+        help="whether a hazard makes the next sync fail, or is only reported (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--hang-seconds",
@@ -147,7 +150,7 @@ def emulate(args: argparse.Namespace) -> int:
         _print_summary(report)
     if code == 0 and report["unreported_faults"]:
         for fault in report["unreported_faults"]:
-            _say(f"no sync came after: {fault}")
+            _log(f"never reported, as no sync came after it: {fault}")
         return HAZARD_EXIT_CODE
     return code
 
@@ -201,19 +204,19 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
 
 
 def _print_banner(options: Options) -> None:
-    _say(
+    _log(
         f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
         f"delay {options.delay}, hazards {options.hazards}"
     )
-    _say(f"limits: {LIMITS}")
+    _log(f"limits: {LIMITS}")
 
 
 def _print_summary(report: dict[str, Any]) -> None:
     if report["processes"] == 0:
-        _say("the command used no device")
+        _log("the command used no device")
         return
     counted = Counter(report["counters"])
-    _say(
+    _log(
         f"{report['processes']} process(es), {counted['launches']} launches, "
         f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
         f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
@@ -221,14 +224,14 @@ def _print_summary(report: dict[str, Any]) -> None:
         f"{len(report['leaks'])} leak{'' if len(report['leaks']) == 1 else 's'}"
     )
     if held := report["held_at_exit"]:
-        _say(
+        _log(
             f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
-            "block(s) for tensors and graphs, which end with their process"
+            "block(s) for tensors and graphs, freed when their process ended"
         )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:
-            _say(f"{kind[:-1]}: {text}")
+            _log(f"{kind[:-1]}: {text}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"npu-emulator: {text}", file=sys.stderr, flush=True)

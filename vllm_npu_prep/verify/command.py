@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 WIDTH = 180
 """Characters of a line of the table in a file or a pipe."""
@@ -71,7 +71,7 @@ def verify_device(args: argparse.Namespace) -> int:
         selection += ["--only", name]
     with (
         tempfile.TemporaryDirectory(prefix="verify-device-") as folder,
-        waiting("running rows on this device", log, status),
+        log_while_waiting("running rows on this device", log, status),
     ):
         runner = Runner(Path(folder), log=done.append, row_seconds=args.row_seconds)
         found = runner.run(selection)
