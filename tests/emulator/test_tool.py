@@ -38,6 +38,8 @@ def test_bad_input_gets_one_line():
             ("--soc", "Foo", "--", "true"),
             "'Foo' is not a chip of this emulator; use one of Ascend310B1, ",
         ),
+        (("--profile", "9", "--", "true"), "'9' is no profile; use one of 9.1, 8.5, docs"),
+        (("--fault", "slow", "--", "true"), "'slow' is no fault; use some of: uniform-average ("),
         (("--devices", "0", "--", "true"), "not between"),
         (("--", "no-such-command"), "no such command"),
     ):
