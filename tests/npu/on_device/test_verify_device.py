@@ -54,7 +54,7 @@ FOUND_BY = {
     "uniform-average": ({"fia-encoder-bf16", "fia-encoder-fp16"}, {"fia-prompt-bf16"}),
     "wide-window": (
         {"fia-window-prompt-bf16", "fia-window-decode-fp16", "fia-window-chunk-bf16"}
-        | {"fia-window-encoder-bf16", "graph-fia-window-decode", "fia-long"},
+        | {"fia-window-encoder-bf16", "graph-fia-window-decode"},
         {"fia-chunk-bf16", "atb-window-decode-bf16"},
     ),
     "unnarrowed-decode": (

@@ -19,6 +19,9 @@ NO_ROW: dict[Record, str] = {
     ("fused attention", "softmax_lse of empty rows"): "the plugin reads no softmax_lse",
     ("fused attention", "fully masked rows"): "every token sees itself",
     ("fused attention", "query rows past a length"): "the last length is always T",
+    ("npu_fusion_attention", "unsupported argument"): "the plugin passes none of them",
+    ("npu_fusion_attention", "no graphs"): "the plugin captures no encoder",
+    ("npu_fusion_attention", "results for training"): "the plugin reads the first result alone",
     ("cache write", "compression"): "the plugin passes no compression",
 }
 """What to try first on hardware (docs/changing/operators.md) that no row tries, and why."""
