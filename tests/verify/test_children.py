@@ -96,6 +96,7 @@ def test_rows_after_a_dead_one_run_in_the_next_process(run, tmp_path):
     dead = found.results[1].got
     assert "SIGSEGV" in dead and dead.endswith("first / the kernel left a core")
     assert "code 7" in found.results[3].got
+    assert found.results[4].got == "a (no output)"
     assert starts(tmp_path) == 4
 
 

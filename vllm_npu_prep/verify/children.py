@@ -246,7 +246,10 @@ class Runner:
                 name, start = line["begin"], time.monotonic()
             elif "end" in line:
                 what, seconds = self._rows[name]["what"], time.monotonic() - start
-                yield Result(name, what, **line["outcome"], seconds=seconds)
+                result = Result(name, what, **line["outcome"], seconds=seconds)
+                if result.verdict == "FAILED":  # the reason is in what libraries have printed
+                    result.got = f"{result.got} ({child.last_words()})"
+                yield result
                 name = ""
 
     def _limit(self, name: str) -> float:

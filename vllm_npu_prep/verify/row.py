@@ -114,6 +114,8 @@ class Row:
         Processes that run it together, each with a device of its own.
     seconds
         Time limit.
+    instead
+        What the plugin can do without it; a refusal is then no failure, and the row is left out.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Row:
     covers: tuple[Record, ...] = ()
     ranks: int = 1
     seconds: float = ROW_SECONDS
+    instead: str = ""
 
     @property
     def group(self) -> str:
