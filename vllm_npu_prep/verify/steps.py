@@ -7,6 +7,7 @@ A step is random and the same in every run. It goes through the plugin's own cod
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -350,7 +351,7 @@ class AttentionStep:
         }
         if form.window is not None:
             for size in (form.window + 1, form.window - 1):
-                found[f"a window of {size} tokens"] = lambda size=size: self.expected(window=size)
+                found[f"a window of {size} tokens"] = partial(self.expected, window=size)
             found["no window"] = lambda: self.expected(window=None)
         if form.causal:
             found["no mask"] = lambda: self.expected(window=None, causal=False)

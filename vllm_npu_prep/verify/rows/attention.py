@@ -158,8 +158,8 @@ def _common() -> Iterator[Row]:
                 yield _row(family, f"{name}-{short}", what, typed, covers[family])
         for name, (of, what, changes) in VARIANTS.items():
             form = replace(FORMS[of][1], **changes)
-            covers = (*fused("head size"), *fused("dtype")) if family == "fia" else ()
-            yield _row(family, name, f"{FORMS[of][0]}, {what}", form, covers)
+            tried = fused("head size", "dtype") if family == "fia" else ()
+            yield _row(family, name, f"{FORMS[of][0]}, {what}", form, tried)
 
 
 # ------------------------------------------------------------------------- fused attention alone
