@@ -84,20 +84,34 @@ MUTANTS = [
     Mutant(
         "short query_start_loc in a mixed full graph",
         "prep/fused_pass.py",
-        "            end = num_input_tokens\n",
-        "            end = end\n",
+        "query_len = longest if decode_query_len == 0 else",
+        "query_len = 1 if decode_query_len == 0 else",
     ),
     Mutant(
         "padding decodes of one token under speculation",
         "prep/fused_pass.py",
-        "min(end + decode_query_len, num_input_tokens)",
+        "min(end + query_len, num_input_tokens)",
         "min(end + 1, num_input_tokens)",
     ),
     Mutant(
-        "lengths in padding rows",
-        "prep/arrays.py",
-        '    seq_lens: A = array(int32, "R", REQUEST, 0,',
-        '    seq_lens: A = array(int32, "R", REQUEST, 1,',
+        "padding requests without keys",
+        "prep/fused_pass.py",
+        "out.seq_lens[req] = end - start",
+        "out.seq_lens[req] = 0",
+    ),
+    Mutant(
+        "padding requests past a row of the block table",
+        "prep/fused_pass.py",
+        "query_len = longest if decode_query_len == 0 else",
+        "query_len = 1 << 30 if decode_query_len == 0 else",
+        ("tests/prep/test_graph_padding.py",),
+    ),
+    Mutant(
+        "sizes whose padding fits no row are captured",
+        "prep/capture_sizes.py",
+        "if size - fewest_tokens <= max_model_len:",
+        "if True:",
+        ("tests/prep/test_graph_padding.py",),
     ),
     Mutant(
         "one logit too few for drafts",
@@ -1099,8 +1113,8 @@ MUTANTS = [
     Mutant(
         "padding virtual requests leave tokens out",
         "prep/local_attention.py",
-        "            end = num_input_tokens\n",
-        "            end = end\n",
+        "chunk_local_query_start_loc[padding + 1] = end",
+        "chunk_local_query_start_loc[padding + 1] = start",
         CHUNKS,
     ),
     Mutant(
@@ -1132,13 +1146,6 @@ MUTANTS = [
         "attention/local_attention.py",
         "layer.attn_backend, layer.impl",
         "_, layer.impl",
-        (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",),
-    ),
-    Mutant(
-        "chunks are captured with the lengths of requests",
-        "runner/graphs.py",
-        "lengths = by_chunks[each.attention_chunk_size]",
-        "lengths = by_chunks[None]",
         (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",),
     ),
     Mutant(

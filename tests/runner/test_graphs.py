@@ -11,8 +11,7 @@ from vllm.forward_context import BatchDescriptor
 from tests.helpers.logs import record_logs
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.local_attention import LocalGroups
-from vllm_npu_prep.prep.padding import GraphMode, full_padding
+from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.runner.graphs import Graphs
 
 MODES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
@@ -80,16 +79,6 @@ def test_without_memory_for_any_graph_there_are_none():
     graphs = graphs_of([2, 1])
     assert capture(graphs, {1, 2}) == []
     assert graphs.captured() == (GraphMode.NONE, 0)
-
-
-def test_attention_is_captured_with_the_longest_requests_and_chunks():
-    local = LocalGroups(4, 2, (0,))
-    whole, chunked = (SimpleNamespace(attention_chunk_size=size) for size in (None, 4))
-    padding = full_padding(4, 4, 1)
-    Graphs.set_capture_lengths({"a": whole, "b": chunked}, padding, 64, local)
-    assert whole.seq_lens_np.tolist() == [64] * 4
-    assert whole.query_start_loc_np.tolist() == [0, 1, 2, 3, 4]
-    assert set(chunked.seq_lens_np.tolist()) == {4}
 
 
 def test_new_weights_are_refused_under_graphs_and_beside_connectors():

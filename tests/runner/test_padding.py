@@ -99,11 +99,11 @@ def test_sizes_that_changed_are_asked_for_again():
 @pytest.mark.parametrize(
     ("dummy_run", "answer", "uniform_decode", "expected"),
     [
-        (DummyRun(False, False), NONE, False, None),
-        (DummyRun(False, False), PIECEWISE, False, Padding(16, 1, mode=GraphMode.PIECEWISE)),
-        (DummyRun(False, True), FULL, True, full_padding(8, 8, 3)),
-        (DummyRun(True, False), NONE, True, full_padding(6, 2, 3)),
-        (DummyRun(True, False), NONE, False, full_padding(6, 2, 0)),
+        (DummyRun(False), NONE, False, None),
+        (DummyRun(False), PIECEWISE, False, Padding(16, 1, mode=GraphMode.PIECEWISE)),
+        (DummyRun(False), FULL, True, full_padding(8, 8, 3)),
+        (DummyRun(True), NONE, True, full_padding(6, 2, 3)),
+        (DummyRun(True), NONE, False, full_padding(6, 2, 0)),
     ],
     ids=["stays upstream's", "pieces", "full graph", "warm-up of decodes", "warm-up"],
 )

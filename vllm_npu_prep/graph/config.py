@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
 from vllm_npu_prep.device import DeviceKind
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
+from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.wording import counted
 
@@ -116,6 +116,17 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
         notes.append(f"capture sizes: {largest} added, the largest decode (max_num_seqs)")
     if mode == mode.FULL_DECODE_ONLY:
         sizes = [size for size in sizes if size <= largest]  # no step uses the others
+    if mode == mode.FULL:
+        fitting = fitting_sizes(
+            sizes, scheduler.max_num_seqs, vllm_config.model_config.max_model_len
+        )
+        if len(fitting) < len(sizes):
+            left_out = ", ".join(map(str, sorted({*sizes} - {*fitting})))
+            notes.append(
+                f"capture sizes: {left_out} left out, because one padding request of max_model_len "
+                f"{vllm_config.model_config.max_model_len} can't hold their padding"
+            )
+        sizes = fitting
     streams = _streams_for_each_size(vllm_config, mode)
     if kind.graph_streams is not None:
         kept = thin_sizes(sizes, kind.graph_streams // streams, [largest, query_len, *sizes[:1]])

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,13 +12,12 @@ from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
-from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
+from vllm_npu_prep.prep.capture_sizes import fitting_sizes
+from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.progress import waiting
 from vllm_npu_prep.runner.preparer import Preparer
 from vllm_npu_prep.runner.step import StepInFlight
@@ -57,6 +56,10 @@ class Graphs:
         Tokens of a decode: one and its drafts.
     largest_decode
         Tokens of the largest decode, whose size is dropped last.
+    max_num_reqs
+        Most requests of a step.
+    max_model_len
+        Most tokens of a request.
     """
 
     def __init__(
@@ -67,11 +70,14 @@ class Graphs:
         *,
         decode_query_len: int = 1,
         largest_decode: int = 1,
+        max_num_reqs: int = 1,
+        max_model_len: int = 1,
     ) -> None:
         self.device = device
         self.dispatcher = dispatcher
         self.compilation = compilation
         self.decode_query_len, self.largest_decode = decode_query_len, largest_decode
+        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
 
     def captured(self) -> tuple[GraphMode, int]:
         """The engine's graph mode, and its largest capture size in tokens."""
@@ -159,6 +165,10 @@ class Graphs:
         """Let the dispatcher pad only to sizes that were captured for every kind of graph."""
         compilation, dispatcher = self.compilation, self.dispatcher
         kept = [size for size in compilation.cudagraph_capture_sizes if size not in sizes]
+        if dispatcher.cudagraph_mode == CUDAGraphMode.FULL:
+            # With a smaller size gone, batches of the next larger one have more padding.
+            kept = fitting_sizes(kept, self.max_num_reqs, self.max_model_len)
+            sizes.update({*compilation.cudagraph_capture_sizes} - {*kept})
         compilation.cudagraph_capture_sizes = kept
         compilation.max_cudagraph_capture_size = max(kept, default=0)
         mode = dispatcher.cudagraph_mode if kept else CUDAGraphMode.NONE
@@ -172,33 +182,6 @@ class Graphs:
         logger.warning("Graphs remain for %s tokens.", ", ".join(map(str, kept)) or "no number of")
 
     # ----------------------------------------------------------------- steps
-
-    @staticmethod
-    def set_capture_lengths(
-        metadata: Mapping[str, AscendMetadata],
-        padding: Padding,
-        max_model_len: int,
-        local: LocalGroups | None,
-    ) -> None:
-        """Set the longest lengths in the metadata, for the capture of attention in a full graph.
-
-        Parameters
-        ----------
-        metadata
-            By layer; its lists on the host are replaced.
-        padding
-            Of the graph.
-        max_model_len
-            In tokens.
-        local
-            Groups with chunked local attention.
-        """
-        by_chunks: dict[int | None, Any] = {None: capture_lengths(padding, max_model_len)}
-        if local is not None:
-            by_chunks[local.attention_chunk_size] = local_capture_lengths(padding, local)
-        for each in metadata.values():
-            lengths = by_chunks[each.attention_chunk_size]
-            each.query_start_loc_np, each.seq_lens_np = lengths
 
     def check_padding(self, in_flight: StepInFlight, preparer: Preparer) -> None:
         """On the CPU fallback, check what a graph is about to read past the step.

@@ -42,7 +42,7 @@ from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
-from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping, requests_are_read, tables_of
 from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
 from vllm_npu_prep.runner.graphs import Graphs
@@ -142,6 +142,8 @@ class NPUModelRunner(GPUModelRunner):
             self.compilation_config,
             decode_query_len=decode_query_len,
             largest_decode=largest_decode(self.max_num_reqs, decode_query_len, self.max_num_tokens),
+            max_num_reqs=self.max_num_reqs,
+            max_model_len=self.max_model_len,
         )
         self.padding = StepPadding(
             self._dispatch,
@@ -352,12 +354,10 @@ class NPUModelRunner(GPUModelRunner):
                 kwargs["force_uniform_decode"],
             )
             if padding is not None:
-                self._prepare_dummy(self.dummy_run, padding, dispatched)
+                self._prepare_dummy(padding, dispatched)
         return dispatched
 
-    def _prepare_dummy(
-        self, dummy_run: DummyRun, padding: Padding, dispatched: tuple[Any, ...]
-    ) -> None:
+    def _prepare_dummy(self, padding: Padding, dispatched: tuple[Any, ...]) -> None:
         """Prepare a step without requests in place of the one that upstream would prepare."""
         step, staged, metadata = self.preparer.prepare_padding_only(padding)
         self._begin_step(StepInFlight(step, staged, metadata, dispatched))
@@ -365,9 +365,6 @@ class NPUModelRunner(GPUModelRunner):
             self.step_check.verify(self, SchedulerOutput.make_empty())
         self.buffers.restore(leave=GRAPH_INPUTS)  # upstream writes made-up lengths to the others
         self.block_tables.is_prepared = True
-        if dummy_run.captures and padding.mode is GraphMode.FULL:
-            local = self.preparer.tables.local
-            self.graphs.set_capture_lengths(metadata, padding, self.max_model_len, local)
 
     def _get_slot_mappings(
         self, num_tokens_padded: int, *args: Any, **kwargs: Any
@@ -582,9 +579,7 @@ class NPUModelRunner(GPUModelRunner):
         """Dummy runs use upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
         self.buffers.restore()
-        self.dummy_run = DummyRun(
-            kwargs.get("force_attention", False), kwargs.get("is_graph_capturing", False)
-        )
+        self.dummy_run = DummyRun(kwargs.get("force_attention", False))
         try:
             return super()._dummy_run(num_tokens, *args, **kwargs)
         finally:
