@@ -209,6 +209,28 @@ def test_graphs_with_and_without_adapters_hold_streams_each(configure):
     assert "thinned to 12 (5 streams" in note
 
 
+@pytest.mark.parametrize(
+    ("parallel", "groups"),
+    [
+        ({}, 0),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}, 3),
+    ],
+    ids=["one rank", "TP", "TP, DP", "TP, DP, EP"],
+)
+def test_streams_of_collectives_count(configure, parallel, groups):
+    """40 layers by 27 sizes: (1800 - 40 g) / (L + 1) / (1 + 2 g) of them are left."""
+    mode = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*range(1, 28)]}
+    config = configure(max_num_seqs=27, compilation_config=mode)
+    config.model_config.get_total_num_hidden_layers = lambda: 40
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    settle_sizes(config, NPU_KIND)
+    most = int((1800 - 40 * groups) / 41 / (1 + 2 * groups))
+    assert len(sizes_of(config)) == min(27, most) == (27, 14, 8, 5)[groups]
+
+
 def test_only_npus_have_a_budget():
     assert NPU_KIND.graph_streams == 1800
     assert CPU_KIND.graph_streams is None

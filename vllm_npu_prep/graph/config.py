@@ -17,6 +17,14 @@ COMPILE_BACKEND = "eager"
 """Pieces of a compiled model run operator by operator: no compiler makes kernels for NPUs here."""
 
 
+STREAMS_PER_GROUP = 2
+"""Streams that HCCL adds to each captured graph, for each communication group of several ranks."""
+
+STREAMS_KEPT_PER_GROUP = 40
+"""Streams that HCCL holds beside graphs, for each group. Both numbers are those with which
+vllm-project/vllm-ascend sizes its graphs (9596, 3869, 9691)."""
+
+
 def set_defaults(vllm_config: "VllmConfig") -> None:
     """Turn off fusion passes, for which vLLM has no kernels here; `settle_mode` reports those that
     the user asked for."""
@@ -102,6 +110,7 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     mode, query_len = compilation.cudagraph_mode, vllm_config.uniform_decode_query_len
     sizes = list(compilation.cudagraph_capture_sizes or ())
+    max_model_len = vllm_config.model_config.max_model_len
     if not mode:
         return []
     notes = []
@@ -117,23 +126,25 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     if mode == mode.FULL_DECODE_ONLY:
         sizes = [size for size in sizes if size <= largest]  # no step uses the others
     if mode == mode.FULL:
-        fitting = fitting_sizes(
-            sizes, scheduler.max_num_seqs, vllm_config.model_config.max_model_len
-        )
+        fitting = fitting_sizes(sizes, scheduler.max_num_seqs, max_model_len)
         if len(fitting) < len(sizes):
             left_out = ", ".join(map(str, sorted({*sizes} - {*fitting})))
             notes.append(
                 f"capture sizes: {left_out} left out, because one padding request of max_model_len "
-                f"{vllm_config.model_config.max_model_len} can't hold their padding"
+                f"{max_model_len} can't hold their padding"
             )
         sizes = fitting
-    streams = _streams_for_each_size(vllm_config, mode)
     if kind.graph_streams is not None:
-        kept = thin_sizes(sizes, kind.graph_streams // streams, [largest, query_len, *sizes[:1]])
+        groups = _communication_groups(vllm_config)
+        streams = _streams_for_each_size(vllm_config, mode) * (1 + STREAMS_PER_GROUP * groups)
+        budget = kind.graph_streams - STREAMS_KEPT_PER_GROUP * groups
+        kept = thin_sizes(sizes, budget // streams, [largest, query_len, *sizes[:1]])
+        if mode == mode.FULL:
+            kept = fitting_sizes(kept, scheduler.max_num_seqs, max_model_len)
         if len(kept) < len(sizes):
             notes.append(
                 f"capture sizes: {len(sizes)} thinned to {len(kept)} "
-                f"({counted(streams, 'stream')} for each, {kind.graph_streams} for all)"
+                f"({counted(streams, 'stream')} for each, {budget} for all)"
             )
         sizes = kept
     else:
@@ -148,13 +159,21 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
 def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:
     """Streams for each capture size: one per graph of a whole model or of a piece of it.
 
-    With LoRA there are two of each graph, for steps with and without adapters.
+    `settle_sizes` adds those of collectives inside of the graphs. With LoRA there are two of each
+    graph, for steps with and without adapters.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
     specialized = vllm_config.compilation_config.cudagraph_specialize_lora
     kinds = 2 if vllm_config.lora_config is not None and specialized else 1
     return kinds * (pieces + mode.has_full_cudagraphs())
+
+
+def _communication_groups(vllm_config: "VllmConfig") -> int:
+    """Groups of more than one rank whose collectives may be captured: tensor, data and expert."""
+    parallel = vllm_config.parallel_config
+    tensor, data = parallel.tensor_parallel_size > 1, parallel.data_parallel_size > 1
+    return tensor + data + (parallel.enable_expert_parallel and (tensor or data))
 
 
 def _fusions(compilation: "CompilationConfig") -> list[str]:

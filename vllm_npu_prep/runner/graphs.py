@@ -1,4 +1,4 @@
-"""Captures graphs at start-up, with fewer sizes if memory runs out, and checks fake replays."""
+"""Captures graphs at start-up, fewer if memory or streams run out, and checks fake replays."""
 
 import contextlib
 import time
@@ -23,6 +23,10 @@ from vllm_npu_prep.runner.preparer import Preparer
 from vllm_npu_prep.runner.step import StepInFlight
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+
+OUT_OF_STREAMS = "207008"
+"""CANN's error if a device has no streams left (``ACL_ERROR_RT_NO_STREAM_RESOURCE``)."""
 
 
 class Captured(NamedTuple):
@@ -93,8 +97,8 @@ class Graphs:
     ) -> int:
         """Capture a graph for every descriptor of the dispatcher, the largest first.
 
-        If memory doesn't suffice for a size, it is dropped for all kinds of graph, and so is every
-        second one of the remaining sizes, except that of the largest decode.
+        If memory or streams don't suffice for a size, it is dropped for all kinds of graph, and so
+        is every second one of the remaining sizes, except that of the largest decode.
 
         Parameters
         ----------
@@ -131,13 +135,15 @@ class Graphs:
                             continue
                         try:
                             captured.append(self._capture(capture_one, mode, descriptor))
-                        except torch.OutOfMemoryError as error:
+                        except RuntimeError as error:
+                            if not _is_out_of_resources(error):
+                                raise
                             given_up.add(descriptor.num_tokens)
                             smaller = dict.fromkeys(d.num_tokens for d in descriptors[index + 1 :])
                             spared = given_up | {self.largest_decode}
                             left = [size for size in smaller if size not in spared][::2]
                             given_up |= {*left}
-                            _log_out_of_memory(descriptor.num_tokens, left, error)
+                            _log_left_out(descriptor.num_tokens, left, error)
         finally:
             set_cudagraph_capturing_enabled(False)
             for wrapper in GraphWrapper._all_instances:
@@ -234,13 +240,24 @@ class Graphs:
             )
 
 
-def _log_out_of_memory(num_tokens: int, left: list[int], error: Exception) -> None:
+def _is_out_of_resources(error: RuntimeError) -> bool:
+    """Whether a capture failed for want of memory or of streams; fewer sizes then have enough.
+
+    torch_npu has no class of its own for streams, only CANN's number in the text.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_STREAMS in str(error)
+
+
+def _log_left_out(num_tokens: int, left: list[int], error: Exception) -> None:
+    of_memory = isinstance(error, torch.OutOfMemoryError)
     logger.warning(
-        "Out of memory while capturing the graph of %d tokens (%s). Left out, too: %s. Lower "
-        "--gpu-memory-utilization or give fewer cudagraph_capture_sizes.",
+        "Out of %s while capturing the graph of %d tokens (%s). Left out, too: %s. %sive fewer "
+        "cudagraph_capture_sizes.",
+        "memory" if of_memory else "streams",
         num_tokens,
         str(error).partition("\n")[0],
         ", ".join(map(str, left)) or "nothing",
+        "Lower --gpu-memory-utilization or g" if of_memory else "G",
     )
 
 
