@@ -16,6 +16,7 @@ from vllm_npu_prep.device import (
     choose_device,
     device_name,
     graph_pool,
+    set_device,
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
@@ -77,7 +78,12 @@ class NPUPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one."""
+        """Make a device the calling thread's.
+
+        vLLM calls this in threads that it starts, such as the one that reads outputs. Calls of
+        CANN in a thread without a device fail, or reach device 0.
+        """
+        set_device(device)
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:

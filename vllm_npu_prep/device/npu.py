@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,9 +30,26 @@ def soc_name(device_id: int = 0) -> str:
     return torch_npu.npu.get_device_name(device_id)
 
 
+def set_device(device: torch.device) -> None:
+    """Make a device the calling thread's."""
+    torch_npu.npu.set_device(device)
+
+
 def total_memory(device_id: int = 0) -> int:
     """Memory of a device in bytes."""
     return torch_npu.npu.mem_get_info(device_id)[1]
+
+
+@lru_cache
+def installed_version(package: str) -> str:
+    """Version of ``CANN`` or of the ``DRIVER``, without setting a device; empty if unknown.
+
+    A container without /etc/ascend_install.info doesn't tell that of its host's driver.
+    """
+    try:
+        return torch_npu.npu.utils.get_cann_version(package)
+    except Exception:  # whatever a broken installation raises; the doctor says what is wrong
+        return ""
 
 
 def graph_pool() -> Any:

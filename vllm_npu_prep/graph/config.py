@@ -3,8 +3,11 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
-from vllm_npu_prep.device import DeviceKind
+from vllm_npu_prep.device import DeviceKind, driver_version
+from vllm_npu_prep.device.versions import TASK_UPDATES, is_older
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm
@@ -81,12 +84,45 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
             f"{mode} graphs: KV connector {transfer.kv_connector} saves each layer on the host, "
             "between pieces; PIECEWISE instead"
         ]
-    if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
+    if not mode.has_full_cudagraphs():
         return []
     without_full = {
+        CUDAGraphMode.FULL: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
     }[mode]
+    driver = driver_version(vllm_config.device_config.device_type)
+    if is_older(driver, TASK_UPDATES):
+        compilation.cudagraph_mode = without_full
+        return [
+            f"{mode} graphs: driver {driver} can't update captured attention, {TASK_UPDATES} and "
+            f"newer can; {without_full} instead"
+        ]
+    if batch_limits(vllm_config).apply:
+        # A step that breaks them runs eagerly, which ranks would have to agree on in every step.
+        reasons = {
+            "with attention chunks": vllm_config.model_config.attention_chunk_size is not None,
+            "with several engines": vllm_config.parallel_config.data_parallel_size > 1,
+            f"for more than {MAX_LENGTHS} requests": (
+                vllm_config.scheduler_config.max_num_seqs > MAX_LENGTHS
+            ),
+        }
+        for why, applies in reasons.items():
+            if applies:
+                compilation.cudagraph_mode = without_full
+                return [
+                    f"{mode} graphs: fused attention here limits the blocks of a batch, which "
+                    f"full graphs don't keep {why}; {without_full} instead"
+                ]
+        if mode == CUDAGraphMode.FULL:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+            return [
+                "FULL graphs of mixed batches: fused attention here limits the blocks of a batch; "
+                "FULL_AND_PIECEWISE instead"
+            ]
+        return []
+    if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
+        return []
     compilation.cudagraph_mode = without_full
     return [
         f"{mode} graphs: dense masks of windows and of drafted tokens have another shape in every "

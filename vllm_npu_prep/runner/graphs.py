@@ -64,6 +64,11 @@ class Graphs:
         Most requests of a step.
     max_model_len
         Most tokens of a request.
+
+    Attributes
+    ----------
+    most_rows
+        Most requests of a full graph; None: no limit. Known once the cache is allocated.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Graphs:
         self.compilation = compilation
         self.decode_query_len, self.largest_decode = decode_query_len, largest_decode
         self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
+        self.most_rows: int | None = None
 
     def captured(self) -> tuple[GraphMode, int]:
         """The engine's graph mode, and its largest capture size in tokens."""
@@ -114,7 +120,7 @@ class Graphs:
             Bytes of the device that the graphs took.
         """
         captured: list[Captured] = []
-        given_up: set[int] = set()
+        given_up = self._sizes_of_too_many_rows()
         set_cudagraph_capturing_enabled(True)
         all_descriptors = self.dispatcher.get_capture_descs()
         num_all = sum(len(descriptors) for _, descriptors in all_descriptors)
@@ -154,6 +160,25 @@ class Graphs:
             captured = [each for each in captured if each.descriptor.num_tokens not in given_up]
         logger.info("vllm_npu_prep graphs:\n%s", table(captured, on_host))
         return sum(each.nbytes for each in captured)
+
+    def _sizes_of_too_many_rows(self) -> set[int]:
+        """Sizes whose full graphs would have more requests than one call of attention takes."""
+        if self.most_rows is None:
+            return set()
+        sizes = {
+            descriptor.num_tokens
+            for mode, descriptors in self.dispatcher.get_capture_descs()
+            for descriptor in descriptors
+            if mode == CUDAGraphMode.FULL and (descriptor.num_reqs or 0) > self.most_rows
+        }
+        if sizes:
+            logger.warning(
+                "Graphs of %s tokens are left out: their requests have a block each at least, and "
+                "fused attention of this CANN takes at most %d in a batch.",
+                ", ".join(map(str, sorted(sizes))),
+                self.most_rows,
+            )
+        return sizes
 
     def _capture(
         self, capture_one: CaptureOne, mode: CUDAGraphMode, descriptor: BatchDescriptor

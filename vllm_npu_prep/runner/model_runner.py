@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
@@ -48,7 +49,7 @@ from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_buil
 from vllm_npu_prep.runner.graphs import Graphs
 from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.padding import StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.padding import CacheLimits, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.speculation import LastSamples, Speculation
@@ -323,7 +324,7 @@ class NPUModelRunner(GPUModelRunner):
             self.step_check.verify(self, scheduler_output)
 
     def _dispatch(
-        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int
+        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
         """Ask upstream for its decision on graph and padding, before a step is prepared."""
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
@@ -333,7 +334,7 @@ class NPUModelRunner(GPUModelRunner):
             num_scheduled_tokens_np=num_scheduled_tokens,
             max_num_scheduled_tokens=max_query_len,
             num_encoder_reqs=num_encoder_reqs,
-            force_eager=batch.takes_embeds,
+            force_eager=eager or batch.takes_embeds,
             allow_microbatching=self._allow_microbatching(num_reqs, num_scheduled_tokens),
         )
 
@@ -694,6 +695,12 @@ class NPUModelRunner(GPUModelRunner):
             max_logits_per_req=self.uniform_decode_query_len,
             pin_memory=is_pin_memory_available(),
         )
+        if batch_limits(self.vllm_config).apply:
+            block_size = int(self.preparer.tables.block_sizes.min())
+            limits = CacheLimits(kv_cache_config.num_blocks, block_size)
+            if not kwargs.get("is_profiling"):  # whose cache is small
+                limits.refuse_long_requests(self.max_model_len)
+            self.padding.cache_limits, self.graphs.most_rows = limits, limits.most_rows
         self.recorder = make_recorder(
             self.vllm_config, self.preparer.tables, builders, self.recorder
         )
