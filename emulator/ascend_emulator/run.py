@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ascend_emulator import __version__
+from ascend_emulator import __version__, faults, profiles
 from ascend_emulator.build import SITE, ensure_built
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import (
@@ -66,7 +66,18 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
     parser.add_argument(
-        "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
+        "--profile",
+        default=os.environ.get(profiles.PROFILE) or profiles.DEFAULT,
+        metavar="NAME",
+        help=f"kernels of a CANN release, or all that the documentation demands: "
+        f"{', '.join(profiles.PROFILES)} (default: {profiles.DEFAULT})",
+    )
+    parser.add_argument("--cann", help="version of CANN (default: the profile's)")
+    parser.add_argument(
+        "--fault",
+        default=os.environ.get(faults.FAULTS_VARIABLE, ""),
+        metavar="NAME[,NAME]",
+        help="silent misbehaviour of kernels to switch on (a wrong name prints the list)",
     )
     parser.add_argument(
         "--driver", default=defaults.driver, help="version of the driver (default: %(default)s)"
@@ -136,9 +147,11 @@ def emulate(args: argparse.Namespace) -> int:
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
     check_streams(args.streams, args.hccl_streams)
+    profile = profiles.find(args.profile)
     options = Options(
         soc=check_soc(args.soc),
-        cann=args.cann,
+        profile=profile.name,
+        cann=args.cann or profile.cann,
         driver=check_driver(args.driver),
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
@@ -150,6 +163,7 @@ def emulate(args: argparse.Namespace) -> int:
         report=args.report,
         hang_seconds=args.hang_seconds,
         references=tuple(args.references),
+        faults=tuple(sorted(faults.check(filter(None, args.fault.split(","))))),
     )
     site = [args.site.resolve()] if args.site.is_dir() else []
     sys.path[:0] = map(str, site)
@@ -213,6 +227,8 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
     processes = [part for part in processes if any(part["calls"].values())]
     report: dict[str, Any] = {
         "soc": options.soc,
+        "profile": options.profile,
+        "faults": list(options.faults),
         "devices": options.devices,
         "delay": options.delay,
         "processes": len(processes),
@@ -229,8 +245,11 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
 def _print_banner(options: Options) -> None:
     _say(
         f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
-        f"delay {options.delay}, hazards {options.hazards}"
+        f"profile {options.profile} (CANN {options.cann}), delay {options.delay}, "
+        f"hazards {options.hazards}"
     )
+    if options.faults:
+        _say(f"kernels misbehave on purpose: {', '.join(options.faults)}")
     _say(f"limits: {LIMITS}")
 
 

@@ -35,6 +35,8 @@ def test_bad_input_gets_one_line():
         (("--memory", "lots", "--", "true"), "is no size"),
         (("--soc", "Ascend910C1", "--", "true"), "(did you mean Ascend910B1?); use one of Asc"),
         (("--soc", "Foo", "--", "true"), "'Foo' is no chip; use one of Ascend310B1, "),
+        (("--profile", "9", "--", "true"), "'9' is no profile; use one of 9.1, 8.5, docs"),
+        (("--fault", "slow", "--", "true"), "'slow' is no fault; use some of: uniform-average ("),
         (("--devices", "0", "--", "true"), "not between"),
         (("--", "no-such-command"), "no such command"),
     ):
