@@ -10,8 +10,8 @@ import itertools
 
 import pytest
 import torch
-from ascend_emulator.operators import fused_route
 
+from ascend_emulator.operators import fused_route
 from vllm_npu_prep.attention.families import FIA
 from vllm_npu_prep.attention.fused_releases import (
     Form,
