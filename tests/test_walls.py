@@ -286,7 +286,13 @@ WALLS: dict[str, set[str]] = {
     | {"startup.asked"},
     "inspect": {"inspect", "prep", "validation"},
     # They ask an installation, and vLLM's own runner
-    "inspect.doctor": {"attention.families", "config", "device", "inspect.doctor"},
+    "inspect.doctor": {
+        "attention.families",
+        "attention.fused_releases",
+        "config",
+        "device",
+        "inspect.doctor",
+    },
     "inspect.upstream_runner": {"compat", "device", "ops"},
 }
 """What each folder, or a file that differs from its folder, may import of the plugin."""

@@ -82,6 +82,9 @@ class Device(Protocol):
     name: str  # in messages
     computes_on_host: bool  # whether host threads do the model's work
 
+    def bind_cpus(self) -> str:
+        """Run this process on CPUs near the device; says which, empty if nothing changed."""
+
     def record_event(self) -> object:
         """Mark the current end of the current stream's work."""
 

@@ -10,6 +10,7 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.compat import torch_names
+from vllm_npu_prep.device.cpu_binding import bind_to_device
 
 
 def visible_devices() -> int:
@@ -66,6 +67,10 @@ class NPUDevice:
         torch_npu.npu.set_device(self.device)
         self.name = soc_name(index)
         self._capture_stream = torch_npu.npu.Stream()  # shared by graphs that share memory
+
+    def bind_cpus(self) -> str:
+        """See `vllm_npu_prep.device.cpu_binding`."""
+        return bind_to_device(self.device.index)
 
     def record_event(self) -> object:
         """An event at the current end of the current stream."""
