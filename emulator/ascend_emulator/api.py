@@ -118,9 +118,9 @@ def register_reference(
     doesn't take must have its default value. A positional parameter whose name isn't in the schema
     stands for the argument at its position.
 
-    Results are returned, as many as the schema has and of its types: their shapes and dtypes must be
-    those of torch_npu's Meta function, `None` leaves a tensor unwritten, and an operator without Meta
-    function makes the caller wait for them.
+    Results are returned, as many as the schema has and of its types. Their shapes and dtypes must
+    be those of torch_npu's Meta function, `None` leaves a tensor unwritten, and an operator without
+    Meta function makes the caller wait for them.
     Arguments that the schema marks as written, and `out`, are written in place. An exception
     surfaces at the next sync.
 
@@ -251,13 +251,11 @@ def _as_in_schema(schema: Any, result: Any, may_be_none: bool) -> Any:
 
     operator = f"{schema.name}{schema.overload_name and '.' + schema.overload_name}"
     wanted = len(schema.returns)
-    if wanted <= 1:
-        results = [] if wanted == 0 and result is None else [result]
-    else:
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
-    if wanted == 1 and isinstance(result, tuple):
-        results = list(result)
-    if len(results) != wanted or (wanted == 1 and results[0] is not result):
+    several = (tuple, list) if wanted > 1 else tuple  # one result may be a list of tensors
+    if wanted == 0 and result is None:
+        return None
+    results = list(result) if isinstance(result, several) else [result]
+    if len(results) != wanted:
         kind = "tensor" if all(isinstance(r, torch.Tensor) for r in results) else "result"
         returned = f"{len(results)} {kind}{'' if len(results) == 1 else 's'}"
         raise EmulatorError(f"reference of {operator} returned {returned}, schema has {wanted}")
@@ -269,7 +267,7 @@ def _as_in_schema(schema: Any, result: Any, may_be_none: bool) -> Any:
                 f"reference of {operator} returned {type(value).__name__} as result {position}, "
                 f"schema has {declared.type}"
             )
-    return result
+    return results[0] if wanted == 1 else result
 
 
 def _is_of_type(value: Any, declared: str) -> bool:
@@ -279,8 +277,13 @@ def _is_of_type(value: Any, declared: str) -> bool:
         return isinstance(value, torch.Tensor)
     if declared.startswith("List[Tensor]"):
         return isinstance(value, (list, tuple)) and all(isinstance(v, torch.Tensor) for v in value)
-    plain = {"int": int, "float": (int, float), "bool": bool, "str": str}.get(declared)
-    return plain is None or isinstance(value, plain)
+    plain: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "float": (int, float),
+        "bool": (bool,),
+        "str": (str,),
+    }
+    return declared not in plain or isinstance(value, plain[declared])
 
 
 def _binder(
