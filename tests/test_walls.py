@@ -274,7 +274,8 @@ WALLS: dict[str, set[str]] = {
     "ops": {"compat.kernels", "ops"},
     "attention": {"attention", "config", "device", "prep"},
     "graph": {"attention", "config", "device", "graph", "prep"},
-    "startup": {"attention.families", "config", "device", "prep", "startup"},
+    "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
+    | {"config", "device", "prep", "startup"},
     # What Ray's workers are given names the folder of counts
     "startup.ray_cluster": {"device", "observe.metrics"},
     # Steps are kept as records are read

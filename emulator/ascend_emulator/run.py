@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_emulator import __version__, faults, profiles
-from ascend_emulator.build import SITE, ensure_built
+from ascend_emulator.build import SITE, acl_configuration, ensure_built
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import (
     DELAYS,
@@ -87,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
     parser.add_argument(
-        "--streams", type=int, default=defaults.streams, help="of each device (default: %(default)s)"
+        "--streams",
+        type=int,
+        default=defaults.streams,
+        help="of each device (default: %(default)s)",
     )
     parser.add_argument(
         "--hccl-streams",
@@ -203,6 +206,7 @@ def _environment(
     # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned
     # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    environment.setdefault("TORCH_ACL_INIT_CONFIG_PATH", str(acl_configuration(options.cann)))
     return environment
 
 

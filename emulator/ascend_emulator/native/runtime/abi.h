@@ -74,6 +74,15 @@ struct PointerAttributes {
   uint32_t reserved[4];
 };
 
+struct PhysicalProperties {
+  int handle_type, allocation_type, attribute;
+  MemoryLocation location;
+  uint64_t reserved;
+};
+
+// Of the attributes of physical memory, those with pages of 1 GiB; all others here have 2 MiB.
+enum MemoryAttribute : int { kHbmHuge1G = 10, kHbmP2pHuge1G = 11, kMemHuge1G = 14, kMemP2pHuge1G = 17 };
+
 struct PackageVersion {
   char version[128];
   char parts[4][64];

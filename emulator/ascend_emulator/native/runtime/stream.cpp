@@ -12,6 +12,7 @@
 #include "pinned.h"
 #include "report.h"
 #include "stream_resources.h"
+#include "virtual_memory.h"
 
 namespace emulator {
 namespace {
@@ -117,8 +118,25 @@ aclError destroy_stream(aclrtStream handle) {
 
 }  // namespace
 
+namespace {
+
+// Devices report such an access as a fault of the kernel. It isn't run: the host has no bytes there.
+bool touches_unmapped(const Task& task) {
+  for (const auto& access : task.accesses) {
+    if (!is_virtual(access.begin) || is_mapped(access.begin, access.size)) continue;
+    fault(acl::kKernelFault, task.name + " touches memory that is not mapped, within " +
+                                 std::to_string(access.size) + " bytes from " +
+                                 describe_virtual(access.begin, true));
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 void run_task(const Task& task, Actor& actor) {
   const auto epoch = actor.tick();
+  if (touches_unmapped(task)) return;
   check_accesses(task.accesses, epoch, actor.clock(), task.name);
   task.run(actor);
 }
