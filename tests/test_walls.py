@@ -273,7 +273,7 @@ WALLS: dict[str, set[str]] = {
     "device": {"compat.torch_names", "device", "prep"},
     "ops": {"compat.kernels", "ops"},
     "attention": {"attention", "config", "device", "prep"},
-    "graph": {"attention", "config", "device", "graph", "prep"},
+    "graph": {"attention", "config", "device", "driver", "graph", "prep"},
     "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
     | {"config", "device", "prep", "startup"},
     # What Ray's workers are given names the folder of counts
@@ -292,6 +292,7 @@ WALLS: dict[str, set[str]] = {
         "attention.fused_releases",
         "config",
         "device",
+        "driver",
         "inspect.doctor",
     },
     "inspect.upstream_runner": {"compat", "device", "ops"},

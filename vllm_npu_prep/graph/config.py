@@ -7,7 +7,7 @@ from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
 from vllm_npu_prep.device import DeviceKind, driver_version
-from vllm_npu_prep.device.versions import TASK_UPDATES, is_older
+from vllm_npu_prep.driver import TASK_UPDATES, is_older
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_npu_prep.attention.fused_releases import OLDEST, release_of
-from vllm_npu_prep.device.versions import QUEUES, TASK_UPDATES, driver_key, is_older
+from vllm_npu_prep.driver import QUEUES, TASK_UPDATES, driver_key, is_older
 from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
 from vllm_npu_prep.inspect.doctor.host import Host, gib
 
