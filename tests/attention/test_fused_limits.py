@@ -6,6 +6,7 @@ it is called with and computes each call by itself. ``tests/npu`` runs the real 
 
 import importlib
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,7 +42,7 @@ class Operators:
         self.calls.append({"ends": others["actual_seq_qlen"], **others})
         out = torch.empty_like(query)
         starts = [0, *others["actual_seq_qlen"]]
-        for first, end in zip(starts, starts[1:]):
+        for first, end in pairwise(starts):
             out[first:end] = key[first:end].sum()
         return out, None
 
