@@ -372,8 +372,8 @@ MUTANTS = [
     Mutant(
         "npu: kv length off by one",
         "attention/kernels/fia.py",
-        "metadata.seq_lens_np.tolist()",
-        "(metadata.seq_lens_np - 1).tolist()",
+        "[1:].tolist(), metadata.seq_lens_np.tolist()",
+        "[1:].tolist(), (metadata.seq_lens_np - 1).tolist()",
         FIA,
     ),
     Mutant(
@@ -393,15 +393,15 @@ MUTANTS = [
     Mutant(
         "npu: fresh kv lengths not cumulative",
         "attention/kernels/fia.py",
-        "kv_lengths = query_ends",
-        "kv_lengths = seq_lens",
+        "kv_lengths = part.query_ends",
+        "kv_lengths = part.seq_lens",
         FIA,
     ),
     Mutant(
         "npu: paged kv lengths cumulative",
         "attention/kernels/fia.py",
-        "kv_lengths = seq_lens",
-        "kv_lengths = query_ends",
+        "kv_lengths = part.seq_lens",
+        "kv_lengths = part.query_ends",
         FIA,
     ),
     Mutant(
@@ -412,13 +412,33 @@ MUTANTS = [
         FIA,
     ),
     Mutant(
+        "npu: a batch with too many blocks is one call",
+        "attention/kernels/fia.py",
+        "taken + count > most_blocks",
+        "False",
+        ("tests/attention/test_fused_limits.py",),
+    ),
+    Mutant(
+        "a full graph with more blocks than the cache",
+        "runner/padding.py",
+        "return blocks <= self.num_blocks and",
+        "return",
+        ("tests/runner/test_padding.py",),
+    ),
+    Mutant(
         "npu: cache mode left to its default",
         "attention/kernels/fia.py",
         ', cache_mode="Norm"',
         "",
         FIA,
     ),
-    Mutant("npu: wrong layout", "attention/kernels/fia.py", '"TND"', '"BSND"', FIA),
+    Mutant(
+        "npu: wrong layout",
+        "attention/kernels/fia.py",
+        '"input_layout": "TND"',
+        '"input_layout": "BSND"',
+        FIA,
+    ),
     Mutant("npu: no scale", "attention/kernels/fia.py", '"scale": layer.scale,', "", FIA),
     Mutant(
         "npu: K and V change places",
@@ -430,8 +450,8 @@ MUTANTS = [
     Mutant(
         "npu: null block for every request",
         "attention/kernels/fia.py",
-        '"block_table": metadata.block_tables',
-        '"block_table": metadata.block_tables * 0',
+        '"block_table": table,',
+        '"block_table": table * 0,',
         FIA,
     ),
     Mutant(
@@ -611,7 +631,7 @@ MUTANTS = [
     Mutant(
         "padding decided for other counts",
         "runner/padding.py",
-        "            num_reqs,\n            max_query_len,\n            num_encoder",
+        "            batch.num_reqs,\n            max_query_len,\n            num_encoder",
         "            max_query_len,\n            num_encoder",
         ENGINE,
     ),
@@ -969,15 +989,15 @@ MUTANTS = [
     Mutant(
         "steps with embeddings take the padding of steps without",
         "runner/padding.py",
-        "            batch.takes_embeds,\n            num_tokens,\n",
-        "            num_tokens,\n",
+        "            batch.takes_embeds,\n            batch.total",
+        "            batch.total",
         EMBEDS,
     ),
     Mutant(
         "steps with embeddings replay graphs",
         "runner/model_runner.py",
-        "force_eager=batch.takes_embeds",
-        "force_eager=False",
+        "force_eager=eager or batch.takes_embeds",
+        "force_eager=eager",
         EMBEDS,
     ),
     Mutant(
