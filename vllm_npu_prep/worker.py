@@ -63,6 +63,10 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
+        if parse_config(self.vllm_config.additional_config).cpu_binding:
+            bound = self.prep_device.bind_cpus()
+            if bound:
+                logger.info("Rank %d runs on %s (cpu_binding).", self.rank, bound)
         with log_while_waiting(
             f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
         ):
