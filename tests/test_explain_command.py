@@ -73,7 +73,7 @@ def test_capture_sizes_add_what_the_device_sees():
     assert step["input_ids_padded"] == [1004, 2003, 3008, 0]
     assert step["positions_padded"] == [4, 3, 8, 0]
     assert step["slot_mapping_padded"] == [18, 15, 20, -1]
-    assert step["seq_lens_padded"] == [5, 4, 9, 0]
+    assert step["seq_lens_padded"] == [5, 4, 9, 1]
 
 
 def test_compressed_mask_is_named_not_listed():

@@ -19,6 +19,7 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/atb.py",
     "ops/npu.py",
     "graph/",
+    "verify/rows/",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
 PURE = [path for path in SOURCES if path.parent.name == "prep"]
@@ -273,8 +274,9 @@ WALLS: dict[str, set[str]] = {
     "device": {"compat.torch_names", "device", "prep"},
     "ops": {"compat.kernels", "ops"},
     "attention": {"attention", "config", "device", "prep"},
-    "graph": {"attention", "config", "device", "graph", "prep"},
-    "startup": {"attention.families", "config", "device", "prep", "startup"},
+    "graph": {"attention", "config", "device", "driver", "graph", "prep"},
+    "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
+    | {"config", "device", "prep", "startup"},
     # What Ray's workers are given names the folder of counts
     "startup.ray_cluster": {"device", "observe.metrics"},
     # Steps are kept as records are read
@@ -284,9 +286,18 @@ WALLS: dict[str, set[str]] = {
     | {"server"},
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"startup.asked"},
+    # Rows call what the engine calls; the command reports versions as doctor finds them
+    "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "prep", "verify"},
     "inspect": {"inspect", "prep", "validation"},
     # They ask an installation, and vLLM's own runner
-    "inspect.doctor": {"attention.families", "config", "device", "inspect.doctor"},
+    "inspect.doctor": {
+        "attention.families",
+        "attention.fused_releases",
+        "config",
+        "device",
+        "driver",
+        "inspect.doctor",
+    },
     "inspect.upstream_runner": {"compat", "device", "ops"},
 }
 """What each folder, or a file that differs from its folder, may import of the plugin."""

@@ -15,6 +15,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
 from vllm_npu_prep.server.record_command import add_parser as add_record_parser
+from vllm_npu_prep.verify.command import add_parser as add_verify_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
@@ -82,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns
     -------
     int
-        0 on success, 1 if steps differ, 2 for bad input or output that can't be written, which get
-        one line and no traceback.
+        0 on success, 1 if something differs, 2 for bad input, a device that is missing, or output
+        that can't be written, which get one line and no traceback.
     """
     # None: our parent has closed it, so nobody reads it.
     output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
@@ -170,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_parser(commands)
     add_record_parser(commands)
     add_replay_parser(commands)
+    add_verify_parser(commands)
     commands.add_parser(  # `main` does not come here for it: its options are those of its command
         "emulate",
         help="run a command on emulated Ascend devices",

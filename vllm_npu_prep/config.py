@@ -114,6 +114,14 @@ class PrepConfig(BaseModel):
     check
         Rules that each step is checked for before its launch
         (`vllm_npu_prep.observe.check_level`).
+    probe
+        Whether start-up holds the device's attention against formulas
+        (`vllm_npu_prep.verify.probe`).
+    kernel_rules
+        Rules that calls of fused attention keep: those of the installed CANN's code, or also what
+        only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
+    cpu_binding
+        Whether each rank runs on the CPUs of its NPU's NUMA node.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -124,6 +132,9 @@ class PrepConfig(BaseModel):
     triton_kernels: Literal["replace", "keep"] = "replace"
     record: RecordConfig | None = None
     check: Literal["off", "cheap", "full"] = "cheap"
+    probe: bool = True
+    kernel_rules: Literal["release", "documented"] = "release"
+    cpu_binding: bool = True
 
 
 def parse_config(additional_config: object) -> PrepConfig:

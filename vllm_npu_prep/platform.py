@@ -10,12 +10,15 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
+from vllm_npu_prep.attention.fused_calls import rules_of
 from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
 from vllm_npu_prep.device import (
     CPU_KIND,
+    cann_version,
     choose_device,
     device_name,
     graph_pool,
+    set_device,
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
@@ -77,7 +80,12 @@ class NPUPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one."""
+        """Make a device the calling thread's.
+
+        vLLM calls this in threads that it starts, such as the one that reads outputs. Calls of
+        CANN in a thread without a device fail, or reach device 0.
+        """
+        set_device(device)
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -200,6 +208,7 @@ class NPUPlatform(Platform):
         switched_off = graph_config.settle_mode(vllm_config) + _switch_off(vllm_config)
         decisions = decisions_of(vllm_config)  # with the graph mode that was settled
         notes = graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
+        notes += _rules_of_attention(vllm_config, decisions)
         if vllm_config.shutdown_timeout == 0:
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
@@ -218,6 +227,17 @@ class NPUPlatform(Platform):
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
             _log_start_up(vllm_config, decisions, notes, switched_off)
+
+
+def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
+    """By which rules calls of fused attention were checked, one line."""
+    if decisions.attention != "fia":
+        return []
+    rules, version = rules_of(vllm_config), cann_version(KIND.device_type)
+    by = f"CANN {version}" if version else f"CANN {rules.release.name}, the newest that is known"
+    unknown = "" if version else "; CANN does not tell its version"
+    documented = ", and by all that the documentation demands" * rules.documented
+    return [f"fused attention: checked by the rules of {by}{documented}{unknown}"]
 
 
 def _known_faults(vllm_config: "VllmConfig") -> list[str]:
@@ -253,6 +273,13 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     return off
 
 
+def _describe_probe(wanted: bool) -> str:
+    """Whether the device's attention is held against formulas at start-up."""
+    if KIND == CPU_KIND:
+        return "none: kernels of the CPU fallback are torch's"
+    return "attention and cache writes against formulas" if wanted else "off"
+
+
 def _log_start_up(
     vllm_config: "VllmConfig", decisions: Decisions, notes: list[str], switched_off: list[str]
 ) -> None:
@@ -270,6 +297,7 @@ def _log_start_up(
         f"{scheduler.max_num_batched_tokens} tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
+        f"probe         {_describe_probe(config.probe)}",
     ]
     parallel = vllm_config.parallel_config
     if parallel.use_ray or parallel.world_size_across_dp > 1:

@@ -12,10 +12,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ascend_emulator import __version__
-from ascend_emulator.build import SITE, ensure_built
+from ascend_emulator import __version__, faults, profiles
+from ascend_emulator.build import SITE, acl_configuration, ensure_built
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of, check_soc
+from ascend_emulator.options import (
+    DELAYS,
+    HAZARDS,
+    Options,
+    bytes_of,
+    check_driver,
+    check_soc,
+    check_streams,
+    write_driver_info,
+)
 
 HOOK = Path(__file__).parent / "hook"
 HAZARD_EXIT_CODE = 3
@@ -57,13 +66,39 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
     parser.add_argument(
-        "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
+        "--profile",
+        default=os.environ.get(profiles.PROFILE) or profiles.DEFAULT,
+        metavar="NAME",
+        help=f"kernels of a CANN release, or all that the documentation demands: "
+        f"{', '.join(profiles.PROFILES)} (default: {profiles.DEFAULT})",
+    )
+    parser.add_argument("--cann", help="version of CANN (default: the profile's)")
+    parser.add_argument(
+        "--fault",
+        default=os.environ.get(faults.FAULTS_VARIABLE, ""),
+        metavar="NAME[,NAME]",
+        help="silent misbehaviour of kernels to switch on (a wrong name prints the list)",
+    )
+    parser.add_argument(
+        "--driver", default=defaults.driver, help="version of the driver (default: %(default)s)"
     )
     parser.add_argument(
         "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
     )
     parser.add_argument(
         "--memory", default="8G", help="memory of each device (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streams",
+        type=int,
+        default=defaults.streams,
+        help="of each device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hccl-streams",
+        type=int,
+        default=defaults.hccl_streams,
+        help="that a communication group holds in each captured graph (default: %(default)s)",
     )
     parser.add_argument(
         "--delay",
@@ -117,17 +152,24 @@ def emulate(args: argparse.Namespace) -> int:
         raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
+    check_streams(args.streams, args.hccl_streams)
+    profile = profiles.find(args.profile)
     options = Options(
         soc=check_soc(args.soc),
-        cann=args.cann,
+        profile=profile.name,
+        cann=args.cann or profile.cann,
+        driver=check_driver(args.driver),
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
+        streams=args.streams,
+        hccl_streams=args.hccl_streams,
         delay=args.delay,
         hazards=args.hazards,
         trace=args.trace,
         report=args.report,
         hang_seconds=args.hang_seconds,
         references=tuple(args.references),
+        faults=tuple(sorted(faults.check(filter(None, args.fault.split(","))))),
     )
     site = [args.site.resolve()] if args.site.is_dir() else []
     sys.path[:0] = map(str, site)
@@ -141,6 +183,7 @@ def emulate(args: argparse.Namespace) -> int:
     if not args.quiet:
         _print_banner(options)
     with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
+        write_driver_info(Path(folder) / "driver", options.driver)
         environment = _environment(options, libraries, Path(folder), site) | {"PATH": path}
         code = _run([program, *command[1:]], environment)
         report = merged_report(Path(folder), options)
@@ -166,6 +209,7 @@ def _environment(
     # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned
     # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    environment.setdefault("TORCH_ACL_INIT_CONFIG_PATH", str(acl_configuration(options.cann)))
     return environment
 
 
@@ -190,6 +234,8 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
     processes = [part for part in processes if any(part["calls"].values())]
     report: dict[str, Any] = {
         "soc": options.soc,
+        "profile": options.profile,
+        "faults": list(options.faults),
         "devices": options.devices,
         "delay": options.delay,
         "processes": len(processes),
@@ -206,8 +252,11 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
 def _print_banner(options: Options) -> None:
     _log(
         f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
-        f"delay {options.delay}, hazards {options.hazards}"
+        f"profile {options.profile} (CANN {options.cann}), delay {options.delay}, "
+        f"hazards {options.hazards}"
     )
+    if options.faults:
+        _log(f"kernels misbehave on purpose: {', '.join(options.faults)}")
     _log(f"limits: {LIMITS}")
 
 

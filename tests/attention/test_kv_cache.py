@@ -48,6 +48,24 @@ def test_layers_are_contiguous_planes_apart_from_each_other():
         assert (cache == value).all()
 
 
+def test_each_layer_has_a_buffer_of_its_own():
+    """One operator over the whole cache would count tens of GB in 32 bits."""
+    asked = []
+
+    class Device(CPUDevice):
+        def zeros(self, nbytes):
+            asked.append(nbytes)
+            return super().zeros(nbytes)
+
+    spec = FullAttentionSpec(**SHAPE)
+    allocate_planes(config(spec, layers=3), Device())
+    assert asked == [spec.page_size_bytes * BLOCKS] * 3
+    asked.clear()
+    window = SlidingWindowSpec(**SHAPE, sliding_window=8)
+    allocate_planes(config(spec, window), Device())
+    assert len(asked) == 2, "groups that overlay each other share buffers"
+
+
 def test_latent_rows_are_one_plane_for_each_layer():
     spec = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
     caches = list(allocate_planes(config(spec), CPUDevice()).values())

@@ -49,7 +49,8 @@ def test_options_have_their_values_and_default(name, field):
     if field.default is PydanticUndefined:
         assert default == "required"
     else:
-        assert default.strip("`") == ("none" if field.default is None else str(field.default))
+        shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
+        assert default.strip("`") == ("none" if shown is None else str(shown))
     assert what
 
 

@@ -135,7 +135,7 @@ def planted_length(step):
 FAULTS = {
     "slot 0 in padding": (planted_slot_0, r"slot_mapping .* is 0 in padding"),
     "short query_start_loc": (planted_short_query_start_loc, "query_start_loc ends at"),
-    "padding that reads the cache": (planted_length, r"seq_lens\[\d\] is 5"),
+    "padding longer than its tokens": (planted_length, r"seq_lens\[\d\] is 5 .* must be 1"),
 }
 
 
@@ -185,20 +185,25 @@ def test_an_engine_with_pieces_captures_each_and_hashes_nothing_in_steps(model, 
 # ------------------------------------------------------------------- start-up and refusals
 
 
-def test_attention_is_captured_with_the_longest_sequences(model, monkeypatch):
-    """What a kernel works out for its lengths at capture has to serve every later step."""
+def test_attention_is_captured_with_lengths_that_the_smallest_cache_holds(model, monkeypatch):
+    """As many keys as queries: kernels that sum up the blocks of a batch refuse longer ones."""
     captured, attend = [], ReferenceKernels.attend
 
     def recorded(self, *args):
-        if args[4].in_full_graph:
-            captured.append(args[4].seq_lens_np.tolist())
+        metadata = args[4]
+        if metadata.in_full_graph:
+            captured.append((metadata.seq_lens_np.tolist(), metadata.query_lens.tolist()))
+            blocks = -(-metadata.seq_lens_np // 16)
+            assert blocks.sum() <= args[3].shape[1]
         return attend(self, *args)
 
     monkeypatch.setattr(ReferenceKernels, "attend", recorded)
-    with engine(model, **graphs("FULL_DECODE_ONLY", 1, 4), max_model_len=256):
+    smallest = {"block_size": 16, "max_model_len": 64, "num_gpu_blocks_override": 5}
+    smallest["max_num_seqs"] = 4
+    with engine(model, **graphs("FULL_DECODE_ONLY", 1, 4), **smallest):
         pass
-    assert [256] in captured
-    assert [256] * 4 in captured
+    assert ([1] * 4, [1] * 4) in captured
+    assert ([1], [1]) in captured
 
 
 def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):

@@ -1,13 +1,15 @@
 """What vLLM's switches make of graphs, before any process starts."""
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import platform
+from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph.config import settle_sizes
+from vllm_npu_prep.graph.config import settle_mode, settle_sizes
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +211,87 @@ def test_graphs_with_and_without_adapters_hold_streams_each(configure):
     assert "thinned to 12 (5 streams" in note
 
 
+@pytest.mark.parametrize(
+    ("parallel", "groups"),
+    [
+        ({}, 0),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}, 3),
+    ],
+    ids=["one rank", "TP", "TP, DP", "TP, DP, EP"],
+)
+def test_streams_of_collectives_count(configure, parallel, groups):
+    """40 layers by 27 sizes: (1800 - 40 g) / (L + 1) / (1 + 2 g) of them are left."""
+    mode = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*range(1, 28)]}
+    config = configure(max_num_seqs=27, compilation_config=mode)
+    config.model_config.get_total_num_hidden_layers = lambda: 40
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    settle_sizes(config, NPU_KIND)
+    most = int((1800 - 40 * groups) / 41 / (1 + 2 * groups))
+    assert len(sizes_of(config)) == min(27, most) == (27, 14, 8, 5)[groups]
+
+
 def test_only_npus_have_a_budget():
     assert NPU_KIND.graph_streams == 1800
     assert CPU_KIND.graph_streams is None
     assert platform.KIND is CPU_KIND
+
+
+WITHOUT_FULL = [
+    ("FULL", "PIECEWISE"),
+    ("FULL_AND_PIECEWISE", "PIECEWISE"),
+    ("FULL_DECODE_ONLY", "NONE"),
+]
+
+
+def off_lines(config) -> str:
+    """What `settle_mode` switches off, as one text."""
+    return "\n".join(settle_mode(config))
+
+
+@pytest.mark.parametrize(("mode", "instead"), WITHOUT_FULL)
+def test_an_old_driver_has_no_full_graphs(configure, monkeypatch, mode, instead):
+    monkeypatch.setattr("vllm_npu_prep.graph.config.driver_version", lambda kind: "24.1.RC3")
+    config = configure(compilation_config={"cudagraph_mode": mode})
+    assert mode_of(config) == instead
+    if instead == "PIECEWISE":
+        assert config.compilation_config.splitting_ops_contain_attention()
+    config.compilation_config.cudagraph_mode = getattr(CUDAGraphMode, mode)
+    assert f"{mode} graphs: driver 24.1.RC3" in off_lines(config)
+
+
+def test_a_driver_that_is_not_known_keeps_full_graphs(configure, monkeypatch):
+    monkeypatch.setattr("vllm_npu_prep.graph.config.driver_version", lambda kind: "")
+    assert mode_of(configure(compilation_config={"cudagraph_mode": "FULL"})) == "FULL"
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "instead"),
+    [
+        ({}, "FULL", "FULL_AND_PIECEWISE"),
+        ({}, "FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ({}, "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"data_parallel_size": 2}, "FULL", "PIECEWISE"),
+        ({"data_parallel_size": 2}, "FULL_DECODE_ONLY", "NONE"),
+    ],
+)
+def test_limits_of_a_batch_leave_full_graphs_to_decodes_of_one_engine(
+    configure, monkeypatch, settings, mode, instead
+):
+    """A step that breaks them runs eagerly, which several engines would have to agree on."""
+    limits = BatchLimits(apply=True)
+    monkeypatch.setattr("vllm_npu_prep.graph.config.batch_limits", lambda config: limits)
+    config = configure(compilation_config={"cudagraph_mode": mode}, **settings)
+    assert mode_of(config) == instead
+    if config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+        assert config.compilation_config.splitting_ops_contain_attention()
+
+
+def test_full_graphs_for_too_many_requests_are_off(configure, monkeypatch):
+    limits = BatchLimits(apply=True)
+    monkeypatch.setattr("vllm_npu_prep.graph.config.batch_limits", lambda config: limits)
+    mode = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    config = configure(max_num_seqs=4097, max_num_batched_tokens=8192, compilation_config=mode)
+    assert mode_of(config) == "NONE"

@@ -222,6 +222,7 @@ UNSAFE = {
 }
 UNSAFE_IN_FULL = {
     "stale length": (lambda s, a, t: a.seq_lens.__setitem__(2, 4), r"seq_lens\[2\] is 4"),
+    "no keys": (lambda s, a, t: a.seq_lens.__setitem__(2, 0), r"seq_lens\[2\] is 0 .* must be"),
     "stale block": (lambda s, a, t: t[0].__setitem__((2, 1), 3), r"block table .*\[2, 1\] is 3"),
     "short query_start_loc": (
         lambda s, a, t: a.query_start_loc.__setitem__(-1, 7),
@@ -255,7 +256,7 @@ def test_unsafe_padding_is_named(padding, fault):
 
 UNSAFE_CHUNKS = {
     "stale length": (
-        lambda s, a, t: a.chunk_local_seq_lens.__setitem__(2, 4),
+        lambda s, a, t: a.chunk_local_seq_lens.__setitem__(2, 3),
         r"chunk_local_seq_lens\[2\]",
     ),
     "stale block": (lambda s, a, t: t.__setitem__((2, 0), 3), r"local block table .*\[2, 0\] is 3"),

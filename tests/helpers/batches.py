@@ -33,7 +33,11 @@ class RandomBatch:
         if self.capture_sizes is not None:
             uniform = uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens)
             padding = full_graph_padding(
-                batch.total_num_scheduled_tokens, batch.num_reqs, uniform, self.capture_sizes
+                batch.total_num_scheduled_tokens,
+                batch.num_reqs,
+                uniform,
+                self.capture_sizes,
+                self.max_model_len,
             )
         # Of an engine that speculates, whether this batch has drafts or not.
         sizes = padding.num_input_tokens, padding.num_reqs_padded, batch.tables.num_groups
@@ -117,7 +121,7 @@ def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
     if batch.capture_sizes is not None:
         uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
         sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
-        padding = full_graph_padding(*sizes)
+        padding = full_graph_padding(*sizes, batch.max_model_len)
     layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, local=local)
     return prepare_step(step, padding, layout)
 

@@ -19,7 +19,7 @@ REFERENCE = {"family": "reference", "forms": ["dense", "compressed"], "up_to": 1
 SEEN = {"visible": True, "reason": "", "device": "Ascend910B3", "total_memory": 65452113920}
 
 
-def smi(*chips: tuple[str, str, int, int], version: str = "25.2.0") -> str:
+def smi(*chips: tuple[str, str, int, int], version: str = "25.5.1") -> str:
     """What ``npu-smi info`` prints, for chips of a name, health, and memory in MB."""
     rows = []
     for index, (name, health, used, total) in enumerate(chips):
@@ -97,7 +97,7 @@ def bare(root: Path) -> Host:
     )
 
 
-def with_driver(root: Path, version: str = "25.2.0") -> None:
+def with_driver(root: Path, version: str = "25.5.1") -> None:
     """Driver, firmware and nodes of two NPUs."""
     driver = "/usr/local/Ascend/driver"
     write(root, f"{driver}/version.info", f"Version={version}\nascendhal_version=7.35.23\n")

@@ -85,8 +85,14 @@ def of_another_block(step):
     step.arrays.slot_mapping[0, 0] += 4
 
 
+def requests_without_padding(step):
+    step.arrays.query_start_loc[step.num_reqs :] = 11
+    step.arrays.seq_lens[step.num_reqs :] = 0
+
+
 def virtual_requests_without_padding(step):
     step.arrays.chunk_local_query_start_loc[step.local.num_reqs :] = 11
+    step.arrays.chunk_local_seq_lens[step.local.num_reqs :] = 0
 
 
 def changed(name, index, value):
@@ -171,8 +177,12 @@ FAULTS = {
         changed("seq_lens", 3, 2),
         ["padding requests", "padding request 3", "length 2"],
     ),
+    "padding without keys": (
+        changed("seq_lens", 3, 0),
+        ["padding requests", "padding request 3", "tokens 11 to 16, length 0"],
+    ),
     "a graph that ends early": (
-        changed("query_start_loc", -1, 11),
+        requests_without_padding,
         ["TND end", "given 11, allowed 16"],
     ),
     "virtual requests that fall": (

@@ -53,11 +53,11 @@ def test_table_of_a_made_up_host(name, tmp_path):
         (
             "container_without_driver_files",
             {"driver", "device nodes", "driver files", "npu-smi", "torch_npu", "vllm"}
-            | {"import torch", "ASCEND_RT_VISIBLE_DEVICES"},
-            {"CANN", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH"},
+            | {"import torch", "ASCEND_RT_VISIBLE_DEVICES", "CANN"},
+            {"LD_LIBRARY_PATH", "ASCEND_HOME_PATH"},
         ),
         ("cuda_host", set(), {"platform"}),
-        ("ascend_310p", {"npu-smi"}, {"npu-smi's driver", "health"}),
+        ("ascend_310p", {"npu-smi", "driver"}, {"npu-smi's driver", "health"}),
     ],
 )
 def test_each_host_fails_where_it_is_broken_and_nowhere_else(name, failures, warnings, tmp_path):
@@ -80,8 +80,25 @@ def test_json_has_what_the_table_has(tmp_path):
     assert [
         Finding(f["name"], Status(f["status"]), f["found"], f["do"]) for f in report["findings"]
     ] == findings
-    assert report["failure"] == 1
+    assert report["failure"] == 2
     assert report["ok"] + report["warning"] + report["failure"] == len(findings)
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "words"),
+    [
+        ("24.1.RC3", "failure", "full graphs are off"),
+        ("25.0.RC1", "warning", "Alloc sq cq fail"),
+        ("25.5.0", "warning", "Alloc sq cq fail"),
+        ("25.5.1", "ok", "25.5.1"),
+        ("26.0.rc1", "ok", "26.0.rc1"),
+    ],
+)
+def test_what_an_old_driver_lacks_is_told(version, status, words, tmp_path):
+    host = hosts.ascend_910b(tmp_path)
+    hosts.with_driver(tmp_path, version)
+    driver = by_name(host)["driver"]
+    assert driver.status.value == status and words in driver.found
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])

@@ -84,20 +84,34 @@ MUTANTS = [
     Mutant(
         "short query_start_loc in a mixed full graph",
         "prep/fused_pass.py",
-        "            end = num_input_tokens\n",
-        "            end = end\n",
+        "query_len = longest if decode_query_len == 0 else",
+        "query_len = 1 if decode_query_len == 0 else",
     ),
     Mutant(
         "padding decodes of one token under speculation",
         "prep/fused_pass.py",
-        "min(end + decode_query_len, num_input_tokens)",
+        "min(end + query_len, num_input_tokens)",
         "min(end + 1, num_input_tokens)",
     ),
     Mutant(
-        "lengths in padding rows",
-        "prep/arrays.py",
-        '    seq_lens: A = array(int32, "R", REQUEST, 0,',
-        '    seq_lens: A = array(int32, "R", REQUEST, 1,',
+        "padding requests without keys",
+        "prep/fused_pass.py",
+        "out.seq_lens[req] = end - start",
+        "out.seq_lens[req] = 0",
+    ),
+    Mutant(
+        "padding requests past a row of the block table",
+        "prep/fused_pass.py",
+        "query_len = longest if decode_query_len == 0 else",
+        "query_len = 1 << 30 if decode_query_len == 0 else",
+        ("tests/prep/test_graph_padding.py",),
+    ),
+    Mutant(
+        "sizes whose padding fits no row are captured",
+        "prep/capture_sizes.py",
+        "if size - fewest_tokens <= max_model_len:",
+        "if True:",
+        ("tests/prep/test_graph_padding.py",),
     ),
     Mutant(
         "one logit too few for drafts",
@@ -358,8 +372,8 @@ MUTANTS = [
     Mutant(
         "npu: kv length off by one",
         "attention/kernels/fia.py",
-        "metadata.seq_lens_np.tolist()",
-        "(metadata.seq_lens_np - 1).tolist()",
+        "[1:].tolist(), metadata.seq_lens_np.tolist()",
+        "[1:].tolist(), (metadata.seq_lens_np - 1).tolist()",
         FIA,
     ),
     Mutant(
@@ -379,15 +393,15 @@ MUTANTS = [
     Mutant(
         "npu: fresh kv lengths not cumulative",
         "attention/kernels/fia.py",
-        "kv_lengths = query_ends",
-        "kv_lengths = seq_lens",
+        "kv_lengths = part.query_ends",
+        "kv_lengths = part.seq_lens",
         FIA,
     ),
     Mutant(
         "npu: paged kv lengths cumulative",
         "attention/kernels/fia.py",
-        "kv_lengths = seq_lens",
-        "kv_lengths = query_ends",
+        "kv_lengths = part.seq_lens",
+        "kv_lengths = part.query_ends",
         FIA,
     ),
     Mutant(
@@ -398,13 +412,33 @@ MUTANTS = [
         FIA,
     ),
     Mutant(
+        "npu: a batch with too many blocks is one call",
+        "attention/kernels/fia.py",
+        "taken + count > most_blocks",
+        "False",
+        ("tests/attention/test_fused_limits.py",),
+    ),
+    Mutant(
+        "a full graph with more blocks than the cache",
+        "runner/padding.py",
+        "return blocks <= self.num_blocks and",
+        "return",
+        ("tests/runner/test_padding.py",),
+    ),
+    Mutant(
         "npu: cache mode left to its default",
         "attention/kernels/fia.py",
         ', cache_mode="Norm"',
         "",
         FIA,
     ),
-    Mutant("npu: wrong layout", "attention/kernels/fia.py", '"TND"', '"BSND"', FIA),
+    Mutant(
+        "npu: wrong layout",
+        "attention/kernels/fia.py",
+        '"input_layout": "TND"',
+        '"input_layout": "BSND"',
+        FIA,
+    ),
     Mutant("npu: no scale", "attention/kernels/fia.py", '"scale": layer.scale,', "", FIA),
     Mutant(
         "npu: K and V change places",
@@ -416,8 +450,8 @@ MUTANTS = [
     Mutant(
         "npu: null block for every request",
         "attention/kernels/fia.py",
-        '"block_table": metadata.block_tables',
-        '"block_table": metadata.block_tables * 0',
+        '"block_table": table,',
+        '"block_table": table * 0,',
         FIA,
     ),
     Mutant(
@@ -597,7 +631,7 @@ MUTANTS = [
     Mutant(
         "padding decided for other counts",
         "runner/padding.py",
-        "            num_reqs,\n            max_query_len,\n            num_encoder",
+        "            batch.num_reqs,\n            max_query_len,\n            num_encoder",
         "            max_query_len,\n            num_encoder",
         ENGINE,
     ),
@@ -955,15 +989,15 @@ MUTANTS = [
     Mutant(
         "steps with embeddings take the padding of steps without",
         "runner/padding.py",
-        "            batch.takes_embeds,\n            num_tokens,\n",
-        "            num_tokens,\n",
+        "            batch.takes_embeds,\n            batch.total",
+        "            batch.total",
         EMBEDS,
     ),
     Mutant(
         "steps with embeddings replay graphs",
         "runner/model_runner.py",
-        "force_eager=batch.takes_embeds",
-        "force_eager=False",
+        "force_eager=eager or batch.takes_embeds",
+        "force_eager=eager",
         EMBEDS,
     ),
     Mutant(
@@ -1099,8 +1133,8 @@ MUTANTS = [
     Mutant(
         "padding virtual requests leave tokens out",
         "prep/local_attention.py",
-        "            end = num_input_tokens\n",
-        "            end = end\n",
+        "chunk_local_query_start_loc[padding + 1] = end",
+        "chunk_local_query_start_loc[padding + 1] = start",
         CHUNKS,
     ),
     Mutant(
@@ -1132,13 +1166,6 @@ MUTANTS = [
         "attention/local_attention.py",
         "layer.attn_backend, layer.impl",
         "_, layer.impl",
-        (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",),
-    ),
-    Mutant(
-        "chunks are captured with the lengths of requests",
-        "runner/graphs.py",
-        "lengths = by_chunks[each.attention_chunk_size]",
-        "lengths = by_chunks[None]",
         (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",),
     ),
     Mutant(

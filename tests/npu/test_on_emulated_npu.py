@@ -71,7 +71,8 @@ def reference(model, folder):
 def on_npu(request, folder, tmp_path_factory):
     """Function of a model, a delay, a family and cases: what each case gave on npu:0.
 
-    All cases that this run asks for with one delay share a process; hazards are errors in it.
+    All cases that this run asks for with one delay and allocator share a process, in which hazards
+    are errors.
     """
     asked: dict[str, list[str]] = {}
     for params in selected(request, test_tokens_equal_the_reference_family):
@@ -88,12 +89,16 @@ def on_npu(request, folder, tmp_path_factory):
             request.getfixturevalue(which)
         out = tmp_path_factory.mktemp("on_npu") / "tokens.json"
         report = out.with_name("report.json")
+        name, _, allocator = delay.partition(" ")
         result = emulate(
             *("-m", "tests.npu.generate", str(out), *asked[delay]),
-            options=("--delay", delay, "--report", str(report)),
+            options=("--delay", name, "--report", str(report)),
+            **({"PYTORCH_NPU_ALLOC_CONF": allocator} if allocator else {}),
         )
         assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-        assert json.loads(report.read_text())["hazards"] == []
+        written = json.loads(report.read_text())
+        assert written["hazards"] == []
+        assert (written["calls"].get("aclrtMapMem", 0) > 0) == bool(allocator)
         return json.loads(out.read_text())
 
     def of(model: Path, delay: str, attention: str, cases: list[str]) -> dict[str, dict]:
@@ -105,6 +110,9 @@ def on_npu(request, folder, tmp_path_factory):
 
     return of
 
+
+EXPANDABLE = "skewed expandable_segments:True"
+"""A delay, and the settings of torch_npu's allocator."""
 
 REPLAYED = {
     "eager": set(),
@@ -124,6 +132,7 @@ REPLAYED = {
         ("fia", "skewed", ["float16/sync/FULL/eagle", "float16/async/PIECEWISE/draft_model"]),
         ("fia", "skewed", ["float16/async/FULL_AND_PIECEWISE/eagle3"]),
         ("fia", "skewed", ["float16/lora/eager", "float16/lora/FULL_AND_PIECEWISE"]),
+        ("fia", EXPANDABLE, ["float16/sync/FULL_AND_PIECEWISE", "float16/sync/eager"]),
         ("atb", "none", ["float16/sync/eager", "float16/sync/FULL_AND_PIECEWISE/ngram"]),
         ("atb", "skewed", ["float16/async/eager/draft_model", "float16/sync/PIECEWISE/eagle3"]),
         ("atb", "skewed", ["bfloat16/async/FULL_DECODE_ONLY", "float16/lora/PIECEWISE"]),
@@ -135,6 +144,7 @@ REPLAYED = {
         "fia-drafts",
         "fia-eagle3",
         "fia-lora",
+        "fia-expandable",
         "atb-eager",
         "atb-drafts",
         "atb-full",

@@ -8,35 +8,34 @@ from hypothesis import strategies as st
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
 from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID
 from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
+from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleGraphs, OracleRequest, oracle_step
 from vllm_npu_prep.prep.padding import (
     CapturedGraphs,
     GraphMode,
-    capture_lengths,
     dispatch,
+    full_padding,
     why_eager,
 )
 
 
 @st.composite
-def captured(draw, num_reqs: int) -> CapturedGraphs:
+def captured(draw, num_reqs: int, max_model_len: int) -> CapturedGraphs:
     """Graphs of an engine that such a batch can run in."""
     query_len = draw(st.integers(1, 4))
-    sizes = draw(st.sets(st.integers(1, 60), min_size=1, max_size=6))
-    return CapturedGraphs(
-        mode=draw(st.sampled_from(GraphMode)),
-        capture_sizes=tuple(size * query_len for size in sizes),
-        max_num_seqs=draw(st.integers(num_reqs, num_reqs + 20)),
-        decode_query_len=query_len,
-    )
+    sizes = {size * query_len for size in draw(st.sets(st.integers(1, 60), max_size=6))}
+    mode = draw(st.sampled_from(GraphMode))
+    max_num_seqs = draw(st.integers(num_reqs, num_reqs + 20))
+    if mode == GraphMode.FULL:
+        sizes = fitting_sizes(sizes, max_num_seqs, max_model_len)
+    return CapturedGraphs(mode, tuple(sizes), max_num_seqs, query_len)
 
 
 @st.composite
 def batches_with_graphs(draw) -> tuple[RandomBatch, CapturedGraphs]:
     batch = draw(random_batches())
-    graphs = draw(captured(len(batch.requests)))
+    graphs = draw(captured(len(batch.requests), batch.max_model_len))
     if draw(st.booleans()):  # all as long as a decode is, which random requests seldom are
         lengths = {r.num_scheduled_tokens for r in batch.requests}
         if len(lengths) == 1:
@@ -87,7 +86,10 @@ def test_what_a_graph_sees_is_safe_to_run(case):
     assert starts[step.num_reqs] == tokens
     if step.padding.mode == GraphMode.FULL:
         assert starts[-1] == step.num_input_tokens, "the TND rule"
-        assert (arrays.seq_lens[step.num_reqs :] == 0).all(), "padding reads the cache"
+        padding = slice(step.num_reqs, None)
+        query_lens, longest = np.diff(starts)[padding], batch.max_model_len
+        assert arrays.seq_lens[padding].tolist() == query_lens.tolist(), "rows without keys"
+        assert (query_lens <= longest).all(), "more than a row of the block table holds"
     else:
         assert len(arrays.seq_lens) == step.num_reqs, "attention is eager: real requests alone"
 
@@ -122,7 +124,7 @@ def test_a_step_without_requests_is_all_padding(case):
     assert (arrays.slot_mapping == -1).all()
     assert not arrays.input_ids.any()
     assert not arrays.positions.any()
-    assert not arrays.seq_lens.any()
+    assert arrays.seq_lens.tolist() == np.diff(arrays.query_start_loc).tolist()
     assert arrays.query_start_loc[0] == 0
     if step.padding.mode == GraphMode.FULL:
         assert arrays.query_start_loc[-1] == step.num_input_tokens
@@ -174,23 +176,44 @@ def test_a_full_mixed_batch_that_leaves_tokens_over_has_a_row_for_them():
     batch = step_batch(decodes(3), block_size=4, max_model_len=16)
     step = prepare_step(batch, dispatch(graphs, 3, 3, uniform_decode=True))
     assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 3, 8]
-    assert step.arrays.seq_lens.tolist() == [6, 6, 6, 0]
+    assert step.arrays.seq_lens.tolist() == [6, 6, 6, 5]
 
 
-@given(batches_with_graphs(), st.integers(1, 300))
-def test_attention_is_captured_with_lengths_that_it_takes(case, max_model_len):
-    batch, graphs = case
-    padding = prepared(batch, graphs).padding
-    if padding.mode != GraphMode.FULL or padding.decode_query_len > max_model_len:
-        return
-    starts, seq_lens = capture_lengths(padding, max_model_len)
-    query_lens = np.diff(starts)
-    assert starts[0] == 0
-    assert starts[-1] == padding.num_input_tokens, "the TND rule"
-    assert (query_lens >= 0).all()
-    assert len(seq_lens) == padding.num_reqs_padded
-    assert ((query_lens <= seq_lens) | (seq_lens == 0)).all()
-    assert seq_lens[0] == max_model_len
+def test_padding_requests_share_what_one_row_of_the_block_table_cannot_hold():
+    graphs = CapturedGraphs(GraphMode.FULL, (24,), max_num_seqs=4)
+    batch = step_batch(decodes(3), block_size=4, max_model_len=16)
+    step = prepare_step(batch, dispatch(graphs, 3, 3, uniform_decode=True))
+    assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 3, 19, 24]
+    assert step.arrays.seq_lens.tolist() == [6, 6, 6, 16, 5]
+
+
+def test_padding_that_no_row_can_hold_is_refused():
+    batch = step_batch(decodes(3), block_size=4, max_model_len=16)
+    with pytest.raises(ValueError, match="can't hold the padding tokens"):
+        prepare_step(batch, full_padding(24, 3, 0))
+
+
+@given(st.sets(st.integers(1, 60), min_size=1), st.integers(1, 8), st.integers(1, 20), st.data())
+def test_the_padding_of_sizes_that_fit_always_fits(sizes, max_num_seqs, max_model_len, data):
+    """The bound is sharp, too: of a size that was left out, some batch does not fit."""
+    kept = fitting_sizes(sizes, max_num_seqs, max_model_len)
+
+    def fits(size: int, num_tokens: int, num_reqs: int) -> bool:
+        rows = min(size, max_num_seqs) + 1 - num_reqs
+        return size - num_tokens <= rows * max_model_len
+
+    def batches(size: int, smaller: list[int]) -> list[tuple[int, int]]:
+        return [
+            (num_tokens, num_reqs)
+            for num_tokens in range(max(smaller, default=0) + 1, size + 1)
+            for num_reqs in range(1, min(num_tokens, max_num_seqs) + 1)
+        ]
+
+    for index, size in enumerate(kept):
+        assert all(fits(size, *batch) for batch in batches(size, kept[:index]))
+    for size in sizes - {*kept}:
+        smaller = [each for each in kept if each < size]
+        assert not all(fits(size, *batch) for batch in batches(size, smaller))
 
 
 def test_arrays_that_piecewise_graphs_read_lie_where_they_lay_whatever_the_requests():

@@ -19,14 +19,12 @@ from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.local_attention import (
     LocalGroups,
-    local_capture_lengths,
     max_local_reqs,
 )
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
 from vllm_npu_prep.prep.padding import (
     Padding,
-    full_padding,
 )
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -58,7 +56,9 @@ def test_virtual_requests_equal_the_oracle(batch, blocks_per_chunk):
     assert first[:count].tolist() == expected["block_table"]
     assert (last[:count] == first[:count] + 1000 * (first[:count] > 0)).all()
     # Padding
-    assert not arrays.chunk_local_seq_lens[count:].any()
+    query_lens = np.diff(arrays.chunk_local_query_start_loc)[count:]
+    assert arrays.chunk_local_seq_lens[count:].tolist() == query_lens.tolist()
+    assert (query_lens <= batch.block_size * blocks_per_chunk).all(), "more than a chunk"
     assert not arrays.chunk_local_num_computed_tokens[count:].any()
     assert not first[count:].any() and not last[count:].any(), "not the null block"
     starts = arrays.chunk_local_query_start_loc
@@ -116,27 +116,6 @@ def test_there_can_be_as_many_virtual_requests_as_the_layout_has_places_for():
             if sum(batch) == num_tokens
         )
         assert max_local_reqs(num_tokens, num_reqs, chunk_size) == real
-
-
-@pytest.mark.parametrize(
-    "padding",
-    [full_padding(8, 8, 1), full_padding(24, 4, 0), full_padding(12, 4, 3), full_padding(1, 1, 0)],
-    ids=str,
-)
-def test_chunks_are_as_long_as_they_can_be_in_a_capture(padding):
-    local = LocalGroups(4, 2, (0,))
-    starts, seq_lens = local_capture_lengths(padding, local)
-    queries = np.diff(starts)
-    assert starts[0] == 0 and starts[-1] == padding.num_input_tokens
-    assert starts.dtype == seq_lens.dtype == np.int32
-    assert ((queries > 0) & (queries <= 4)).all()
-    assert seq_lens.tolist() == [4] * len(queries)
-    sizes = padding.num_input_tokens, padding.num_reqs_padded
-    assert (
-        len(queries)
-        == max_local_reqs(*sizes, 4)
-        == step_layout(*sizes, 1, 1, local=local).local_sizes[0]
-    )
 
 
 def test_an_engine_without_chunks_has_nothing_of_them():

@@ -43,17 +43,18 @@ def decodes(count: int, drafts: int = 0) -> list[OracleRequest]:
         (6, 2, 3, [8], Padding(8, 3)),  # none is: one dummy request takes the rest
         (10, 3, 0, [16], Padding(16, 4)),
         (16, 3, 0, [16], Padding(16, 3)),
+        (3, 3, 0, [24], Padding(24, 6)),  # a padding request holds 8 tokens
     ],
 )
 def test_padded_sizes(tokens, reqs, decode_len, sizes, expected):
-    assert full_graph_padding(tokens, reqs, decode_len, sizes) == expected
+    assert full_graph_padding(tokens, reqs, decode_len, sizes, max_model_len=8) == expected
 
 
 def test_uniform_padding_gives_every_dummy_request_one_decode_length():
     batch = step_batch(decodes(3, drafts=1), block_size=4, max_model_len=16)
     step = prepare_step(batch, Padding(10, 5, 2))
     assert step.arrays.query_start_loc.tolist() == [0, 2, 4, 6, 8, 10]
-    assert step.arrays.seq_lens.tolist() == [7, 7, 7, 0, 0]
+    assert step.arrays.seq_lens.tolist() == [7, 7, 7, 2, 2]
 
 
 def test_mixed_padding_gives_one_dummy_request_the_rest_and_later_rows_nothing():

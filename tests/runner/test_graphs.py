@@ -11,8 +11,7 @@ from vllm.forward_context import BatchDescriptor
 from tests.helpers.logs import record_logs
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.local_attention import LocalGroups
-from vllm_npu_prep.prep.padding import GraphMode, full_padding
+from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.runner.graphs import Graphs
 
 MODES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
@@ -42,13 +41,19 @@ def graphs_of(sizes: list[int], **settings) -> Graphs:
     return Graphs(CPUDevice(), Dispatcher(sizes), compilation, **settings)
 
 
-def capture(graphs: Graphs, without_memory: set[int] = frozenset()) -> list[tuple[str, int]]:
+NO_MEMORY = torch.OutOfMemoryError("out of memory")
+NO_STREAMS = RuntimeError("NPU function error: error code is 207008\n[Error]: no resources")
+
+
+def capture(
+    graphs: Graphs, failing: set[int] = frozenset(), error: Exception = NO_MEMORY
+) -> list[tuple[str, int]]:
     """Capture all; what was captured."""
     captured = []
 
     def capture_one(desc, cudagraph_runtime_mode):
-        if desc.num_tokens in without_memory:
-            raise torch.OutOfMemoryError("out of memory")
+        if desc.num_tokens in failing:
+            raise error
         captured.append((cudagraph_runtime_mode.name, desc.num_tokens))
 
     assert graphs.capture(capture_one, contextlib.nullcontext) == 0  # bytes of a device
@@ -62,34 +67,45 @@ def test_every_size_is_captured_for_each_kind_of_graph():
     assert graphs.dispatcher.initialized is None, "nothing was given up"
 
 
-def test_sizes_without_memory_are_given_up_for_all_kinds_but_not_the_largest_decode(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(NO_MEMORY, "Out of memory"), (NO_STREAMS, "Out of streams")],
+    ids=["memory", "streams"],
+)
+def test_what_a_size_lacks_is_given_up_for_all_kinds_but_not_the_largest_decode(
+    monkeypatch, error, words
+):
     lines = record_logs(monkeypatch)
     graphs = graphs_of([16, 8, 6, 4, 2, 1], decode_query_len=2, largest_decode=4)
-    captured = capture(graphs, {8})
-    # 8 has no memory; 6 and 1 are every other one of 6, 2 and 1; 4 is spared
+    captured = capture(graphs, {8}, error)
+    # 8 has too little; 6 and 1 are every other one of 6, 2 and 1; 4 is spared
     kept = [16, 4, 2]
     assert captured == [(mode.name, size) for mode in MODES for size in kept]
     assert graphs.compilation.cudagraph_capture_sizes == kept[::-1]
     assert graphs.captured() == (GraphMode.FULL_AND_PIECEWISE, 16)
     assert graphs.dispatcher.initialized == (CUDAGraphMode.FULL_AND_PIECEWISE, 2)
     assert not any(graphs.dispatcher.cudagraph_keys.values())
-    assert any("Not tried after that: 6, 1" in line for line in lines)
+    assert any(words in line and "Not tried after that: 6, 1" in line for line in lines)
+
+
+def test_another_error_ends_a_capture():
+    with pytest.raises(RuntimeError, match="107002"):
+        capture(graphs_of([2, 1]), {2}, RuntimeError("error code is 107002"))
+
+
+def test_sizes_whose_padding_no_longer_fits_are_given_up_too():
+    """Without 12 tokens, batches of 9 would have 15 tokens of padding, and a request holds 8."""
+    settings = {"largest_decode": 4, "max_num_reqs": 4, "max_model_len": 8}
+    graphs = graphs_of([24, 16, 8, 4], **settings)
+    graphs.dispatcher.cudagraph_mode = CUDAGraphMode.FULL
+    capture(graphs, {16})
+    assert graphs.compilation.cudagraph_capture_sizes == [4]
 
 
 def test_without_memory_for_any_graph_there_are_none():
     graphs = graphs_of([2, 1])
     assert capture(graphs, {1, 2}) == []
     assert graphs.captured() == (GraphMode.NONE, 0)
-
-
-def test_attention_is_captured_with_the_longest_requests_and_chunks():
-    local = LocalGroups(4, 2, (0,))
-    whole, chunked = (SimpleNamespace(attention_chunk_size=size) for size in (None, 4))
-    padding = full_padding(4, 4, 1)
-    Graphs.set_capture_lengths({"a": whole, "b": chunked}, padding, 64, local)
-    assert whole.seq_lens_np.tolist() == [64] * 4
-    assert whole.query_start_loc_np.tolist() == [0, 1, 2, 3, 4]
-    assert set(chunked.seq_lens_np.tolist()) == {4}
 
 
 def test_new_weights_are_refused_under_graphs_and_beside_connectors():

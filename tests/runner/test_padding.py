@@ -1,14 +1,17 @@
 """Padding is decided once for each set of counts, by whoever is asked for graphs."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.counts import EAGER
 from vllm_npu_prep.prep.batch import StepBatch
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padding
-from vllm_npu_prep.runner.padding import StepPadding
+from vllm_npu_prep.runner.padding import CacheLimits, StepPadding
 from vllm_npu_prep.runner.step import DummyRun
 
 FULL = (CUDAGraphMode.FULL, BatchDescriptor(8, num_reqs=8, uniform=True))
@@ -23,7 +26,8 @@ class Dispatcher:
     def __init__(self, answer=FULL) -> None:
         self.answer, self.asked = answer, []
 
-    def __call__(self, batch, max_query_len, num_encoder_reqs):
+    def __call__(self, batch, max_query_len, num_encoder_reqs, eager):
+        assert not eager, "no limits of the cache"
         self.asked.append((batch.num_reqs, max_query_len, num_encoder_reqs, batch.takes_embeds))
         return (*self.answer, False, None, None)
 
@@ -99,11 +103,11 @@ def test_sizes_that_changed_are_asked_for_again():
 @pytest.mark.parametrize(
     ("dummy_run", "answer", "uniform_decode", "expected"),
     [
-        (DummyRun(False, False), NONE, False, None),
-        (DummyRun(False, False), PIECEWISE, False, Padding(16, 1, mode=GraphMode.PIECEWISE)),
-        (DummyRun(False, True), FULL, True, full_padding(8, 8, 3)),
-        (DummyRun(True, False), NONE, True, full_padding(6, 2, 3)),
-        (DummyRun(True, False), NONE, False, full_padding(6, 2, 0)),
+        (DummyRun(False), NONE, False, None),
+        (DummyRun(False), PIECEWISE, False, Padding(16, 1, mode=GraphMode.PIECEWISE)),
+        (DummyRun(False), FULL, True, full_padding(8, 8, 3)),
+        (DummyRun(True), NONE, True, full_padding(6, 2, 3)),
+        (DummyRun(True), NONE, False, full_padding(6, 2, 0)),
     ],
     ids=["stays upstream's", "pieces", "full graph", "warm-up of decodes", "warm-up"],
 )
@@ -113,3 +117,33 @@ def test_a_dummy_run_becomes_a_step_if_a_graph_is_involved(
     padding = padding_by(Dispatcher(), decode_query_len=3)
     assert padding.of_dummy_run(dummy_run, answer, 6, 2, uniform_decode) == expected
     assert not padding.counts.by_kind, "dummy runs are no steps"
+
+
+def test_a_step_with_more_blocks_than_the_cache_runs_eagerly():
+    """Shared blocks count for each request: 3 requests of 5 blocks, padded to 8 requests."""
+    asked = []
+
+    def dispatch(batch, max_query_len, num_encoder_reqs, eager):
+        asked.append(eager)
+        return NONE if eager else FULL
+
+    padding = StepPadding(dispatch, lambda: (GraphMode.FULL_DECODE_ONLY, 16))
+    step = batch(1, 1, 1)
+    step.tables = SimpleNamespace(num_computed_tokens=np.array([64, 64, 79, 0], np.int32))
+    assert padding.decide(step, 0, 0).padding.mode is GraphMode.FULL, "without limits"
+    padding.cache_limits = CacheLimits(num_blocks=3 * 5 + 5, block_size=16)
+    assert padding.decide(step, 0, 0).padding.mode is GraphMode.FULL
+    padding.cache_limits = CacheLimits(num_blocks=3 * 5 + 4, block_size=16)
+    decision = padding.decide(step, 0, 0)
+    assert decision.padding.mode is GraphMode.NONE
+    assert "more blocks than the cache has" in decision.kind
+    assert asked == [False, True], "each answer is kept"
+
+
+def test_a_request_that_no_call_can_serve_is_refused_at_start_up():
+    limits = CacheLimits(num_blocks=4, block_size=16)
+    limits.refuse_long_requests(64)
+    with pytest.raises(PrepError, match=r"--max-model-len 65.*give at most 64"):
+        limits.refuse_long_requests(65)
+    assert limits.most_rows == 4
+    assert CacheLimits(10_000, 16).most_rows == 4096

@@ -88,12 +88,19 @@ class Case:
 
 SUBJECTS = "vllm_npu_prep.startup.subjects"
 NPUS = {
+    "vllm_npu_prep.startup.asked.cann_version": lambda device_type: "9.1.0",
     f"{SUBJECTS}.kernels.device_name": lambda device_type: "Ascend910B1",
     f"{SUBJECTS}.ranks.visible_devices": {"npu": 2}.get,
     f"{SUBJECTS}.ranks.has_collectives": lambda device_type: True,
 }
 """A host with two NPUs that can exchange."""
 HALF = {"dtype": "bfloat16"}
+
+
+def cann(version: str) -> dict[str, Any]:
+    """Patches for a host with this version of CANN."""
+    return {"vllm_npu_prep.startup.asked.cann_version": lambda device_type: version}
+
 
 LIMITS = {
     "a chip whose caches are in another layout": Case(
@@ -127,6 +134,71 @@ LIMITS = {
         ("block-size",),
         ("--block-size 24", "multiples of 16"),
         {**HALF, "block_size": 24},
+        family="fia",
+    ),
+    "blocks too large for operators": Case(
+        ("block-size",),
+        ("--block-size 256", "kernel family atb takes multiples of 16 up to 128"),
+        {**HALF, "block_size": 256},
+        family="atb",
+    ),
+    "a CANN whose attention is not known": Case(
+        ("cann-release",),
+        ("CANN 8.1.0", "not known before 8.3", "install CANN 8.3 or newer"),
+        HALF,
+        family="fia",
+        patches=cann("8.1.0"),
+    ),
+    "heads that CANN 8.5 doesn't take": Case(
+        ("fused-attention",),
+        (
+            "4 heads of size 96 (bfloat16, blocks of 128)",
+            "for prompts, fused attention of CANN 8.5 takes heads of 64, 128 and 192",
+            'use {"npu_prep": {"attention": "atb"}} or CANN 9.0 or newer or the CPU fallback',
+        ),
+        HALF,
+        ("Qwen3", {"head_dim": 96, "num_attention_heads": 4, "num_key_value_heads": 4}),
+        family="fia",
+        patches=cann("8.5.0"),
+    ),
+    "blocks that a release doesn't take": Case(
+        ("fused-attention",),
+        ("blocks of 768", "takes blocks of 16 to 512 tokens", "use --block-size 128"),
+        {**HALF, "block_size": 768},
+        ("Qwen3", {"head_dim": 96, "num_attention_heads": 4, "num_key_value_heads": 2}),
+        family="fia",
+    ),
+    "half precision that CANN 8.5 doesn't take": Case(
+        ("fused-attention",),
+        ("(float16,", "takes bfloat16 for these heads", "use --dtype bfloat16 or CANN 9.0"),
+        {"dtype": "float16"},
+        ("Qwen3", {"head_dim": 192, "num_attention_heads": 4, "num_key_value_heads": 4}),
+        family="fia",
+        patches=cann("8.5.0"),
+    ),
+    "blocks that no documentation allows": Case(
+        ("fused-attention",),
+        ("blocks of 128 tokens, by its documentation", '{"npu_prep": {"kernel_rules": "release"}}'),
+        {
+            **HALF,
+            "block_size": 64,
+            "additional_config": {"npu_prep": {"kernel_rules": "documented"}},
+        },
+        family="fia",
+    ),
+    "heads of one rank": Case(
+        ("fused-attention",),
+        ("1 head a rank of size 96", "takes heads of 64, 128 and 192"),
+        {**HALF, "tensor_parallel_size": 4},
+        ("Qwen3", {"head_dim": 96, "num_attention_heads": 4, "num_key_value_heads": 2}),
+        family="fia",
+        patches=cann("8.5.0"),
+    ),
+    "larger heads in layers without a window": Case(
+        ("head-size",),
+        ("head size 512", "multiples of 16 up to 256"),
+        HALF,
+        ("Qwen3", {"global_head_dim": 512}),
         family="fia",
     ),
     "attention chunks in the default blocks": Case(
@@ -573,6 +645,12 @@ SPECULATION = {
         ("speculation-stages",),
         ("speculation over pipeline stages", "--tensor-parallel-size"),
         {**NGRAM, "pipeline_parallel_size": 2},
+    ),
+    "more drafts than attention of NPUs takes": Case(
+        ("many-drafts",),
+        ("num_speculative_tokens 16", "more than 16 tokens", "give at most 15"),
+        {**HALF, "speculative_config": {"method": "ngram", "num_speculative_tokens": 16}},
+        family="fia",
     ),
     "drafts of one pass": Case(
         ("parallel-drafting",),

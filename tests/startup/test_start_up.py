@@ -119,7 +119,7 @@ def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkey
         )
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
     parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
-    parts += ("check         cheap",)
+    parts += ("check         cheap", "probe         none: kernels of the CPU fallback")
     for part in (
         *parts,
         "7 requests",

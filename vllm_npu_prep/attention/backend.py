@@ -4,7 +4,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, 
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KERNEL_FAMILIES
+from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -342,7 +343,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         self.layer_shape = LayerShape(
             num_heads, self.num_kv_heads, head_size, scale, logits_soft_cap
         )
-        self.kernels = make_kernels(decisions_of(None).attention)
+        config = get_current_vllm_config()
+        self.kernels = make_kernels(decisions_of(config).attention, batch_limits(config))
         if self.shares_kv and not self.kernels.family.kv_sharing:
             raise PrepError(
                 f'layers that share K and V do not run with "{self.kernels.family.name}" kernels: '

@@ -24,8 +24,9 @@ class KernelFamily:
         Forms of masks that it takes, the default first.
     dtypes
         Dtypes of query, key, value and cache.
-    block_size_multiple
-        Block sizes are multiples of this, in tokens.
+    block_size_multiple, max_block_size
+        Block sizes are multiples of this, up to that, in tokens. Of ``fia``, the release of CANN
+        may take fewer (`vllm_npu_prep.attention.fused_releases`).
     head_size_multiple, max_head_size
         Head sizes it takes.
     logits_soft_cap, kv_sharing
@@ -44,6 +45,7 @@ class KernelFamily:
     mask_forms: tuple[MaskForm, ...]
     dtypes: tuple[torch.dtype, ...]
     block_size_multiple: int
+    max_block_size: int
     head_size_multiple: int
     max_head_size: int
     logits_soft_cap: bool
@@ -65,6 +67,7 @@ REFERENCE = KernelFamily(
     mask_forms=(MaskForm.DENSE, MaskForm.COMPRESSED),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     block_size_multiple=1,
+    max_block_size=1 << 30,
     head_size_multiple=1,
     max_head_size=576,  # latent rows of DeepSeek: 512 and a rotated key of 64
     logits_soft_cap=True,
@@ -80,8 +83,9 @@ FIA = KernelFamily(
     mask_forms=(MaskForm.COMPRESSED,),
     dtypes=(torch.bfloat16, torch.float16),
     block_size_multiple=16,
+    max_block_size=1024,
     head_size_multiple=16,
-    max_head_size=512,
+    max_head_size=256,
     logits_soft_cap=False,
     kv_sharing=True,
     experts=False,
@@ -94,6 +98,7 @@ ATB = KernelFamily(
     mask_forms=(MaskForm.DENSE,),
     dtypes=(torch.bfloat16, torch.float16),
     block_size_multiple=16,
+    max_block_size=128,
     head_size_multiple=16,
     max_head_size=128,  # block size times head size is at most 128 * 128
     logits_soft_cap=False,

@@ -113,7 +113,11 @@ def split_by_window(
 
 
 def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:
-    """Allocate the cache that `config` plans, and view each layer's region as planes.
+    """Allocate the cache that `config` plans, a buffer for each layer, viewed as planes.
+
+    vLLM plans one region of tens of GB. One operator over that many elements, such as the one that
+    zeroes them, may count them in 32 bits, and nothing needs the layers to be neighbours. Layers
+    that share a region, as groups of the hybrid cache do, share a buffer.
 
     Parameters
     ----------
@@ -135,9 +139,9 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
     """
     if not config.kv_cache_tensors:
         return {}
-    buffer = device.zeros(config.kv_cache_tensors[0].size)
     caches: dict[str, torch.Tensor] = {}
-    regions: dict[int, tuple[int, int]] = {}  # start of a region of the buffer -> end, planes
+    regions: dict[int, tuple[int, int]] = {}  # start of a region of the plan -> end, planes
+    buffers: dict[int, torch.Tensor] = {}  # by start of the region
     for tensor in config.kv_cache_tensors:
         for index, layer_name in enumerate(tensor.layers):
             spec = _plane_spec(layer_name, _layer_spec(config, layer_name))
@@ -160,9 +164,10 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                     f"{layer_name} shares bytes with layers that split them into other planes "
                     "(pages of different sizes, or latent rows beside K and V)"
                 )
-            regions[start] = start + size, planes
+            if start not in regions:
+                regions[start], buffers[start] = (start + size, planes), device.zeros(size)
             shape = (planes, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-            caches[layer_name] = buffer[start : start + size].view(spec.dtype).view(shape)
+            caches[layer_name] = buffers[start].view(spec.dtype).view(shape)
     return caches
 
 

@@ -21,6 +21,7 @@ from vllm_npu_prep.server.processes import look_after_processes
 SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
+ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
 V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -66,6 +67,7 @@ def activate_platform() -> str | None:
         if choose_device() == NPU_KIND:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            _let_segments_expand()
         _select_v1_runner()
         _switch_off_aot_compile()
         torchvision_import.install()
@@ -114,6 +116,16 @@ def _other_platform_works() -> bool:
             if detect() is not None:
                 return True
     return False
+
+
+def _let_segments_expand() -> None:
+    """Have torch_npu's allocator extend its segments, which keeps memory from fragmenting.
+
+    It reads the variable when it first allocates, in each process. A value of the user's stays.
+    Sleep mode and pluggable allocators don't work with it; both are refused or absent here. Graph
+    pools do: vllm-project/vllm-ascend captures with this default (``platform.py``).
+    """
+    os.environ.setdefault(ALLOCATOR_ENV_VAR, "expandable_segments:True")
 
 
 def _select_v1_runner() -> None:

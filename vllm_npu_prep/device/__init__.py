@@ -82,6 +82,9 @@ class Device(Protocol):
     name: str  # in messages
     computes_on_host: bool  # whether host threads do the model's work
 
+    def bind_cpus(self) -> str:
+        """Run this process on CPUs near the device; says which, empty if nothing changed."""
+
     def record_event(self) -> object:
         """Mark the current end of the current stream's work."""
 
@@ -192,6 +195,14 @@ def device_name(device_type: str, index: int = 0) -> str:
     return device_type
 
 
+def set_device(device: torch.device) -> None:
+    """Make a device the calling thread's; the CPU needs none."""
+    if device.type == "npu":
+        from vllm_npu_prep.device import npu
+
+        npu.set_device(device)
+
+
 def total_memory(device_type: str, index: int = 0) -> int:
     """Memory of a device in bytes."""
     if device_type == "npu":
@@ -217,6 +228,24 @@ def has_collectives(device_type: str) -> bool:
 
         return npu.has_collectives()
     return True
+
+
+def cann_version(device_type: str) -> str:
+    """Version of CANN, such as ``9.1.0``; empty where none is needed, or it can't be told."""
+    if device_type == "npu":
+        from vllm_npu_prep.device import npu
+
+        return npu.installed_version("CANN")
+    return ""
+
+
+def driver_version(device_type: str) -> str:
+    """Version of the driver, such as ``25.5.1``; empty if none is needed, or it can't be told."""
+    if device_type == "npu":
+        from vllm_npu_prep.device import npu
+
+        return npu.installed_version("DRIVER")
+    return ""
 
 
 def graph_pool(device_type: str) -> Any:

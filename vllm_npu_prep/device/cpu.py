@@ -18,6 +18,10 @@ class CPUDevice:
         self.name = "CPU fallback"
         self.computes_on_host = True
 
+    def bind_cpus(self) -> str:
+        """Nothing: the host's threads compute on all of its CPUs."""
+        return ""
+
     def record_event(self) -> object:
         """An event without state, because work on the CPU is complete when it returns."""
         return None

@@ -3,12 +3,14 @@
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch_npu
 
 from vllm_npu_prep.compat import torch_names
+from vllm_npu_prep.device.cpu_binding import bind_to_device
 
 
 def visible_devices() -> int:
@@ -29,9 +31,32 @@ def soc_name(device_id: int = 0) -> str:
     return torch_npu.npu.get_device_name(device_id)
 
 
+def set_device(device: torch.device) -> None:
+    """Make a device the calling thread's."""
+    torch_npu.npu.set_device(device)
+
+
 def total_memory(device_id: int = 0) -> int:
     """Memory of a device in bytes."""
     return torch_npu.npu.mem_get_info(device_id)[1]
+
+
+def versions() -> dict[str, str]:
+    """Versions of CANN and of the driver, as far as CANN tells them."""
+    found = {name: installed_version(name.upper()) for name in ("CANN", "driver")}
+    return {name: version for name, version in found.items() if version}
+
+
+@lru_cache
+def installed_version(package: str) -> str:
+    """Version of ``CANN`` or of the ``DRIVER``, without setting a device; empty if unknown.
+
+    A container without /etc/ascend_install.info doesn't tell that of its host's driver.
+    """
+    try:
+        return torch_npu.npu.utils.get_cann_version(package)
+    except Exception:  # whatever a broken installation raises; the doctor says what is wrong
+        return ""
 
 
 def graph_pool() -> Any:
@@ -48,6 +73,10 @@ class NPUDevice:
         torch_npu.npu.set_device(self.device)
         self.name = soc_name(index)
         self._capture_stream = torch_npu.npu.Stream()  # shared by graphs that share memory
+
+    def bind_cpus(self) -> str:
+        """See `vllm_npu_prep.device.cpu_binding`."""
+        return bind_to_device(self.device.index)
 
     def record_event(self) -> object:
         """An event at the current end of the current stream."""

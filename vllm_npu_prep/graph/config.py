@@ -3,10 +3,13 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
-from vllm_npu_prep.device import DeviceKind
+from vllm_npu_prep.device import DeviceKind, driver_version
+from vllm_npu_prep.driver import TASK_UPDATES, is_older
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.capture_sizes import largest_decode, thin_sizes
+from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.wording import counted
 
@@ -15,6 +18,14 @@ if TYPE_CHECKING:
 
 COMPILE_BACKEND = "eager"
 """Pieces of a compiled model run operator by operator: no compiler makes kernels for NPUs here."""
+
+
+STREAMS_PER_GROUP = 2
+"""Streams that HCCL adds to each captured graph, for each communication group of several ranks."""
+
+STREAMS_KEPT_PER_GROUP = 40
+"""Streams that HCCL holds beside graphs, for each group. Both numbers are those with which
+vllm-project/vllm-ascend sizes its graphs (9596, 3869, 9691)."""
 
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
@@ -73,12 +84,45 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
             f"{mode} graphs: KV connector {transfer.kv_connector} saves each layer on the host, "
             "between pieces; PIECEWISE instead"
         ]
-    if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
+    if not mode.has_full_cudagraphs():
         return []
     without_full = {
+        CUDAGraphMode.FULL: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
     }[mode]
+    driver = driver_version(vllm_config.device_config.device_type)
+    if is_older(driver, TASK_UPDATES):
+        compilation.cudagraph_mode = without_full
+        return [
+            f"{mode} graphs: driver {driver} can't update captured attention, {TASK_UPDATES} and "
+            f"newer can; {without_full} instead"
+        ]
+    if batch_limits(vllm_config).apply:
+        # A step that breaks them runs eagerly, which ranks would have to agree on in every step.
+        reasons = {
+            "with attention chunks": vllm_config.model_config.attention_chunk_size is not None,
+            "with several engines": vllm_config.parallel_config.data_parallel_size > 1,
+            f"for more than {MAX_LENGTHS} requests": (
+                vllm_config.scheduler_config.max_num_seqs > MAX_LENGTHS
+            ),
+        }
+        for why, applies in reasons.items():
+            if applies:
+                compilation.cudagraph_mode = without_full
+                return [
+                    f"{mode} graphs: fused attention here limits the blocks of a batch, which "
+                    f"full graphs don't keep {why}; {without_full} instead"
+                ]
+        if mode == CUDAGraphMode.FULL:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+            return [
+                "FULL graphs of mixed batches: fused attention here limits the blocks of a batch; "
+                "FULL_AND_PIECEWISE instead"
+            ]
+        return []
+    if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
+        return []
     compilation.cudagraph_mode = without_full
     return [
         f"{mode} graphs: dense masks of windows and of drafted tokens have another shape in every "
@@ -102,6 +146,7 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     mode, query_len = compilation.cudagraph_mode, vllm_config.uniform_decode_query_len
     sizes = list(compilation.cudagraph_capture_sizes or ())
+    max_model_len = vllm_config.model_config.max_model_len
     if not mode:
         return []
     notes = []
@@ -116,13 +161,26 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
         notes.append(f"capture sizes: {largest} added, the largest decode (max_num_seqs)")
     if mode == mode.FULL_DECODE_ONLY:
         sizes = [size for size in sizes if size <= largest]  # no step uses the others
-    streams = _streams_for_each_size(vllm_config, mode)
+    if mode == mode.FULL:
+        fitting = fitting_sizes(sizes, scheduler.max_num_seqs, max_model_len)
+        if len(fitting) < len(sizes):
+            left_out = ", ".join(map(str, sorted({*sizes} - {*fitting})))
+            notes.append(
+                f"capture sizes: {left_out} left out, because one padding request of max_model_len "
+                f"{max_model_len} can't hold their padding"
+            )
+        sizes = fitting
     if kind.graph_streams is not None:
-        kept = thin_sizes(sizes, kind.graph_streams // streams, [largest, query_len, *sizes[:1]])
+        groups = _communication_groups(vllm_config)
+        streams = _streams_for_each_size(vllm_config, mode) * (1 + STREAMS_PER_GROUP * groups)
+        budget = kind.graph_streams - STREAMS_KEPT_PER_GROUP * groups
+        kept = thin_sizes(sizes, budget // streams, [largest, query_len, *sizes[:1]])
+        if mode == mode.FULL:
+            kept = fitting_sizes(kept, scheduler.max_num_seqs, max_model_len)
         if len(kept) < len(sizes):
             notes.append(
                 f"capture sizes: {len(sizes)} thinned to {len(kept)} "
-                f"({counted(streams, 'stream')} for each, {kind.graph_streams} for all)"
+                f"({counted(streams, 'stream')} for each, {budget} for all)"
             )
         sizes = kept
     else:
@@ -137,13 +195,21 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
 def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:
     """Streams for each capture size: one per graph of a whole model or of a piece of it.
 
-    With LoRA there are two of each graph, for steps with and without adapters.
+    `settle_sizes` adds those of collectives inside of the graphs. With LoRA there are two of each
+    graph, for steps with and without adapters.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
     specialized = vllm_config.compilation_config.cudagraph_specialize_lora
     kinds = 2 if vllm_config.lora_config is not None and specialized else 1
     return kinds * (pieces + mode.has_full_cudagraphs())
+
+
+def _communication_groups(vllm_config: "VllmConfig") -> int:
+    """Groups of more than one rank whose collectives may be captured: tensor, data and expert."""
+    parallel = vllm_config.parallel_config
+    tensor, data = parallel.tensor_parallel_size > 1, parallel.data_parallel_size > 1
+    return tensor + data + (parallel.enable_expert_parallel and (tensor or data))
 
 
 def _fusions(compilation: "CompilationConfig") -> list[str]:

@@ -184,15 +184,14 @@ def check_padding(
         _expect(f"slot_mapping of group {group}", slots, tokens, PAD_SLOT_ID)
     if step.padding.mode is not GraphMode.FULL:
         return
-    _expect("seq_lens", arrays.seq_lens, reqs, 0)
     for group, table in enumerate(block_tables):
         _expect(f"block table of group {group}", table, reqs, NULL_BLOCK_ID)
     for starts in (arrays.query_start_loc.numpy(), staged.np.query_start_loc):
         _expect_starts("query_start_loc", starts, reqs, step)
+    _expect("seq_lens", arrays.seq_lens, reqs, arrays.query_start_loc.diff()[reqs:].numpy())
     if step.local is None:
         return
     reqs = step.local.num_reqs
-    _expect("chunk_local_seq_lens", arrays.chunk_local_seq_lens, reqs, 0)
     for group, table in (local_tables or {}).items():
         _expect(f"local block table of group {group}", table, reqs, NULL_BLOCK_ID)
     for starts in (
@@ -200,6 +199,8 @@ def check_padding(
         staged.np.chunk_local_query_start_loc,
     ):
         _expect_starts("chunk_local_query_start_loc", starts, reqs, step)
+    query_lens = arrays.chunk_local_query_start_loc.diff()[reqs:].numpy()
+    _expect("chunk_local_seq_lens", arrays.chunk_local_seq_lens, reqs, query_lens)
 
 
 def _expect_starts(name: str, starts: np.ndarray, reqs: int, step: PreparedStep) -> None:
@@ -216,12 +217,13 @@ def _expect_starts(name: str, starts: np.ndarray, reqs: int, step: PreparedStep)
         )
 
 
-def _expect(name: str, array: torch.Tensor, start: int, value: int) -> None:
+def _expect(name: str, array: torch.Tensor, start: int, value: int | np.ndarray) -> None:
     padding = array.numpy()[start:]
-    wrong = np.argwhere(padding != value)
+    wanted = np.broadcast_to(np.asarray(value), padding.shape)
+    wrong = np.argwhere(padding != wanted)
     if len(wrong):
         first = tuple(wrong[0])
         where = ", ".join(map(str, (start + first[0], *first[1:])))
         raise GraphSafetyError(
-            f"{name}[{where}] is {padding[first]} in padding, and must be {value}"
+            f"{name}[{where}] is {padding[first]} in padding, and must be {wanted[first]}"
         )

@@ -476,5 +476,6 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
             num_reqs,
             uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens),
             scenario.capture_sizes,
+            tables.max_model_len,
         )
     return batch, padding

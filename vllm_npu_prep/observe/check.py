@@ -122,7 +122,10 @@ def explain_fault(
         given, allowed = arrays.slot_mapping[group, token], "-1"
     elif rule == Rule.PADDING_REQS:
         given = f"tokens {starts[req]} to {starts[req + 1]}, length {arrays.seq_lens[req]}"
-        allowed = f"tokens that rise to {step.num_input_tokens} at most, length 0"
+        allowed = (
+            f"tokens that rise to {step.num_input_tokens} at most, and a length that is their "
+            f"number, up to max_model_len {tables.max_model_len}"
+        )
     elif rule in (Rule.ENDS_AT_INPUT_TOKENS, Rule.LOCAL_ENDS_AT_INPUT_TOKENS):
         given, allowed = starts[-1], step.num_input_tokens
     elif rule == Rule.LOCAL_QUERY_LENS:
@@ -160,7 +163,7 @@ RULES: dict[Rule, tuple[str, str]] = {
     Rule.MAX_SEQ_LEN: ("longest sequence", "max_seq_len is the longest sequence's"),
     Rule.LOGITS: ("logits", "logits_indices are tokens of the step"),
     Rule.PADDING_TOKENS: ("padding", "padding writes no slot"),
-    Rule.PADDING_REQS: ("padding requests", "padding requests have no length"),
+    Rule.PADDING_REQS: ("padding requests", "padding requests are as long as their tokens"),
     Rule.ENDS_AT_INPUT_TOKENS: ("TND end", "query_start_loc of a full graph ends at its tokens"),
     Rule.LOCAL_QUERY_LENS: ("local queries", "chunk_local_query_start_loc rises from 0"),
     Rule.LOCAL_SEQ_LENS: ("local lengths", "chunk_local_seq_lens stay within a chunk"),

@@ -174,7 +174,7 @@ class Arrays(Generic[A]):
     slot_mapping: A = array(int32, "G, T", TOKEN, PAD_SLOT_ID, BOTH)
     is_padding: A = array(bool_, "T", TOKEN, True, NOTHING, recorded_as="is_padding")
     query_start_loc: A = array(int32, "R + 1", REQUEST, BY_RULE, BOTH)
-    seq_lens: A = array(int32, "R", REQUEST, 0, BOTH)
+    seq_lens: A = array(int32, "R", REQUEST, BY_RULE, BOTH)
     num_computed_tokens: A = array(int32, "R", REQUEST, 0)
     logits_indices: A = array(int32, "K", LOGIT, UNDEFINED)
     # The row of logits that verifies each draft; the draft itself, -1 if it isn't known yet; and
@@ -190,7 +190,7 @@ class Arrays(Generic[A]):
     # Virtual requests (`prep.local_attention`). `chunk_local_table_rows` indexes the device's block
     # tables, viewed as rows of one chunk each.
     chunk_local_query_start_loc: A = array(int32, "V + 1", CHUNK, BY_RULE, NOTHING)
-    chunk_local_seq_lens: A = array(int32, "V", CHUNK, 0, NOTHING)
+    chunk_local_seq_lens: A = array(int32, "V", CHUNK, BY_RULE, NOTHING)
     chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
     chunk_local_table_rows: A = array(int32, "L, V", CHUNK, BY_RULE, NOTHING)
     discard_request_mask: A = array(bool_, "R", REQUEST, True, NOTHING)

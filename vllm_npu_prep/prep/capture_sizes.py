@@ -11,6 +11,36 @@ def largest_decode(max_num_seqs: int, decode_query_len: int, max_num_batched_tok
     return decode_query_len * min(max_num_seqs, max_num_batched_tokens // decode_query_len)
 
 
+def fitting_sizes(sizes: Iterable[int], max_num_seqs: int, max_model_len: int) -> list[int]:
+    """Sizes of graphs for mixed batches whose padding always fits the padding requests.
+
+    A batch replays the smallest size that holds it. It pads the most, in the fewest rows, with one
+    token more than the next smaller size, or with a request in every row, whichever has more
+    tokens: then one padding request is left, and a row of its block table holds ``max_model_len``
+    tokens.
+
+    Parameters
+    ----------
+    sizes
+        In tokens.
+    max_num_seqs
+        Most requests of a step.
+    max_model_len
+        Most tokens of a request.
+
+    Returns
+    -------
+    list of int
+        Ascending.
+    """
+    kept: list[int] = []
+    for size in sorted(set(sizes)):
+        fewest_tokens = max(kept[-1] + 1 if kept else 1, min(size, max_num_seqs))
+        if size - fewest_tokens <= max_model_len:
+            kept.append(size)
+    return kept
+
+
 def thin_sizes(sizes: Iterable[int], limit: int, keep: Iterable[int]) -> list[int]:
     """Keep at most `limit` of the sizes, spread evenly.
 

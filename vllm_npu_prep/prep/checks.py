@@ -209,7 +209,9 @@ def check_step_at(
     for req in range(num_reqs, out.seq_lens.shape[0]):
         end = out.query_start_loc[req + 1]
         computed = out.num_computed_tokens[req]
-        if end < start or end > num_input_tokens or out.seq_lens[req] != 0 or computed != 0:
+        if end < start or end > num_input_tokens or out.seq_lens[req] != end - start:
+            return PADDING_REQS, req, -1, -1
+        if computed != 0 or end - start > t.token_ids.shape[1]:
             return PADDING_REQS, req, -1, -1
         start = end
     if in_full_graph and start != num_input_tokens:
@@ -238,8 +240,6 @@ def check_local_requests(
         if end < start or end > num_input_tokens or (end == start and not is_padding):
             return LOCAL_QUERY_LENS, req, -1, -1
         seq_len = chunk_local_num_computed_tokens[req] + end - start
-        if is_padding:
-            seq_len = 0
         if chunk_local_seq_lens[req] != seq_len or seq_len > attention_chunk_size:
             return LOCAL_SEQ_LENS, req, -1, -1
         if req == num_local_reqs - 1 and end != total_num_scheduled_tokens:

@@ -177,7 +177,7 @@ def fill_step(t, step, out):
             known = min(out.seq_lens[req], t.num_tokens[req] - 1)  # next token, or last known
             out.backup_next_token_ids[req] = max(t.token_ids[req, known], 0)
     fill_slots(t, num_reqs, out)
-    pad(num_reqs, step.decode_query_len, out)
+    pad(num_reqs, step.decode_query_len, t.token_ids.shape[1], out)
     num_block_changes = list_block_changes(t, num_reqs, num_targets, out)
     return max_query_len, max_seq_len, num_logits, flags, num_block_changes
 
@@ -212,20 +212,24 @@ def fill_slots(t, num_reqs, out):
 
 
 @inlined
-def pad(num_reqs, decode_query_len, out):
-    """Write padding: the constants of the table of arrays, and the borders of requests."""
+def pad(num_reqs, decode_query_len, longest, out):
+    """Write padding: the constants of the table of arrays, and the borders and lengths of requests.
+
+    ``longest`` is max_model_len: what one row of the block table holds.
+    """
     num_input_tokens = out.positions.shape[0]
     end = out.query_start_loc[num_reqs]
     for token in range(end):
         out.is_padding[token] = False
     if end < num_input_tokens or num_reqs < out.seq_lens.shape[0]:
         write_padding(out, end, num_reqs)
+    query_len = longest if decode_query_len == 0 else decode_query_len
     for req in range(num_reqs, out.seq_lens.shape[0]):
-        if decode_query_len == 0:
-            end = num_input_tokens
-        else:
-            end = min(end + decode_query_len, num_input_tokens)
+        start, end = end, min(end + query_len, num_input_tokens)
         out.query_start_loc[req + 1] = end
+        out.seq_lens[req] = end - start
+    if end != num_input_tokens and num_reqs < out.seq_lens.shape[0]:
+        raise ValueError("the padding requests can't hold the padding tokens")
 
 
 @inlined

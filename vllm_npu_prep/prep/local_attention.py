@@ -11,10 +11,7 @@ alone (`max_local_reqs`), and so do the offsets of their arrays.
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from vllm_npu_prep.prep.compiled import compiled
-from vllm_npu_prep.prep.padding import Padding
 
 
 @dataclass(frozen=True)
@@ -57,22 +54,6 @@ def max_local_reqs(num_input_tokens: int, num_reqs_padded: int, attention_chunk_
     return 2 * num_reqs_padded + spare // attention_chunk_size
 
 
-def local_capture_lengths(padding: Padding, local: LocalGroups) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths with which local attention is captured: chunks as long as possible.
-
-    See `vllm_npu_prep.prep.padding.capture_lengths`.
-
-    Returns
-    -------
-    query_start_loc, seq_lens
-        int32 ``[num_local_reqs + 1]`` and ``[num_local_reqs]``, for `max_local_reqs` of them.
-    """
-    num_tokens, chunk_size = padding.num_input_tokens, local.attention_chunk_size
-    num_reqs = max_local_reqs(num_tokens, padding.num_reqs_padded, chunk_size)
-    query_start_loc = np.arange(num_reqs + 1, dtype=np.int64) * num_tokens // num_reqs
-    return query_start_loc.astype(np.int32), np.full(num_reqs, chunk_size, np.int32)
-
-
 @compiled
 def split_at_chunks(
     num_reqs,
@@ -94,8 +75,9 @@ def split_at_chunks(
 ):
     """Write the virtual requests of a step, padding included.
 
-    They are padded as requests are: length 0, the null block, and the same number of tokens
-    (`vllm_npu_prep.prep.padding`).
+    They are padded as requests are: the null block, and as many keys as tokens, which are cut into
+    pieces of at most one chunk (`vllm_npu_prep.prep.padding`). `max_local_reqs` has room for these
+    too: the pieces of padding never number more than what its requests would be cut into.
 
     Returns
     -------
@@ -133,13 +115,13 @@ def split_at_chunks(
             max_query_len = max(max_query_len, query_len)
             max_seq_len = max(max_seq_len, position - chunk_start)
             count += 1
+    padding_query_len = attention_chunk_size
+    if decode_query_len > 0:
+        padding_query_len = min(decode_query_len, attention_chunk_size)
     for padding in range(count, num_places):
-        if decode_query_len == 0:
-            end = num_input_tokens
-        else:
-            end = min(end + decode_query_len, num_input_tokens)
+        start, end = end, min(end + padding_query_len, num_input_tokens)
         chunk_local_query_start_loc[padding + 1] = end
-        chunk_local_seq_lens[padding] = 0
+        chunk_local_seq_lens[padding] = end - start
         chunk_local_num_computed_tokens[padding] = 0
         for group in range(num_groups):
             row = first_table_rows[group] + null_req * chunks_per_req[group]

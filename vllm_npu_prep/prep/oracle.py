@@ -142,9 +142,9 @@ def oracle_step(
     out["attn_state"] = _state(requests, chunked_prefill)
     out["num_input_tokens"] = total
     if capture_sizes is not None:
-        _pad(out, requests, capture_sizes)
+        _pad(out, requests, capture_sizes, max_model_len)
     if graphs is not None:
-        _replay(out, requests, graphs)
+        _replay(out, requests, graphs, max_model_len)
     if speculation:
         _verify(out, requests)
     if mrope_dims:
@@ -212,7 +212,10 @@ def _state(requests: Sequence[OracleRequest], chunked_prefill: bool) -> str:
 
 
 def _pad(
-    out: dict[str, Any], requests: Sequence[OracleRequest], capture_sizes: Sequence[int]
+    out: dict[str, Any],
+    requests: Sequence[OracleRequest],
+    capture_sizes: Sequence[int],
+    max_model_len: int,
 ) -> None:
     total = out["total_num_scheduled_tokens"]
     lengths = {request.num_scheduled_tokens for request in requests}
@@ -229,11 +232,16 @@ def _pad(
 
     query_start_loc = list(out["query_start_loc"])
     while query_start_loc[-1] < size:
-        query_start_loc.append(query_start_loc[-1] + step if step else size)
+        query_start_loc.append(min(query_start_loc[-1] + (step or max_model_len), size))
     _write_padded(out, size, query_start_loc)
 
 
-def _replay(out: dict[str, Any], requests: Sequence[OracleRequest], graphs: OracleGraphs) -> None:
+def _replay(
+    out: dict[str, Any],
+    requests: Sequence[OracleRequest],
+    graphs: OracleGraphs,
+    max_model_len: int,
+) -> None:
     """Decide which graph the batch replays, if any, and what that graph sees."""
     total, size = out["total_num_scheduled_tokens"], 0
     for capture_size in sorted(graphs.capture_sizes):
@@ -260,7 +268,7 @@ def _replay(out: dict[str, Any], requests: Sequence[OracleRequest], graphs: Orac
     if mode == "FULL" and mixed_mode == "FULL":
         out["attn_state"] = "ChunkedPrefill"
         while len(query_start_loc) < 1 + min(size, graphs.max_num_seqs) + 1:
-            query_start_loc.append(size)
+            query_start_loc.append(min(query_start_loc[-1] + max_model_len, size))
     elif mode == "FULL":
         out["attn_state"] = "DecodeOnly" if decode_len == 1 else "SpecDecoding"
         while query_start_loc[-1] < size:
@@ -278,7 +286,9 @@ def _write_padded(out: dict[str, Any], size: int, query_start_loc: list[int]) ->
     out["positions_padded"] = out["positions"] + [0] * extra
     out["slot_mapping_padded"] = out["slot_mapping"] + [-1] * extra
     out["query_start_loc_padded"] = query_start_loc
-    out["seq_lens_padded"] = out["seq_lens"] + [0] * (rows - len(out["seq_lens"]))
+    out["seq_lens_padded"] = list(out["seq_lens"])
+    for row in range(len(out["seq_lens"]), rows):  # as many keys as tokens
+        out["seq_lens_padded"].append(query_start_loc[row + 1] - query_start_loc[row])
 
 
 def _mask(out: dict[str, Any], form: str, sliding_window: int | None) -> Any:

@@ -25,14 +25,26 @@ Request level, in a full graph
     ===================  ==========================  ==============================
     padding requests     as many as fill the size    the first takes all padding
                                                      tokens; it always exists
-    query_start_loc      + decode length for each    ends at ``num_input_tokens``
-    seq_lens             0                           0
+    query_start_loc      + decode length for each    + max_model_len for each, and
+                                                     ends at ``num_input_tokens``
+    seq_lens             its tokens                  its tokens
     num_computed_tokens  0                           0
     block-table rows     0, the null block           0
     ===================  ==========================  ==============================
 
     ``query_start_loc`` must end at ``num_input_tokens``: the fused Ascend attention kernel demands
     it for its TND layout (else error 561002; vllm-project/vllm-ascend 4518, 6357).
+
+    A padding request is a prompt over the null block: ``num_computed_tokens`` is 0, and its length
+    is its number of tokens. That is defined in every kernel. Without keys it would not be: the
+    decode kernel of CANN 9 leaves the output of such rows unwritten, the prompt kernel up to
+    CANN 8.5 refuses a batch without keys, and the documentation wants at least as many keys as
+    queries for a causal mask. What these rows give is finite, and nothing reads it. A capture and
+    its warm-up run with the same lengths: every cache that vLLM allows has room for them.
+
+    A row of the block table holds ``max_model_len`` tokens, so the padding requests of a mixed
+    batch share the padding tokens if one can't hold them. Sizes with more padding than all of
+    these rows can hold are not captured (`vllm_npu_prep.prep.capture_sizes.fitting_sizes`).
 
 Piecewise graphs run attention eagerly on the real requests alone, so only tokens are padded.
 """
@@ -81,8 +93,8 @@ class Padding:
     num_reqs_padded
         Requests after padding.
     decode_query_len
-        Tokens of each padding request in a uniform decode batch; 0: one padding request has all
-        padding tokens.
+        Tokens of each padding request in a uniform decode batch; 0: the first padding request has
+        all padding tokens that one request can hold.
     mode
         One of `RUNTIME_MODES`.
     """
@@ -107,41 +119,6 @@ def full_padding(num_input_tokens: int, max_num_reqs: int, decode_query_len: int
     """
     num_rows = max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS
     return Padding(num_input_tokens, num_rows, decode_query_len, GraphMode.FULL)
-
-
-def capture_lengths(padding: Padding, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths with which attention is captured: requests as long as possible.
-
-    A capture runs nothing, but operators choose tilings and sizes by the lengths they are given,
-    and might treat an empty cache as a special case.
-
-    Parameters
-    ----------
-    padding
-        Of a full graph.
-    max_model_len
-        In tokens.
-
-    Returns
-    -------
-    query_start_loc, seq_lens
-        int32 ``[num_reqs_padded + 1]`` and ``[num_reqs_padded]``. In a graph for mixed batches the
-        rows of padding keep a length of 0.
-    """
-    num_rows = padding.num_reqs_padded
-    query_lens = np.full(num_rows, padding.decode_query_len, np.int32)
-    if not padding.decode_query_len:
-        num_reqs = num_rows - PADDING_ROWS
-        share, rest = divmod(padding.num_input_tokens, num_reqs)
-        query_lens[:num_reqs] = min(share, max_model_len)
-        query_lens[num_reqs:] = 0
-        query_lens[num_reqs] = (share - query_lens[0]) * num_reqs + rest
-    seq_lens = np.full(num_rows, max_model_len, np.int32)
-    if not padding.decode_query_len:
-        seq_lens[num_rows - PADDING_ROWS :] = 0
-    query_start_loc = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(query_lens, out=query_start_loc[1:])
-    return query_start_loc, seq_lens
 
 
 @dataclass(frozen=True)
@@ -262,6 +239,7 @@ def full_graph_padding(
     num_reqs: int,
     decode_query_len: int,
     capture_sizes: Sequence[int],
+    max_model_len: int,
 ) -> Padding:
     """Padding of a batch in a full graph of one of these sizes; no padding if no size fits.
 
@@ -276,6 +254,8 @@ def full_graph_padding(
         Result of `uniform_query_len`.
     capture_sizes
         Captured sizes in tokens, in any order.
+    max_model_len
+        Most tokens of a padding request.
     """
     if decode_query_len:
         sizes = [size for size in capture_sizes if size % decode_query_len == 0]
@@ -285,4 +265,4 @@ def full_graph_padding(
     size = padded_size(num_tokens, capture_sizes)
     if size is None:
         return no_padding(num_tokens, num_reqs)
-    return Padding(size, num_reqs + (size > num_tokens))
+    return Padding(size, num_reqs - (num_tokens - size) // max_model_len)

@@ -1,8 +1,8 @@
-"""Captures graphs at start-up, with fewer sizes if memory runs out, and checks fake replays."""
+"""Captures graphs at start-up, fewer if memory or streams run out, and checks fake replays."""
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,18 +12,21 @@ from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
-from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
+from vllm_npu_prep.prep.capture_sizes import fitting_sizes
+from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.runner.preparer import Preparer
 from vllm_npu_prep.runner.step import StepInFlight
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+
+OUT_OF_STREAMS = "207008"
+"""CANN's error if a device has no streams left (``ACL_ERROR_RT_NO_STREAM_RESOURCE``)."""
 
 
 class Captured(NamedTuple):
@@ -57,6 +60,15 @@ class Graphs:
         Tokens of a decode: one and its drafts.
     largest_decode
         Tokens of the largest decode, whose size is dropped last.
+    max_num_reqs
+        Most requests of a step.
+    max_model_len
+        Most tokens of a request.
+
+    Attributes
+    ----------
+    most_rows
+        Most requests of a full graph; None: no limit. Known once the cache is allocated.
     """
 
     def __init__(
@@ -67,11 +79,15 @@ class Graphs:
         *,
         decode_query_len: int = 1,
         largest_decode: int = 1,
+        max_num_reqs: int = 1,
+        max_model_len: int = 1,
     ) -> None:
         self.device = device
         self.dispatcher = dispatcher
         self.compilation = compilation
         self.decode_query_len, self.largest_decode = decode_query_len, largest_decode
+        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
+        self.most_rows: int | None = None
 
     def captured(self) -> tuple[GraphMode, int]:
         """The engine's graph mode, and its largest capture size in tokens."""
@@ -87,8 +103,8 @@ class Graphs:
     ) -> int:
         """Capture a graph for every descriptor of the dispatcher, the largest first.
 
-        If memory doesn't suffice for a size, it is dropped for all kinds of graph, and so is every
-        second one of the remaining sizes, except that of the largest decode.
+        If memory or streams don't suffice for a size, it is dropped for all kinds of graph, and so
+        is every second one of the remaining sizes, except that of the largest decode.
 
         Parameters
         ----------
@@ -104,7 +120,7 @@ class Graphs:
             Bytes of the device that the graphs took.
         """
         captured: list[Captured] = []
-        given_up: set[int] = set()
+        given_up = self._sizes_of_too_many_rows()
         set_cudagraph_capturing_enabled(True)
         all_descriptors = self.dispatcher.get_capture_descs()
         num_all = sum(len(descriptors) for _, descriptors in all_descriptors)
@@ -125,13 +141,15 @@ class Graphs:
                             continue
                         try:
                             captured.append(self._capture(capture_one, mode, descriptor))
-                        except torch.OutOfMemoryError as error:
+                        except RuntimeError as error:
+                            if not _is_out_of_resources(error):
+                                raise
                             given_up.add(descriptor.num_tokens)
                             smaller = dict.fromkeys(d.num_tokens for d in descriptors[index + 1 :])
                             spared = given_up | {self.largest_decode}
                             left = [size for size in smaller if size not in spared][::2]
                             given_up |= {*left}
-                            _log_out_of_memory(descriptor.num_tokens, left, error)
+                            _log_left_out(descriptor.num_tokens, left, error)
         finally:
             set_cudagraph_capturing_enabled(False)
             for wrapper in GraphWrapper._all_instances:
@@ -142,6 +160,25 @@ class Graphs:
             captured = [each for each in captured if each.descriptor.num_tokens not in given_up]
         logger.info("vllm_npu_prep graphs:\n%s", table(captured, on_host))
         return sum(each.nbytes for each in captured)
+
+    def _sizes_of_too_many_rows(self) -> set[int]:
+        """Sizes whose full graphs would have more requests than one call of attention takes."""
+        if self.most_rows is None:
+            return set()
+        sizes = {
+            descriptor.num_tokens
+            for mode, descriptors in self.dispatcher.get_capture_descs()
+            for descriptor in descriptors
+            if mode == CUDAGraphMode.FULL and (descriptor.num_reqs or 0) > self.most_rows
+        }
+        if sizes:
+            logger.warning(
+                "Graphs of %s tokens are left out: their requests have a block each at least, and "
+                "fused attention of this CANN takes at most %d in a batch.",
+                ", ".join(map(str, sorted(sizes))),
+                self.most_rows,
+            )
+        return sizes
 
     def _capture(
         self, capture_one: CaptureOne, mode: CUDAGraphMode, descriptor: BatchDescriptor
@@ -159,6 +196,10 @@ class Graphs:
         """Let the dispatcher pad only to sizes that were captured for every kind of graph."""
         compilation, dispatcher = self.compilation, self.dispatcher
         kept = [size for size in compilation.cudagraph_capture_sizes if size not in sizes]
+        if dispatcher.cudagraph_mode == CUDAGraphMode.FULL:
+            # With a smaller size gone, batches of the next larger one have more padding.
+            kept = fitting_sizes(kept, self.max_num_reqs, self.max_model_len)
+            sizes.update({*compilation.cudagraph_capture_sizes} - {*kept})
         compilation.cudagraph_capture_sizes = kept
         compilation.max_cudagraph_capture_size = max(kept, default=0)
         mode = dispatcher.cudagraph_mode if kept else CUDAGraphMode.NONE
@@ -173,33 +214,6 @@ class Graphs:
         logger.warning("Graphs that were captured: %s.", sizes_left)
 
     # ----------------------------------------------------------------- steps
-
-    @staticmethod
-    def set_capture_lengths(
-        metadata: Mapping[str, AscendMetadata],
-        padding: Padding,
-        max_model_len: int,
-        local: LocalGroups | None,
-    ) -> None:
-        """Set the longest lengths in the metadata, for the capture of attention in a full graph.
-
-        Parameters
-        ----------
-        metadata
-            By layer; its lists on the host are replaced.
-        padding
-            Of the graph.
-        max_model_len
-            In tokens.
-        local
-            Groups with chunked local attention.
-        """
-        by_chunks: dict[int | None, Any] = {None: capture_lengths(padding, max_model_len)}
-        if local is not None:
-            by_chunks[local.attention_chunk_size] = local_capture_lengths(padding, local)
-        for each in metadata.values():
-            lengths = by_chunks[each.attention_chunk_size]
-            each.query_start_loc_np, each.seq_lens_np = lengths
 
     def check_padding(self, in_flight: StepInFlight, preparer: Preparer) -> None:
         """On the CPU fallback, check what a graph is about to read past the step.
@@ -252,14 +266,24 @@ class Graphs:
             )
 
 
-def _log_out_of_memory(num_tokens: int, left: list[int], error: Exception) -> None:
+def _is_out_of_resources(error: RuntimeError) -> bool:
+    """Whether a capture failed for want of memory or of streams; fewer sizes then have enough.
+
+    torch_npu has no class of its own for streams, only CANN's number in the text.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_STREAMS in str(error)
+
+
+def _log_left_out(num_tokens: int, left: list[int], error: Exception) -> None:
+    of_memory = isinstance(error, torch.OutOfMemoryError)
     logger.warning(
-        "Out of memory while capturing the graph of %d tokens (%s). Not tried after that: %s. "
-        "Lower "
-        "--gpu-memory-utilization or give fewer cudagraph_capture_sizes.",
+        "Out of %s while capturing the graph of %d tokens (%s). Not tried after that: %s. %sive "
+        "fewer cudagraph_capture_sizes.",
+        "memory" if of_memory else "streams",
         num_tokens,
         str(error).partition("\n")[0],
         ", ".join(map(str, left)) or "nothing",
+        "Lower --gpu-memory-utilization or g" if of_memory else "G",
     )
 
 

@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
@@ -42,13 +43,13 @@ from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
-from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping, requests_are_read, tables_of
 from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
 from vllm_npu_prep.runner.graphs import Graphs
 from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.padding import StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.padding import CacheLimits, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.speculation import LastSamples, Speculation
@@ -142,6 +143,8 @@ class NPUModelRunner(GPUModelRunner):
             self.compilation_config,
             decode_query_len=decode_query_len,
             largest_decode=largest_decode(self.max_num_reqs, decode_query_len, self.max_num_tokens),
+            max_num_reqs=self.max_num_reqs,
+            max_model_len=self.max_model_len,
         )
         self.padding = StepPadding(
             self._dispatch,
@@ -321,7 +324,7 @@ class NPUModelRunner(GPUModelRunner):
             self.step_check.verify(self, scheduler_output)
 
     def _dispatch(
-        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int
+        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
         """Ask upstream for its decision on graph and padding, before a step is prepared."""
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
@@ -331,7 +334,7 @@ class NPUModelRunner(GPUModelRunner):
             num_scheduled_tokens_np=num_scheduled_tokens,
             max_num_scheduled_tokens=max_query_len,
             num_encoder_reqs=num_encoder_reqs,
-            force_eager=batch.takes_embeds,
+            force_eager=eager or batch.takes_embeds,
             allow_microbatching=self._allow_microbatching(num_reqs, num_scheduled_tokens),
         )
 
@@ -352,12 +355,10 @@ class NPUModelRunner(GPUModelRunner):
                 kwargs["force_uniform_decode"],
             )
             if padding is not None:
-                self._prepare_dummy(self.dummy_run, padding, dispatched)
+                self._prepare_dummy(padding, dispatched)
         return dispatched
 
-    def _prepare_dummy(
-        self, dummy_run: DummyRun, padding: Padding, dispatched: tuple[Any, ...]
-    ) -> None:
+    def _prepare_dummy(self, padding: Padding, dispatched: tuple[Any, ...]) -> None:
         """Prepare a step without requests in place of the one that upstream would prepare."""
         step, staged, metadata = self.preparer.prepare_padding_only(padding)
         self._begin_step(StepInFlight(step, staged, metadata, dispatched))
@@ -365,9 +366,6 @@ class NPUModelRunner(GPUModelRunner):
             self.step_check.verify(self, SchedulerOutput.make_empty())
         self.buffers.restore(leave=GRAPH_INPUTS)  # upstream writes made-up lengths to the others
         self.block_tables.is_prepared = True
-        if dummy_run.captures and padding.mode is GraphMode.FULL:
-            local = self.preparer.tables.local
-            self.graphs.set_capture_lengths(metadata, padding, self.max_model_len, local)
 
     def _get_slot_mappings(
         self, num_tokens_padded: int, *args: Any, **kwargs: Any
@@ -582,9 +580,7 @@ class NPUModelRunner(GPUModelRunner):
         """Dummy runs use upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
         self.buffers.restore()
-        self.dummy_run = DummyRun(
-            kwargs.get("force_attention", False), kwargs.get("is_graph_capturing", False)
-        )
+        self.dummy_run = DummyRun(kwargs.get("force_attention", False))
         try:
             return super()._dummy_run(num_tokens, *args, **kwargs)
         finally:
@@ -699,6 +695,12 @@ class NPUModelRunner(GPUModelRunner):
             max_logits_per_req=self.uniform_decode_query_len,
             pin_memory=is_pin_memory_available(),
         )
+        if batch_limits(self.vllm_config).apply:
+            block_size = int(self.preparer.tables.block_sizes.min())
+            limits = CacheLimits(kv_cache_config.num_blocks, block_size)
+            if not kwargs.get("is_profiling"):  # whose cache is small
+                limits.refuse_long_requests(self.max_model_len)
+            self.padding.cache_limits, self.graphs.most_rows = limits, limits.most_rows
         self.recorder = make_recorder(
             self.vllm_config, self.preparer.tables, builders, self.recorder
         )

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from vllm_npu_prep.graph.counts import StepCounts
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph.counts import EAGER, StepCounts
 from vllm_npu_prep.prep.batch import StepBatch
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padding
 from vllm_npu_prep.runner.step import DummyRun
@@ -13,9 +15,55 @@ from vllm_npu_prep.runner.step import DummyRun
 KEPT_DECISIONS = 4096
 """Most padding decisions that are cached. Decodes need one for each batch size."""
 
-Dispatch = Callable[[StepBatch, int, int], tuple[Any, ...]]
-"""Asks upstream's dispatcher. Arguments: the batch, the longest query and the number of requests
-with encoder inputs. The answer begins with the graph mode and the batch descriptor."""
+Dispatch = Callable[[StepBatch, int, int, bool], tuple[Any, ...]]
+"""Asks upstream's dispatcher. Arguments: the batch, the longest query, the number of requests with
+encoder inputs, and whether the step has to run eagerly. The answer begins with the graph mode and
+the batch descriptor."""
+
+
+class CacheLimits(NamedTuple):
+    """Limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
+
+    A full graph is one call for all its requests; an eager step can be split into several.
+
+    Attributes
+    ----------
+    num_blocks
+        Blocks of the cache; those of all requests, padding included, may not exceed them.
+    block_size
+        The smallest of the engine's groups, in tokens.
+    """
+
+    num_blocks: int
+    block_size: int
+
+    @property
+    def most_rows(self) -> int:
+        """Most requests of a full graph, each of which has one block at least."""
+        return min(self.num_blocks, MAX_LENGTHS)
+
+    def allow(self, batch: StepBatch, padding: Padding) -> bool:
+        """Whether one call may serve a batch, with padding requests of one block each."""
+        num_reqs, rows = batch.num_reqs, padding.num_reqs_padded
+        seq_lens = batch.tables.num_computed_tokens[:num_reqs] + batch.num_scheduled_tokens
+        blocks = int((-(-seq_lens // self.block_size)).sum()) + rows - num_reqs
+        return blocks <= self.num_blocks and rows <= MAX_LENGTHS
+
+    def refuse_long_requests(self, max_model_len: int) -> None:
+        """Refuse a cache that is too small for one request, which can't be split.
+
+        Raises
+        ------
+        PrepError
+            Says how long requests may be.
+        """
+        if -(-max_model_len // self.block_size) > self.num_blocks:
+            raise PrepError(
+                f"--max-model-len {max_model_len}: the KV cache has {self.num_blocks} blocks of "
+                f"{self.block_size} tokens, and fused attention of this CANN takes no request that "
+                f"is longer than the cache; give at most {self.num_blocks * self.block_size}, or "
+                "more --kv-cache-memory-bytes"
+            )
 
 
 class Decision(NamedTuple):
@@ -45,6 +93,8 @@ class StepPadding:
     ----------
     counts
         How steps ran.
+    cache_limits
+        What a full graph has to keep, once the cache is allocated; None: nothing.
     """
 
     def __init__(
@@ -58,6 +108,7 @@ class StepPadding:
         self.decode_query_len = decode_query_len
         self.depends_on_counts_only = depends_on_counts_only
         self.counts = StepCounts()
+        self.cache_limits: CacheLimits | None = None
         self._kept: dict[tuple[int, ...], Decision] = {}
 
     def decide(self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int) -> Decision:
@@ -76,26 +127,47 @@ class StepPadding:
         max_query_len = 1
         if num_tokens != num_reqs:
             max_query_len = int(batch.num_scheduled_tokens.max())
+        decision = self._look_up(batch, max_query_len, num_encoder_reqs, num_active_loras)
+        limits = self.cache_limits
+        in_full_graph = decision.padding.mode is GraphMode.FULL
+        if limits is not None and in_full_graph and not limits.allow(batch, decision.padding):
+            decision = self._look_up(
+                batch, max_query_len, num_encoder_reqs, num_active_loras, eager=True
+            )
+        self.counts.add(decision.kind)
+        return decision
+
+    def _look_up(
+        self,
+        batch: StepBatch,
+        max_query_len: int,
+        num_encoder_reqs: int,
+        num_active_loras: int,
+        eager: bool = False,
+    ) -> Decision:
+        """The cached decision for these counts, or a new one."""
         key = (
+            eager,
             batch.takes_embeds,
-            num_tokens,
-            num_reqs,
+            batch.total_num_scheduled_tokens,
+            batch.num_reqs,
             max_query_len,
             num_encoder_reqs,
             num_active_loras,
         )
         decision = self._kept.get(key)
         if decision is None:
-            decision = self._decide(batch, max_query_len, num_encoder_reqs)
+            decision = self._decide(batch, max_query_len, num_encoder_reqs, eager)
             if self.depends_on_counts_only:
                 if len(self._kept) == KEPT_DECISIONS:
                     self._kept.clear()
                 self._kept[key] = decision
-        self.counts.add(decision.kind)
         return decision
 
-    def _decide(self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int) -> Decision:
-        dispatched = self.dispatch(batch, max_query_len, num_encoder_reqs)
+    def _decide(
+        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
+    ) -> Decision:
+        dispatched = self.dispatch(batch, max_query_len, num_encoder_reqs, eager)
         padding = self._padding_of(dispatched, batch.num_reqs)
         num_tokens = batch.total_num_scheduled_tokens
         is_longest = max_query_len == self.decode_query_len
@@ -104,6 +176,8 @@ class StepPadding:
         kind = self.counts.kind(
             padding, num_tokens, uniform_decode, mode, largest, batch.takes_embeds
         )
+        if eager:
+            kind = EAGER + "more blocks than the cache has, shared ones counted for each request"
         return Decision(dispatched, padding, kind)
 
     def of_dummy_run(

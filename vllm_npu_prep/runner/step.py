@@ -27,4 +27,3 @@ class DummyRun(NamedTuple):
     """What upstream asked of the dummy run that is under way."""
 
     attends: bool  # run attention even without a full graph, to warm it up
-    captures: bool  # capture a graph

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KernelFamily
+from vllm_npu_prep.attention.families import FIA, KernelFamily
+from vllm_npu_prep.attention.fused_calls import block_size_of, rules_of
+from vllm_npu_prep.attention.fused_releases import FusedRules
 from vllm_npu_prep.config import PrepConfig, parse_config
-from vllm_npu_prep.device import DeviceKind
+from vllm_npu_prep.device import DeviceKind, cann_version
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
@@ -59,8 +61,22 @@ class Asked:
     @property
     def block_size(self) -> int:
         """Block size that the user gave, or the one that the backend prefers."""
-        cache = self.config.cache_config
-        return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
+        return block_size_of(self.config)
+
+    @property
+    def uses_fused_operator(self) -> bool:
+        """Whether layers call ``npu_fused_infer_attention_score``."""
+        return self.family is FIA
+
+    @cached_property
+    def cann(self) -> str:
+        """Version of the installed CANN; empty if it is not known."""
+        return cann_version(self.kind.device_type)
+
+    @cached_property
+    def fused_rules(self) -> FusedRules:
+        """What the installed fused attention takes; of the newest release if that is not known."""
+        return rules_of(self.config, self.cann)
 
     @property
     def transfer(self) -> "KVTransferConfig | None":

@@ -5,7 +5,7 @@ as far as its documentation and its users tell; ``docs/changing/operators.md`` l
 demanded and on whose word. Nothing here was run on an NPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ascend_emulator.operators import (
@@ -13,10 +13,12 @@ from ascend_emulator.operators import (
     cache_write,
     elementwise,
     fused_attention,
+    fusion_attention,
 )
 from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
 from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
 from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
+from ascend_emulator.operators.fused_kernel_constraints import KERNEL_FAMILIES
 from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
 
 __all__ = [
@@ -37,6 +39,7 @@ class Reference(NamedTuple):
     overload: str
     function: Callable[..., Any]
     on_host: Callable[..., Any] | None = None  # the form that runs on the host, without a launch
+    contiguous: tuple[str, ...] | None = None  # copied if strided; None: what isn't written
 
 
 REFERENCES = (
@@ -56,8 +59,14 @@ REFERENCES = (
         fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
         fused_attention.workspace,
     ),
+    Reference(fusion_attention.FUSION_ATTENTION, "", fusion_attention.fusion_attention),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
-    Reference(cache_write.SCATTER_PA_KV_CACHE, "", cache_write.scatter_pa_kv_cache),
+    Reference(
+        cache_write.SCATTER_PA_KV_CACHE,
+        "",
+        cache_write.scatter_pa_kv_cache,
+        contiguous=cache_write.COPIED_IF_STRIDED,
+    ),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
     Reference(atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention),
     Reference(
@@ -76,6 +85,8 @@ REFERENCES = (
 
 FAMILIES = (
     FUSED_ATTENTION,
+    *KERNEL_FAMILIES,
+    fusion_attention.FUSION_ATTENTION_RULES,
     cache_write.CACHE_WRITE,
     ATB_ATTENTION,
     elementwise.NORMS,
@@ -99,6 +110,7 @@ class RegisterReference(Protocol):
         function: Callable[..., Any],
         overload: str = "",
         on_host: Callable[..., Any] | None = None,
+        contiguous: Sequence[str] | None = None,
     ) -> object:
         """Register `function` for ``name`` and `overload`."""
 
@@ -111,4 +123,5 @@ def install(register_reference: RegisterReference) -> None:
             reference.function,
             overload=reference.overload,
             on_host=reference.on_host,
+            contiguous=reference.contiguous,
         )

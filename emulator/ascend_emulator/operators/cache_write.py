@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ascend_emulator import faults
 from ascend_emulator.operators.constraint import (
     Call,
     Constraint,
@@ -16,6 +17,9 @@ RESHAPE_AND_CACHE = "atb::_npu_reshape_and_cache"
 SCATTER_PA_KV_CACHE = "npu::npu_scatter_pa_kv_cache"
 DTYPES = (torch.float16, torch.bfloat16)
 PADDING_SLOT = -1
+COPIED_IF_STRIDED = ("slot_mapping", "compress_lens", "compress_seq_offsets", "seq_lens")
+"""Keys, values and caches are read and written by their strides, if their last dimension is
+contiguous (``aclnn_scatter_pa_kv_cache.cpp`` of CANN 9.1; older releases are not known)."""
 
 NAME = "cache write"
 record = partial(Constraint, NAME)
@@ -253,6 +257,9 @@ def _write(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
+    num_blocks, block_size = key_cache.shape[:2]
+    slots = faults.apply("slots", slots, num_slots=num_blocks * block_size)
     written = slots != PADDING_SLOT
+    blocks, offsets = slots[written].long() // block_size, slots[written].long() % block_size
     for rows, cache in ((key, key_cache), (value, value_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots[written].long(), rows[written])
+        faults.apply("cache rows", cache)[blocks, offsets] = rows[written]

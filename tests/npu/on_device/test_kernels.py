@@ -33,6 +33,9 @@ LAUNCHES = {
 }
 """How many launches a kernel may take, and its arguments."""
 
+HIDDEN_COPIES = {"a draft step": 1, "a draft step in place": 1, "padded next tokens": 3}
+"""Strided tensors that its operators copy first, if there are any."""
+
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_kernel_writes_what_it_does_on_the_cpu_and_reads_nothing_back(name, seed):
@@ -46,4 +49,6 @@ def test_a_kernel_writes_what_it_does_on_the_cpu_and_reads_nothing_back(name, se
         for written, values in launch.run().items():
             assert torch.equal(moved.arguments[written].cpu(), values), written
         assert 0 < counts.launches <= most_launches, counts.nonzero()
-        assert set(counts.nonzero()) == {"launches", "peak_memory_bytes"}, counts.nonzero()
+        assert counts.hidden_copies <= HIDDEN_COPIES.get(name, 0), counts.nonzero()
+        counted = set(counts.nonzero()) - {"hidden_copies"}
+        assert counted == {"launches", "peak_memory_bytes"}, counts.nonzero()

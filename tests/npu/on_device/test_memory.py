@@ -25,6 +25,7 @@ def settings(mode: str, **others) -> dict:
     return {
         "dtype": "float16",
         "max_num_batched_tokens": 1024,
+        "max_model_len": 512,  # one request can hold the padding of 1024 tokens after 512
         "enforce_eager": mode == "NONE",
         "compilation_config": config if mode != "NONE" else {},
         **others,

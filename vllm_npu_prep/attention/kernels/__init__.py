@@ -8,7 +8,10 @@ from typing import Protocol
 import torch
 
 from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.attention.metadata import AscendMetadata
+
+NO_LIMITS = BatchLimits()
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,20 @@ class AttentionCall:
         )
 
 
-def make_kernels(name: str) -> AttentionKernels:
-    """Kernels of a family that start-up accepted; imports that family only."""
+def make_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> AttentionKernels:
+    """Kernels of a family that start-up accepted; imports that family only.
+
+    Parameters
+    ----------
+    name
+        Of the family.
+    limits
+        What each call of ``fia`` has to keep.
+    """
+    if name == "fia":
+        return importlib.import_module(f"{__name__}.fia").FiaKernels(limits)
     module, kernels = {
         "reference": ("reference", "ReferenceKernels"),
-        "fia": ("fia", "FiaKernels"),
         "atb": ("atb", "AtbKernels"),
     }[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), kernels)()

@@ -2,16 +2,21 @@
 
 Sources: the schema and docstring of ``torch_npu.npu_fused_infer_attention_score``; its use in the
 TND layout with a block table follows what the Ascend community runs (the docstring is stricter; to
-be confirmed on hardware).
+be confirmed on hardware). Encoders, which have no cache and no causal mask, call
+``torch_npu.npu_fusion_attention``: the first operator was reported to give a uniform average
+without a mask over fresh K and V (vllm-project/vllm-ascend 13699).
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
-from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, BatchLimits
+from vllm_npu_prep.attention.kernels import NO_LIMITS, AttentionCall, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -20,13 +25,38 @@ CAUSAL_MODE = 3  # rightDownCausal: the constant's diagonal lies on the lower ri
 BAND_MODE = 4  # the same with a lower limit, `pre_tokens` before the diagonal
 
 
+MAX_ENCODED = 1024
+"""Most requests of one call of ``npu_fusion_attention`` in TND (op-plugin's documentation)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests of a step that one call serves.
+
+    Attributes
+    ----------
+    query_ends
+        Cumulative query lengths.
+    seq_lens
+        Of each request.
+    requests, tokens
+        Which of the step's; None: all.
+    """
+
+    query_ends: list[int]
+    seq_lens: list[int]
+    requests: slice | None = None
+    tokens: slice | None = None
+
+
 class FiaKernels:
     """`vllm_npu_prep.attention.kernels.AttentionKernels` on ``npu_fused_infer_attention_score``."""
 
     family = FIA
     workspace_serves_all_lengths = True
 
-    def __init__(self) -> None:
+    def __init__(self, limits: BatchLimits = NO_LIMITS) -> None:
+        self.limits = limits
         self._kv_cache: torch.Tensor | None = None
         self._no_lse: torch.Tensor | None = None
 
@@ -55,21 +85,43 @@ class FiaKernels:
         workspace: torch.Tensor | None = None,
     ) -> None:
         """Attend over the step's own K and V if nothing is cached, else over the cache."""
+        if not metadata.causal:
+            assert key is not None and value is not None, "encoders have no cache"
+            _encode(query, key, value, metadata, layer, output)
+            return
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
-        torch_npu.npu_fused_infer_attention_score.out(
-            query,
-            **self._arguments(key, value, kv_cache, metadata, layer),
-            workspace=workspace,
-            out=[output, self._no_lse],
-        )
+        for part in self._parts(key, kv_cache, metadata):
+            tokens = part.tokens
+            torch_npu.npu_fused_infer_attention_score.out(
+                query if tokens is None else query[tokens],
+                **self._arguments(key, value, kv_cache, metadata, layer, part),
+                workspace=workspace,
+                out=[output if tokens is None else output[tokens], self._no_lse],
+            )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
         """A workspace large enough for all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             call.query,
-            **self._arguments(None, None, call.kv_cache, metadata, call.layer),
+            **self._arguments(None, None, call.kv_cache, metadata, call.layer, _plan(metadata)[0]),
         )
+
+    def _parts(
+        self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: AscendMetadata
+    ) -> list[Part]:
+        """The calls that serve a step, found once for all layers.
+
+        Of a full graph there is one call: `vllm_npu_prep.runner.padding` keeps other steps out.
+        """
+        parts = _plan(metadata)
+        if self.limits.apply and len(parts) == 1 and not metadata.in_full_graph:
+            block_size, most_blocks = 1, 1 << 62
+            if not _is_fresh(key, metadata):
+                cache = self._planes(kv_cache)[0]
+                block_size, most_blocks = cache.shape[1], cache.shape[0]
+            parts = metadata.kernel_plan = _split(metadata, MAX_LENGTHS, block_size, most_blocks)
+        return parts
 
     def _arguments(
         self,
@@ -78,28 +130,34 @@ class FiaKernels:
         kv_cache: torch.Tensor,
         metadata: AscendMetadata,
         layer: LayerShape,
+        part: Part,
     ) -> dict[str, Any]:
         """Arguments after the query.
 
         Lengths are host lists: those of queries are cumulative; those of K and V are cumulative for
         the step's own K and V, and one for each request if K and V are paged.
         """
-        query_ends, seq_lens = _host_lengths(metadata)
         paged: dict[str, Any] = {}
-        if key is not None and metadata.attn_state == AttentionState.PrefillNoCache:
-            kv_lengths = query_ends
+        if _is_fresh(key, metadata):
+            kv_lengths = part.query_ends
+            if part.tokens is not None:
+                assert key is not None and value is not None
+                key, value = key[part.tokens], value[part.tokens]
         else:
-            planes = self._planes(kv_cache)
+            planes, table = self._planes(kv_cache), metadata.block_tables
+            if part.requests is not None:
+                assert table is not None
+                table = table[part.requests]
             key, value = self._flat
-            paged = {"block_table": metadata.block_tables, "block_size": planes[0].shape[1]}
-            kv_lengths = seq_lens
+            paged = {"block_table": table, "block_size": planes[0].shape[1]}
+            kv_lengths = part.seq_lens
         return {
             "key": key,
             "value": value,
             "atten_mask": metadata.attn_mask,
             **_sparse_mode(metadata),
             "input_layout": "TND",
-            "actual_seq_lengths": query_ends,
+            "actual_seq_lengths": part.query_ends,
             "actual_seq_lengths_kv": kv_lengths,
             "num_heads": layer.num_heads,
             "num_key_value_heads": layer.num_kv_heads,
@@ -128,11 +186,95 @@ def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
     return {"sparse_mode": NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE}
 
 
-def _host_lengths(metadata: AscendMetadata) -> tuple[list[int], list[int]]:
-    """Cumulative query lengths and sequence lengths as lists, made once for all layers."""
-    if metadata.kernel_plan is None:
-        metadata.kernel_plan = (
-            metadata.query_start_loc_np[1:].tolist(),
-            metadata.seq_lens_np.tolist(),
+def _is_fresh(key: torch.Tensor | None, metadata: AscendMetadata) -> bool:
+    """Whether a step reads its own K and V, and not the cache."""
+    return key is not None and metadata.attn_state == AttentionState.PrefillNoCache
+
+
+def _encode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    metadata: AscendMetadata,
+    layer: LayerShape,
+    output: torch.Tensor,
+) -> None:
+    """Attend both ways over the step's own K and V: encoders, which are never captured."""
+    parts = _plan(metadata)
+    if len(parts) == 1 and len(parts[0].query_ends) > MAX_ENCODED:
+        parts = metadata.kernel_plan = _split(metadata, MAX_ENCODED)
+    band: dict[str, Any] = {}
+    if metadata.sliding_window is not None:
+        assert metadata.attn_mask is not None
+        reach = metadata.sliding_window - 1
+        mask = metadata.attn_mask.view(torch.bool)  # of int8, which this operator doesn't take
+        band = {"atten_mask": mask, "pre_tockens": reach, "next_tockens": reach}
+        band["sparse_mode"] = BAND_MODE
+    for part in parts:
+        tokens = slice(None) if part.tokens is None else part.tokens
+        attended = torch_npu.npu_fusion_attention(
+            query[tokens],
+            key[tokens],
+            value[tokens],
+            layer.num_heads,
+            "TND",
+            scale=layer.scale,
+            actual_seq_qlen=part.query_ends,
+            actual_seq_kvlen=part.query_ends,
+            **band,
         )
+        output[tokens].copy_(attended[0])
+
+
+def _plan(metadata: AscendMetadata) -> list[Part]:
+    """Lengths as lists, made once for all layers of a step; one part, unless a step was split."""
+    if metadata.kernel_plan is None:
+        lengths = metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist()
+        metadata.kernel_plan = [Part(*lengths)]
     return metadata.kernel_plan
+
+
+def _split(
+    metadata: AscendMetadata,
+    most_requests: int,
+    block_size: int = 1,
+    most_blocks: int = 1 << 62,
+) -> list[Part]:
+    """Cut a step into runs of requests that keep the limits of one call.
+
+    Parameters
+    ----------
+    metadata
+        Of the step.
+    most_requests
+        Of a call.
+    block_size
+        Of the cache, in tokens.
+    most_blocks
+        Most blocks of a call, shared ones counted for each request.
+
+    Returns
+    -------
+    list of Part
+        The plan as it is if one call serves the step.
+    """
+    blocks = (-(-metadata.seq_lens_np // block_size)).tolist()
+    if len(blocks) <= most_requests and sum(blocks) <= most_blocks:
+        return _plan(metadata)
+    starts, seq_lens = metadata.query_start_loc_np.tolist(), metadata.seq_lens_np.tolist()
+
+    def parts() -> Iterator[Part]:
+        first = taken = 0
+        for request, count in enumerate([*blocks, most_blocks]):
+            is_last = request == len(blocks)
+            if is_last or request - first == most_requests or taken + count > most_blocks:
+                if request > first:
+                    start = starts[first]
+                    ends = [end - start for end in starts[first + 1 : request + 1]]
+                    requests = slice(first, request)
+                    tokens = slice(start, starts[request])
+                    yield Part(ends, seq_lens[requests], requests, tokens)
+                first, taken = request, 0
+            taken += count
+
+    return list(parts())

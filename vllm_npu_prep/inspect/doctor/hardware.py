@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_npu_prep.inspect.doctor.finding import Finding, Status, bad_if, failure, ok, warning
+from vllm_npu_prep.attention.fused_releases import OLDEST, release_of
+from vllm_npu_prep.driver import QUEUES, TASK_UPDATES, driver_key, is_older
+from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
 from vllm_npu_prep.inspect.doctor.host import Host, gib
 
 NPU_SMI_SECONDS = 20.0
@@ -79,7 +81,8 @@ class Hardware:
         return failure(name, found, pass_it if self.host.in_container else install)
 
     def _driver(self) -> Finding:
-        name, path = "driver", DRIVER_VERSION
+        folder = self.host.environment.get("ASCEND_DRIVER_PATH")
+        name, path = "driver", f"{folder}/version.info" if folder else DRIVER_VERSION
         try:
             text = self.host.read(path)
         except FileNotFoundError:
@@ -94,6 +97,18 @@ class Hardware:
         version = value_of(text, "Version")
         if version is None:
             return warning(name, f"{path} names no Version", "install the driver again")
+        if is_older(version, TASK_UPDATES):
+            return bad_if(self.host.needs_npu)(
+                name,
+                f"{version}: it can't update captured attention, so full graphs are off",
+                f"install driver {QUEUES} or newer",
+            )
+        if is_older(version, QUEUES):
+            return warning(
+                name,
+                f'{version}: captures may fail with "Alloc sq cq fail"',
+                f"install driver {QUEUES} or newer, or give fewer cudagraph_capture_sizes",
+            )
         return ok(name, version)
 
     def _firmware(self) -> Finding:
@@ -217,10 +232,11 @@ class Hardware:
         """Tool and driver ship together: if their versions differ, one comes from another host."""
         match = re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", text)
         driver = self._driver()
-        if match and driver.status is Status.OK and match[1].lower() != driver.found.lower():
+        told = driver.found.partition(":")[0]
+        if match and driver_key(told) is not None and match[1].lower() != told.lower():
             yield warning(
                 "npu-smi's driver",
-                f"npu-smi talks to driver {match[1]}, version.info says {driver.found}",
+                f"npu-smi talks to driver {match[1]}, version.info says {told}",
                 "mount driver files and npu-smi of the same host, or restart it after an update",
             )
 
@@ -264,11 +280,19 @@ class Hardware:
         table = ".".join(map(str, CANN_IN_TABLE))
         if not numbers:
             return warning("CANN", f"{path} names no version", f"install CANN {table} or newer")
+        release = release_of(version or "")
+        if release is None:
+            return bad_if(self.host.needs_npu)(
+                "CANN",
+                f"{version} in {folder}: what its fused attention takes is not known",
+                f"install CANN {OLDEST.name} or newer",
+            )
         if tuple(map(int, numbers.groups())) < CANN_IN_TABLE:
             wanted = self.host.required.get("torch_npu", "of this plugin")
             return warning(
                 "CANN",
-                f"{version} in {folder}, older than {table}",
+                f"{version} in {folder}, older than {table}; fused attention is checked by the "
+                f"rules of {release.name}",
                 f"install CANN {table} or newer, for torch_npu {wanted}",
             )
         return ok("CANN", f"{version} in {folder}")

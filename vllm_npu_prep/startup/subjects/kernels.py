@@ -1,10 +1,18 @@
 """What a device and its kernel family can't do."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.attention.families import ATB, DEFAULT_BLOCK_SIZE, FIA, KernelFamily
+from vllm_npu_prep.attention.fused_calls import calls_of, head_sizes_of
+from vllm_npu_prep.attention.fused_releases import (
+    OLDEST,
+    RELEASES,
+    FusedCall,
+    FusedRules,
+    release_of,
+)
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, device_name, free_memory
 from vllm_npu_prep.ranks import ranks_on_host
@@ -81,6 +89,82 @@ def does_not_fit(head_size: int, family: KernelFamily) -> bool:
     return head_size > family.max_head_size or bool(head_size % family.head_size_multiple)
 
 
+def _takes_blocks(family: KernelFamily, block_size: int) -> bool:
+    return not block_size % family.block_size_multiple and block_size <= family.max_block_size
+
+
+class RefusedCall(NamedTuple):
+    """A call of fused attention that the installed release does not take."""
+
+    call: FusedCall
+    model: str
+    demand: str  # what it takes
+
+
+def _refused_call(asked: Asked) -> RefusedCall | None:
+    """The first call of the model or of its drafter that the installed release does not take.
+
+    Head sizes that no release takes are the head-size refusals'.
+    """
+    models = [asked.model, asked.drafter] if asked.has_drafter else [asked.model]
+    for model in models:
+        for call in calls_of(model, asked.config.parallel_config, asked.block_size):
+            fits = not does_not_fit(call.head_size, FIA) and _takes_blocks(FIA, call.block_size)
+            demand = asked.fused_rules.refusal(call)
+            if fits and demand is not None:
+                return RefusedCall(call, model.model, demand)
+    return None
+
+
+def _fused_words(asked: Asked) -> dict[str, object]:
+    refused = _refused_call(asked)
+    assert refused is not None
+    call, model, demand = refused
+    heads = counted(call.num_heads, "head")
+    if call.num_kv_heads != call.num_heads:
+        heads += f" over {call.num_kv_heads} of K and V"
+    return {
+        "model": model,
+        "heads": f"{heads} a rank" if asked.config.parallel_config.world_size > 1 else heads,
+        "head_size": call.head_size,
+        "dtype": DTYPE_NAMES[call.dtype],
+        "block_size": call.block_size,
+        "form": call.form.value,
+        "release": asked.fused_rules.release.name,
+        "demand": demand,
+        "remedy": f"use {_what_works(asked)}",
+    }
+
+
+def _what_works(asked: Asked) -> str:
+    """Changes of one thing with which every call is taken."""
+    parallel, rules = asked.config.parallel_config, asked.fused_rules
+    models = [asked.model, asked.drafter] if asked.has_drafter else [asked.model]
+    calls = [call for each in models for call in calls_of(each, parallel, asked.block_size)]
+
+    def work(rules: FusedRules, **changes: Any) -> bool:
+        return all(rules.refusal(replace(call, **changes)) is None for call in calls)
+
+    found = []
+    if work(rules, block_size=DEFAULT_BLOCK_SIZE):
+        found.append(f"--block-size {DEFAULT_BLOCK_SIZE}")
+    for dtype in FIA.dtypes:
+        if str(dtype) != calls[0].dtype and work(rules, dtype=str(dtype)):
+            found.append(f"--dtype {DTYPE_NAMES[str(dtype)]}")
+    if all(_fits_atb(call) for call in calls) and not lacking(asked.model, ATB):
+        found.append(f'{{"{SECTION}": {{"attention": "atb"}}}}')
+    if rules.documented and work(replace(rules, documented=False)):
+        found.append(f'{{"{SECTION}": {{"kernel_rules": "release"}}}}')
+    newest = replace(rules, release=RELEASES[0])
+    if rules.release is not RELEASES[0] and work(newest):
+        found.append(f"CANN {RELEASES[0].name} or newer")
+    return " or ".join([*found, "the CPU fallback"])
+
+
+def _fits_atb(call: FusedCall) -> bool:
+    return not does_not_fit(call.head_size, ATB) and _takes_blocks(ATB, call.block_size)
+
+
 def _cache_bytes(asked: Asked) -> int:
     """Bytes of host memory that the KV caches of this host's ranks are to take."""
     each = asked.config.cache_config.kv_cache_memory_bytes or 0
@@ -152,12 +236,32 @@ LIMITS = (
         "block-size",
         lambda c: (
             c.config.cache_config.user_specified_block_size
-            and c.block_size % c.family.block_size_multiple
+            and not _takes_blocks(c.family, c.block_size)
         ),
         "--block-size {block_size}",
-        "kernel family {family} takes multiples of {multiple}",
+        "kernel family {family} takes multiples of {multiple} up to {largest}",
         "leave the flag out, for blocks of 128",
-        lambda c: {"block_size": c.block_size, "multiple": c.family.block_size_multiple},
+        lambda c: {
+            "block_size": c.block_size,
+            "multiple": c.family.block_size_multiple,
+            "largest": c.family.max_block_size,
+        },
+    ),
+    Refusal(
+        "cann-release",
+        lambda c: c.uses_fused_operator and release_of(c.cann) is None,
+        "CANN {version}",
+        "what its fused attention takes is not known before {oldest}",
+        "install CANN {oldest} or newer",
+        lambda c: {"version": c.cann, "oldest": OLDEST.name},
+    ),
+    Refusal(
+        "fused-attention",
+        lambda c: c.uses_fused_operator and release_of(c.cann) is not None and _refused_call(c),
+        "{heads} of size {head_size} ({dtype}, blocks of {block_size}) in {model}",
+        "for {form}, fused attention of CANN {release} takes {demand}",
+        "{remedy}",
+        _fused_words,
     ),
     Refusal(
         "attention-chunks-in-blocks",
@@ -171,12 +275,12 @@ LIMITS = (
     ),
     Refusal(
         "head-size",
-        lambda c: does_not_fit(c.model.get_head_size(), c.family),
+        lambda c: does_not_fit(max(head_sizes_of(c.model)), c.family),
         "head size {head_size} of {model}",
         "kernel family {family} takes multiples of {multiple} up to {largest}",
         "another family or the CPU fallback may take it",
         lambda c: {
-            "head_size": c.model.get_head_size(),
+            "head_size": max(head_sizes_of(c.model)),
             "multiple": c.family.head_size_multiple,
             "largest": c.family.max_head_size,
         },

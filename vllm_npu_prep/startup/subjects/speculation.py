@@ -4,6 +4,10 @@ from vllm_npu_prep.startup.asked import METHODS, Asked, layer_types
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 from vllm_npu_prep.startup.subjects.kernels import does_not_fit, lacking
 
+MOST_DRAFTS = 15
+"""Most drafts of a decode on NPUs: vllm-project/vllm-ascend asserts a decode length of at most 16
+in the layout TND (``attention_v1.py``)."""
+
 
 def _method(asked: Asked) -> dict[str, object]:
     return {"method": asked.speculative.method}
@@ -44,6 +48,20 @@ SPECULATION = (
         "speculation over pipeline stages",
         "drafts need a rank that has all layers of the model",
         "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "many-drafts",
+        lambda c: (
+            c.family.device_type == "npu" and c.speculative.num_speculative_tokens > MOST_DRAFTS
+        ),
+        "num_speculative_tokens {number}",
+        "attention of NPUs is not known to take decodes of more than {most} tokens",
+        "give at most {drafts}",
+        lambda c: {
+            "number": c.speculative.num_speculative_tokens,
+            "most": MOST_DRAFTS + 1,
+            "drafts": MOST_DRAFTS,
+        },
     ),
     Refusal(
         "parallel-drafting",

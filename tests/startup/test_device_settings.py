@@ -1,0 +1,35 @@
+"""What the plugin sets on a host with devices."""
+
+import os
+
+import pytest
+import torch
+
+from vllm_npu_prep import device, platform
+from vllm_npu_prep.compat import activation
+
+
+def test_a_thread_of_vllms_gets_the_device(monkeypatch):
+    given = []
+    monkeypatch.setattr(platform, "set_device", given.append)
+    platform.NPUPlatform.set_device(torch.device("cpu"))
+    assert given == [torch.device("cpu")]
+    device.set_device(torch.device("cpu"))  # needs none
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, "expandable_segments:True"), ("max_split_size_mb:64", "max_split_size_mb:64")],
+    ids=["unset", "the user's"],
+)
+def test_the_allocator_extends_its_segments_unless_the_user_wants_something_else(
+    monkeypatch, before, after
+):
+    monkeypatch.delenv(activation.ALLOCATOR_ENV_VAR, raising=False)
+    if before is not None:
+        monkeypatch.setenv(activation.ALLOCATOR_ENV_VAR, before)
+    monkeypatch.setattr(activation, "choose_device", lambda: device.NPU_KIND)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert activation.activate_platform() == activation.PLATFORM_CLASS
+    assert os.environ[activation.ALLOCATOR_ENV_VAR] == after
+    monkeypatch.delenv(activation.ALLOCATOR_ENV_VAR)

@@ -1,0 +1,95 @@
+"""The calls of the fused operator that an engine makes, and what its CANN makes of them."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE
+from vllm_npu_prep.attention.fused_releases import (
+    RELEASES,
+    BatchLimits,
+    Form,
+    FusedCall,
+    FusedRules,
+    release_of,
+)
+from vllm_npu_prep.config import decisions_of, parse_config
+from vllm_npu_prep.device import cann_version
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
+WINDOW_FORMS = (Form.WINDOW, Form.PAGED_WINDOW)
+OTHER_FORMS = (Form.PROMPT, Form.CHUNK, Form.DECODE)
+
+
+def block_size_of(vllm_config: "VllmConfig") -> int:
+    """Block size that the user gave, or the one that the backend prefers."""
+    cache = vllm_config.cache_config
+    return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
+
+
+def head_sizes_of(model: "ModelConfig") -> tuple[int, ...]:
+    """Head sizes of a model's layers; some models have larger heads in layers without a window."""
+    larger = getattr(model.hf_text_config, "global_head_dim", None)
+    return tuple(dict.fromkeys((model.get_head_size(), larger or model.get_head_size())))
+
+
+def calls_of(
+    model: "ModelConfig", parallel: "ParallelConfig", block_size: int
+) -> Iterator[FusedCall]:
+    """Every call that a rank makes for a model.
+
+    Parameters
+    ----------
+    model
+        The served model, or a drafter.
+    parallel
+        Tensor parallelism divides its heads.
+    block_size
+        Of the cache, in tokens.
+    """
+    if model.attn_type == "encoder_only" or model.use_mla:  # no calls of this operator
+        return
+    heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    for form in _forms(model):
+        for head_size in head_sizes_of(model):
+            yield FusedCall(form, str(model.dtype), *heads, head_size, block_size)
+
+
+def _forms(model: "ModelConfig") -> tuple[Form, ...]:
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    has_window = model.get_sliding_window() is not None or "sliding_attention" in kinds
+    if not has_window:
+        return OTHER_FORMS
+    all_have = not kinds - {"sliding_attention"}
+    return WINDOW_FORMS if all_have else (*OTHER_FORMS, *WINDOW_FORMS)
+
+
+def rules_of(vllm_config: "VllmConfig", cann: str | None = None) -> FusedRules:
+    """The rules of a version of CANN; those of the newest if it is not known, or too old.
+
+    Parameters
+    ----------
+    vllm_config
+        The engine's config.
+    cann
+        Version of CANN; by default the installed one.
+    """
+    if cann is None:
+        cann = cann_version(vllm_config.device_config.device_type)
+    release = release_of(cann) or RELEASES[0]
+    options = parse_config(vllm_config.additional_config)
+    return FusedRules(release, options.kernel_rules == "documented")
+
+
+def batch_limits(vllm_config: "VllmConfig") -> BatchLimits:
+    """What the batches of an engine have to keep; nothing with other kernel families."""
+    if decisions_of(vllm_config).attention != "fia":
+        return BatchLimits()
+    models: list[Any] = [vllm_config.model_config]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        models.append(speculative.draft_model_config)
+    sizes = vllm_config.parallel_config, block_size_of(vllm_config)
+    calls = [call for model in models for call in calls_of(model, *sizes)]
+    return rules_of(vllm_config).limits(calls) if calls else BatchLimits()

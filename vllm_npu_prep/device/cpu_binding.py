@@ -1,0 +1,77 @@
+"""Runs a rank on the CPUs of its NPU's NUMA node, where copies and launches take the shortest way.
+
+Hosts with NPUs have four or eight nodes (Kunpeng). vllm-project/vllm-ascend binds its ranks too
+(``cpu_binding.py``). A host whose topology can't be read is left as it is.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+TOPOLOGY = ("npu-smi", "info", "-t", "topo")
+TOPOLOGY_SECONDS = 10.0
+
+
+def cpus_of_devices(topology: str) -> dict[int, set[int]]:
+    """CPUs near each NPU of the host.
+
+    Parameters
+    ----------
+    topology
+        What ``npu-smi info -t topo`` prints: a row ``NPU<n>`` for each, whose last column lists
+        CPUs as ``0-23,96``.
+    """
+    found = {}
+    for line in topology.splitlines():
+        match = re.match(r"\s*NPU(\d+)\s.*\s(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\s*$", line)
+        if match:
+            cpus: set[int] = set()
+            for part in match[2].split(","):
+                first, _, last = part.partition("-")
+                cpus.update(range(int(first), int(last or first) + 1))
+            found[int(match[1])] = cpus
+    return found
+
+
+def physical_device(index: int, visible: str | None) -> int | None:
+    """Number on the host of the visible device `index`; None if the variable doesn't tell.
+
+    Parameters
+    ----------
+    index
+        Among visible devices.
+    visible
+        Value of ``ASCEND_RT_VISIBLE_DEVICES``; None if it is unset.
+    """
+    if visible is None:
+        return index
+    numbers = [each.strip() for each in visible.split(",")]
+    return int(numbers[index]) if index < len(numbers) and numbers[index].isdigit() else None
+
+
+def bind_to_device(index: int) -> str:
+    """Bind all threads of this process to the CPUs near a device.
+
+    Parameters
+    ----------
+    index
+        Of the device among visible ones.
+
+    Returns
+    -------
+    str
+        What was done, for the log; empty if nothing was.
+    """
+    number = physical_device(index, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
+    try:
+        ran = subprocess.run(TOPOLOGY, capture_output=True, text=True, timeout=TOPOLOGY_SECONDS)
+        near = cpus_of_devices(ran.stdout).get(-1 if number is None else number, set())
+        allowed = os.sched_getaffinity(0)
+        if not near & allowed or allowed <= near:
+            return ""  # unknown, or of another part of the host than this container; or done
+        for thread in Path("/proc/self/task").iterdir():  # later threads inherit it
+            os.sched_setaffinity(int(thread.name), near & allowed)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{len(near & allowed)} of {len(allowed)} CPUs, which are near NPU {number}"
