@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "fused pass", "copy", "metadata")
-"""Phases of `NPUModelRunner._prepare_inputs`; the fused pass also decides the state."""
+"""Scopes of the six stages of `NPUModelRunner._prepare_inputs`; "fused pass" includes the state."""
 
 STEP = "step "
 """Scope with the step's numbers: the last one of each preparation, of zero length."""
