@@ -7,6 +7,7 @@ third: the head sizes and block sizes that are expected to be served, in this fi
 
 import functools
 import itertools
+import json
 
 import pytest
 import torch
@@ -169,6 +170,7 @@ def test_a_release_before_8_5_has_one_kernel():
 
 
 SHARED_PREFIX = """
+import json
 import sys
 from tests.helpers.engine import engine, generate, greedy, runner_of
 
@@ -184,7 +186,7 @@ settings = {
     "enable_prefix_caching": True,
     "enforce_eager": False,
     "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8]},
-    "additional_config": {"npu_prep": {"kernel_rules": "documented"}},
+    "additional_config": {"npu_prep": json.loads(sys.argv[2])},
 }
 if __name__ == "__main__":
     with engine(sys.argv[1], **settings) as llm:
@@ -197,13 +199,22 @@ if __name__ == "__main__":
 """
 
 
-def test_many_requests_that_share_a_prefix_are_served_where_their_blocks_are_limited(tmp_path):
+@pytest.mark.parametrize(
+    ("profile", "heads", "options"),
+    [
+        ("docs", (64, 4, 2), {"kernel_rules": "documented"}),
+        ("8.5", (192, 2, 2), {}),  # PFA
+    ],
+    ids=["docs", "PFA of 8.5"],
+)
+def test_many_requests_that_share_a_prefix_are_served_where_their_blocks_are_limited(
+    tmp_path, profile, heads, options
+):
     """18 blocks, shared ones counted for each of 6 requests, in a cache of 14: the card would
     refuse the graph of 8 requests, and any one call."""
-    model = make_model(
-        tmp_path / "model", head_dim=64, num_attention_heads=4, num_key_value_heads=2
-    )
+    sizes = dict(zip(("head_dim", "num_attention_heads", "num_key_value_heads"), heads))
+    model = make_model(tmp_path / "model", **sizes)
     script = tmp_path / "shared_prefix.py"
     script.write_text(SHARED_PREFIX)
-    result = emulate(str(script), str(model), options=("--profile", "docs"))
+    result = emulate(str(script), str(model), json.dumps(options), options=("--profile", profile))
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -1,8 +1,9 @@
 """Each served combination of heads, blocks and release gives attention as its formula says.
 
-The plugin's own code makes each call (`vllm_npu_prep.attention.kernels.fia`), over a torch_npu whose
-operators are the references of the emulated card, on the host and without a process of its own. The
-results are held against `vllm_npu_prep.verify.formulas`, which shares no code with the references.
+The plugin's own code makes each call (`vllm_npu_prep.attention.kernels.fia`), over a torch_npu
+whose operators are the references of the emulated card, on the host and without a process of its
+own. The results are held against `vllm_npu_prep.verify.formulas`, which shares no code with the
+references.
 """
 
 import functools
