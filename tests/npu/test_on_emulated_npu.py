@@ -228,7 +228,7 @@ REFUSED = {
         "additional_config": {"npu_prep": {"attention": "atb"}},
         "compilation_config": {"cudagraph_mode": "FULL"},
     },
-    "takes none": {
+    "supports only these: none": {
         "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
         "enable_chunked_prefill": False,
     },

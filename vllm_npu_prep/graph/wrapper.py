@@ -57,6 +57,8 @@ class GraphWrapper(CUDAGraphWrapper):
         first that failed.
         """
         left, taken = self.graph_pool, current_platform.graph_pool_handle()
+        if current_platform.get_global_graph_pool() == left:
+            type(current_platform)._global_graph_pool = taken  # of later engines in this process
         for wrapper in GraphWrapper._all_instances:
             if wrapper.graph_pool == left:
                 wrapper.graph_pool = taken
