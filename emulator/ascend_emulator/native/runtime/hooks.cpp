@@ -1,0 +1,36 @@
+// What HCCL, a library of its own, uses of the runtime (declared in hccl/runtime_api.h).
+#include <string>
+#include <utility>
+
+#include "memory.h"
+#include "options.h"
+#include "report.h"
+#include "stream.h"
+
+using namespace emulator;
+
+// A kernel that is counted under one name and appears in messages under another.
+ACL_API aclError emulator_launch_collective(aclrtStream handle, const char* kernel,
+                                            const char* name, void (*run)(void*),
+                                            void (*destroy)(void*), void* argument,
+                                            const Access* accesses, size_t access_count) {
+  std::shared_ptr<void> owned(argument, destroy);
+  count_kernel(kernel);
+  Task task;
+  task.name = name;
+  task.accesses.assign(accesses, accesses + access_count);
+  task.run = [run, owned](Actor&) { run(owned.get()); };
+  return enqueue(stream_of(handle), std::move(task));
+}
+
+ACL_API int emulator_misuse(int status, const char* message) {
+  return misuse(static_cast<acl::Status>(status), message);
+}
+
+ACL_API int emulator_fault_is_pending() { return fault_is_pending(); }
+
+ACL_API int emulator_is_allocated(const void* address, size_t size) {
+  return is_device(address) && is_within_allocation(address, size);
+}
+
+ACL_API int emulator_hang_seconds() { return options().hang_seconds; }
