@@ -271,6 +271,8 @@ Result initialise(uint32_t count, const char* root, uint32_t rank, const Config*
   }
   auto comm = std::make_shared<Communicator>(segment, buffers);
   *out = comm.get();
+  const auto label = "the buffers of communicator " + segment->name();
+  emulator_name_object(comm.get(), label.c_str());
   std::lock_guard lock(handles().mutex);
   handles().live[comm.get()] = comm;
   return kSuccess;

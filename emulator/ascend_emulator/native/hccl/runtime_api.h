@@ -20,6 +20,7 @@ int emulator_launch_collective(void* stream, const char* kernel, const char* tas
                                const emulator_access* accesses, size_t access_count);
 int emulator_misuse(int status, const char* message);
 int emulator_hang_seconds();
+void emulator_name_object(const void* address, const char* name);
 int aclrtGetDevice(int32_t* device);
 int aclrtGetLogicDevIdByUserDevId(int32_t user, int32_t* logical);
 int aclrtMallocAlign32(void** address, size_t size, int policy);

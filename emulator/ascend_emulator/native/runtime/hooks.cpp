@@ -1,4 +1,6 @@
 // What HCCL, a library of its own, uses of the runtime (declared in hccl/runtime_api.h).
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -7,7 +9,36 @@
 #include "report.h"
 #include "stream.h"
 
+namespace emulator {
+namespace {
+
+struct Names {
+  std::mutex mutex;
+  std::map<const void*, std::string> by_address;
+};
+
+Names& names() {
+  static Names& instance = *new Names;
+  return instance;
+}
+
+}  // namespace
+
+std::string name_of_object(const void* address) {
+  std::lock_guard lock(names().mutex);
+  auto it = names().by_address.find(address);
+  return it == names().by_address.end() ? "" : it->second;
+}
+
+}  // namespace emulator
+
 using namespace emulator;
+
+// An object of the host that tasks access as they do device memory, and its name in messages.
+ACL_API void emulator_name_object(const void* address, const char* name) {
+  std::lock_guard lock(names().mutex);
+  names().by_address[address] = name;
+}
 
 // A kernel that is counted under one name and appears in messages under another.
 ACL_API aclError emulator_launch_collective(aclrtStream handle, const char* kernel,
