@@ -29,7 +29,7 @@ HCCL_LIBRARY = "libhccl.so"
 HCCL_OTHER_NAME = "libhcomm.so"  # from which torch_npu takes the calls that begin and end a group
 LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
 # torch_npu is linked against these, too; one library stands for all of them.
-OTHER_NAMES = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+OTHER_NAMES = ("opapi", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
 LARGEST_PAUSE = 30.0
 """Longest time between two lines about a build, in seconds; it doubles from line to line."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
