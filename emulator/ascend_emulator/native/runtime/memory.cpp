@@ -123,7 +123,6 @@ bool find_room(const Memory& m, int device, size_t size, size_t* offset) {
 
 aclError allocate(void** out, size_t size, bool pooled) {
   const int device = current_device();
-  if (device < 0) return fail(acl::kNoContext, "no device was set before allocating");
   if (!out || !size) return misuse(acl::kInvalidParameter, "allocation of nothing");
   auto& m = memory();
   std::lock_guard lock(m.mutex);
@@ -243,13 +242,13 @@ Held held_memory() {
 using namespace emulator;
 
 ACL_API aclError aclrtMalloc(void** address, size_t size, int /*policy*/) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return allocate(address, size, false);
 }
 
 // What torch_npu's allocators call, and nobody else.
 ACL_API aclError aclrtMallocAlign32(void** address, size_t size, int /*policy*/) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return allocate(address, size, true);
 }
 
@@ -259,8 +258,8 @@ ACL_API aclError aclrtFree(void* address) {
 }
 
 ACL_API aclError aclrtGetMemInfo(int /*kind*/, size_t* free_bytes, size_t* total_bytes) {
-  EMULATOR_CALL();
-  const int device = std::max(current_device(), 0);  // asking needs no device
+  EMULATOR_DEVICE_CALL();
+  const int device = current_device();
   auto& m = memory();
   std::lock_guard lock(m.mutex);
   if (!reserve(m)) return fail(acl::kOutOfMemory, "the host can't reserve the devices' memory");
