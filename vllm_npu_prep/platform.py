@@ -16,6 +16,7 @@ from vllm_npu_prep.device import (
     choose_device,
     device_name,
     graph_pool,
+    set_device,
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
@@ -77,7 +78,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one."""
+        """Device of this thread; vLLM's thread for asynchronous outputs begins without one."""
+        set_device(device)
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:

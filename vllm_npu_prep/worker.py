@@ -24,6 +24,7 @@ from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
+from vllm_npu_prep.runner.outputs import OutputsInFlight
 from vllm_npu_prep.server.record_signal import survive_signals
 from vllm_npu_prep.startup.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.wording import counted
@@ -45,6 +46,7 @@ class NPUWorker(Worker):
         if vllm_config.profiler_config.profiler is not None:
             kernels.let_profiler_run(vllm_config.device_config.device_type)
         super().__init__(vllm_config, *args, **kwargs)
+        self._outputs = OutputsInFlight()
 
     def init_device(self) -> None:
         """Set up kernels, the device and the process group, then build the runner.
@@ -174,7 +176,7 @@ class NPUWorker(Worker):
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
         try:
-            return super().execute_model(*args, **kwargs)
+            return self._keep(super().execute_model(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
             raise
@@ -182,10 +184,15 @@ class NPUWorker(Worker):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
         try:
-            return super().sample_tokens(*args, **kwargs)
+            return self._keep(super().sample_tokens(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
             raise
+
+    def _keep(self, output: Any) -> Any:
+        if not self.prep_device.computes_on_host:  # else copies are complete when they return
+            self._outputs.keep(output)
+        return output
 
     def _save_steps(self, error: BaseException) -> None:
         if self.model_runner.recorder is not None:

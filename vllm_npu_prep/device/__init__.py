@@ -219,6 +219,14 @@ def has_collectives(device_type: str) -> bool:
     return True
 
 
+def set_device(device: torch.device) -> None:
+    """Make a device that of the calling thread; nothing to do on the CPU."""
+    if device.type == "npu":
+        from vllm_npu_prep.device import npu
+
+        npu.set_device(device)
+
+
 def graph_pool(device_type: str) -> Any:
     """Handle of a memory pool for graphs; None on the CPU."""
     if device_type == "npu":

@@ -24,6 +24,11 @@ def has_collectives() -> bool:
         return True
 
 
+def set_device(device: torch.device) -> None:
+    """Make an NPU that of the calling thread."""
+    torch_npu.npu.set_device(device)
+
+
 def soc_name(device_id: int = 0) -> str:
     """Name of the chip, such as ``Ascend910B1``."""
     return torch_npu.npu.get_device_name(device_id)

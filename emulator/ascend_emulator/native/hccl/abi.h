@@ -21,6 +21,7 @@ enum Result : int {
   kUnavailable = 7,
   kSystemCall = 8,
   kTimeout = 9,
+  kRuntime = 15,
   kRemote = 21,
   kOutOfMemory = 24,
 };

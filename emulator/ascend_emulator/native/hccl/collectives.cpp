@@ -101,6 +101,7 @@ struct Request {
   // Calls of one communicator share its buffers, so the program has to order them.
   Result launch(std::function<void(const Call&)> work) {
     if (status) return status;
+    if (emulator_note_communication(stream, comm.get())) return kRuntime;  // no streams are left
     const bool is_captured = emulator_is_capturing(stream);
     if (is_captured)
       call.capture = comm->next_capture();
@@ -235,41 +236,50 @@ Result one_transfer(Request& request, Transfer item) {
   return kSuccess;
 }
 
-// What HCCL takes of the device: two buffers for each communicator.
-Result take_buffers(uint32_t megabytes, int device, const std::string& name, void** out) {
+// vllm-project/vllm-ascend leaves 40 streams to each communication group when it counts those that
+// graphs may take (vllm_ascend/utils.py, v0.18).
+constexpr int kStreams = 40;
+constexpr uint32_t kBufferMegabytes = 200;
+
+// Two buffers of HCCL_BUFFSIZE, and streams; the result is the status.
+Result take_resources(uint32_t megabytes, const std::string& name, Resources& out) {
   if (const char* text = std::getenv("HCCL_BUFFSIZE"); megabytes == kNotSet && text && *text)
     megabytes = static_cast<uint32_t>(std::strtoul(text, nullptr, 10));
-  constexpr uint32_t kDefault = 200;
-  if (megabytes == kNotSet || megabytes == 0) megabytes = kDefault;
-  if (aclrtMallocAlign32(out, (size_t{2} * megabytes) << 20, 0) == 0) return kSuccess;
-  return refuse(kOutOfMemory, "HCCL: communicator " + name + " needs 2 x " +
-                                  std::to_string(megabytes) + " MB of npu:" +
-                                  std::to_string(device) +
-                                  ", which has less left: lower HCCL_BUFFSIZE, or leave room");
+  if (megabytes == kNotSet || megabytes == 0) megabytes = kBufferMegabytes;
+  const auto whose = "communicator " + (name.empty() ? "without a name" : name);
+  if (aclrtMallocAlign32(&out.buffers, (size_t{2} * megabytes) << 20, 0))
+    return refuse(kOutOfMemory, "HCCL: " + whose + " needs 2 x " + std::to_string(megabytes) +
+                                    " MB of npu:" + std::to_string(out.device) +
+                                    ", which has less left: lower HCCL_BUFFSIZE, or leave room");
+  if (emulator_take_streams(out.device, kStreams, whose.c_str())) return kRuntime;
+  out.streams = kStreams;
+  return kSuccess;
 }
 
 Result initialise(uint32_t count, const char* root, uint32_t rank, const Config* config,
                   void** out) {
   if (!root || !out) return refuse(kPointer, "HCCL: communicator without root info");
-  int32_t user = 0, device = 0;
-  if (aclrtGetDevice(&user) || aclrtGetLogicDevIdByUserDevId(user, &device))
+  Resources resources;
+  int32_t device = 0;
+  if (aclrtGetDevice(&resources.device) ||
+      aclrtGetLogicDevIdByUserDevId(resources.device, &device))
     return refuse(kInternal, "HCCL: rank " + std::to_string(rank) +
                                  " joins without a device (torch.npu.set_device)");
-  std::string name;
+  std::string name, why;
   const bool has_name = config && config->size >= offsetof(Config, name) + kNameBytes;
   if (has_name) name.assign(config->name, strnlen(config->name, kNameBytes - 1));
-  void* buffers = nullptr;
-  const uint32_t megabytes = config ? config->buffer_megabytes : kNotSet;
-  if (const auto status = take_buffers(megabytes, device, name, &buffers)) return status;
-  Result status = kSuccess;
-  std::string why;
-  auto* segment = Segment::join(root, static_cast<int>(count), static_cast<int>(rank), device, name,
-                                &status, &why);
-  if (!segment) {
-    aclrtFree(buffers);
-    return refuse(status, why);
+  Result status = take_resources(config ? config->buffer_megabytes : kNotSet, name, resources);
+  Segment* segment = nullptr;
+  if (!status) {
+    segment = Segment::join(root, static_cast<int>(count), static_cast<int>(rank), device, name,
+                            &status, &why);
+    if (!segment) refuse(status, why);
   }
-  auto comm = std::make_shared<Communicator>(segment, buffers);
+  if (status) {
+    resources.give_back();
+    return status;
+  }
+  auto comm = std::make_shared<Communicator>(segment, resources);
   *out = comm.get();
   const auto label = "the buffers of communicator " + segment->name();
   emulator_name_object(comm.get(), label.c_str());

@@ -29,8 +29,14 @@ bool same(const Call& a, const Call& b) {
 
 }  // namespace
 
-Communicator::Communicator(Segment* segment, void* device_buffer)
-    : segment_(segment), device_buffer_(device_buffer) {}
+void Resources::give_back() {
+  if (buffers) aclrtFree(buffers);
+  if (streams) emulator_give_streams(device, streams);
+  *this = {};
+}
+
+Communicator::Communicator(Segment* segment, Resources resources)
+    : segment_(segment), resources_(resources) {}
 
 Communicator::~Communicator() = default;
 
@@ -50,7 +56,7 @@ void Communicator::destroy() {
     emulator_fault(message.c_str());
   }
   segment_->leave();
-  if (device_buffer_) aclrtFree(device_buffer_);
+  resources_.give_back();
 }
 
 bool Communicator::report(const Call& call) {

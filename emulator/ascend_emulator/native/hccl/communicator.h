@@ -12,6 +12,15 @@
 
 namespace hccl {
 
+// What HCCL takes of a device for a communicator; given back with it.
+struct Resources {
+  int device = 0;  // as the process numbers it
+  void* buffers = nullptr;
+  int streams = 0;
+
+  void give_back();
+};
+
 struct Transfer {
   bool is_send;
   int peer;
@@ -26,8 +35,7 @@ struct Transfer {
 
 class Communicator {
  public:
-  // `device_buffer` is what HCCL would take of the device; it is freed with the communicator.
-  Communicator(Segment* segment, void* device_buffer);
+  Communicator(Segment* segment, Resources resources);
   ~Communicator();
 
   Segment& segment() { return *segment_; }
@@ -69,7 +77,7 @@ class Communicator {
   bool report(const Call& call);
 
   std::unique_ptr<Segment> segment_;
-  void* device_buffer_;
+  Resources resources_;
   std::mutex turn_;  // one call at a time: two streams without an order are a hazard
   uint64_t number_ = 0, pieces_ = 0;
   std::atomic<uint64_t> captured_{0};

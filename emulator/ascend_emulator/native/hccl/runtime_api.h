@@ -18,6 +18,9 @@ int emulator_is_capturing(void* stream);
 int emulator_launch_collective(void* stream, const char* kernel, const char* task,
                                void (*run)(void*), void (*destroy)(void*), void* argument,
                                const emulator_access* accesses, size_t access_count);
+int emulator_note_communication(void* stream, const void* group);
+int emulator_take_streams(int device, int count, const char* wanted_for);
+void emulator_give_streams(int device, int count);
 int emulator_misuse(int status, const char* message);
 int emulator_hang_seconds();
 void emulator_name_object(const void* address, const char* name);
