@@ -43,13 +43,13 @@ class NPURankProbe(RankProbe):
         return len(self._outputs)
 
 
-def images() -> list[dict[str, Any]]:
-    """Prompts with and without images."""
+def image_requests() -> list[Any]:
+    """Requests with and without images."""
     from tests.helpers.vision import chat, make_image
 
     first, question = make_image(SEED), "What is a slot mapping?"
     second = chat(make_image(SEED + 1, 90, 60), " or ", first, question)
-    return [each.prompt() for each in (chat(first, question), chat(question), second)]
+    return [chat(first, question), chat(question), second]
 
 
 async def traffic(ranks: Ranks, inputs: list[Any], loras: list[Any] | None) -> dict[str, Any]:
@@ -88,7 +88,10 @@ def run(model: Path, case: str) -> dict[str, Any]:
         settings["skip_tokenizer_init"] = False
     elif feature:
         settings |= drafts_of(model, feature)
-    inputs = images() if feature == "images" else prompts(scheduling)
+    if feature == "images":
+        inputs: list[Any] = [each.prompt() for each in image_requests()]
+    else:
+        inputs = prompts(scheduling)
     return serve_on_ranks(model, settings, partial(traffic, inputs=inputs, loras=loras))
 
 
