@@ -146,9 +146,13 @@ def check_streams(streams: int, hccl_streams: int) -> None:
         If torch_npu could not start with so few, or a device does not have so many.
     """
     if not FEWEST_STREAMS <= streams <= MOST_STREAMS:
-        raise EmulatorError(f"--streams {streams} is not between {FEWEST_STREAMS} and {MOST_STREAMS}")
+        raise EmulatorError(
+            f"--streams {streams} is not between {FEWEST_STREAMS} and {MOST_STREAMS}"
+        )
     if not 0 <= hccl_streams <= streams:
-        raise EmulatorError(f"--hccl-streams {hccl_streams} is not between 0 and --streams {streams}")
+        raise EmulatorError(
+            f"--hccl-streams {hccl_streams} is not between 0 and --streams {streams}"
+        )
 
 
 def write_driver_info(folder: Path, version: str) -> None:

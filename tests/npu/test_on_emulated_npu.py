@@ -1,7 +1,7 @@
 """The plugin on npu:0: the unmodified torch_npu on the emulated Ascend runtime.
 
 Each test starts a process under ``vllm-npu-prep emulate``, where hazards are errors. What only
-hardware can show (numerics, speed, layout limits of real kernels, HCCL) is not shown here.
+hardware can show (numerics, speed, layout limits of real kernels) is not shown here.
 """
 
 import json

@@ -65,7 +65,11 @@ def on_ranks(request, folder, model, tmp_path_factory):
         names = []
         for params in selected(request, test_tokens_are_those_of_the_cpu_fallback):
             case = params["case"]
-            of = request.getfixturevalue("vision_models") / "qwen2_5_vl" if "images" in case else model
+            of = (
+                request.getfixturevalue("vision_models") / "qwen2_5_vl"
+                if "images" in case
+                else model
+            )
             names.append(f"{of}:{case}")
         out = tmp_path_factory.mktemp("on_ranks") / "tokens.json"
         report = out.with_name("report.json")
@@ -121,4 +125,7 @@ def tokens_of_transformers(folder: Path) -> list[list[int]]:
 
     requests = image_requests()
     made = Reference(folder, torch.float16)
-    return [made.answers(requests[:1], 4)[0].tokens, *(a.tokens for a in made.answers(requests, 12))]
+    return [
+        made.answers(requests[:1], 4)[0].tokens,
+        *(a.tokens for a in made.answers(requests, 12)),
+    ]
