@@ -37,6 +37,7 @@ GROUPS: dict[str, dist.ProcessGroup] = {}
 
 
 def run_rank(rank: int, ranks: int, sizes: list[int], calls: int, folder: str) -> None:
+    """Time both backends as one rank; rank 0 writes what all of them measured."""
     torch.npu.set_device(rank)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("hccl", store=store, rank=rank, world_size=ranks)
@@ -63,6 +64,7 @@ def run_rank(rank: int, ranks: int, sizes: list[int], calls: int, folder: str) -
 
 
 def main() -> None:
+    """Start the ranks and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes, each with its device")
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 8], help="sizes in MB")

@@ -110,13 +110,14 @@ def test_every_other_collective_moves_what_it_should(ranks):
             parts = list(own(6 * n).chunk(n)) if rank == 3 else None
             dist.scatter(part, parts, 3)
             assert torch.equal(part.cpu(), of(3, 6 * n).chunk(n)[rank])
-            pieces = [torch.empty(6, device="npu", dtype=INT) for _ in range(n)] if not rank else None
-            dist.gather(own(6), pieces, 0)
-            assert rank or [p.cpu().tolist() for p in pieces] == [of(r, 6).tolist() for r in range(n)]
+            pieces = [torch.empty(6, device="npu", dtype=INT) for _ in range(n)]
+            dist.gather(own(6), pieces if rank == 0 else None, 0)
+            assert rank or [p.tolist() for p in pieces] == [of(r, 6).tolist() for r in range(n)]
 
             even = torch.empty(2 * n, device="npu", dtype=INT)
             dist.all_to_all_single(even, own(2 * n))
-            assert torch.equal(even.cpu(), torch.cat([of(r, 2 * n).chunk(n)[rank] for r in range(n)]))
+            chunks = [of(r, 2 * n).chunk(n)[rank] for r in range(n)]
+            assert torch.equal(even.cpu(), torch.cat(chunks))
             # Rank a sends (a + b) % 3 elements to rank b, some of them none; one piece is large.
             sizes = [[(a + b) % 3 for b in range(n)] for a in range(n)]
             sizes[1][2] = 1_000_000
@@ -188,7 +189,8 @@ def test_uneven_gathers_and_scatters(ranks):
             assert of_all.cpu().tolist() == [1.0] * 3 + [0.0] + [3.0] * 5
             assert hccl.HcclReduceScatterV(address(of_all), numbers(SIZES), numbers(AT),
                                            address(part), count, F32, SUM, handle, stream) == 0
-            assert part.cpu().tolist() == [3.0 * (rank + 1)] * SIZES[rank] + [0.0] * (5 - SIZES[rank])
+            wanted = [3.0 * (rank + 1)] * SIZES[rank]
+            assert part.cpu().tolist() == wanted + [0.0] * (5 - len(wanted))
             assert hccl.HcclBarrier(handle, stream) == 0
             torch.npu.synchronize()
             assert hccl.HcclCommDestroy(handle) == 0

@@ -1,6 +1,6 @@
 """Engines of several ranks on emulated NPUs: tokens, steps and copies of every rank, as JSON.
 
-python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/FULL_AND_PIECEWISE MODEL:bfloat16/pp2/sync/eager
+python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat16/pp2/sync/eager
 
 A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
 images. Prompts and settings are those of `tests.npu.generate`.
