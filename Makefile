@@ -83,7 +83,7 @@ mutants: install ## plant bugs one at a time, in slices; the suite has to catch 
 
 VLLM ?=
 compat: install .cache/tiny-qwen3 ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
-	@[ -n "$(VLLM)" ] || { echo "compat: which release? make compat VLLM=0.33.0" >&2; exit 2; }
+	@[ -n "$(VLLM)" ] || { echo "compat: name a release: make compat VLLM=0.33.0" >&2; exit 2; }
 	@PYTHON=$(PY) scripts/compat.sh $(VLLM) .cache/compat/$(VLLM)
 	@MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy .cache/compat/$(VLLM)/bin/python -m tests.compat --start .cache/tiny-qwen3 \
 	  --log .cache/compat/$(VLLM).log

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import demo
 
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
 QUESTION = "What is a slot mapping?"
@@ -121,7 +121,11 @@ class Stopper:
 
     def finish(self) -> int:
         """Wait for the server's end; a server that ends unasked is a failure."""
-        with waiting("Waiting for the server to stop", say) if self.requested else nullcontext():
+        with (
+            log_while_waiting("Waiting for the server to stop", log)
+            if self.requested
+            else nullcontext()
+        ):
             code = self.server.wait()
         if code or self.requested:
             return code
@@ -138,7 +142,7 @@ class Stopper:
 def wait_until_ready(server: subprocess.Popen, port: int, stop: Stopper) -> bool:
     """Poll the health check; False if the server ended or was told to stop."""
     deadline = time.monotonic() + START_SECONDS
-    with waiting("Waiting for the server", say):
+    with log_while_waiting("Waiting for the server", log):
         while server.poll() is None and not stop.requested and time.monotonic() < deadline:
             try:
                 with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
@@ -148,7 +152,7 @@ def wait_until_ready(server: subprocess.Popen, port: int, stop: Stopper) -> bool
     return False
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print at once, between the server's own lines."""
     print(line, flush=True)
 

@@ -70,7 +70,7 @@ def train(model, tokenizer) -> dict[str, Update]:
         optimizer.zero_grad()
         loss = float(result.loss.detach())
         if epoch % 5 == 0:
-            tiny_model.say(
+            tiny_model.log(
                 f"  epoch {epoch:2d} of at most {MAX_EPOCHS}  loss {loss:.4f} (goal {LOSS_GOAL})"
             )
         if loss < LOSS_GOAL:

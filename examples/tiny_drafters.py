@@ -258,7 +258,7 @@ def train(drafter, target: PreTrainedModel, ids: torch.Tensor, labels: torch.Ten
         done = sum(rates) / STEPS >= RATE_GOAL
         if done or epoch % 5 == 0:
             shown = " ".join(f"{rate:.0%}" for rate in rates) + f" (goal {RATE_GOAL:.0%})"
-            tiny_model.say(f"  epoch {epoch:2d} of at most {MAX_EPOCHS}  accepted {shown}")
+            tiny_model.log(f"  epoch {epoch:2d} of at most {MAX_EPOCHS}  accepted {shown}")
         if done:
             break
     return rates
@@ -305,7 +305,7 @@ def make(out: Path, demo_model: Path) -> Path:
         ids, labels = tiny_model.encode(tokenizer, tiny_model.exchanges())
         for method, drafter in make_drafters(target, labels):
             size = sum(p.numel() for p in drafter.parameters()) / 1e6
-            tiny_model.say(f"{method}: {size:.1f} million parameters")
+            tiny_model.log(f"{method}: {size:.1f} million parameters")
             train(drafter, target, ids, labels)
             drafter.save(folder / method)
 

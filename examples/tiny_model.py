@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 HERE = Path(__file__).parent
 TEXT = HERE / "tiny_model_text.txt"
@@ -73,13 +73,13 @@ def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -
     """
     stamp = out / STAMP
     if stamp.exists() and stamp.read_text() == recipe:
-        say(f"{what}: {out} is up to date")
+        log(f"{what}: {out} is up to date")
         return out
-    say(f"{what}: making {out} (under a minute on an idle machine) ...")
+    log(f"{what}: making {out} (under a minute on an idle machine) ...")
     part = out.with_name(out.name + f".part{os.getpid()}")
     child = multiprocessing.get_context("fork").Process(target=fill, args=(part,))
     child.start()
-    with waiting(what, say):
+    with log_while_waiting(what, log):
         child.join()
     if child.exitcode:
         raise RuntimeError(f"{what}: {out} could not be made, see above")
@@ -89,7 +89,7 @@ def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -
     return out
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a line at once, also into a pipe."""
     print(line, flush=True)
 
@@ -180,7 +180,7 @@ def train(model, tokenizer) -> float:
         optimizer.zero_grad()
         loss = float(result.loss.detach())
         if epoch % 20 == 0:
-            say(f"  epoch {epoch:3d} of at most {MAX_EPOCHS}  loss {loss:.4f} (goal {LOSS_GOAL})")
+            log(f"  epoch {epoch:3d} of at most {MAX_EPOCHS}  loss {loss:.4f} (goal {LOSS_GOAL})")
         if loss < LOSS_GOAL:
             break
     model.eval()
@@ -205,7 +205,7 @@ def _fill(folder: Path) -> None:
     model.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    say(f"demo model: {size:.1f} million parameters, loss {loss:.4f}")
+    log(f"demo model: {size:.1f} million parameters, loss {loss:.4f}")
 
 
 def main() -> None:

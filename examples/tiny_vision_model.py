@@ -150,7 +150,7 @@ def _fill(folder: Path) -> None:
     """Save each model with its processor."""
     tokenizer = make_tokenizer()
     for name in NAMES:
-        tiny_model.say(f"{name}: model and processors")
+        tiny_model.log(f"{name}: model and processors")
         make_model(name, tokenizer).save_pretrained(folder / name)
         make_processor(name, tokenizer).save_pretrained(folder / name)
 

@@ -8,14 +8,14 @@
 # PYTHON is an interpreter of an environment that `make install` made.
 set -euo pipefail
 
-[ $# = 2 ] || { echo "compat: a version and a folder; see the top of $0" >&2; exit 2; }
+[ $# = 2 ] || { echo "compat: give a version and a folder; see the top of $0" >&2; exit 2; }
 version=$1
 venv=$(realpath -m "$2")
 root=$(cd "$(dirname "$0")/.." && pwd)
 constraints=$venv.txt
 stamp=$venv/.installed
 
-say() { printf '\033[1mcompat:\033[0m %s\n' "$*"; }
+log() { printf '\033[1mcompat:\033[0m %s\n' "$*"; }
 fail() { echo "compat: $*" >&2; exit 1; }
 source_to() {
   VLLM_VERSION_OVERRIDE=$version VLLM_TARGET_DEVICE=empty "$PYTHON" -m pip download --quiet \
@@ -29,17 +29,17 @@ unset PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 available=$("$PYTHON" -m pip index versions --json --no-binary vllm vllm 2>/dev/null |
   "$PYTHON" -c 'import json, sys; print(*json.load(sys.stdin)["versions"])') ||
-  fail "no package index answers: which releases of vLLM there are is not known"
+  fail "no package index answers, so the releases of vLLM are not known"
 case " $available " in
   *" $version "*) ;;
-  *) fail "the package index has no source of vLLM $version; it has $available" ;;
+  *) fail "the package index has no source of vLLM $version; available: $available" ;;
 esac
 
-say "making $venv (some minutes)"
+log "making $venv (some minutes)"
 mkdir -p "$(dirname "$venv")"
 download=$(mktemp -d)
 trap 'rm -rf "$download"' EXIT
-source_to "$download" || fail "setup.py of vLLM $version fails beside torch of .venv"
+source_to "$download" || fail "setup.py of vLLM $version fails with the torch of .venv"
 "$PYTHON" - "$download/vllm-$version.tar.gz" >"$constraints" <<'PYTHON'
 import sys
 import tarfile
@@ -56,7 +56,7 @@ for requirement in map(Requirement, about.get_all("Requires-Dist")):
     if requirement.name in ("torch", "torchvision"):
         print(f"{requirement.name}{requirement.specifier}")
 PYTHON
-say "$(tr '\n' ' ' <"$constraints")"
+log "$(tr '\n' ' ' <"$constraints")"
 
 install() { "$root/scripts/install.sh" --venv "$venv" --constraints "$constraints" --steps "$1"; }
 pip() { "$venv/bin/python" -m pip install --quiet --no-deps "$@"; }
@@ -72,7 +72,7 @@ PIP_NO_DEPS=1 install vllm,torchvision
 cd "$root"
 "$venv/bin/python" -m tests.compat.requirements | while read -r requirement; do
   "$venv/bin/python" -m pip install --quiet "$requirement" </dev/null >/dev/null 2>&1 ||
-    say "$requirement: can't be installed"
+    log "$requirement: can't be installed"
 done
 # Without dependencies: those are the pinned vLLM and its torch.
 PYTHONWARNINGS=ignore pip --no-build-isolation --editable "$root"

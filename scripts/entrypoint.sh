@@ -26,10 +26,10 @@ case ${NPU_PREP_DOCTOR:=refuse} in
   refuse | show)
     if ! vllm-npu-prep doctor; then
       if [ "$NPU_PREP_DOCTOR" = refuse ]; then
-        echo "entrypoint: not started, for the failures above; NPU_PREP_DOCTOR=show starts all the same" >&2
+        echo "entrypoint: not started, because of the failures above; to start anyway, set NPU_PREP_DOCTOR=show" >&2
         exit 2
       fi
-      echo "entrypoint: started in spite of the failures above (NPU_PREP_DOCTOR=show)" >&2
+      echo "entrypoint: starting despite the failures above (NPU_PREP_DOCTOR=show)" >&2
     fi
     ;;
   *)

@@ -28,7 +28,7 @@ packages_of_tools() {
   for tool in $build_tools; do
     file=$(command -v "$tool") || continue
     file=$(readlink -f "$file")
-    "$@" "$file" 2>/dev/null || echo "image: $file is of no package, and stays" >&2
+    "$@" "$file" 2>/dev/null || echo "image: $file belongs to no package, and is kept" >&2
   done
 }
 
@@ -47,7 +47,7 @@ remove_build_tools() {
     # shellcheck disable=SC2086
     [ -z "$found" ] || rpm --erase --nodeps $found
   else
-    fail "neither apt-get nor rpm in the base image: which packages are compilers?"
+    fail "the base image has neither apt-get nor rpm, so its compilers can't be found and removed"
   fi
 }
 
@@ -65,11 +65,11 @@ give() {
   chown -R "$1:" "$2"
 }
 
-[ $# -gt 0 ] || fail "which step? See the top of $0"
+[ $# -gt 0 ] || fail "no step given; the top of $0 lists them"
 step=$1
 shift
 case $step,$# in
   soc,1 | user,3 | give,2) "$step" "$@" ;;
   remove-build-tools,0) remove_build_tools ;;
-  *) fail "no step $step with $# arguments; see the top of $0" ;;
+  *) fail "no step "$step" with $# arguments; the top of $0 lists the steps" ;;
 esac

@@ -264,7 +264,9 @@ def main() -> None:
     """Build, look, serve."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="stage of the Dockerfile to build")
-    parser.add_argument("--base", required=True, type=Path, help="stands for the base image")
+    parser.add_argument(
+        "--base", required=True, type=Path, help="file system that stands for the base image"
+    )
     parser.add_argument("--work", required=True, type=Path, help="folder for the stages")
     parser.add_argument(
         "--build-arg",
@@ -273,9 +275,17 @@ def main() -> None:
         metavar="NAME=VALUE",
         help="as of docker build; may be repeated",
     )
-    parser.add_argument("--secret", type=Path, help="pip.conf")
-    parser.add_argument("--bind", type=Path, action="append", default=[], help="is there, too")
-    parser.add_argument("--serve", type=Path, metavar="MODEL", help="start it with this model")
+    parser.add_argument("--secret", type=Path, help="pip.conf for the build")
+    parser.add_argument(
+        "--bind",
+        type=Path,
+        action="append",
+        default=[],
+        help="path of this host to add; may be repeated",
+    )
+    parser.add_argument(
+        "--serve", type=Path, metavar="MODEL", help="serve this model with the result"
+    )
     args = parser.parse_args()
     if os.geteuid():
         parser.error("chroot needs root")

@@ -30,8 +30,8 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-say() { printf '\033[1minstall:\033[0m %s\n' "$*"; }
-heading() { say "$number/$num_steps $*"; }
+log() { printf '\033[1minstall:\033[0m %s\n' "$*"; }
+heading() { log "$number/$num_steps $*"; }
 fail() { echo "install: $*" >&2; exit 1; }
 
 is_supported() {
@@ -70,9 +70,9 @@ step_torch() {
   pip_install "torch==$(version torch)" setuptools setuptools-scm setuptools-rust wheel packaging \
     cmake ninja jinja2
   if ls "$venv"/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1; then
-    say "    this is a CUDA build: the CPU fallback runs with it, the emulated Ascend runtime does not."
-    say "    For that, name an index or a folder with CPU builds in PIP_EXTRA_INDEX_URL or"
-    say "    PIP_FIND_LINKS, and run: make clean install"
+    log "    this is a CUDA build: the CPU fallback runs with it, the emulated Ascend runtime does not."
+    log "    For that, name an index or a folder with CPU builds in PIP_EXTRA_INDEX_URL or"
+    log "    PIP_FIND_LINKS, and run: make clean install"
   fi
 }
 
@@ -100,7 +100,7 @@ step_torchvision() {
   cp "$root/vllm_npu_prep/torchvision_import.py" "$hook.py"
   echo 'import _npu_prep_torchvision_import as hook; hook.install()' >"$hook.pth"
   run -c 'import torchvision' || fail "torchvision can't be imported, see above"
-  say "    this build is for another torch: importing it works, operators like nms do not"
+  log "    this build is for another torch: importing it works, operators like nms do not"
 }
 
 step_plugin() {
@@ -123,8 +123,8 @@ step_emulator() {
   # Not in site-packages: there, "import torch" would load it and fail for want of Ascend libraries.
   pip_install --no-deps --upgrade --target "$venv/npu-emulator" "torch_npu==$(version torch_npu)"
   # Where it can't be built (no compiler, a CUDA build of torch), its command says why when it is used.
-  say "    building its libraries (under a minute)"
-  "$venv/bin/ascend-emulator" --quiet -- true >/dev/null 2>&1 || say "    not built: ascend-emulator -- true says why"
+  log "    building its libraries (under a minute)"
+  "$venv/bin/ascend-emulator" --quiet -- true >/dev/null 2>&1 || log "    not built; to see why, run: ascend-emulator -- true"
 }
 
 step_caches() {
@@ -133,9 +133,9 @@ step_caches() {
   package=$(run -c 'import vllm_npu_prep; print(*vllm_npu_prep.__path__)')
   run -m compileall -q "$package"
   run - <<'PYTHON'
-from vllm_npu_prep.observe import kept_step
+from vllm_npu_prep.observe import step_snapshot
 from vllm_npu_prep.prep import batch
-kept_step.warm_up(batch.warm_up())
+step_snapshot.warm_up(batch.warm_up())
 PYTHON
   run - <<'PYTHON' >/dev/null 2>&1 || true
 # vLLM inspects an architecture once, in a process of its own, and caches what it found.
@@ -153,7 +153,7 @@ step_trim() {
 for step in ${steps//,/ }; do
   case ,$all_steps,trim, in
     *,"$step",*) ;;
-    *) fail "unknown step $step; there are $all_steps,trim" ;;
+    *) fail "unknown step $step; steps are $all_steps,trim" ;;
   esac
 done
 
@@ -179,4 +179,4 @@ for step in ${steps//,/ }; do
   "step_$step"
 done
 [ -z "$want" ] || echo "$want" >"$stamp"
-say "done in $((SECONDS - start)) s"
+log "done in $((SECONDS - start)) s"

@@ -46,39 +46,39 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="session")
-def say(request) -> Callable[[str], None]:
+def log(request) -> Callable[[str], None]:
     """Prints a line where whoever runs the tests sees it at once, not at a failure only."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         with capture.global_and_fixture_disabled():
             print(line, file=sys.stderr, flush=True)
 
-    return say
+    return log
 
 
 @pytest.fixture(scope="session")
-def demo_model(say) -> Path:
+def demo_model(log) -> Path:
     """Folder of the demo model."""
-    return make_demo("tiny_model.py", "tiny-qwen3", say)
+    return make_demo("tiny_model.py", "tiny-qwen3", log)
 
 
 @pytest.fixture(scope="session")
-def demo_drafters(demo_model, say) -> Path:
+def demo_drafters(demo_model, log) -> Path:
     """Folder with a drafter of the demo model for each method that has one."""
-    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters", say)
+    return make_demo("tiny_drafters.py", "tiny-qwen3-drafters", log)
 
 
 @pytest.fixture(scope="session")
-def demo_adapter(demo_model, say) -> Path:
+def demo_adapter(demo_model, log) -> Path:
     """Folder of the demo model's LoRA adapter."""
-    return make_demo("tiny_adapter.py", "tiny-qwen3-polite", say)
+    return make_demo("tiny_adapter.py", "tiny-qwen3-polite", log)
 
 
 @pytest.fixture(scope="session")
-def vision_models(say) -> Path:
+def vision_models(log) -> Path:
     """Folder of the tiny models that see, one in each folder in it."""
-    return make_demo("tiny_vision_model.py", "tiny-vision", say)
+    return make_demo("tiny_vision_model.py", "tiny-vision", log)
 
 
 SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "emulator", "graph")

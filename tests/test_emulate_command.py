@@ -33,4 +33,4 @@ def test_its_help_and_its_errors_are_those_of_the_emulator():
     done = subprocess.run([*EMULATE, "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: ascend-emulator") and "--hazards" in done.stdout
     done = subprocess.run([*EMULATE, "--memory", "lots", "--", "true"], capture_output=True)
-    assert done.returncode == 2 and b"is no size" in done.stderr
+    assert done.returncode == 2 and b"is not a size" in done.stderr

@@ -253,11 +253,11 @@ def test_virtual_requests_of_chunked_local_attention_are_explained(capsys):
 
 
 IMAGE_BAD = [
-    ("requests.0.multimodal.0.offset", 7, "items follow one another"),
+    ("requests.0.multimodal.0.offset", 7, "items must not overlap"),
     ("requests.0.multimodal.0.size", 7, "unknown key; allowed: modality, offset, length"),
     ("requests.0.multimodal", [IMAGE, IMAGE], "requests.0.multimodal.1: image from 2 to 6"),
     ("requests.0.mrope_positions", PATCHES[:2], "mrope_dims 3"),
-    ("requests.0.mrope_positions", [row[:5] for row in PATCHES], "num_prompt_tokens 10"),
+    ("requests.0.mrope_positions", [row[:5] for row in PATCHES], "num_prompt_tokens = 10"),
     ("mrope_dims", 0, "mrope_dims 0"),
     ("mrope_dims", 9, "mrope_dims:"),
     ("more_kv_cache_groups.0.block_ids", [[7]], "1 list for 2 requests"),
@@ -270,7 +270,7 @@ IMAGE_BAD = [
     ("more_kv_cache_groups.0.block_ids", [[7], [7, 10]], "block 7 belongs to requests.0 too"),
     ("more_kv_cache_groups.0.window", 4, "(did you mean sliding_window?); allowed: block_size"),
     ("requests.1.block_ids", [0, 0, 0, 6], "requests.1.block_ids.2: block 0"),
-    ("attention_chunk_size", 8, "attention_chunk_size: beside sliding_window"),
+    ("attention_chunk_size", 8, "attention_chunk_size: a group has either this or sliding_window"),
     ("more_kv_cache_groups.0.attention_chunk_size", 12, "12 in blocks of 8; chunks"),
 ]
 
@@ -315,11 +315,11 @@ BAD = [
     ("requests.2.block_ids", [4, 5, 0, 8], "requests.2.block_ids.2: block 0"),
     ("requests.2.block_ids", [4, 5, 6, -8], "requests.2.block_ids.3:"),
     ("requests.2.block_ids", [4, 5, 6, 1 << 30], "exceed 32 bits"),
-    ("requests.2.block_ids", [4, 4, 6, 8], "block 4 stands 2 times"),
+    ("requests.2.block_ids", [4, 4, 6, 8], "block 4 is listed 2 times"),
     ("requests.2.block_ids", [4, 5, 6, 7], "block 7 belongs to requests.1 too"),
     ("requests.2.token_ids", [1, 2, 3], "requests.2.token_ids: 3 ids"),
     ("requests.2.token_ids", [1] * 13, "requests.2.token_ids: 13 ids, past"),
-    ("requests.2.req_id", "0", "req_id '0' stands 2 times"),
+    ("requests.2.req_id", "0", "req_id '0' is given 2 times"),
     ("requests.2.num_draft_tokens", 3, "requests.2.num_draft_tokens:"),
     ("requests.2.num_draft_tokens", 1, "requests.2.draft_token_ids:"),
     ("max_model_len", 10**18, "max_model_len:"),

@@ -24,7 +24,7 @@ def hurried(monkeypatch):
 def test_a_wait_says_how_long_and_how_far_until_it_ends(hurried):
     """Pauses double up to the largest, so that a long wait fills no log."""
     said, done = [], iter(range(100))
-    with progress.waiting("Baking", said.append, lambda: f"{next(done)} of 9"):
+    with progress.log_while_waiting("Baking", said.append, lambda: f"{next(done)} of 9"):
         time.sleep(0.95)
     *during, last = said
     assert all(re.fullmatch(r"Baking: [01] s, \d of 9 \.\.\.", line) for line in during)
@@ -34,7 +34,7 @@ def test_a_wait_says_how_long_and_how_far_until_it_ends(hurried):
 
 def test_a_short_wait_is_not_worth_a_line():
     said = []
-    with progress.waiting("Baking", said.append):
+    with progress.log_while_waiting("Baking", said.append):
         pass
     assert said == []
 
@@ -43,13 +43,13 @@ def test_a_wait_that_fails_is_not_waited_for_any_longer(hurried):
     said = []
 
     def burn() -> None:
-        with progress.waiting("Baking", said.append):
+        with progress.log_while_waiting("Baking", said.append):
             time.sleep(0.15)
             raise OSError("burnt")
 
     with pytest.raises(OSError, match="burnt"):
         burn()
-    assert not [each for each in threading.enumerate() if each.name == "npu_prep waiting"]
+    assert not [each for each in threading.enumerate() if each.name == "npu_prep log_while_waiting"]
 
 
 def test_code_that_is_compiled_is_counted_while_it_lasts(hurried):
@@ -57,7 +57,7 @@ def test_code_that_is_compiled_is_counted_while_it_lasts(hurried):
     functions = [numba.njit(lambda x, y=y: x * y + x**y) for y in range(8)]
     for expected in (True, False):
         said = []
-        with progress.waiting_for_compiled_code(said.append):
+        with progress.log_while_compiling(said.append):
             assert [function(3) for function in functions] == [3 * y + 3**y for y in range(8)]
         counts = [int(n) for line in said for n in re.findall(r", (\d+) functions so far", line)]
         assert (len(counts) > 1 and counts[-1] > counts[0]) == expected
@@ -111,7 +111,7 @@ def test_draining_refuses_new_requests_and_waits_for_old_ones(hurried):
         assert await waited
 
     asyncio.run(live())
-    assert said[0] == "Told to stop: up to 30 s for 2 requests to end."
+    assert said[0] == "Stopping: waiting up to 30 s for 2 requests to finish."
     assert re.fullmatch(r"Draining: 0 s, 2 requests left, \d\d s left \.\.\.", said[1])
     assert said[-1] == "Draining: 0 s in all"
 
@@ -131,7 +131,7 @@ def test_draining_ends_when_its_time_is_up_or_nothing_runs():
 
     late = Drain()
     asyncio.run(live())
-    assert said[-1] == "Not ended after 0 s, and cut: 1 request."
+    assert said[-1] == "Aborting 1 request that did not finish within 0 s."
 
 
 def test_making_a_demo_model_says_that_it_goes_on(hurried, tmp_path, monkeypatch, capfd):

@@ -15,6 +15,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.doctor import add_parser as add_doctor_parser
 from vllm_npu_prep.inspect.replay import add_parser as add_replay_parser
 from vllm_npu_prep.server.record_command import add_parser as add_record_parser
+from vllm_npu_prep.verify.command import add_parser as add_verify_parser
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
@@ -82,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns
     -------
     int
-        0 on success, 1 if steps differ, 2 for bad input or output that can't be written, which get
-        one line and no traceback.
+        0 on success, 1 if something differs, 2 for bad input, a device that is missing, or output
+        that can't be written, which get one line and no traceback.
     """
     # None: our parent has closed it, so nobody reads it.
     output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
@@ -141,32 +142,40 @@ def _parser() -> argparse.ArgumentParser:
         "1 if anything differs.",
     )
     explain.add_argument(
-        "file", type=Path, metavar="FILE", help="a scenario, as JSON; a record, or a folder of some"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a scenario (JSON), a record (.npz), or a folder of records",
     )
-    explain.add_argument("--step", type=int, metavar="N", help="which step of a folder of records")
+    explain.add_argument(
+        "--step", type=int, metavar="N", help="number of the step, for a folder of records"
+    )
     explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
     explain.add_argument("--request", metavar="ID", help="show one request only")
     explain.add_argument(
         "--tokens", metavar="A:B", type=_tokens, help="show tokens A to B - 1 only"
     )
     explain.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page: tables, masks, blocks"
+        "--html", type=Path, metavar="FILE", help="write an HTML page with tables, masks and blocks"
     )
-    explain.add_argument("--png", type=Path, metavar="FILE", help="draw mask and blocks")
+    explain.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw mask and blocks into a PNG file"
+    )
     explain.add_argument(
         "--diff",
         type=Path,
         metavar="FILE",
-        help="show what differs in another step; exit code 1 if anything does",
+        help="compare with another step, and show what differs; exit code 1 if anything does",
     )
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
     add_record_parser(commands)
     add_replay_parser(commands)
+    add_verify_parser(commands)
     commands.add_parser(  # `main` does not come here for it: its options are those of its command
         "emulate",
         help="run a command on emulated Ascend devices",
-        description="Options are those of ascend-emulator, which this becomes.",
+        description="Run ascend-emulator, and take its options.",
         add_help=False,
     )
     return parser
@@ -194,7 +203,8 @@ def _explain(args: argparse.Namespace) -> int:
     if args.diff:
         if args.html or args.png or args.request or args.tokens:
             raise PrepError(
-                "--diff compares whole steps, and prints; of the others it takes --json"
+                "--diff prints what differs between whole steps, and takes no other option but "
+                "--json"
             )
         return _diff(view, _view_of(args.diff, args.step), args.json)
     console = Console()

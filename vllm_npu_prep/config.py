@@ -114,6 +114,9 @@ class PrepConfig(BaseModel):
     check
         Rules that each step is checked for before its launch
         (`vllm_npu_prep.observe.check_level`).
+    probe
+        Whether start-up holds the device's attention against formulas
+        (`vllm_npu_prep.verify.probe`).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -124,6 +127,7 @@ class PrepConfig(BaseModel):
     triton_kernels: Literal["replace", "keep"] = "replace"
     record: RecordConfig | None = None
     check: Literal["off", "cheap", "full"] = "cheap"
+    probe: bool = True
 
 
 def parse_config(additional_config: object) -> PrepConfig:
@@ -296,7 +300,9 @@ def decide(
         form = family.mask_forms[0]
     if form not in family.mask_forms:
         forms = ", ".join(each.value for each in family.mask_forms)
-        raise PrepError(f'"{SECTION}.mask" = "{form.value}": family "{name}" takes {forms}')
+        raise PrepError(
+            f'"{SECTION}.mask" = "{form.value}": kernel family "{name}" supports only {forms} masks'
+        )
     if form == MaskForm.DENSE and not fits:
         raise PrepError(
             f"{size}: raise mask_budget_bytes, lower --max-model-len or "

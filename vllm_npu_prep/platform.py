@@ -255,6 +255,13 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     return off
 
 
+def _describe_probe(wanted: bool) -> str:
+    """Whether the device's attention is held against formulas at start-up."""
+    if KIND == CPU_KIND:
+        return "none: kernels of the CPU fallback are torch's"
+    return "attention and cache writes against formulas" if wanted else "off"
+
+
 def _log_start_up(
     vllm_config: "VllmConfig", decisions: Decisions, notes: list[str], switched_off: list[str]
 ) -> None:
@@ -272,6 +279,7 @@ def _log_start_up(
         f"{scheduler.max_num_batched_tokens} tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
+        f"probe         {_describe_probe(config.probe)}",
     ]
     parallel = vllm_config.parallel_config
     if parallel.use_ray or parallel.world_size_across_dp > 1:

@@ -14,7 +14,7 @@ LARGEST_PAUSE = 30.0
 
 
 @contextlib.contextmanager
-def waiting(
+def log_while_waiting(
     what: str, log: Callable[[str], object], status: Callable[[], str] | None = None
 ) -> Iterator[None]:
     """Log that `what` takes time: after 2, 4, 8, ... seconds, and at its end.
@@ -37,7 +37,7 @@ def waiting(
             log(f"{what}: {seconds:.0f} s" + (f", {status()}" if status else "") + " ...")
             pause = min(seconds, LARGEST_PAUSE)
 
-    teller = threading.Thread(target=tell, daemon=True, name="npu_prep waiting")
+    teller = threading.Thread(target=tell, daemon=True, name="npu_prep log_while_waiting")
     teller.start()
     try:
         yield
@@ -50,14 +50,14 @@ def waiting(
 
 
 @contextlib.contextmanager
-def waiting_for_compiled_code(log: Callable[[str], object]) -> Iterator[None]:
-    """`waiting` while numba loads code from its cache, and compiles missing functions."""
+def log_while_compiling(log: Callable[[str], object]) -> Iterator[None]:
+    """`log_while_waiting` while numba loads code from its cache, and compiles missing functions."""
     from numba.core import event  # slow; not needed by processes that prepare no steps
 
     with (
         event.install_recorder("numba:compile") as compiled,
-        waiting(
-            "Compiling code of the host",
+        log_while_waiting(
+            "Compiling host code",
             log,
             lambda: (
                 counted(sum(each.is_end for _, each in compiled.buffer), "function") + " so far"

@@ -20,13 +20,14 @@ from vllm_npu_prep.compat import kernels
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.ops import register_overrides
-from vllm_npu_prep.progress import waiting, waiting_for_compiled_code
+from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
+from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.outputs import OutputsInFlight
-from vllm_npu_prep.server.record_signal import survive_signals
-from vllm_npu_prep.startup.ranks import rank_across_engines, ranks_on_host
+from vllm_npu_prep.verify.probe import probe_attention, probed_layers
 from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
@@ -64,7 +65,9 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        with waiting(f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info):
+        with log_while_waiting(
+            f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
+        ):
             init_worker_distributed_environment(
                 self.vllm_config,
                 self.rank,
@@ -137,7 +140,7 @@ class NPUWorker(Worker):
         """Run the largest step, to see that it fits and to trace a compiled model."""
         with (
             set_current_vllm_config(self.vllm_config),
-            waiting("Running the largest step", logger.info),
+            log_while_waiting("Running the largest step", logger.info),
         ):
             self.model_runner.profile_run()
 
@@ -147,9 +150,10 @@ class NPUWorker(Worker):
 
         Upstream's version warms kernels of CUDA devices and measures device memory.
         """
-        with waiting_for_compiled_code(logger.info):
+        with log_while_compiling(logger.info):
             self.model_runner.warm_up()
         compilation = self.vllm_config.compilation_config
+        self._probe()
         if not self.model_runner.kv_caches:
             # Memory was not measured, so nothing ran yet, and the model must be traced over
             # upstream's buffers, which start at the beginning of their storage.
@@ -162,6 +166,25 @@ class NPUWorker(Worker):
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
+
+    def _probe(self) -> None:
+        """Hold this device's attention against formulas, before graphs are made of it.
+
+        Not on the CPU fallback, whose kernels the project's tests compare.
+        """
+        config = parse_config(self.vllm_config.additional_config)
+        if self.prep_device.computes_on_host or not config.probe:
+            return
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        compilation = self.vllm_config.compilation_config
+        kinds = probed_layers(
+            self.model_runner.attn_groups,
+            compilation.static_forward_context,
+            self.model_config.dtype,
+        )
+        mode = compilation.cudagraph_mode
+        with log_while_waiting("Probing attention", logger.info):
+            probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         """Start or stop vLLM's profiler, with the phases of the host in its trace."""
@@ -263,8 +286,8 @@ class NPUWorker(Worker):
 
     def _refuse_sleep(self) -> None:
         raise PrepError(
-            "sleep mode is not supported by vllm_npu_prep, memory stays where it is: wake_up lets "
-            "paused requests go on, sleep level 0 pauses them without releasing memory"
+            "sleep mode is not supported by vllm_npu_prep, and no memory was released: wake_up "
+            "resumes paused requests, sleep level 0 pauses them without releasing memory"
         )
 
     def wake_up(self, tags: list[str] | None = None) -> None:

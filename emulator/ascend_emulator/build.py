@@ -59,7 +59,7 @@ def ensure_built() -> Path:
     folder = _cache_folder() / _key(target)
     if (folder / LAUNCHER_LIBRARY).exists():
         return folder
-    _say(f"building into {folder} (once) ...")
+    _log(f"building into {folder} (once) ...")
     start = time.monotonic()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def ensure_built() -> Path:
     except OSError as error:
         raise EmulatorError(
             f"the libraries of the NPU emulator can't be built into {folder.parent}: "
-            f"{error.strerror}; XDG_CACHE_HOME names another place"
+            f"{error.strerror}; set XDG_CACHE_HOME to another folder"
         ) from None
     # Built in another folder and renamed, so that two processes can build at the same time.
     with scratch_folder as scratch:
@@ -79,11 +79,11 @@ def ensure_built() -> Path:
                 raise
         else:
             Path(scratch).mkdir()  # for the context manager to remove
-    _say(f"built in {time.monotonic() - start:.0f} s")
+    _log(f"built in {time.monotonic() - start:.0f} s")
     return folder
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"npu-emulator: {line}", file=sys.stderr, flush=True)
 
 
@@ -98,16 +98,16 @@ def _find_target() -> Target:
     if versions[1] not in SUPPORTED_TORCH_NPU:
         raise EmulatorError(
             f"the NPU emulator is made for torch_npu {' or '.join(SUPPORTED_TORCH_NPU)}, "
-            f"{versions[1]} is installed"
+            f"but {versions[1]} is installed"
         )
     if versions[0].split("+")[0] != versions[1]:
         raise EmulatorError(
-            f"torch_npu {versions[1]} needs torch {versions[1]}, {versions[0]} is installed"
+            f"torch_npu {versions[1]} needs torch {versions[1]}, but {versions[0]} is installed"
         )
     torch = _package_folder("torch")
     if is_cuda_build(torch):
         raise EmulatorError(
-            f"torch in {torch} is a CUDA build, beside which torch_npu does not load: install the "
+            f"torch in {torch} is a CUDA build, with which torch_npu does not load: install the "
             f"CPU build of torch {versions[1]} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
             "where it is)"
         )
@@ -224,7 +224,7 @@ def _results(
             return [job.result() for job in jobs]
         seconds = time.monotonic() - start
         num_done = sum(job.done() for job in all_jobs)
-        _say(f"compiling: {seconds:.0f} s, {num_done} of {len(all_jobs)} files ...")
+        _log(f"compiling: {seconds:.0f} s, {num_done} of {len(all_jobs)} files ...")
         pause = min(seconds, LARGEST_PAUSE)
 
 

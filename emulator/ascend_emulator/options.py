@@ -1,6 +1,7 @@
 """Options of an emulated run, and the environment variables that carry them.
 
-`ascend-emulator` sets the variables; only `native/runtime/options.cpp` reads them.
+`ascend-emulator` sets the variables. `native/runtime/options.cpp` reads them, and the references
+read the profile and the faults.
 """
 
 import difflib
@@ -8,7 +9,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_emulator import profiles
 from ascend_emulator.errors import EmulatorError
+from ascend_emulator.faults import FAULTS_VARIABLE
+from ascend_emulator.profiles import PROFILE, SOC
 
 GIB = 1 << 30
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -30,7 +34,6 @@ CHIPS = (
 """Chips by the names that torch_npu 2.13.0 knows, up to the A3 generation; this runtime knows no
 later ones. torch_npu treats any other name as a chip without features."""
 
-SOC = "NPU_EMULATOR_SOC"
 CANN = "NPU_EMULATOR_CANN"
 DRIVER = "NPU_EMULATOR_DRIVER"
 DEVICES = "NPU_EMULATOR_DEVICES"
@@ -54,7 +57,9 @@ class Options:
 
     soc: str = "Ascend910B1"
     """Name that the runtime reports; torch_npu and plugins derive the generation from it."""
-    cann: str = "9.1.0"
+    profile: str = profiles.DEFAULT
+    """Whose kernels, and whose word, the references follow."""
+    cann: str = profiles.PROFILES[profiles.DEFAULT].cann
     """CANN version that the runtime reports."""
     driver: str = "25.5.1"
     """Driver version that the runtime and the driver's ``version.info`` report."""
@@ -76,6 +81,8 @@ class Options:
     """How long a stream may wait for an external event before it counts as hung."""
     references: tuple[str, ...] = ()
     """Modules with operator references, imported after torch_npu in every process."""
+    faults: tuple[str, ...] = ()
+    """Silent misbehaviour of kernels that is switched on, names of `ascend_emulator.faults`."""
 
     def environment(self, libraries: Path, report_folder: Path) -> dict[str, str]:
         """Environment variables for the command.
@@ -89,6 +96,7 @@ class Options:
         """
         return {
             SOC: self.soc,
+            PROFILE: self.profile,
             CANN: self.cann,
             DRIVER: self.driver,
             DRIVER_FOLDER: str(report_folder / "driver"),
@@ -103,6 +111,7 @@ class Options:
             HANG_SECONDS: str(self.hang_seconds),
             LIBRARIES: str(libraries),
             REFERENCES: ",".join(self.references),
+            FAULTS_VARIABLE: ",".join(self.faults),
         }
 
 
@@ -117,7 +126,9 @@ def check_soc(soc: str) -> str:
     if soc not in CHIPS:
         near = difflib.get_close_matches(soc, CHIPS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise EmulatorError(f"--soc {soc!r} is no chip{hint}; use one of {', '.join(CHIPS)}")
+        raise EmulatorError(
+            f"--soc {soc!r} is not a chip of this emulator{hint}; use one of {', '.join(CHIPS)}"
+        )
     return soc
 
 
@@ -171,5 +182,5 @@ def bytes_of(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
-        raise EmulatorError(f"--memory {text!r} is no size; write for example 512M or 8G")
+        raise EmulatorError(f"--memory {text!r} is not a size; write for example 512M or 8G")
     return int(match[1]) * UNITS[match[2]]

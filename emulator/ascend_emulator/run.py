@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ascend_emulator import __version__
+from ascend_emulator import __version__, faults, profiles
 from ascend_emulator.build import SITE, ensure_built
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import (
@@ -66,7 +66,18 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--soc", default=defaults.soc, help="chip (default: %(default)s)")
     parser.add_argument(
-        "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
+        "--profile",
+        default=os.environ.get(profiles.PROFILE) or profiles.DEFAULT,
+        metavar="NAME",
+        help=f"kernels of a CANN release, or all that the documentation demands: "
+        f"{', '.join(profiles.PROFILES)} (default: {profiles.DEFAULT})",
+    )
+    parser.add_argument("--cann", help="version of CANN (default: the profile's)")
+    parser.add_argument(
+        "--fault",
+        default=os.environ.get(faults.FAULTS_VARIABLE, ""),
+        metavar="NAME[,NAME]",
+        help="silent misbehaviour of kernels to switch on (a wrong name prints the list)",
     )
     parser.add_argument(
         "--driver", default=defaults.driver, help="version of the driver (default: %(default)s)"
@@ -74,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
     )
-    parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--memory", default="8G", help="memory of each device (default: %(default)s)"
+    )
     parser.add_argument(
         "--streams",
         type=int,
@@ -97,7 +110,8 @@ def parser() -> argparse.ArgumentParser:
         "--hazards",
         choices=HAZARDS,
         default=defaults.hazards,
-        help="makes the next sync fail, or is reported only (default: %(default)s)",
+        help="whether a hazard makes the next sync fail, or is only reported (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--hang-seconds",
@@ -139,9 +153,11 @@ def emulate(args: argparse.Namespace) -> int:
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
     check_streams(args.streams, args.hccl_streams)
+    profile = profiles.find(args.profile)
     options = Options(
         soc=check_soc(args.soc),
-        cann=args.cann,
+        profile=profile.name,
+        cann=args.cann or profile.cann,
         driver=check_driver(args.driver),
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
@@ -153,6 +169,7 @@ def emulate(args: argparse.Namespace) -> int:
         report=args.report,
         hang_seconds=args.hang_seconds,
         references=tuple(args.references),
+        faults=tuple(sorted(faults.check(filter(None, args.fault.split(","))))),
     )
     site = [args.site.resolve()] if args.site.is_dir() else []
     sys.path[:0] = map(str, site)
@@ -176,7 +193,7 @@ def emulate(args: argparse.Namespace) -> int:
         _print_summary(report)
     if code == 0 and report["unreported_faults"]:
         for fault in report["unreported_faults"]:
-            _say(f"no sync came after: {fault}")
+            _log(f"never reported, as no sync came after it: {fault}")
         return HAZARD_EXIT_CODE
     return code
 
@@ -216,6 +233,8 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
     processes = [part for part in processes if any(part["calls"].values())]
     report: dict[str, Any] = {
         "soc": options.soc,
+        "profile": options.profile,
+        "faults": list(options.faults),
         "devices": options.devices,
         "delay": options.delay,
         "processes": len(processes),
@@ -230,19 +249,22 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
 
 
 def _print_banner(options: Options) -> None:
-    _say(
+    _log(
         f"{options.devices} emulated {options.soc}, {options.memory_bytes / (1 << 30):g} GiB each, "
-        f"delay {options.delay}, hazards {options.hazards}"
+        f"profile {options.profile} (CANN {options.cann}), delay {options.delay}, "
+        f"hazards {options.hazards}"
     )
-    _say(f"limits: {LIMITS}")
+    if options.faults:
+        _log(f"kernels misbehave on purpose: {', '.join(options.faults)}")
+    _log(f"limits: {LIMITS}")
 
 
 def _print_summary(report: dict[str, Any]) -> None:
     if report["processes"] == 0:
-        _say("the command used no device")
+        _log("the command used no device")
         return
     counted = Counter(report["counters"])
-    _say(
+    _log(
         f"{report['processes']} process(es), {counted['launches']} launches, "
         f"{counted['graph_launches']} graph replays, copies h2d {counted['h2d_copies']} "
         f"d2h {counted['d2h_copies']} d2d {counted['d2d_copies']}, {counted['syncs']} syncs, "
@@ -250,14 +272,14 @@ def _print_summary(report: dict[str, Any]) -> None:
         f"{len(report['leaks'])} leak{'' if len(report['leaks']) == 1 else 's'}"
     )
     if held := report["held_at_exit"]:
-        _say(
+        _log(
             f"at exit torch_npu's allocators held {held['bytes']:,} bytes in {held['blocks']} "
-            "block(s) for tensors and graphs, which end with their process"
+            "block(s) for tensors and graphs, freed when their process ended"
         )
     for kind in ("hazards", "leaks"):
         for text in list(dict.fromkeys(report[kind]))[:10]:
-            _say(f"{kind[:-1]}: {text}")
+            _log(f"{kind[:-1]}: {text}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"npu-emulator: {text}", file=sys.stderr, flush=True)

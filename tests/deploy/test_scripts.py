@@ -257,8 +257,8 @@ def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
     )
     script = (
         "import gc; from numba.core.dispatcher import Dispatcher\n"
-        "from vllm_npu_prep.observe import kept_step; from vllm_npu_prep.prep import batch\n"
-        "kept_step.warm_up(batch.warm_up())\n"
+        "from vllm_npu_prep.observe import step_snapshot; from vllm_npu_prep.prep import batch\n"
+        "step_snapshot.warm_up(batch.warm_up())\n"
         "found = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]\n"
         "found = [one for one in found if one.py_func.__module__.startswith('vllm_npu_prep')]\n"
         "print(batch.__file__, sum(sum(one.stats.cache_misses.values()) for one in found),"
@@ -322,5 +322,5 @@ def test_an_unknown_step_is_refused(tmp_path):
         text=True,
         timeout=30,
     )
-    assert ran.returncode == 1 and "unknown step vlm; there are environment," in ran.stderr
+    assert ran.returncode == 1 and "unknown step vlm; steps are environment," in ran.stderr
     assert not (tmp_path / "venv").exists()

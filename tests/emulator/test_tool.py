@@ -32,9 +32,14 @@ def test_the_banner_states_the_limits_and_the_exit_code_is_the_commands():
 def test_bad_input_gets_one_line():
     for arguments, message in (
         ((), "no command given"),
-        (("--memory", "lots", "--", "true"), "is no size"),
+        (("--memory", "lots", "--", "true"), "is not a size"),
         (("--soc", "Ascend910C1", "--", "true"), "(did you mean Ascend910B1?); use one of Asc"),
-        (("--soc", "Foo", "--", "true"), "'Foo' is no chip; use one of Ascend310B1, "),
+        (
+            ("--soc", "Foo", "--", "true"),
+            "'Foo' is not a chip of this emulator; use one of Ascend310B1, ",
+        ),
+        (("--profile", "9", "--", "true"), "'9' is no profile; use one of 9.1, 8.5, docs"),
+        (("--fault", "slow", "--", "true"), "'slow' is no fault; use some of: uniform-average ("),
         (("--devices", "0", "--", "true"), "not between"),
         (("--", "no-such-command"), "no such command"),
     ):
@@ -64,7 +69,7 @@ def test_the_hook_leaves_another_sitecustomize_alone(tmp_path):
 def test_sizes_are_binary():
     assert bytes_of("512M") == 512 << 20
     assert bytes_of("8g") == bytes_of("8GiB") == 8 << 30
-    with pytest.raises(EmulatorError, match="is no size"):
+    with pytest.raises(EmulatorError, match="is not a size"):
         bytes_of("0")
 
 
@@ -90,7 +95,7 @@ def raise_without_torch_npu(name):
         (
             "importlib.metadata.version",
             lambda name: {"torch": "2.14.0", "torch_npu": "2.13.0"}[name],
-            "needs torch 2.13.0, 2.14.0 is installed",
+            "needs torch 2.13.0, but 2.14.0 is installed",
         ),
         ("shutil.which", lambda name, path=None: None, "install g\\+\\+ and binutils"),
     ],
@@ -108,7 +113,9 @@ def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     target = build.Target("g++", tmp_path, tmp_path, ("2.13.0", "2.13.0"))
     monkeypatch.setattr(build, "_find_target", lambda: target)
-    with pytest.raises(EmulatorError, match=r"file/ascend_emulator: Not a directory; XDG_CACHE"):
+    with pytest.raises(
+        EmulatorError, match=r"file/ascend_emulator: Not a directory; set XDG_CACHE"
+    ):
         build.ensure_built()
 
 

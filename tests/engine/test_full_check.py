@@ -282,10 +282,10 @@ def by(name, change):
 OTHER_STATE = in_metadata(lambda metadata: {"attn_state": AttentionState.SpecDecoding})
 FAULTS = {
     another_ones_block: ("write into another's block", "A", "block 3 of request B, allowed 2"),
-    freed_block: ("write after free", "B", "block 2, which request A gave back, allowed 3"),
+    freed_block: ("write after free", "B", "block 2, which request A freed, allowed 3"),
     block_from_before_preemption: ("stale block", "A", "block 1, which it had before"),
     null_block: ("null block", "A", "given the null block, allowed 1"),
-    block_of_nobody: ("wrong block", "A", "block 33, which nobody was given"),
+    block_of_nobody: ("wrong block", "A", "block 33, which no request was given"),
     blocks_in_another_order: ("wrong block", "A", "block 2, another one of its own, allowed 1"),
     forgotten_block: ("block table", "A", "given 2 blocks, allowed 3"),
     slot_in_its_block: ("slot", "A, token 3, position 3", "given 16, allowed 19"),
@@ -303,7 +303,7 @@ FAULTS = {
     logits_of_another_token: ("logits_indices", "A", "given 18, allowed 19"),
     wrong_state: ("state", None, "given ChunkedPrefill, allowed DecodeOnly"),
     copied_in_part: ("device", None, "on the device is the host's"),
-    buffer_written_too_early: ("staging", None, "stays as it was sent"),
+    buffer_written_too_early: ("staging", None, "must not change before it is used again"),
     device_table_changed: ("device block table", "B", "block 9 at place 0, allowed 3"),
     OTHER_STATE: ("state of layers", None, "given SpecDecoding, allowed PrefillNoCache"),
     by("attn_mask", lambda mask: None): ("mask", None, "given None, allowed (20, 20)"),

@@ -32,7 +32,7 @@ from vllm_npu_prep.inspect.record_difference import first_difference
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.inspect.upstream import UpstreamReplay
-from vllm_npu_prep.observe.kept_step import copy_step, enter_blocks
+from vllm_npu_prep.observe.step_snapshot import copy_step, enter_blocks
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep import batch, oracle
 from vllm_npu_prep.runner import model_runner

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache"
 
 
-def make_demo(script: str, folder: str, say: Callable[[str], object] = print) -> Path:
+def make_demo(script: str, folder: str, log: Callable[[str], object] = print) -> Path:
     """Run a script of examples/ that keeps its result in a folder of the cache.
 
     In a process of its own: training switches torch to deterministic algorithms and seeds it.
@@ -23,19 +23,19 @@ def make_demo(script: str, folder: str, say: Callable[[str], object] = print) ->
         Its name.
     folder
         In the cache.
-    say
+    log
         Takes a line at a time while the result is made, or waited for; none if it is there.
     """
     CACHE.mkdir(exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
-        with waiting(f"{folder}: waiting for a process that makes a demo model", say):
+        with log_while_waiting(f"{folder}: waiting for a process that makes a demo model", log):
             fcntl.flock(lock, fcntl.LOCK_EX)  # let one process train; the others find its result
         command = [sys.executable, ROOT / "examples" / script, "--out", CACHE / folder]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as making:
             assert making.stdout is not None
             for line in making.stdout:
                 if "is up to date" not in line:
-                    say(line.rstrip())
+                    log(line.rstrip())
         if making.returncode:
             raise subprocess.CalledProcessError(making.returncode, command)
     return CACHE / folder

@@ -20,7 +20,7 @@ def why_no_emulator() -> str:
     if not beside.is_dir() and importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed: pip install --no-deps torch_npu==2.13.0"
     if is_cuda_build(Path(torch.__file__).parent):
-        return "torch is a CUDA build, beside which torch_npu does not load"
+        return "torch is a CUDA build, with which torch_npu does not load"
     return ""
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.observe.kept_step import KeptStep, Recorded
+from vllm_npu_prep.observe.step_snapshot import Recorded, StepSnapshot
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.prep.mask import MaskForm
@@ -30,8 +30,8 @@ def record_of(
         tables.num_blocks[group] = (owned * width).max(axis=1)
     req_ids = [f"r{row}" for row in range(step.num_reqs)]
     modalities = ["image"] * len(placeholders.rows)
-    kept = KeptStep.of_step(
+    snapshot = StepSnapshot.of_step(
         number, step, EAGER, req_ids, placeholders, modalities, rows_with_embeds
     )
     recorded = Recorded(groups, MaskForm(mask), mask_itemsize=1)
-    return kept.record(recorded, req_ids, tables.block_table_flat)
+    return snapshot.record(recorded, req_ids, tables.block_table_flat)

@@ -259,7 +259,7 @@ def test_an_array_that_no_record_holds_is_refused_by_its_name(good, name, subcom
     assert main([subcommand, str(path)]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
-    assert f"{path}: holds {name}, which no record of such a step does" in err
+    assert f"{path}: holds {name}, which the record of such a step does not have" in err
 
 
 def test_an_array_with_a_known_name_that_should_not_be_there_differs(tmp_path, capsys):
@@ -447,4 +447,4 @@ def test_counts_that_compiled_code_would_follow_out_of_bounds_are_refused(good, 
     array = np.load(io.BytesIO(members[f"batch.{name}.npy"]))
     array[index] = value
     members[f"batch.{name}.npy"] = npy(array)
-    assert "contradicts itself" in (refusal(path, archive_of(members)) or "")
+    assert "values contradict each other" in (refusal(path, archive_of(members)) or "")

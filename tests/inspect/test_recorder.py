@@ -21,8 +21,8 @@ from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe import recorder as recorder_module
-from vllm_npu_prep.observe.kept_step import Recorded
 from vllm_npu_prep.observe.recorder import StepRecorder
+from vllm_npu_prep.observe.step_snapshot import Recorded
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import step_layout
@@ -166,13 +166,13 @@ def test_a_signal_writes_the_ring_also_between_two_lines_of_the_recorder(make, m
     decodes.record(recorder, 8)
     os.kill(os.getpid(), signal.SIGUSR1)
     check(recorder.folder, decodes, range(3, 8))
-    of_step = recorder_module.KeptStep.of_step
+    of_step = recorder_module.StepSnapshot.of_step
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGUSR1)
         return of_step(*args)
 
-    monkeypatch.setattr(recorder_module.KeptStep, "of_step", interrupted)
+    monkeypatch.setattr(recorder_module.StepSnapshot, "of_step", interrupted)
     decodes.record(recorder, 1)
     check(recorder.folder, decodes, range(3, 9))
     recorder.close()
@@ -188,7 +188,7 @@ def test_a_signal_that_somebody_listens_to_is_left_alone(make, caplog):
         decodes.record(recorder, 2)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [1] and not recorder.folder.exists()
-        assert "SIGUSR1 is taken" in caplog.text
+        assert "SIGUSR1 has another handler" in caplog.text
         recorder.close()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [1, 1]
@@ -274,7 +274,7 @@ def test_a_bug_in_the_recorder_is_one_line_in_the_log(make, caplog, monkeypatch,
     def broken(*_):
         raise RuntimeError("a bug\nin two lines")
 
-    monkeypatch.setattr(recorder_module.KeptStep, place, broken)
+    monkeypatch.setattr(recorder_module.StepSnapshot, place, broken)
     decodes.record(recorder, 5)
     recorder.dump("asked for")
     assert [record.message for record in caplog.records] == [

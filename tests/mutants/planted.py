@@ -473,7 +473,7 @@ MUTANTS = [
         "npu: asynchronous output recorded on no event",
         "compat/torch_names.py",
         "            setattr(torch.cuda, name, stand_in)",
-        '            setattr(torch.cuda, name, InertEvent if name == "Event" else stand_in)',
+        '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)',
         FIA,
     ),
     Mutant(
@@ -1236,7 +1236,7 @@ MUTANTS = [
     ),
     Mutant(
         "records have the block tables of before the ring",
-        "observe/kept_step.py",
+        "observe/step_snapshot.py",
         "block_table_flat[indices[entry]] = staged[first + entry]",
         "pass",
         RECORDS,
@@ -1271,7 +1271,7 @@ MUTANTS = [
     ),
     Mutant(
         "an engine dies of SIGUSR1",
-        "server/record_signal.py",
+        "observe/record_signal.py",
         "signal.signal(signal.SIGUSR1, pass_on)",
         "pass",
         SERVERS,
@@ -1292,7 +1292,7 @@ MUTANTS = [
     ),
     Mutant(
         "a server is found from its own process only",
-        "server/record_client.py",
+        "observe/record_client.py",
         "for each in _and_ancestors(pid) if",
         "for each in [pid] if",
         SERVERS,

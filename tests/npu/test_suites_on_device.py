@@ -21,6 +21,7 @@ ON_DEVICE = {
             "tests/npu/on_device/test_counts.py",
             "tests/npu/on_device/test_graphs.py",
             "tests/npu/on_device/test_kernels.py",
+            "tests/npu/on_device/test_verify_device.py",
         ],
         "8G",
     ),

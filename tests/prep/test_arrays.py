@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
-from vllm_npu_prep.observe import kept_step
+from vllm_npu_prep.observe import step_snapshot
 from vllm_npu_prep.prep import bookkeeping, checks, compiled, fused_pass
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level, PaddingRule
 from vllm_npu_prep.prep.batch import prepare_step
@@ -175,7 +175,7 @@ def test_code_that_was_compiled_for_another_table_is_not_loaded(tmp_path, monkey
     for function in (
         fused_pass.fill_step_at,
         checks.check_step_at,
-        kept_step.copy_step,
+        step_snapshot.copy_step,
         bookkeeping.append_sampled_tokens,
     ):
         assert function.py_func.__qualname__.endswith(compiled.DIGEST)

@@ -223,4 +223,4 @@ def test_shutdown_says_how_many_steps_waited(model, monkeypatch):
         monkeypatch.setattr(
             model_runner.logger, "info", lambda text, *args: said.append(text % args)
         )
-    assert said[-1] == "Staging: 0 of 1 steps waited for a copy."
+    assert said[-1] == "Staging: 0 of 1 steps waited for an earlier copy to the device."

@@ -73,7 +73,7 @@ def test_sizes_without_memory_are_given_up_for_all_kinds_but_not_the_largest_dec
     assert graphs.captured() == (GraphMode.FULL_AND_PIECEWISE, 16)
     assert graphs.dispatcher.initialized == (CUDAGraphMode.FULL_AND_PIECEWISE, 2)
     assert not any(graphs.dispatcher.cudagraph_keys.values())
-    assert any("Left out, too: 6, 1" in line for line in lines)
+    assert any("Not tried after that: 6, 1" in line for line in lines)
 
 
 def test_without_memory_for_any_graph_there_are_none():

@@ -55,7 +55,7 @@ def test_sigterm_drains_and_the_next_server_gives_the_same_answers(demo_model, t
         assert rest.count(b'"finish_reason":"length"') == 1
         assert rest.rstrip().endswith(b"data: [DONE]")
         check_clean_stop(first)
-        assert "Told to stop: up to 60 s for 1 request to end." in first.log()
+        assert "Stopping: waiting up to 60 s for 1 request to finish." in first.log()
     finally:
         first.kill()
 
@@ -92,9 +92,9 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, 
         check_clean_stop(server)
         log = server.log()
         for line in (
-            "Told to stop: up to 3 s for 1 request to end.",
+            "Stopping: waiting up to 3 s for 1 request to finish.",
             "s, 1 request left, ",
-            "Not ended after 3 s, and cut: 1 request.",
+            "Aborting 1 request that did not finish within 3 s.",
         ):
             assert line in log
         assert "force killing" not in log

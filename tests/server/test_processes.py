@@ -69,10 +69,10 @@ def test_a_process_of_vllm_s_outlives_its_parent_by_seconds_at_most(tmp_path, na
             if child.is_running():
                 child.kill()
         said = parent.stdout.read()
-    why = f"The process that started it (pid {parent.pid}) is gone: {name} ends."
+    why = f"{name} stops: the process that started it (pid {parent.pid}) is gone."
     assert why in said
     assert ("orderly" in said) == (manner == "orderly")
-    assert (f"{name} did not end within 1 s: it exits now." in said) == (manner == "stubborn")
+    assert (f"{name} did not stop within 1 s: it exits now." in said) == (manner == "stubborn")
 
 
 def test_processes_have_the_names_that_vllm_gives_them():

@@ -130,8 +130,8 @@ def test_a_server_that_is_killed_leaves_no_process(demo_model, tmp_path):
         assert server.chat(QUESTION) == ANSWER
         server.process.kill()
         check_all_gone(server, seconds=30)
-        gone = f"The process that started it (pid {server.process.pid}) is gone: "
+        gone = f"stops: the process that started it (pid {server.process.pid}) is gone."
         for name in ("ApiServer_0", "ApiServer_1", "EngineCore"):
-            assert f"{gone}{name} ends." in server.log()
+            assert f"{name} {gone}" in server.log()
     finally:
         server.kill()

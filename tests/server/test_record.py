@@ -33,7 +33,7 @@ def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
             answers = list(pool.map(lambda pair: server.chat(pair[0]), asked))
         assert answers == [answer for _, answer in asked]
         assert f"record        last 40, in {tmp_path / 'records'}" in server.log()
-        assert "by `vllm-npu-prep record` or `kill -USR1 " in server.log()
+        assert "; `vllm-npu-prep record` or `kill -USR1 " in server.log()
         code, text = command("record", str(server.port))
         (folder,) = (tmp_path / "records").iterdir()
         assert (code, text) == (0, f"40 steps are in {folder} (vllm-npu-prep record)\n")
@@ -50,7 +50,7 @@ def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
 
         server.process.kill()
         check_all_gone(server, seconds=30)
-        why = f"The process that started it (pid {server.process.pid}) is gone: EngineCore ends."
+        why = f"EngineCore stops: the process that started it (pid {server.process.pid}) is gone."
         assert why in server.log() and "it exits now" not in server.log()
     finally:
         server.kill()

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.server import record_client, record_command, record_server
-from vllm_npu_prep.server.record_client import Address, server_of
+from vllm_npu_prep.observe import record_client
+from vllm_npu_prep.observe.record_client import Address, server_of
+from vllm_npu_prep.server import record_command, record_server
 
 WRITTEN = [
     {"rank": rank, "folder": f"/steps/{rank}", "steps": 64, "answer": f"64 steps are in {rank}"}
@@ -126,7 +127,7 @@ def test_no_server_or_several_are_one_line(alone, capsys):
     alone.extend([here(), Address(1 << 30, 1)])
     for words, expected in (
         ([], "2 servers run here; name one: "),
-        (["77"], "no server has port or process 77; there is "),
+        (["77"], "no server has port or process 77; servers here: "),
     ):
         assert while_serving(Engine(WRITTEN), lambda words=words: main(["record", *words])) == 2
         error = capsys.readouterr().err

@@ -250,13 +250,13 @@ MODELS = {
     ),
     "attention chunks in transformers' code": Case(
         ("attention-chunks-in-transformers",),
-        ("--model-impl transformers with attention chunks", "whole contexts"),
+        ("--model-impl transformers with attention chunks", "the whole context"),
         {"block_size": 16, "model_impl": "transformers"},
         model=("Llama4", CHUNKS),
     ),
     "quantised weights": Case(
         ("quantization",),
-        ("--quantization fp8", "no kernels", "16 or 32 bits"),
+        ("--quantization fp8", "there are no kernels for quantised weights", "16 or 32 bits"),
         {**HALF, "quantization": "fp8"},
     ),
 }
@@ -373,7 +373,7 @@ RANKS = {
     ),
     "ranks of another launcher": Case(
         ("external-launcher",),
-        ("--distributed-executor-backend external_launcher", "started by mp"),
+        ("--distributed-executor-backend external_launcher", "only mp and Ray"),
         {**TWO_RANKS, "distributed_executor_backend": "external_launcher"},
     ),
     "experts that move": Case(
@@ -409,7 +409,7 @@ RANKS = {
     ),
     "engines that are to outlive a rank": Case(
         ("fault-tolerance",),
-        ("--enable-fault-tolerance", "started again"),
+        ("--enable-fault-tolerance", "restarted"),
         {"enable_fault_tolerance": True, "data_parallel_size": 2, "data_parallel_rank": 0},
         ("Qwen3Moe", EXPERTS),
     ),
@@ -420,7 +420,7 @@ RANKS = {
     ),
     "engines that Ray starts": Case(
         ("ray-data-parallel",),
-        ("--data-parallel-backend ray is not supported", "started by mp"),
+        ("--data-parallel-backend ray is not supported", "only mp can start"),
         {
             **TWO_RANKS,
             "distributed_executor_backend": "ray",
@@ -489,7 +489,7 @@ CACHE = {
     ),
     "KV connector on several ranks": Case(
         ("kv-connector-ranks",),
-        ("KV connector ExampleConnector on several ranks", "each rank has a part"),
+        ("KV connector ExampleConnector on several ranks", "overwrite each other"),
         {**connector(), **TWO_RANKS},
     ),
 }
@@ -497,12 +497,12 @@ CACHE = {
 SEEING = {
     "images that attend both ways": Case(
         ("mm-prefix",),
-        ("image spans that attend both ways", "--language-model-only"),
+        ("bidirectional attention within images", "--language-model-only"),
         {"hf_overrides": {"is_mm_prefix_lm": True}},
     ),
     "input that no encoder read": Case(
         ("mm-raw-input",),
-        ("raw multimodal input", "placeholders"),
+        ("raw multimodal input", "placeholder tokens"),
         patches={"vllm.config.ModelConfig.is_multimodal_raw_input_only_model": True},
     ),
     "input of another kind": Case(
@@ -538,7 +538,7 @@ SEEING = {
     ),
     "a draft model with one position for each token": Case(
         ("draft-model-mrope",),
-        ("draft_model for a model with M-RoPE", "ngram and EAGLE"),
+        ("draft_model for a model with M-RoPE", "ngram or EAGLE"),
         drafts(),
         drafter=("Qwen3", {"vocab_size": 876}),
     ),
@@ -576,7 +576,7 @@ SPECULATION = {
     ),
     "drafts of one pass": Case(
         ("parallel-drafting",),
-        ("parallel drafting", "one token of each request"),
+        ("parallel drafting", "one token for each request"),
         drafts(parallel_drafting=True),
     ),
     "a draft model without padding": Case(
@@ -596,7 +596,7 @@ SPECULATION = {
     ),
     "drafts by batch size": Case(
         ("dynamic-speculation",),
-        ("num_speculative_tokens_per_batch_size", "one number of drafts"),
+        ("num_speculative_tokens_per_batch_size", "a fixed number of drafts"),
         drafts(num_speculative_tokens_per_batch_size=[[1, 4, 2], [5, 8, 1]]),
     ),
     "drafts that are verified at times": Case(
@@ -609,7 +609,7 @@ SPECULATION = {
     ),
     "argmax by rank": Case(
         ("local-argmax",),
-        ("use_local_argmax_reduction", "whole logits"),
+        ("use_local_argmax_reduction", "complete logits"),
         drafts(use_local_argmax_reduction=True),
     ),
     "a drafter's other backend": Case(
@@ -652,7 +652,7 @@ SPECULATION = {
     ),
     "a drafter of chunks": Case(
         ("drafter-attention-chunks",),
-        ("as a drafter", "one chunk"),
+        ("as a drafter", "limited to chunks"),
         drafts(),
         drafter=("Llama4", CHUNKS),
     ),
@@ -669,7 +669,7 @@ SPECULATION = {
     ),
     "a drafter beside a KV connector": Case(
         ("drafter-kv-connector",),
-        ("draft_model with a KV connector", "ngram drafts work"),
+        ("draft_model with a KV connector", "use ngram"),
         {**connector(), **drafts()},
     ),
 }

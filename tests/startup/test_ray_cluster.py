@@ -13,8 +13,8 @@ from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup import ray_cluster
-from vllm_npu_prep.startup.ranks import ranks_on_host
 
 HOW = r"ray start.*--head.*--resources '\{\"NPU\": N\}'"
 

@@ -56,8 +56,8 @@ def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalG
     chunk_size, block_size = sizes.pop()
     if sizes or chunk_size % block_size:
         raise PrepError(
-            f"attention chunks of {chunk_size} tokens in blocks of {block_size}: chunks have one "
-            "size and are whole blocks; use another --block-size"
+            f"attention chunks of {chunk_size} tokens in blocks of {block_size}: chunks must "
+            "consist of whole blocks, all of one size; use another --block-size"
         )
     return LocalGroups(chunk_size, chunk_size // block_size, tuple(found))
 

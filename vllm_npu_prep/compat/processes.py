@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.one_line import OneLineErrors
 
@@ -30,7 +30,7 @@ def tell_of_waits_for_engines() -> None:
     @functools.wraps(upstream)
     @one_line.raising_what_was_left
     def wait_for_engine_startup(*args: Any, **kwargs: Any) -> Any:
-        with waiting("Waiting for the engine to start", _say):
+        with log_while_waiting("Waiting for the engine to start", _log):
             return upstream(*args, **kwargs)
 
     utils.wait_for_engine_startup = wait_for_engine_startup
@@ -69,6 +69,6 @@ def tell_refusals_to_the_main_process() -> None:
     WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     """Log a line of progress."""
     logging.getLogger(f"vllm.{__name__}").info("%s", line)

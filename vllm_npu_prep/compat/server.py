@@ -49,7 +49,7 @@ def let_servers_drain_and_stop_quietly() -> None:
 
     @functools.wraps(upstream_shutdown)
     def shutdown(self: AsyncLLM, timeout: float | None = None) -> None:
-        drain_and_shut_down(self, timeout, upstream_shutdown, EngineStoppedError, _say)
+        drain_and_shut_down(self, timeout, upstream_shutdown, EngineStoppedError, _log)
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], EngineStoppedError))
@@ -103,6 +103,6 @@ def let_servers_drain_and_fail_with_their_engine() -> None:
     entry.serve_http = serve_http  # type: ignore[attr-defined]
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     """Log a line of progress."""
     logging.getLogger(f"vllm.{__name__}").info("%s", line)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_npu_prep.compat.inert import InertEvent, InertStream
+from vllm_npu_prep.compat.no_op import NoOpEvent, NoOpStream
 
 
 def silence_accelerator_calls() -> None:
@@ -33,12 +33,12 @@ def silence_accelerator_calls() -> None:
     torch.accelerator.empty_host_cache = empty_host_cache
 
 
-def inert_cuda_streams() -> contextlib.AbstractContextManager[None]:
+def no_op_cuda_streams() -> contextlib.AbstractContextManager[None]:
     """Streams and events for upstream's runner on a machine that has none."""
     return cuda_names(
-        Event=InertEvent,
-        Stream=InertStream,
-        current_stream=InertStream,
+        Event=NoOpEvent,
+        Stream=NoOpStream,
+        current_stream=NoOpStream,
         stream=lambda stream: contextlib.nullcontext(),
     )
 

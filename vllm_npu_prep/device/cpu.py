@@ -76,4 +76,4 @@ class CPUDevice:
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Streams and events that do nothing, for upstream code that creates some."""
-        return torch_names.inert_cuda_streams()
+        return torch_names.no_op_cuda_streams()

@@ -39,6 +39,14 @@ def total_memory(device_id: int = 0) -> int:
     return torch_npu.npu.mem_get_info(device_id)[1]
 
 
+def versions() -> dict[str, str]:
+    """Versions of CANN and of the driver, as far as CANN tells them."""
+    from torch_npu.npu.utils import get_cann_version
+
+    found = {name: get_cann_version(key) for name, key in (("CANN", "CANN"), ("driver", "DRIVER"))}
+    return {name: version for name, version in found.items() if version}
+
+
 def graph_pool() -> Any:
     """Handle of a memory pool that graphs share."""
     return torch_npu.npu.graph_pool_handle()

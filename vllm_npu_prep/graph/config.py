@@ -107,8 +107,8 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     notes = []
     if query_len > scheduler.max_num_batched_tokens:
         raise PrepError(
-            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}: one decode has "
-            f"{query_len}, drafts included; raise it or lower num_speculative_tokens"
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}: one decode needs "
+            f"{query_len} tokens, drafts included; raise it or lower num_speculative_tokens"
         )
     largest = largest_decode(scheduler.max_num_seqs, query_len, scheduler.max_num_batched_tokens)
     if largest not in sizes:

@@ -62,7 +62,10 @@ class StepCounts:
     def add(self, kind: str) -> None:
         """Count a step; log the reason for the first step that has to run eagerly."""
         if kind not in self.by_kind and kind.startswith(EAGER) and kind != EAGER + "no graphs":
-            logger.info("A step runs eagerly (%s); further ones are counted.", kind[len(EAGER) :])
+            logger.info(
+                "A step runs without a graph (%s). Later ones are counted, not logged.",
+                kind[len(EAGER) :],
+            )
         self.by_kind[kind] += 1
         self.last = kind
 

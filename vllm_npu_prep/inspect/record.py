@@ -161,8 +161,8 @@ class StepRecord:
         except MemoryError:
             raise PrepError(
                 f"step {settings.step}: tables of {counted(num_rows, 'request')} of "
-                f"{counted(settings.max_model_len, 'token')} are more than this machine has "
-                "addresses for"
+                f"{counted(settings.max_model_len, 'token')} do not fit into this machine's "
+                "address space"
             ) from None
         reqs = np.arange(settings.num_reqs)
         rows = np.repeat(reqs, batch.num_scheduled_tokens)
@@ -257,7 +257,7 @@ class StepRecord:
             rows.clip(0, num_chunks - 1, out=rows)
         state = self._array("attn_state").tobytes().decode("ascii", "replace")
         if state not in AttentionState.__members__:
-            raise PrepError(f"step {self.number}: attn_state {state!r} is none of the states")
+            raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")
         return PreparedStep(
             batch,
             padding,
@@ -277,8 +277,8 @@ class StepRecord:
             raise PrepError(f"step {self.number}: {name} is missing")
         if like is not None and (found.shape, found.dtype) != (like.shape, like.dtype):
             raise PrepError(
-                f"step {self.number}: {name} is {found.dtype} {list(found.shape)}, its settings "
-                f"say {like.dtype} {list(like.shape)}"
+                f"step {self.number}: {name} is {found.dtype} {list(found.shape)}, but its "
+                f"settings say {like.dtype} {list(like.shape)}"
             )
         return found
 

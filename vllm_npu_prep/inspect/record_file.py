@@ -63,7 +63,7 @@ def record_files(path: Path, step: int | None = None) -> list[Path]:
     if path.is_file():
         if step is None or path.stem == name:
             return [path]
-        raise PrepError(f"--step {step}: {path} is a record of another one")
+        raise PrepError(f"--step {step}: {path} is the record of another step")
     files = sorted(path.glob(f"{name}{RECORD_SUFFIX}"))
     files = files or sorted(path.glob(f"*/{name}{RECORD_SUFFIX}"))
     if not files and step is not None:
@@ -144,39 +144,45 @@ def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> 
     foreign = sorted(set(arrays) - prepared_names(settings))
     if foreign:
         names = ", ".join(foreign[:MAX_NAMED]) + ", ..." * (len(foreign) > MAX_NAMED)
-        raise PrepError(f"holds {names}, which no record of such a step does")
+        raise PrepError(f"holds {names}, which the record of such a step does not have")
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Arrays of an ``.npz`` by name. Nothing is unpickled, and no array is larger than it says."""
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
-            raise PrepError(f"larger than {MAX_RECORD_BYTES:,} bytes, which no record is")
+            raise PrepError(f"larger than {MAX_RECORD_BYTES:,} bytes: no record is that large")
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             if sum(member.file_size for member in members) > MAX_RECORD_BYTES:
-                raise PrepError(f"holds more than {MAX_RECORD_BYTES:,} bytes, which no record does")
+                raise PrepError(
+                    f"holds more than {MAX_RECORD_BYTES:,} bytes: no record is that large"
+                )
             contents = {}
             for member in members:
                 if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise PrepError(f"{_shown(member.filename)} is compressed as no record is")
+                    raise PrepError(
+                        f"{_shown(member.filename)} is compressed in a way that records are not"
+                    )
                 with archive.open(member) as file:
                     content = file.read(member.file_size + 1)
                 if len(content) != member.file_size or member.filename in contents:
-                    raise PrepError(f"{_shown(member.filename)} is not what the archive says")
+                    raise PrepError(
+                        f"{_shown(member.filename)} does not match the archive's list of contents"
+                    )
                 contents[member.filename] = content
     except OSError as error:
         raise PrepError(error.strerror or str(error)) from None
     except PrepError:
         raise
     except Exception as error:  # zipfile passes on whatever its parts raise for bad bytes
-        raise PrepError(f"no record: {type(error).__name__}: {_one_line(error)}") from None
+        raise PrepError(f"not a record: {type(error).__name__}: {_one_line(error)}") from None
     return {_member_name(name): _parse_array(name, each) for name, each in contents.items()}
 
 
 def _member_name(name: str) -> str:
     if not re.fullmatch(r"[a-z_.0-9]{1,80}\.npy", name):
-        raise PrepError(f"{_shown(name)} is no array of a record")
+        raise PrepError(f"{_shown(name)} is not the name of an array of a record")
     return name.removesuffix(".npy")
 
 
@@ -193,18 +199,18 @@ def _parse_array(name: str, content: bytes) -> np.ndarray:
     """An array as `numpy.save` writes it, of few types and at most two dimensions."""
     found = ARRAY_HEADER.match(content)
     if found is None or len(found[0]) != 10 + int.from_bytes(content[8:10], "little"):
-        raise PrepError(f"{name} is no array that a record holds")
+        raise PrepError(f"{name} is not an array as records hold them")
     dtype = np.dtype(found[1].decode())
     shape = tuple(int(size) for size in found[2].decode().replace(",", " ").split())
     if len(shape) > 2 or math.prod(shape) * dtype.itemsize != len(content) - len(found[0]):
-        raise PrepError(f"{name} has not the size that it says")
+        raise PrepError(f"{name} has another size than its header says")
     return np.frombuffer(content, dtype, offset=len(found[0])).reshape(shape).copy()
 
 
 def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
     """Take the settings out of a record's arrays and check them."""
     if "settings" not in arrays or arrays["settings"].dtype != np.uint8:
-        raise PrepError("no record: it has no settings")
+        raise PrepError("not a record: it has no settings")
     try:
         data = json.loads(arrays.pop("settings").tobytes())
     except (ValueError, RecursionError) as error:
@@ -225,7 +231,7 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
 
 def _require(holds: Any, what: str) -> None:
     if not holds:
-        raise PrepError(f"contradicts itself: {what}")
+        raise PrepError(f"values contradict each other: {what}")
 
 
 def _check_settings(settings: RecordSettings) -> None:
@@ -293,7 +299,7 @@ def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> Reco
         )
         if array.dtype != dtype or not fits:
             raise PrepError(
-                f"{name} is {array.dtype} {list(array.shape)}, its settings say "
+                f"{name} is {array.dtype} {list(array.shape)}, but its settings say "
                 f"{np.dtype(dtype)} {['any' if s is None else s for s in shape]}"
             )
         found[item.name] = array

@@ -256,7 +256,7 @@ def replay(
     Raises
     ------
     PrepError
-        For a file that is no record, if there is no such step, or if vLLM can't be asked.
+        For a file that is not a record, if there is no such step, or if vLLM can't be asked.
     """
     from vllm_npu_prep.inspect.record_file import read_record, record_files
 

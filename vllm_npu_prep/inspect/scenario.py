@@ -191,7 +191,7 @@ def _read_json(path: Path) -> Any:
     except OSError as error:
         raise PrepError(f"{path}: {error.strerror or error}") from None
     if len(text) > MAX_FILE_BYTES:
-        raise PrepError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes, which no scenario is")
+        raise PrepError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes: no scenario is that large")
     if text.startswith(ARCHIVE):
         raise PrepError(f"{path}: not JSON, but an archive; records are files that end in .npz")
     try:
@@ -257,12 +257,12 @@ def _check(scenario: Scenario) -> None:
     requests = scenario.requests
     if len(requests) > scenario.max_num_reqs:
         raise PrepError(
-            f"requests: {len(requests)} of them, max_num_reqs allows {scenario.max_num_reqs}"
+            f"requests: {len(requests)} given, max_num_reqs allows {scenario.max_num_reqs}"
         )
     if len(requests) * scenario.max_model_len * len(scenario.groups) > MAX_TABLE_CELLS:
         raise PrepError(
-            f"max_model_len: {scenario.max_model_len} for {counted(len(requests), 'request')} is "
-            f"a token table, or block tables, of more than {MAX_TABLE_CELLS:,} cells"
+            f"max_model_len: {scenario.max_model_len} for {counted(len(requests), 'request')} "
+            f"needs tables of more than {MAX_TABLE_CELLS:,} cells"
         )
     total = sum(request.num_scheduled_tokens for request in requests)
     if total > scenario.max_num_batched_tokens:
@@ -272,7 +272,7 @@ def _check(scenario: Scenario) -> None:
         )
     for req_id, count in Counter(request.req_id for request in requests).items():
         if count > 1:
-            raise PrepError(f"requests: req_id {req_id!r} stands {count} times")
+            raise PrepError(f"requests: req_id {req_id!r} is given {count} times")
     for index, request in enumerate(requests):
         _check_request(scenario, request, f"requests.{index}")
         _check_inputs(scenario, request, f"requests.{index}")
@@ -301,11 +301,11 @@ def _check_chunks(groups: list[ScenarioGroup]) -> None:
         assert chunk_size is not None
         if len(sizes) > 1 or chunk_size % block_size:
             raise PrepError(
-                f"attention_chunk_size: {chunk_size} in blocks of {block_size}; chunks have one "
-                "size and are whole blocks"
+                f"attention_chunk_size: {chunk_size} in blocks of {block_size}; chunks must "
+                "consist of whole blocks, all of one size"
             )
     if any(group.attention_chunk_size and group.sliding_window for group in groups):
-        raise PrepError("attention_chunk_size: beside sliding_window; a group has one of them")
+        raise PrepError("attention_chunk_size: a group has either this or sliding_window, not both")
 
 
 def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> None:
@@ -319,7 +319,8 @@ def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> 
     if drafts >= request.num_scheduled_tokens:
         raise PrepError(
             f"{where}.num_draft_tokens: {counted(drafts, 'draft')} of "
-            f"{counted(request.num_scheduled_tokens, 'scheduled token')} leave none to verify with"
+            f"{counted(request.num_scheduled_tokens, 'scheduled token')} leave no token that is "
+            "not a draft"
         )
     if len(request.draft_token_ids) != drafts:
         raise PrepError(
@@ -351,7 +352,7 @@ def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> N
         if item.offset < end or item.end > request.num_prompt_tokens:
             raise PrepError(
                 f"{where}.multimodal.{place}: {item.modality} from {item.offset} to {item.end}; "
-                "items follow one another in the prompt's "
+                "items must not overlap, and must lie in the prompt's "
                 f"{counted(request.num_prompt_tokens, 'token')}"
             )
         end = item.end
@@ -361,7 +362,7 @@ def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> N
     if lengths != [request.num_prompt_tokens] * scenario.mrope_dims or not lengths:
         raise PrepError(
             f"{where}.mrope_positions: rows of {lengths} positions; mrope_dims "
-            f"{scenario.mrope_dims} asks for as many rows of num_prompt_tokens "
+            f"{scenario.mrope_dims} needs as many rows, each of num_prompt_tokens = "
             f"{request.num_prompt_tokens}"
         )
 
@@ -386,13 +387,13 @@ def _check_blocks(
     for place, block in enumerate(block_ids):
         freed = (place + 1) * group.block_size <= first_seen
         if block == 0 and not freed:
-            raise PrepError(f"{where}.{place}: block 0 is the null block, nobody owns it")
+            raise PrepError(f"{where}.{place}: block 0 is the null block, which no request can own")
         if (block + 1) * group.block_size >= 1 << 31:
             raise PrepError(f"{where}.{place}: slots of block {block} exceed 32 bits")
     owned = Counter(block for block in block_ids if block)
     for block, count in owned.items():
         if count > 1:
-            raise PrepError(f"{where}: block {block} stands {count} times")
+            raise PrepError(f"{where}: block {block} is listed {count} times")
 
 
 def _check_owners(group: ScenarioGroup, requests: list[ScenarioRequest], where: list[str]) -> None:

@@ -83,7 +83,7 @@ def make_runner(sizes: RunnerSizes) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_npu_prep.compat.torch_names import inert_cuda_streams
+    from vllm_npu_prep.compat.torch_names import no_op_cuda_streams
     from vllm_npu_prep.device import free_memory
 
     if sizes.nbytes > free_memory() // 2:
@@ -120,7 +120,7 @@ def make_runner(sizes: RunnerSizes) -> Any:
             block_size=block_size, num_kv_heads=1, head_size=16, dtype=torch.float32
         )
         groups.append(KVCacheGroupSpec([f"layers of group {group}"], spec))
-    with inert_cuda_streams():
+    with no_op_cuda_streams():
         runner = GPUModelRunner(config, torch.device("cpu"))
     runner.kv_cache_config = KVCacheConfig(1, [], groups)
     runner.may_reinitialize_input_batch(runner.kv_cache_config)

@@ -152,7 +152,7 @@ RULES: dict[Rule, tuple[str, str]] = {
     Rule.SEQ_LENS: ("lengths", "seq_lens are the computed and the scheduled tokens"),
     Rule.MODEL_LEN: ("model length", "seq_lens stay within max_model_len"),
     Rule.BLOCKS: ("blocks", "sequences fit the blocks that their request owns"),
-    Rule.POSITIONS: ("positions", "positions count on from the computed tokens"),
+    Rule.POSITIONS: ("positions", "positions continue after the computed tokens"),
     Rule.VOCABULARY: ("vocabulary", "input_ids are of the vocabulary"),
     Rule.SLOTS: ("slots", "slots lie in the cache and not in the null block"),
     Rule.LAST_SLOT: ("table", "a slot is the one that the block table names"),

@@ -84,8 +84,8 @@ class FullCheck(StepCheck):
             if zlib.crc32(slot.host_np[:sent_bytes]) != checksum:
                 raise given_allowed(
                     "staging",
-                    "a staging buffer stays as it was sent until its turn comes again",
-                    "another content",
+                    "a staging buffer must not change before it is used again",
+                    "other bytes",
                     f"the {sent_bytes} bytes that were sent",
                 )
         slot = staging.slots[staging.turn]

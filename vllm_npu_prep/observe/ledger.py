@@ -150,8 +150,8 @@ class SlotLedger:
             raise given_allowed(
                 "requests",
                 "requests of a step are known",
-                "one that never came",
-                "none such",
+                "a request that never arrived",
+                "requests that the scheduler has added",
                 request=req_id,
             )
         return self.requests[req_id]
@@ -360,7 +360,7 @@ class SlotLedger:
                 if wrong == block:
                     raise given_allowed(
                         "slot",
-                        "a slot is its position's",
+                        "a slot belongs to its position",
                         slot,
                         expected + position % size,
                         request=req_id,
@@ -431,9 +431,9 @@ class SlotLedger:
             rule, given = "wrong block", f"block {block}, another one of its own"
         elif block in self.freed:
             rule = "write after free"
-            given = f"block {block}, which request {self.freed[block]} gave back"
+            given = f"block {block}, which request {self.freed[block]} freed"
         else:
-            rule, given = "wrong block", f"block {block}, which nobody was given"
+            rule, given = "wrong block", f"block {block}, which no request was given"
         return given_allowed(
             rule,
             f"{what} the request's own block at place {place}",

@@ -77,7 +77,7 @@ def share_folder() -> None:
         folder = tempfile.mkdtemp(prefix="vllm-npu-prep-")
     except OSError as error:
         os.environ.pop(FOLDER_ENV_VAR, None)
-        logger.warning("No metrics of steps: %s.", error)
+        logger.warning("Metrics of steps are off: %s.", error)
         return
     _made_by_this_process.append(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -116,7 +116,7 @@ class StepMetrics:
             try:
                 self._files = {kind: _open(folder, kind) for kind in ("counter", "histogram")}
             except OSError as error:
-                logger.warning("No metrics of steps: %s.", error)
+                logger.warning("Metrics of steps are off: %s.", error)
         self._states = [self._counter("steps", attn_state=s.name) for s in AttentionState]
         self._kinds: dict[str, Value] = {}
         self._tokens, self._padding = self._counter("tokens"), self._counter("padding_tokens")

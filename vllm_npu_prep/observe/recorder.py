@@ -25,12 +25,12 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.files import write_whole
 from vllm_npu_prep.inspect.record import FORMAT
 from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.observe.kept_step import BlockTablesThen, KeptStep, Recorded, warm_up
+from vllm_npu_prep.observe.record_client import server_of
+from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
+from vllm_npu_prep.observe.step_snapshot import PastBlockTables, Recorded, StepSnapshot, warm_up
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
-from vllm_npu_prep.server.record_client import server_of
-from vllm_npu_prep.server.record_signal import ask_in_background, pass_on
-from vllm_npu_prep.startup.ranks import is_one_of_several, rank_across_engines
+from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class StepRecorder:
         self.folder = config.make_folder() / f"{started}-{os.getpid()}{suffix}"
         self.steps = 0  # noted so far
         self._span = config.span
-        self._ring: deque[KeptStep] = deque()
+        self._ring: deque[StepSnapshot] = deque()
         self._ring_bytes = self._file_bytes = 0
-        self._then: BlockTablesThen | None = None  # before the first step of the ring
+        self._past_tables: PastBlockTables | None = None  # before the first step of the ring
         self._last_written = -1
         self._is_busy = self._is_asked = self._is_alone = False
         self._why_stopped = ""
@@ -134,22 +134,22 @@ class StepRecorder:
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
     ) -> None:
-        """Note a step that was just prepared; see `KeptStep.of_step`. Names are copied."""
+        """Note a step that was just prepared; see `StepSnapshot.of_step`. Names are copied."""
         number = self.steps
         self.steps = number + 1
         if self._why_stopped or (self._span is not None and number not in self._span):
             return
         self._is_busy = True
         try:
-            if self._then is None:
-                self._then = BlockTablesThen(self.tables.block_table_flat.copy())
+            if self._past_tables is None:
+                self._past_tables = PastBlockTables(self.tables.block_table_flat.copy())
             if req_ids != self._req_ids:  # copying in every step would touch every name
                 self._req_ids = list(req_ids)
-            kept = KeptStep.of_step(
+            snapshot = StepSnapshot.of_step(
                 number, step, kind, self._req_ids, placeholders, modalities, rows_with_embeds
             )
-            self._ring.append(kept)
-            self._ring_bytes += kept.nbytes
+            self._ring.append(snapshot)
+            self._ring_bytes += snapshot.nbytes
             if self._span is None:
                 while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
                     self._forget_oldest()
@@ -168,8 +168,8 @@ class StepRecorder:
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
         self._ring_bytes -= oldest.nbytes
-        assert self._then is not None
-        self._then.move_on(oldest)
+        assert self._past_tables is not None
+        self._past_tables.advance(oldest)
 
     # ----------------------------------------------------------------- files
 
@@ -198,29 +198,29 @@ class StepRecorder:
         """Write every step of the ring that is not on disk yet; returns their number."""
         if not self._ring or self._ring[-1].number <= self._last_written:
             return 0
-        assert self._then is not None
+        assert self._past_tables is not None
         self._begin_folder(reason)
-        then, count = self._then, 0
+        tables, count = self._past_tables, 0
         if self._span is None:  # the ring keeps its steps
-            then = BlockTablesThen(then.block_table_flat.copy())
-        for kept in self._ring:
-            then.move_on(kept)
-            if kept.number > self._last_written:
-                self._write(kept, then.block_table_flat)
+            tables = PastBlockTables(tables.block_table_flat.copy())
+        for snapshot in self._ring:
+            tables.advance(snapshot)
+            if snapshot.number > self._last_written:
+                self._write(snapshot, tables.block_table_flat)
                 if self._why_stopped:
                     break
-                self._last_written = kept.number
+                self._last_written = snapshot.number
                 count += 1
         return count
 
-    def _write(self, kept: KeptStep, blocks: np.ndarray) -> None:
-        names = [self._name(req_id) for req_id in kept.req_ids]
-        content = kept.record(self.recorded, names, blocks).to_bytes()
+    def _write(self, snapshot: StepSnapshot, blocks: np.ndarray) -> None:
+        names = [self._name(req_id) for req_id in snapshot.req_ids]
+        content = snapshot.record(self.recorded, names, blocks).to_bytes()
         self._file_bytes += len(content)
         if self._span is not None and self._file_bytes > self.config.max_bytes:
-            self._stop(f"step {kept.number} would exceed max_bytes {self.config.max_bytes:,}")
+            self._stop(f"step {snapshot.number} would exceed max_bytes {self.config.max_bytes:,}")
             return
-        path = self.folder / f"step-{kept.number:06d}.npz"
+        path = self.folder / f"step-{snapshot.number:06d}.npz"
         try:
             write_whole(path, content)
         except PrepError as error:
@@ -240,10 +240,10 @@ class StepRecorder:
         return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
 
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
-        """Record nothing from now on, and say so once."""
+        """Record nothing from now on, and log the reason once."""
         if not self._why_stopped:
             self._why_stopped = "Recording stopped: " + " ".join(why.split())
-            self._ring, self._then = deque(), None
+            self._ring, self._past_tables = deque(), None
             logger.log(level, "%s", self._why_stopped)
 
     # ----------------------------------------------------------------- signals
@@ -251,14 +251,18 @@ class StepRecorder:
     def _listen(self) -> None:
         """Write the ring on SIGUSR1, unless the signal already has a handler."""
         what = f"Recording the last {counted(self.config.last, 'step')}"
-        where = f"to be written to {self.folder.parent} by `vllm-npu-prep record`"
+        command, where = "`vllm-npu-prep record`", self.folder.parent
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._before = signal.getsignal(signal.SIGUSR1)
         if in_main_thread and self._before in (signal.SIG_DFL, pass_on):
             signal.signal(signal.SIGUSR1, self._on_signal)
-            logger.info("%s, %s or `kill -USR1 %d`.", what, where, os.getpid())
+            signalled = f"`kill -USR1 {os.getpid()}`"
+            logger.info("%s; %s or %s writes them to %s.", what, command, signalled, where)
         else:
-            logger.info("%s, %s or dump_steps: SIGUSR1 is taken.", what, where)
+            logger.info(
+                "%s; %s or dump_steps writes them to %s (SIGUSR1 has another handler already).",
+                *(what, command, where),
+            )
 
     def _on_signal(self, *_: Any) -> None:
         """Let the server ask all ranks; otherwise write now, or after the step being noted.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm_npu_prep.runner.model_runner import NPUModelRunner
 
 PREFIX = "npu_prep: "
-PHASES = ("padding", "layout", "kernel", "copy", "metadata")
-"""Phases of `NPUModelRunner._prepare_inputs`; kernel and state share one pass."""
+PHASES = ("padding", "layout", "fused pass", "copy", "metadata")
+"""Phases of `NPUModelRunner._prepare_inputs`; the fused pass also decides the state."""
 
 STEP = "step "
 """Scope with the step's numbers: the last one of each preparation, of zero length."""
@@ -45,7 +45,7 @@ class StepScopes:
         self._wrap(runner, "_update_states", self._around("update_states"))
         self._wrap(runner, "_prepare_inputs", self._around_step)
         self._wrap(runner.padding, "decide", self._before("layout"))
-        self._wrap(preparer.staging, "acquire", self._before("kernel"))
+        self._wrap(preparer.staging, "acquire", self._before("fused pass"))
         self._wrap(preparer.staging, "send", self._at("copy"))
         self._wrap(preparer, "build_metadata", self._at("metadata"))
 

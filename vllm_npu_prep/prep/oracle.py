@@ -1,6 +1,6 @@
 """The same step in plain scalar loops: the reference for tests, for `check` and for readers.
 
-Shares no arithmetic with `kernels`, `state`, `mask` or `padding`: each rule is written down a
+Shares no arithmetic with `fused_pass`, `state`, `mask` or `padding`: each rule is written down a
 second time, token by token, as the reference documents tell it.
 """
 

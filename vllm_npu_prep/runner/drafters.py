@@ -169,8 +169,9 @@ class ExactLengths(SpecDecodeBaseProposer):
         ]
         if len(ids) != 1:
             raise PrepError(
-                f"the drafter's {len(self._draft_attn_layer_names)} layers fall into KV-cache "
-                f"groups {ids}, and drafters read one: use --disable-hybrid-kv-cache-manager, or a "
+                f"the drafter's {len(self._draft_attn_layer_names)} layers are in KV-cache "
+                f"groups {ids}, but a drafter can read one group only: use "
+                "--disable-hybrid-kv-cache-manager, or a "
                 "drafter with fewer layers"
             )
 
@@ -189,8 +190,9 @@ class ExactEagleProposer(ExactLengths, EagleProposer):
         own = getattr(self.model, "has_own_lm_head", True)
         if not own and not hasattr(target_language_model, "lm_head"):
             raise PrepError(
-                f"the head {self.draft_model_config.model} has no lm_head, and its target ties its "
-                "own to the embeddings: use a head with an lm_head of its own"
+                f"the head {self.draft_model_config.model} has no lm_head, and can't share that "
+                "of the target model, which is tied to the embeddings: use a head with an "
+                "lm_head of its own"
             )
         super()._maybe_share_lm_head(target_language_model)
 

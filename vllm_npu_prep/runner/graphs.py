@@ -19,7 +19,7 @@ from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.local_attention import LocalGroups, local_capture_lengths
 from vllm_npu_prep.prep.padding import GraphMode, Padding, capture_lengths
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.runner.preparer import Preparer
 from vllm_npu_prep.runner.step import StepInFlight
 
@@ -117,7 +117,7 @@ class Graphs:
             with (
                 self.device.capturing(),
                 contextlib.nullcontext() if on_host else without_collection(),
-                waiting("Capturing graphs", logger.info, status),
+                log_while_waiting("Capturing graphs", logger.info, status),
             ):
                 for mode, descriptors in all_descriptors:
                     for index, descriptor in enumerate(descriptors):
@@ -169,7 +169,8 @@ class Graphs:
             for descriptor in [each for each in graphs if each.num_tokens in sizes]:
                 del graphs[descriptor]
         dispatcher.initialize_cudagraph_keys(mode, self.decode_query_len)
-        logger.warning("Graphs remain for %s tokens.", ", ".join(map(str, kept)) or "no number of")
+        sizes_left = f"{', '.join(map(str, kept))} tokens" if kept else "none"
+        logger.warning("Graphs that were captured: %s.", sizes_left)
 
     # ----------------------------------------------------------------- steps
 
@@ -241,19 +242,20 @@ class Graphs:
         """
         if has_connector:
             raise PrepError(
-                "new weights are not supported beside a KV connector, which would go on to load "
-                "what the old ones computed: start another engine with an empty folder"
+                "new weights are not supported with a KV connector, which would still load keys "
+                "and values of the old weights: start another engine with an empty folder"
             )
         if self.dispatcher.cudagraph_mode != CUDAGraphMode.NONE:
             raise PrepError(
-                "new weights are not supported under captured graphs, which read them where they "
-                "lay: start with --enforce-eager"
+                "new weights are not supported with captured graphs, which would still read the "
+                "old ones: start with --enforce-eager"
             )
 
 
 def _log_out_of_memory(num_tokens: int, left: list[int], error: Exception) -> None:
     logger.warning(
-        "Out of memory while capturing the graph of %d tokens (%s). Left out, too: %s. Lower "
+        "Out of memory while capturing the graph of %d tokens (%s). Not tried after that: %s. "
+        "Lower "
         "--gpu-memory-utilization or give fewer cudagraph_capture_sizes.",
         num_tokens,
         str(error).partition("\n")[0],

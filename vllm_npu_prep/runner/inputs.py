@@ -188,7 +188,7 @@ class ModelInputs:
     def for_record(
         self, req_ids: list[str], prompt_embeds: Mapping[int, torch.Tensor]
     ) -> tuple[Any, ...]:
-        """What a record has of requests apart from the step: see `KeptStep.of_step`."""
+        """What a record has of requests apart from the step: see `StepSnapshot.of_step`."""
         if not (self._runs or prompt_embeds):
             return (req_ids,)
         modalities = [run.feature.modality for run in self._runs]
@@ -261,7 +261,7 @@ class ModelInputs:
                     continue  # the drafter is ahead of the encoder, so it reads the token id
                 raise RuntimeError(
                     f"the encoder's output of {run.feature.modality} {run.feature.identifier} is "
-                    f"gone, and request {req_ids[row]} needs it"
+                    f"no longer cached, but request {req_ids[row]} needs it"
                 )
             rows = output[run.first_row + start - run.start : run.first_row + end - run.start]
             set_mm_embedding_modality(rows, run.feature.modality)

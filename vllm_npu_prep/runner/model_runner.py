@@ -250,7 +250,7 @@ class NPUModelRunner(GPUModelRunner):
         # 2 layout: where each array lives, a function of the padded sizes
         layout = preparer.layout(decision.padding)
         staged = preparer.staging.acquire(layout)
-        # 3 kernel and 4 state: one fused pass writes every array and decides the state
+        # 3 fused pass and 4 state: one pass writes every array and decides the state
         step = prepare_step(batch, decision.padding, layout, staged.np)
         embeds = None
         if batch.takes_embeds:
@@ -740,7 +740,11 @@ class NPUModelRunner(GPUModelRunner):
         """Log how often preparation had to wait, what the encoder did and how steps ran."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
-            logger.info("Staging: %d of %d steps waited for a copy.", ring.waits, ring.steps)
+            logger.info(
+                "Staging: %d of %d steps waited for an earlier copy to the device.",
+                ring.waits,
+                ring.steps,
+            )
         if self.recorder is not None:
             self.recorder.close()
         self.padding.counts.log_summary()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,7 +36,7 @@ class Drain:
         self.num_running = 0
         self.is_stopping = False
 
-    def wait(self, seconds: float, say: Callable[[str], object]) -> bool:
+    def wait(self, seconds: float, log: Callable[[str], object]) -> bool:
         """Refuse new requests from now on, and wait for those that run.
 
         To be called in a thread other than the one that serves them.
@@ -45,7 +45,7 @@ class Drain:
         ----------
         seconds
             Longest wait.
-        say
+        log
             Takes lines that tell how far it has come.
 
         Returns
@@ -57,17 +57,20 @@ class Drain:
         self.is_stopping = True
         if not self.num_running:
             return True
-        say(f"Told to stop: up to {seconds:.0f} s for {_requests(self.num_running)} to end.")
+        log(f"Stopping: waiting up to {seconds:.0f} s for {_requests(self.num_running)} to finish.")
 
         def status() -> str:
             left = max(0.0, deadline - time.monotonic())
             return f"{_requests(self.num_running)} left, {left:.0f} s left"
 
-        with waiting("Draining", say, status):
+        with log_while_waiting("Draining", log, status):
             while self.num_running and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         if self.num_running:
-            say(f"Not ended after {seconds:.0f} s, and cut: {_requests(self.num_running)}.")
+            log(
+                f"Aborting {_requests(self.num_running)} that did not finish within "
+                f"{seconds:.0f} s."
+            )
         return not self.num_running
 
 
@@ -118,7 +121,7 @@ def drain_and_shut_down(
     timeout: float | None,
     shut_down: Callable[..., None],
     stopped_error: type[Exception],
-    say: Callable[[str], object],
+    log: Callable[[str], object],
 ) -> None:
     """End the requests of an API server, and then its engine.
 
@@ -132,7 +135,7 @@ def drain_and_shut_down(
         ``AsyncLLM.shutdown`` of upstream.
     stopped_error
         Error for requests that have not ended.
-    say
+    log
         Takes lines that tell how far it has come.
     """
     drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
@@ -143,7 +146,7 @@ def drain_and_shut_down(
     if not _owns_engine(engine):
         # The parent that owns it gives this process the same time, then kills it.
         timeout = max(0.0, (timeout or 0) - CUT_SECONDS)
-    has_ended = drain.wait(timeout or 0, say)
+    has_ended = drain.wait(timeout or 0, log)
     engine.was_told_to_stop = not engine.errored  # type: ignore[attr-defined]
     loop = handler.get_loop() if handler is not None else None
     outputs = engine.output_processor
@@ -155,7 +158,7 @@ def drain_and_shut_down(
 
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
-    with waiting("Waiting for the engine to end", say):
+    with log_while_waiting("Waiting for the engine to stop", log):
         shut_down(engine, timeout=END_SECONDS)
     if loop is not None and not loop.is_closed():
         loop.call_soon_threadsafe(outputs.propagate_error, stopped_error())

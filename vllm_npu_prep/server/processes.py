@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from vllm_npu_prep.server.record_signal import survive_signals
+from vllm_npu_prep.observe.record_signal import survive_signals
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -69,8 +69,8 @@ def _watch(parent: int) -> None:
     if started_by is None or started_by.is_alive():
         while os.getppid() == parent:
             time.sleep(POLL_SECONDS)
-    logger.warning("The process that started it (pid %d) is gone: %s ends.", parent, name)
+    logger.warning("%s stops: the process that started it (pid %d) is gone.", name, parent)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
-    logger.warning("%s did not end within %.0f s: it exits now.", name, END_SECONDS)
+    logger.warning("%s did not stop within %.0f s: it exits now.", name, END_SECONDS)
     os._exit(1)

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.server.record_client import Address, addresses, ask, server_of
+from vllm_npu_prep.observe.record_client import Address, addresses, ask, server_of
 
 DESCRIBE_SECONDS = 10
 REASON = "vllm-npu-prep record"
@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
     """Add the command to ``vllm-npu-prep``."""
     parser = commands.add_parser(
         "record",
-        help="have a running server write its last steps, and say where they are",
-        description="Have a running server write its last steps, and say where they are. Exit "
+        help="ask a running server to write its last steps, and print where they are",
+        description="Ask a running server to write its last steps, and print where they are. Exit "
         "code 0: they are written; 1: no step is new, or the engine gives no answer; 2: there is "
         "no such server, or it records nothing.",
     )
@@ -68,8 +68,8 @@ def _server(number: int | None) -> Address:
     found = {address.root: address for address in reversed(addresses())}
     if not found:
         raise PrepError(
-            "no server with this plugin runs on this host, or in this container; one that still "
-            "starts is not found yet"
+            "no server with this plugin runs on this host, or in this container; a server that "
+            "is still starting can't be found yet"
         )
     if number is None and len(found) == 1:
         return next(iter(found.values()))
@@ -83,7 +83,7 @@ def _server(number: int | None) -> Address:
     lines = [_line(root, description) for root, description in known.items()]
     if number is None:
         raise PrepError(f"{len(known)} servers run here; name one: {'; '.join(lines)}")
-    raise PrepError(f"no server has port or process {number}; there is {'; '.join(lines)}")
+    raise PrepError(f"no server has port or process {number}; servers here: {'; '.join(lines)}")
 
 
 def _describe(address: Address) -> dict[str, Any]:

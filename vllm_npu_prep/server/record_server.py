@@ -1,4 +1,4 @@
-"""Lets an API server write records when `vllm_npu_prep.server.record_client` or SIGUSR1 asks.
+"""Lets an API server write records when `vllm_npu_prep.observe.record_client` or SIGUSR1 asks.
 
 The server asks every rank of every engine through vLLM, so ranks on other hosts write theirs, too.
 """
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.server.record_client import Address
+from vllm_npu_prep.observe.record_client import Address
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

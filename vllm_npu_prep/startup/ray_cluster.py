@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_npu_prep.device import DEVICE_ENV_VAR, DeviceKind, visible_devices
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -88,7 +88,7 @@ def _resources() -> dict[str, float] | None:
     engines are.
     """
     try:
-        with waiting("Asking the Ray cluster what it offers", logger.info):
+        with log_while_waiting("Asking the Ray cluster for its devices", logger.info):
             ran = subprocess.run(
                 [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=SECONDS
             )

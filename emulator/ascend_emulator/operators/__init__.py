@@ -13,10 +13,12 @@ from ascend_emulator.operators import (
     cache_write,
     elementwise,
     fused_attention,
+    fusion_attention,
 )
 from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
 from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
 from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
+from ascend_emulator.operators.fused_kernel_constraints import KERNEL_FAMILIES
 from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
 
 __all__ = [
@@ -56,6 +58,7 @@ REFERENCES = (
         fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
         fused_attention.workspace,
     ),
+    Reference(fusion_attention.FUSION_ATTENTION, "", fusion_attention.fusion_attention),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
     Reference(cache_write.SCATTER_PA_KV_CACHE, "", cache_write.scatter_pa_kv_cache),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
@@ -76,6 +79,8 @@ REFERENCES = (
 
 FAMILIES = (
     FUSED_ATTENTION,
+    *KERNEL_FAMILIES,
+    fusion_attention.FUSION_ATTENTION_RULES,
     cache_write.CACHE_WRITE,
     ATB_ATTENTION,
     elementwise.NORMS,

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 
+from ascend_emulator import faults
 from ascend_emulator.operators import attention
 from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
 from ascend_emulator.operators.constraint import Call, shape_of
@@ -52,7 +53,8 @@ def flash_attention(
     longest = max(lengths, default=0)
     ok = mask.dim() == 2 and mask.shape[0] == mask.shape[1] >= longest
     call.demand("square mask", ok, f"{shape_of(mask)} for a prompt of {longest}")
-    bias = mask.float() if query.dtype == torch.float16 else mask.float() * FLAG_BIAS
+    flag_bias = 1.0 if query.dtype == torch.float16 else faults.apply("flag bias", FLAG_BIAS)
+    bias = mask.float() * flag_bias
     for start, end in pairwise(_starts(lengths)):
         rows, length = slice(start, end), end - start
         square = bias[:length, :length]
@@ -98,7 +100,7 @@ def paged_attention(
         call.demand("workspace", ok, given)
     for request, length in enumerate(lengths):
         keys, values = (
-            attention.gather_blocks(cache, block_table[request], length) for cache in caches
+            attention.gather_request(cache, block_table, request, length) for cache in caches
         )
         result, _ = attention.attend(query[request : request + 1], keys, values, scale_value)
         out[request] = result[0].to(out.dtype)
@@ -175,10 +177,11 @@ def paged_attention_splitfuse(
     for request, (start, end) in enumerate(pairwise(_starts(query_lens))):
         context = contexts[request]
         keys, values = (
-            attention.gather_blocks(cache, block_table[request], context) for cache in caches
+            attention.gather_request(cache, block_table, request, context) for cache in caches
         )
         part = slice(start, end)
         bias = mask[part, :context].float()
+        bias = torch.nn.functional.pad(bias, (0, keys.shape[0] - context))
         result, _ = attention.attend(query[part], keys, values, scale_value, bias=bias)
         out[part] = result.to(out.dtype)
 

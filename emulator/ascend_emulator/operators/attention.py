@@ -2,6 +2,8 @@
 
 import torch
 
+from ascend_emulator import faults
+
 COMPRESSED_SIZE = 2048
 """Rows and columns of the constant mask of sparse modes 2, 3 and 4."""
 MASK_TILE = COMPRESSED_SIZE // 2
@@ -43,6 +45,8 @@ def attend(
         to attend to.
     """
     num_rows, num_heads, _ = query.shape
+    scores_of = faults.Scores(key, value, scale, masked, bias)
+    key, value, scale, masked, bias = faults.apply("scores", scores_of, num_heads=num_heads)
     num_columns, num_kv_heads = key.shape[:2]
     output = torch.zeros(num_rows, num_heads, value.shape[2])
     lse = torch.full((num_rows, num_heads), float("inf"))
@@ -67,7 +71,18 @@ def attend(
         part_output = weights.flatten(1, 2) @ values
         output[rows] = part_output.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
         lse[rows] = part_lse.permute(2, 0, 1).flatten(1, 2)
-    return output, lse.masked_fill(lse == float("-inf"), float("inf"))
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    return output, faults.apply("lse", lse)
+
+
+def extend(masked: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
+    """Mask of as many columns as are read; those past a request's length are seen.
+
+    No correct kernel reads them; a fault does.
+    """
+    if masked is None or masked.shape[1] == num_columns:
+        return masked
+    return torch.nn.functional.pad(masked, (0, num_columns - masked.shape[1]))
 
 
 def expand_constant(
@@ -117,6 +132,15 @@ def expand_band(
     after = expand_constant(constant, num_rows, num_columns, corner + next_tokens)
     before = ~expand_constant(constant, num_rows, num_columns, corner - pre_tokens - 1)
     return before | after
+
+
+def gather_request(
+    cache: torch.Tensor, block_table: torch.Tensor, request: int, length: int
+) -> torch.Tensor:
+    """Rows ``[length, Nkv, D]`` of one request; arguments as of `gather_blocks`."""
+    row = faults.apply("table row", request)
+    length = faults.apply("read length", length, block_size=cache.shape[1])
+    return gather_blocks(cache, block_table[row], length)
 
 
 def gather_blocks(

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ascend_emulator import faults
 from ascend_emulator.operators.constraint import (
     Call,
     Constraint,
@@ -253,6 +254,9 @@ def _write(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
+    num_blocks, block_size = key_cache.shape[:2]
+    slots = faults.apply("slots", slots, num_slots=num_blocks * block_size)
     written = slots != PADDING_SLOT
+    blocks, offsets = slots[written].long() // block_size, slots[written].long() % block_size
     for rows, cache in ((key, key_cache), (value, value_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots[written].long(), rows[written])
+        faults.apply("cache rows", cache)[blocks, offsets] = rows[written]

@@ -17,6 +17,7 @@ class Enforced(Enum):
     AGREED = "docstring and practice agree"
     DOCSTRING = "docstring"
     PRACTICE = "practice"
+    SOURCES = "kernel sources"
     SCHEMA = "schema"
     READING = "our reading"
 
@@ -45,6 +46,8 @@ class Constraint:
         Whose word the reference follows, and why.
     refused
         False where nothing is refused: the record says how the reference reads the documentation.
+    where
+        Releases of CANN, or the profile, in which it holds; empty where it always does.
     """
 
     operator: str
@@ -57,6 +60,7 @@ class Constraint:
     enforced: Enforced
     why: str = ""
     refused: bool = True
+    where: str = ""
 
     @property
     def key(self) -> tuple[str, str]:

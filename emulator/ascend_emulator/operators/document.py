@@ -24,6 +24,10 @@ argument, what was given and what is demanded. Where the docstring and practice 
 listed, and whose word is enforced. For fused attention `v1` and `v2` are the docstrings of its two
 versions, and arguments are named as in v1. Numbers are issues or pull requests.
 
+One of several kernels stands behind fused attention, depending on the call and on the release of
+CANN. Each has a section; `--profile` chooses the release. Their demands were read in the published
+tiling sources of CANN's ops-transformer. Tags stand for releases, and `branch 9.1.0` for 9.1.
+
 Rendered by `python -m ascend_emulator.operators.document docs/changing/operators.md`.
 """
 
@@ -70,16 +74,17 @@ def _family(family: Family) -> str:
 
 
 def _table(title: str, records: list[Constraint]) -> str:
-    lines = [
-        f"| what | argument | {title.lower()} | docstring | practice | source | enforced |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    by_release = any(record.where for record in records)
+    titles = ("what", "argument", title.lower(), *(("where",) if by_release else ()))
+    titles += ("docstring", "practice", "source", "enforced")
+    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
     for record in records:
         enforced = record.enforced.value + (f": {record.why}" if record.why else "")
         cells = (
             record.name,
             f"`{record.argument}`",
             record.demand,
+            *((record.where or "everywhere",) if by_release else ()),
             record.docstring_says,
             record.practice,
             record.source,

@@ -74,6 +74,18 @@ class FusedAttention:
         return self.num_key_value_heads or self.num_heads
 
     @property
+    def has_equal_heads(self) -> bool:
+        """Whether each query head has a K/V head of its own."""
+        return self.kv_heads == self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one query head."""
+        if self.input_layout == "BSH":
+            return self.query.shape[2] // self.num_heads
+        return self.query.shape[-1]
+
+    @property
     def starts(self) -> list[int]:
         """Where each request's query tokens start in TND; one longer than the requests."""
         return [0, *(self.actual_seq_lengths or ())]
@@ -89,6 +101,23 @@ class FusedAttention:
         if self.is_tnd:
             return max((b - a for a, b in pairwise(self.starts)), default=0)
         return self.query.shape[2 if self.input_layout.startswith("BNSD") else 1]
+
+    @property
+    def packed_query_lengths(self) -> list[int]:
+        """Query tokens of each request in TND."""
+        return [b - a for a, b in pairwise(self.starts)]
+
+    @property
+    def packed_kv_lengths(self) -> list[int]:
+        """Keys of each request in TND, where lengths are only cumulative without a block table."""
+        lengths = list(self.actual_seq_lengths_kv or ())
+        return lengths if self.is_paged else [b - a for a, b in pairwise([0, *lengths])]
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Blocks of a paged call over all requests; shared ones count for each."""
+        lengths = self.actual_seq_lengths_kv if self.is_tnd else self.kv_lengths(0)
+        return sum(-(-length // self.block_size) for length in lengths or ())
 
     def by_request(self, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
         """View of a query, fresh K or fresh V as ``[B, S, N, D]`` or ``[T, N, D]``."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ascend_emulator import faults
 from ascend_emulator.operators import attention
 from ascend_emulator.operators.fused_arguments import FusedAttention, bind
 from ascend_emulator.operators.fused_checks import (
@@ -13,6 +14,7 @@ from ascend_emulator.operators.fused_checks import (
     check_out,
     workspace_elements,
 )
+from ascend_emulator.operators.fused_route import route, unwritten_requests
 
 V1 = "npu::npu_fused_infer_attention_score"
 V2 = "npu::npu_fused_infer_attention_score_v2"
@@ -27,7 +29,7 @@ def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
     -------
     torch.Tensor
         ``attention_out`` in the query's dtype and the layout's shape; zero where a request has
-        query rows that its length excludes.
+        query rows that its length excludes; NaN in rows that the kernel does not write.
     torch.Tensor
         ``softmax_lse`` float32, empty unless asked for.
     """
@@ -39,35 +41,45 @@ def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
     )
     lse_rows = lse[..., 0] if fused.is_tnd else lse[..., 0].transpose(1, 2)
     queries = fused.by_request(fused.query, fused.num_heads)
-    for request, rows, key, value in _requests(fused):
+    scale = fused.scale
+    if fused.is_tnd and not fused.is_paged and fused.atten_mask is None:
+        scale = faults.apply("scale of fresh keys without a mask", scale)
+    for request, rows, key, value, length in _requests(fused):
         query = queries[rows]
-        masked = _mask(fused, request, query.shape[0], key.shape[0])
-        result, result_lse = attention.attend(query, key, value, fused.scale, masked)
+        masked = _mask(fused, request, query.shape[0], length)
+        masked = attention.extend(masked, key.shape[0])
+        result, result_lse = attention.attend(query, key, value, scale, masked)
         if fused.inner_precise & 2:
             # Correction of invalid rows: rows that attend to nothing become zero.
             result = result.masked_fill(result_lse.isinf().unsqueeze(-1), 0.0)
         output_rows[rows] = result.to(output.dtype)
         lse_rows[rows] = result_lse
+    for request in unwritten_requests(fused, route(fused)):
+        output_rows[fused.starts[request] : fused.starts[request + 1]] = float("nan")
     return output, lse if fused.softmax_lse_flag else torch.empty(0)
 
 
 def _requests(
     fused: FusedAttention,
-) -> Iterator[tuple[int, Any, torch.Tensor, torch.Tensor]]:
-    """Index, rows of the query, keys and values of each request."""
+) -> Iterator[tuple[int, Any, torch.Tensor, torch.Tensor, int]]:
+    """Index, rows of the query, keys, values and number of keys of each request."""
     kv_lens = fused.actual_seq_lengths_kv
     if fused.is_paged:
         assert fused.block_table is not None and kv_lens is not None
         caches = fused.cache_rows(fused.key), fused.cache_rows(fused.value)
         lengths = list(kv_lens) if fused.is_tnd else fused.kv_lengths(0)
         planes = (
-            [attention.gather_blocks(cache, row, length) for cache in caches]
-            for row, length in zip(fused.block_table, lengths)
+            [
+                attention.gather_request(cache, fused.block_table, request, length)
+                for cache in caches
+            ]
+            for request, length in enumerate(lengths)
         )
     else:
         fresh = [fused.by_request(plane, fused.kv_heads) for plane in (fused.key, fused.value)]
         if fused.is_tnd:
             ends = [0, *(kv_lens or ())]
+            lengths = fused.packed_kv_lengths
             planes = ([plane[a:b] for plane in fresh] for a, b in pairwise(ends))
         else:
             lengths = fused.kv_lengths(fresh[0].shape[1])
@@ -78,7 +90,7 @@ def _requests(
         query_lens = fused.query_lengths()
         rows = [(request, slice(0, length)) for request, length in enumerate(query_lens)]
     for request, (keys, values) in enumerate(planes):
-        yield request, rows[request], keys, values
+        yield request, rows[request], keys, values, lengths[request]
 
 
 def _mask(
@@ -91,10 +103,11 @@ def _mask(
     if fused.sparse_mode == 2:
         return attention.expand_constant(_square(mask), num_rows, num_columns, 0)
     if fused.sparse_mode == 3:
-        corner = num_columns - num_rows
+        corner = faults.apply("corner", num_columns - num_rows)
         return attention.expand_constant(_square(mask), num_rows, num_columns, corner)
     if fused.sparse_mode == 4:
-        band = fused.pre_tokens, fused.next_tokens
+        pre_tokens = faults.apply("pre_tokens", fused.pre_tokens, num_rows=num_rows)
+        band = pre_tokens, fused.next_tokens
         return attention.expand_band(_square(mask), num_rows, num_columns, *band)
     if mask.dim() == 2 and fused.query_width == 1:
         full = mask[request][None]  # (B, KV_S): one row for each request

@@ -1,13 +1,13 @@
 """What the fused attention kernels refuse. Every demand is a record in ``fused_constraints.py``."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
 from ascend_emulator.operators.attention import COMPRESSED_SIZE
 from ascend_emulator.operators.constraint import shape_of
 from ascend_emulator.operators.fused_arguments import FusedAttention
+from ascend_emulator.operators.fused_kernel_checks import check_kernel
 
 RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "TND": 3}
 DTYPES = (torch.float16, torch.bfloat16)
@@ -38,6 +38,7 @@ def check(fused: FusedAttention) -> None:
         _check_fresh(fused)
     _check_sparse(fused)
     _check_mask(fused)
+    check_kernel(fused)
 
 
 def _check_modes(fused: FusedAttention) -> None:
@@ -119,8 +120,7 @@ def _check_packed_lengths(fused: FusedAttention) -> None:
         demand("lengths required", getattr(fused, argument) is not None, None, argument)
     lengths, kv_lengths = fused.actual_seq_lengths, fused.actual_seq_lengths_kv
     assert lengths is not None and kv_lengths is not None
-    limit = 65536 if fused.version == 1 else 4096
-    demand("requests", 0 < len(lengths) <= limit, f"{len(lengths)} lengths")
+    demand("requests", 0 < len(lengths) <= 65536, f"{len(lengths)} lengths")
     demand("cumulative lengths", _is_cumulative(lengths), list(lengths))
     tokens = fused.query.shape[0]
     demand("last length", lengths[-1] == tokens, f"{lengths[-1]} for T {tokens}")
@@ -168,10 +168,7 @@ def _check_fresh(fused: FusedAttention) -> None:
 def _check_cache(fused: FusedAttention) -> None:
     demand = fused.call.demand
     shape, size = shape_of(fused.key), fused.block_size
-    if fused.input_layout == "BSH":
-        head_size = fused.query.shape[2] // fused.num_heads
-    else:
-        head_size = fused.query.shape[-1]
+    head_size = fused.head_size
     width = fused.kv_heads * head_size
     forms: dict[int, tuple[int, ...]] = {3: (shape[0], size, width)}
     if fused.input_layout in ("BNSD", "BNSD_BSND", "TND"):
@@ -181,10 +178,7 @@ def _check_cache(fused: FusedAttention) -> None:
     if len(shape) == 3:
         demand("cache row width", width <= 65535, width)
     demand("cache elements", fused.key.numel() <= INT32_MAX, fused.key.numel())
-    if fused.query_width > 1:
-        demand("block size of prompts", size % 128 == 0 and 128 <= size <= 512, size)
-    else:
-        demand("block size", size % 16 == 0 and 0 < size <= 512, size)
+    demand("block size", size % 16 == 0 and 0 < size <= 1024, size)
 
 
 def _check_paged_lengths(fused: FusedAttention) -> None:
@@ -217,10 +211,7 @@ def _check_sparse(fused: FusedAttention) -> None:
         allowed = mode in (3, 4) or (mode == 0 and fused.atten_mask is None)
         given = f"mode {mode} {'without' if fused.atten_mask is None else 'with'} a mask"
         demand("sparse modes of TND", allowed, given)
-        query_lens = [b - a for a, b in pairwise(fused.starts)]
-        kv_lens = list(fused.actual_seq_lengths_kv or ())
-        if not fused.is_paged:
-            kv_lens = [b - a for a, b in pairwise([0, *kv_lens])]
+        query_lens, kv_lens = fused.packed_query_lengths, fused.packed_kv_lengths
     else:
         one_token = fused.query_width == 1 and mode in COMPRESSED_MODES
         demand("sparse modes of one token", not one_token, mode)

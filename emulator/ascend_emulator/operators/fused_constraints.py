@@ -119,9 +119,10 @@ _TENSORS = [
         "inner_precise",
         "0, 1, 2 or 3",
         "0 to 3 (v1, v2)",
-        SAME,
-        "none needed",
-        AGREED,
+        "V3 of CANN 9.1 takes 4, too",
+        "ops-transformer, branch 9.1.0, `INNER_PRECISE_LIMIT`",
+        DOCSTRING,
+        "no documentation mentions 4",
     ),
 ]
 
@@ -159,10 +160,10 @@ _HEADS = [
         "head size",
         "a head size that is a multiple of 16, at most 512",
         "D <= 512, multiples of 16 for 16-bit dtypes; with TND 192 (v1), 128 or 192 (v2)",
-        "TND with 64, 128, 192",
-        "sgl-project/sglang 26147: the v2 TND path takes 64, 128, 192",
+        "V3 and PFA take 64, 128 and 192 in TND, FAI any up to 256",
+        "sgl-project/sglang 26147; the sections of the kernels below",
         PRACTICE,
-        "tests use small heads; a real TND kernel may refuse all but 64, 128 and 192",
+        "FAI's tiling does not check multiples of 16",
     ),
     record(
         "query",
@@ -206,10 +207,10 @@ _LENGTHS = [
     record(
         "actual_seq_lengths",
         "requests",
-        "1 to 65536 requests; with TND in v2 at most 4096",
+        "1 to 65536 requests",
         "B <= 65536; with TND at most 4096 lengths (v2)",
-        UNKNOWN,
-        "none found",
+        "65536 is V3's limit on CANN 9.1; 4096 lengths are PFA's and the profile docs'",
+        "ops-transformer, branch 9.1.0, `B_LIMIT`",
         DOCSTRING,
     ),
     record(
@@ -293,7 +294,8 @@ _LENGTHS = [
         "equal in every prompt without cache; padding requests of a full graph have no keys",
         f"{ASCEND}: PrefillNoCache passes the same list twice; 4518 for padding",
         PRACTICE,
-        "taken literally the docstring forbids prompts",
+        "taken literally the docstring forbids prompts; no tiling of 8.5 or 9.1 checks it, and "
+        "rows that see nothing are undefined",
     ),
 ]
 

@@ -64,6 +64,15 @@ SCHEMAS = {
     ("npu::_npu_fused_infer_attention_score_v2_get_max_workspace", ""): (
         f"({FUSED_ATTENTION_V2}) -> Tensor"
     ),
+    ("npu::npu_fusion_attention", ""): (
+        "(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
+        "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., "
+        "float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, "
+        "int inner_precise=0, int[]? prefix=None, int[]? actual_seq_qlen=None, "
+        "int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+        'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, '
+        "int seed=0, int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+    ),
     ("atb::_npu_reshape_and_cache", ""): (
         "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_indices) -> ()"

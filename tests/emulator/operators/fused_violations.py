@@ -34,6 +34,13 @@ def meta(arguments, *names):
     return spoiled(arguments, **{name: lambda tensor: tensor.to("meta") for name in names})
 
 
+def many_requests(count, **changes):
+    """Prompts of one token each."""
+    lengths = list(range(1, count + 1))
+    changes |= {"actual_seq_lengths": lengths, "actual_seq_lengths_kv": lengths}
+    return Batch([(0, count)], heads=(2, 1)).packed(**changes)
+
+
 def many_blocks():
     arguments = Batch(LENGTHS).paged()
     blocks = 2**31 // (128 * 32) + 1
@@ -101,7 +108,7 @@ FUSED_VIOLATIONS = {
         lambda: fused(paged(actual_seq_lengths_kv=None)),
     ],
     "requests": [
-        lambda: fused(packed([(0, 1)] * 4097, (1, 1)), 2),
+        lambda: fused(many_requests(65537), 2),
         lambda: fused(packed(actual_seq_lengths=[], actual_seq_lengths_kv=[])),
     ],
     "cumulative lengths": [
@@ -176,10 +183,9 @@ FUSED_VIOLATIONS = {
         )
     ],
     "cache elements": [lambda: fused(many_blocks())],
-    "block size": [lambda: fused(paged([(3, 1), (9, 1)], block_size=8))],
-    "block size of prompts": [
-        lambda: fused(paged(block_size=64)),
-        lambda: fused(paged(block_size=640), 2),
+    "block size": [
+        lambda: fused(paged([(3, 1), (9, 1)], block_size=8)),
+        lambda: fused(paged(block_size=1040), 2),
     ],
     "sparse_mode": [lambda: fused(packed(sparse_mode=5)), lambda: fused(packed(sparse_mode=-1))],
     "sparse modes of TND": [

@@ -15,6 +15,8 @@ from tests.emulator.operators import (
     test_cache_write,
     test_elementwise,
     test_fused_attention,
+    test_fused_route,
+    test_fusion_attention,
 )
 from tests.emulator.operators.calls import Batch, cache_arguments, call, fused
 from tests.emulator.operators.violations import VIOLATIONS
@@ -87,6 +89,15 @@ SHOWN_BY = {
     ),
     ("fused attention", "query rows past a length"): (
         test_fused_attention.test_layouts_with_a_batch_axis
+    ),
+    ("fused attention, FAI", "rows without keys in the decode kernel"): (
+        test_fused_route.test_the_decode_kernel_leaves_rows_without_keys_undefined
+    ),
+    ("npu_fusion_attention", "no graphs"): (
+        test_fusion_attention.test_without_a_mask_everything_is_seen
+    ),
+    ("npu_fusion_attention", "results for training"): (
+        test_fusion_attention.test_results_that_only_training_reads_are_nan
     ),
     ("cache write", "padding slot"): (
         test_cache_write.test_each_token_lands_in_its_slot_and_padding_nowhere

@@ -105,6 +105,7 @@ def every_call():
     out = {"out": [torch.zeros_like(batch.query), torch.zeros(103, 4, 1)]}
     rows, gamma = torch.randn(3, 8), torch.randn(8)
     heads = torch.randn(1, 3, 2, 8)
+    packed = torch.randn(6, 2, 8)
     return {
         (V1, ""): paged,
         (V1, "out"): paged | out,
@@ -112,6 +113,13 @@ def every_call():
         (V2, ""): paged_v2,
         (V2, "out"): paged_v2 | out,
         ("npu::_npu_fused_infer_attention_score_v2_get_max_workspace", ""): paged_v2,
+        ("npu::npu_fusion_attention", ""): {
+            **dict.fromkeys(("query", "key", "value"), packed),
+            "head_num": 2,
+            "input_layout": "TND",
+            "actual_seq_qlen": [2, 6],
+            "actual_seq_kvlen": [2, 6],
+        },
         ("atb::_npu_reshape_and_cache", ""): cache_arguments(),
         ("npu::npu_scatter_pa_kv_cache", ""): scatter_arguments(),
         ("atb::_npu_flash_attention", ""): flash_arguments()[0],

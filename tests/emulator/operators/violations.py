@@ -19,6 +19,8 @@ from tests.emulator.operators.calls import (
     strided,
 )
 from tests.emulator.operators.fused_violations import FUSED_VIOLATIONS
+from tests.emulator.operators.fusion_calls import FUSION_VIOLATIONS
+from tests.emulator.operators.kernel_violations import KERNEL_VIOLATIONS
 
 FUSED, CACHE, ATB = "fused attention", "cache write", "atb attention"
 NORMS, SWIGLU, ROTARY, PLACEMENT = "norms", "npu_swiglu", "npu_rotary_mul", "placement"
@@ -275,6 +277,10 @@ VIOLATIONS = {
         SWIGLU: SWIGLU_VIOLATIONS,
         ROTARY: ROTARY_VIOLATIONS,
         PLACEMENT: PLACEMENT_VIOLATIONS,
+        "npu_fusion_attention": FUSION_VIOLATIONS,
     }.items()
     for name, calls in table.items()
+} | {
+    key: [violation.violate for violation in violations]
+    for key, violations in KERNEL_VIOLATIONS.items()
 }

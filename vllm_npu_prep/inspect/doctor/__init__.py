@@ -15,7 +15,7 @@ from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host
 from vllm_npu_prep.inspect.doctor.software import Software
-from vllm_npu_prep.progress import waiting
+from vllm_npu_prep.progress import log_while_waiting
 
 LONGEST_TEXT = 600
 """Most characters of a finding, because files and commands may hold any text."""
@@ -25,9 +25,9 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to the ``vllm-npu-prep`` command."""
     parser = commands.add_parser(
         "doctor",
-        help="look at this host: driver, CANN, torch, vLLM, what the plugin would do",
-        description="Say whether the plugin will run on this host, and what to do if it won't. The "
-        "exit code is 1 if something keeps it from running.",
+        help="check this host: driver, CANN, torch, vLLM, and what the plugin would do",
+        description="Tell whether the plugin will run on this host, and what to do if it won't. "
+        "The exit code is 1 if anything prevents it from running.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=doctor)
@@ -39,10 +39,10 @@ def doctor(args: argparse.Namespace) -> int:
 
     from vllm_npu_prep.inspect.doctor.report import report_json, report_text
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         print(f"doctor: {line}", file=sys.stderr, flush=True)
 
-    with waiting("looking at this host", say):
+    with log_while_waiting("checking this host", log):
         findings = examine(Host.here())
     if args.json:
         print(json.dumps(report_json(findings)))

@@ -62,14 +62,22 @@ def _value_finding(host: Host, name: str) -> Finding:
     if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() in ("1", "true"):
         return failure(name, found, "unset it: the plugin prepares inputs for the V1 runner only")
     if name == "VLLM_TARGET_DEVICE" and value != "empty":
-        return warning(name, found, "set it to empty to build vLLM, and unset it to serve")
+        return warning(name, found, "set it to the word empty to build vLLM, and unset it to serve")
     if name == "VLLM_WORKER_MULTIPROC_METHOD" and value != "spawn" and host.needs_npu:
-        do = "unset it: the plugin takes spawn, a forked process can't use its parent's NPU"
+        do = "unset it: the plugin uses spawn, since a forked process can't use its parent's NPU"
         return warning(name, found, do)
     if name == "PYTHONDONTWRITEBYTECODE" and given:
-        return warning(name, found, "unset it: every process compiles all modules, a slow start")
+        return warning(
+            name,
+            found,
+            "unset it: without .pyc files every process compiles all modules, and starts slowly",
+        )
     if name == "NUMBA_DISABLE_JIT" and value not in ("", "0"):
-        return warning(name, found, "unset it: loops that prepare a step would be interpreted")
+        return warning(
+            name,
+            found,
+            "unset it: otherwise the code that prepares a step is not compiled, and slow",
+        )
     return ok(name, found)
 
 
@@ -85,7 +93,7 @@ def _visible_devices(host: Host, num_nodes: int) -> Finding:
     beyond = [str(index) for index in chosen if not 0 <= index < num_nodes]
     if beyond and host.needs_npu:
         found = f"{value!r}; device nodes here: {num_nodes}"
-        return bad(name, found, f"drop {', '.join(beyond)}: NPUs are counted from 0")
+        return bad(name, found, f"remove {', '.join(beyond)}: NPUs are numbered from 0")
     return ok(name, repr(value))
 
 
@@ -96,10 +104,10 @@ def _compiled_code(host: Host) -> Finding:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     name = CACHE if chosen else "compiled code"
-    found = chosen or "kept beside the plugin's modules"
+    found = chosen or "kept in the plugin's own folder"
     if os.access(folder, os.W_OK):
         return ok(name, found)
-    do = "set NUMBA_CACHE_DIR to a folder that can be written: else each start compiles anew"
+    do = "set NUMBA_CACHE_DIR to a writable folder: otherwise every start compiles again"
     return warning(name, f"{found}, which can't be written", do)
 
 
@@ -121,5 +129,5 @@ def _cann_home(host: Host, cann: str | None) -> Finding:
     for name, folder in given.items():
         if not host.exists(folder):
             do = f"source {set_env_of(cann)} of the CANN that is installed"
-            return failure(name, f"{folder}, which isn't there", do)
+            return failure(name, f"{folder}, which does not exist", do)
     return ok(", ".join(given), ", ".join(given.values()))

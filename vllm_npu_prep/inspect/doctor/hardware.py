@@ -184,13 +184,13 @@ class Hardware:
         yield from self._npu_smi_version(ran.out)
         sick = [f"{i} {chip.health}" for i, chip in enumerate(self.chips) if chip.health != "OK"]
         if sick:
-            do = "ask npu-smi info -t health -i <NPU> why"
+            do = "run npu-smi info -t health -i <NPU> for the reason"
             yield warning("health", f"chip {', '.join(sick)}", do)
         yield self._device_memory()
 
     def _npu_smi_fails(self, code: int, said: str) -> Finding:
         found = f"exit code {code}: {said}" if code else f"lists no NPU: {said}"
-        do = "check that driver and firmware fit each other, and that nobody else holds the chip"
+        do = "check that driver and firmware match, and that no other process uses the chip"
         if self.host.in_container:
             do = "check device nodes and driver files above; on the host, npu-smi info has to work"
         return bad_if(self.host.needs_npu)("npu-smi", found, do)
@@ -208,8 +208,8 @@ class Hardware:
         if unknown:
             return warning(
                 "npu-smi",
-                f"{found}: {', '.join(unknown)} is none of 910B and 910_93",
-                "expect operators to refuse; the plugin was written for 910B and 910_93",
+                f"{found}: {', '.join(unknown)} is neither 910B nor 910_93",
+                "operators may refuse to run: the plugin was written for 910B and 910_93",
             )
         return ok("npu-smi", found)
 
@@ -279,7 +279,7 @@ class Hardware:
         except OSError:
             match = None
         if match is None:
-            return warning("memory", "/proc/meminfo doesn't tell", "mount /proc")
+            return warning("memory", "/proc/meminfo can't be read", "mount /proc")
         free = int(match[1]) << 10
         try:
             limit: int | None = int(self.host.read("/sys/fs/cgroup/memory.max"))
@@ -287,9 +287,9 @@ class Hardware:
             limit = None
         found = f"{gib(free)} free"
         if limit is not None and limit < free:
-            free, found = limit, f"{found}, a limit of {gib(limit)} here"
+            free, found = limit, f"{found}, limited to {gib(limit)} by the cgroup"
         if free < 4 << 30:
-            return warning("memory", found, "leave 4 GiB and the model's weights to the host")
+            return warning("memory", found, "keep 4 GiB and the size of the model's weights free")
         return ok("memory", found)
 
 

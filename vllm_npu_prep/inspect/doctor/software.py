@@ -94,20 +94,20 @@ class Software:
         last = ran.err.strip().splitlines()[-1:] or ["no output"]
         return failure(
             name,
-            f"the process that tried ended with code {ran.code}: {last[0]}",
-            "run python -m vllm_npu_prep.inspect.doctor.probe to see all that it says",
+            f"the process that imports them ended with exit code {ran.code}: {last[0]}",
+            "run python -m vllm_npu_prep.inspect.doctor.probe to see its whole output",
         )
 
     def _import_fails(self, name: str, error: str) -> Finding:
         module = "torch" if name == "import torch" else "vllm"
-        do = f"run python -c 'import {module}' to see all of it"
+        do = f"run python -c 'import {module}' to see the whole error"
         if name == "import torch" and "torch_npu" in self.host.versions:
             do = (
                 f"source {set_env_of(self.hardware.cann)}: torch loads torch_npu, which needs the "
                 "libraries of CANN and of the driver on LD_LIBRARY_PATH"
             )
         elif error.startswith("vllm_npu_prep: error:"):
-            do = "do what the line says"
+            do = "follow this message"
         return failure(name, error, do)
 
     def _tell_torch(self, name: str, answer: dict[str, Any]) -> Finding:
@@ -120,7 +120,7 @@ class Software:
             return failure(
                 name,
                 f"no NPU: {answer['reason']}",
-                "put right what fails above, or run on the CPU with NPU_PREP_DEVICE=cpu",
+                "fix the failures above, or run on the CPU with NPU_PREP_DEVICE=cpu",
             )
         return ok(name, f"no NPU: {answer['reason']}")
 
@@ -148,9 +148,9 @@ class Software:
             why = (
                 f"vLLM's own platform works here ({works}) and NPU_PREP_DEVICE is {self.host.asked}"
             )
-            do = "nothing, if you want that one; else set NPU_PREP_DEVICE to npu or cpu"
+            do = "nothing, if you want that platform; otherwise set NPU_PREP_DEVICE to npu or cpu"
         else:
-            why, do = "another plugin was taken", "set VLLM_PLUGINS=npu_prep"
+            why, do = "vLLM chose another plugin", "set VLLM_PLUGINS=npu_prep"
         is_wanted = self.host.asked == "auto" and bool(answer["built_in"])
         found = f"{platform}; the plugin is inactive: {why}"
         return bad_if(not is_wanted)(name, found, do)

@@ -42,7 +42,7 @@ GRAPHS = (
         "pieces-with-attention",
         _hold_attention,
         "splitting_ops {ops}",
-        "pieces are what lies between attentions",
+        "graph pieces must not contain attention",
         "leave it out, or use cudagraph_mode {without_pieces}",
         lambda c: {
             "ops": c.config.compilation_config.splitting_ops,
@@ -53,7 +53,7 @@ GRAPHS = (
         "dense-masks-in-graphs",
         _reads_dense_masks,
         "cudagraph_mode FULL",
-        "dense masks have another shape in every step",
+        "dense masks change their shape from step to step, and graphs need fixed shapes",
         f'use {{{{"{SECTION}": {{{{"mask": "compressed"}}}}}}}} where the kernel family has it, '
         "or cudagraph_mode FULL_AND_PIECEWISE",
     ),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.attention.families import KernelFamily
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, device_name, free_memory
+from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
-from vllm_npu_prep.startup.ranks import ranks_on_host
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 from vllm_npu_prep.wording import counted
 

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.device import has_collectives, visible_devices
+from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
-from vllm_npu_prep.startup.ranks import ranks_on_host
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ DEVICES = (
         _lack_devices,
         "{num_ranks} ranks on this host",
         "{visible} NPUs are visible, and each rank needs its own",
-        "lower the tensor, pipeline or data parallel size, or see {variable}",
+        "lower the tensor, pipeline or data parallel size, or check {variable}",
         lambda c: {
             "num_ranks": ranks_on_host(_parallel(c)),
             "visible": visible_devices(c.kind.device_type),
@@ -48,7 +48,7 @@ DEVICES = (
         "no-collectives",
         lambda c: _parallel(c).world_size > 1 and not has_collectives(c.kind.device_type),
         "{num_ranks} ranks of one engine",
-        "libhccl.so has no HcclGetRootInfo, so that NPUs can't exchange",
+        "libhccl.so has no HcclGetRootInfo, so NPUs can't exchange data",
         "install CANN's HCCL, set tensor and pipeline parallel size to 1, or use the CPU fallback",
         lambda c: {"num_ranks": _parallel(c).world_size},
     ),
@@ -62,28 +62,28 @@ RANKS = (
             or _parallel(c).decode_context_parallel_size > 1
         ),
         "context parallelism",
-        "every rank caches whole requests",
+        "every rank keeps the KV cache of whole requests",
         "use --tensor-parallel-size",
     ),
     Refusal(
         "external-launcher",
         lambda c: _parallel(c).distributed_executor_backend == "external_launcher",
         "--distributed-executor-backend external_launcher",
-        "ranks are started by mp, or by Ray",
+        "only mp and Ray can start ranks",
         "use mp or ray",
     ),
     Refusal(
         "eplb",
         lambda c: _parallel(c).enable_eplb,
         "--enable-eplb",
-        "experts stay with the ranks that loaded them",
+        "experts stay on the ranks that loaded them",
         "leave the flag out",
     ),
     Refusal(
         "elastic-ep",
         lambda c: _parallel(c).enable_elastic_ep,
         "--enable-elastic-ep",
-        "experts stay with the ranks that loaded them",
+        "experts stay on the ranks that loaded them",
         "leave the flag out",
     ),
     Refusal(
@@ -92,7 +92,7 @@ RANKS = (
             _parallel(c).use_all2all and _parallel(c).all2all_backend != "allgather_reducescatter"
         ),
         "--all2all-backend {name}",
-        "its kernels are CUDA's",
+        "its kernels run on CUDA devices only",
         "leave the flag out",
         lambda c: {"name": _parallel(c).all2all_backend},
     ),
@@ -107,7 +107,7 @@ RANKS = (
         "fault-tolerance",
         lambda c: _parallel(c).enable_fault_tolerance,
         "--enable-fault-tolerance",
-        "an engine that lost a rank ends, and is started again",
+        "an engine that loses a rank stops, and has to be restarted",
         "leave the flag out",
     ),
     Refusal(
@@ -123,14 +123,14 @@ RANKS = (
         "ray-data-parallel",
         lambda c: _parallel(c).data_parallel_backend == "ray",
         "--data-parallel-backend ray",
-        "engines are started by mp",
-        "--distributed-executor-backend ray spreads the ranks of each over hosts",
+        "only mp can start engines",
+        "use --distributed-executor-backend ray to spread the ranks of each engine over hosts",
     ),
     Refusal(
         "ray-compiled-graphs",
         _ray_compiles_graphs,
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
-        "compiled graphs of Ray were not tried",
+        "Ray's compiled graphs have not been tested",
         "unset it",
     ),
 )

@@ -191,7 +191,7 @@ aclError record_update(Stream& stream, Task task) {
     std::lock_guard node_lock(node->mutex);
     check_update_order(*node, actor, task.name);
     node->last_update = {actor.id(), actor.clock().at(actor.id())};
-    node->task = task;
+    if (!options().stale_lengths) node->task = task;
   };
   stream.push(std::move(update));
   return acl::kSuccess;

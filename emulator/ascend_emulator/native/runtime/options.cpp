@@ -15,6 +15,10 @@ long number(const char* name, long fallback) {
   return value && *value ? std::atol(value) : fallback;
 }
 
+bool has_fault(const std::string& name) {
+  return ("," + text("NPU_EMULATOR_FAULTS", "") + ",").find("," + name + ",") != std::string::npos;
+}
+
 Delay delay_of(const std::string& name) {
   if (name == "equal") return Delay::kEqual;
   if (name == "skewed") return Delay::kSkewed;
@@ -35,6 +39,7 @@ Options read() {
   o.trace = number("NPU_EMULATOR_TRACE", 0) != 0;
   o.report_folder = text("NPU_EMULATOR_REPORT", "");
   o.hang_seconds = static_cast<int>(number("NPU_EMULATOR_HANG_SECONDS", o.hang_seconds));
+  o.stale_lengths = has_fault("stale-lengths");
   return o;
 }
 

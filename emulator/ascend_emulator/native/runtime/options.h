@@ -21,6 +21,7 @@ struct Options {
   bool trace = false;
   std::string report_folder;  // empty: no report
   int hang_seconds = 30;      // how long a stream may wait for a value before it counts as hung
+  bool stale_lengths = false;  // a fault: updates of task groups leave the captured tasks alone
 };
 
 const Options& options();

@@ -1,9 +1,9 @@
-"""Streams and events for a machine that has none."""
+"""No-op streams and events, for a machine that has none."""
 
 import torch
 
 
-class InertEvent:
+class NoOpEvent:
     """Replaces a CUDA event on devices whose calls return with their work complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -20,7 +20,7 @@ class InertEvent:
         return True
 
 
-class InertStream:
+class NoOpStream:
     """Replaces a CUDA stream on devices whose calls return with their work complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:

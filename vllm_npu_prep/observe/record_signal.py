@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.server.record_client import Address, ask, server_of
+from vllm_npu_prep.observe.record_client import Address, ask, server_of
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -54,7 +54,9 @@ def _pass_on() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     if not listening:
-        logger.warning("SIGUSR1: no steps are recorded yet; they are once the server answers.")
+        logger.warning(
+            "SIGUSR1: no steps are recorded yet. Recording begins when the server is ready."
+        )
 
 
 def _listens(pid: int) -> bool:

@@ -34,35 +34,35 @@ def copy_step(
     previous_rows,  # [num_reqs or more] int64
     num_sampled_rows,
     staged_size,
-    kept,  # int32, written: `KeptStep.parts`
+    copied,  # int32, written: `StepSnapshot.parts`
 ):
-    """Copy a step's kept data in one pass: a dozen numpy calls took four times as long."""
+    """Copy what records need of a step in one pass: a dozen numpy calls took 4 times as long."""
     t, out = tables_of(tables), arrays_of(arrays)
     num_reqs = num_scheduled_tokens.shape[0]
-    kept[:staged_size] = out.buffer_int32[:staged_size]
+    copied[:staged_size] = out.buffer_int32[:staged_size]
     end = staged_size
-    kept[end : end + num_reqs] = t.num_computed_tokens[:num_reqs]
+    copied[end : end + num_reqs] = t.num_computed_tokens[:num_reqs]
     end += num_reqs
-    kept[end : end + num_reqs] = t.num_prompt_tokens[:num_reqs]
+    copied[end : end + num_reqs] = t.num_prompt_tokens[:num_reqs]
     end += num_reqs
-    kept[end : end + num_reqs] = t.num_tokens[:num_reqs]
+    copied[end : end + num_reqs] = t.num_tokens[:num_reqs]
     end += num_reqs
     for group in range(t.num_blocks.shape[0]):
-        kept[end : end + num_reqs] = t.num_blocks[group, :num_reqs]
+        copied[end : end + num_reqs] = t.num_blocks[group, :num_reqs]
         end += num_reqs
     if num_sampled_rows > 0:
         for req in range(num_reqs):
-            kept[end + req] = previous_rows[req]
+            copied[end + req] = previous_rows[req]
         end += num_reqs
     if out.draft_token_ids.shape[0] > 0:  # the step may have drafts
         for req in range(num_reqs):
             seq_len = t.num_computed_tokens[req] + num_scheduled_tokens[req]
-            kept[end + req] = t.token_ids[req, min(seq_len, t.num_tokens[req] - 1)]
+            copied[end + req] = t.token_ids[req, min(seq_len, t.num_tokens[req] - 1)]
         end += num_reqs
     for req in range(num_reqs):
         first = t.num_computed_tokens[req]
         for offset in range(num_scheduled_tokens[req]):
-            kept[end + offset] = t.token_ids[req, first + offset]
+            copied[end + offset] = t.token_ids[req, first + offset]
         end += num_scheduled_tokens[req]
 
 
@@ -82,16 +82,16 @@ def enter_blocks(
 
 def warm_up(step: PreparedStep) -> None:
     """Compile this module's code or load it from the cache; any `step` will do."""
-    kept = KeptStep.of_step(0, step, "", [""])
-    enter_blocks(kept.copied, 0, 0, 0, np.zeros(1, np.int32))
+    snapshot = StepSnapshot.of_step(0, step, "", [""])
+    enter_blocks(snapshot.copied, 0, 0, 0, np.zeros(1, np.int32))
 
 
 @dataclass(slots=True)
-class KeptStep:
+class StepSnapshot:
     """Copies of what a step read and wrote, for a record to be made later.
 
     The next step overwrites tables and staging buffers; `step` is kept only for its sizes. Of the
-    block tables only the entries sent with the step are kept (`BlockTablesThen`).
+    block tables only the entries sent with the step are kept (`PastBlockTables`).
     """
 
     number: int
@@ -103,7 +103,7 @@ class KeptStep:
     placeholders: Placeholders
     modalities: Sequence[str]  # of each run of placeholders
     rows_with_embeds: Sequence[int]
-    nbytes: int  # kept bytes, approximately
+    nbytes: int  # size of the copies, approximately
 
     @classmethod
     def of_step(
@@ -115,7 +115,7 @@ class KeptStep:
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
-    ) -> "KeptStep":
+    ) -> "StepSnapshot":
         """Copy what is needed of a step that was just prepared.
 
         Parameters
@@ -191,7 +191,7 @@ class KeptStep:
         req_ids
             Names to record for the requests.
         blocks
-            int32, block tables as the device had them (`BlockTablesThen.block_table_flat`).
+            int32, block tables as the device had them (`PastBlockTables.block_table_flat`).
         """
         then, layout = self.step, self.step.layout
         tables, padding = then.batch.tables, then.padding
@@ -289,7 +289,7 @@ class KeptStep:
         }
 
 
-class BlockTablesThen:
+class PastBlockTables:
     """Block tables as the device had them some steps ago, updated step by step.
 
     Each step sends the entries that are new to the device, so whole tables need no copy.
@@ -303,11 +303,11 @@ class BlockTablesThen:
     def __init__(self, block_table_flat: np.ndarray) -> None:
         self.block_table_flat = block_table_flat
 
-    def move_on(self, kept: KeptStep) -> None:
+    def advance(self, snapshot: StepSnapshot) -> None:
         """Enter what a step sent."""
-        step = kept.step
+        step = snapshot.step
         if step.num_block_changes:
             parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
             _, indices, ids = parts
             # The copies begin with the buffer that was sent
-            enter_blocks(kept.copied, indices.start, ids.start, ids.stop, self.block_table_flat)
+            enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)

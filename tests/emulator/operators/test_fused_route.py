@@ -1,0 +1,289 @@
+"""Which kernel a call of fused attention reaches by release, what it takes, and what it leaves."""
+
+import math
+
+import pytest
+import torch
+
+from ascend_emulator import profiles
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.operators.fused_arguments import bind
+from ascend_emulator.operators.fused_route import FORMS, explain, route
+from tests.emulator.operators import formula
+from tests.emulator.operators.calls import Batch, fused
+from tests.emulator.operators.kernel_violations import KERNEL_VIOLATIONS
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NO_MASK = {"sparse_mode": 0, "atten_mask": None}
+PAGED = ("decode", "chunk", "paged window")
+
+ROUTES = [
+    # form, heads, head size, block size, changes, kernel on 8.5, kernel on 9.1
+    ("prompt", (8, 2), 64, 0, {}, "FAI", "FAI"),
+    ("prompt", (8, 2), 80, 0, {}, "FAI", "FAI"),
+    ("prompt", (8, 2), 256, 0, {}, "FAI", "FAI"),
+    ("prompt", (8, 2), 512, 0, {}, "IFA", "V3"),
+    ("prompt", (8, 2), 128, 0, {"inner_precise": 1}, "V3", "V3"),
+    ("prompt", (8, 2), 96, 0, {"inner_precise": 2}, "PFA", "V3"),
+    ("prompt", (8, 8), 64, 0, {}, "V3", "FAI"),
+    ("prompt", (8, 8), 96, 0, {}, "PFA", "FAI"),
+    ("prompt", (8, 8), 192, 0, {}, "PFA", "FAI"),
+    ("prompt", (8, 8), 128, 0, {"inner_precise": 1}, "V3", "V3"),
+    ("prompt", (8, 8), 128, 0, {"inner_precise": 1, "dtype": FP16}, "V3", "FAI"),
+    ("prompt", (1, 1), 128, 0, {"dtype": FP16}, "V3", "FAI"),
+    ("encoder", (8, 2), 64, 0, {}, "FAI", "FAI"),
+    ("encoder", (8, 8), 64, 0, {}, "V3", "FAI"),
+    ("encoder", (8, 8), 64, 0, {"inner_precise": 1, "dtype": FP16}, "FAI", "FAI"),
+    ("encoder", (8, 8), 96, 0, {"inner_precise": 1, "dtype": FP16}, "FAI", "FAI"),
+    ("encoder", (8, 8), 96, 0, {"dtype": FP16}, "PFA", "FAI"),
+    ("window", (8, 2), 64, 0, {}, "V3", "FAI"),
+    ("window", (8, 2), 192, 0, {}, "PFA", "FAI"),
+    ("decode", (8, 2), 128, 128, {}, "FAI", "FAI"),
+    ("decode", (8, 2), 128, 16, {}, "V3", "FAI"),
+    ("decode", (8, 2), 96, 16, {}, "FAI", "FAI"),
+    ("decode", (8, 2), 96, 640, {}, "PFA", "V3"),
+    ("decode", (8, 2), 128, 1024, {}, "V3", "V3"),
+    ("decode", (8, 1), 192, 256, {}, "FAI", "FAI"),
+    ("decode", (8, 8), 128, 128, {}, "V3", "FAI"),
+    ("decode", (8, 8), 192, 128, {}, "PFA", "FAI"),
+    ("chunk", (8, 2), 128, 128, {}, "FAI", "FAI"),
+    ("chunk", (8, 2), 128, 128, {"cache_rank": 4}, "V3", "V3"),
+    ("chunk", (8, 2), 192, 128, {"cache_rank": 4}, "PFA", "V3"),
+    ("chunk", (8, 2), 128, 256, {}, "V3", "FAI"),
+    ("chunk", (8, 8), 80, 128, {}, "PFA", "FAI"),
+    ("chunk", (8, 8), 512, 128, {}, "IFA", "V3"),
+    ("paged window", (8, 2), 128, 128, {}, "V3", "FAI"),
+    ("paged window", (8, 8), 256, 128, {}, "PFA", "FAI"),
+]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("form", "heads", "size", "block", "changes", "on_85", "on_91"), ROUTES)
+def test_a_call_reaches_the_kernel_of_its_release(
+    form, heads, size, block, changes, on_85, on_91, version
+):
+    call = {
+        "form": form,
+        "dtype": BF16,
+        "heads": heads[0],
+        "kv_heads": heads[1],
+        "head_size": size,
+        "block_size": block,
+        "version": version,
+    } | changes
+    assert explain("8.5", **call).kernel == on_85
+    assert explain("9.1", **call).kernel == explain("docs", **call).kernel == on_91
+
+
+def by_layout(layout, query_len, head_size, heads, paged=False):
+    """Kernels on 8.5 and 9.1 of a call in a layout with a batch axis."""
+    batch = Batch([(3, query_len)] * 2, head_size=head_size, heads=heads)
+    arguments = batch.padded(layout)
+    if paged:
+        cached = batch.paged()
+        arguments |= {name: cached[name] for name in ("key", "value", "block_table")}
+        arguments |= {"block_size": 128, "actual_seq_lengths_kv": batch.kv_lens}
+    call, _ = bind("npu::npu_fused_infer_attention_score", "", (), arguments)
+    return route(call, "8.5"), route(call, "9.1")
+
+
+def test_layouts_with_a_batch_axis_have_routes_of_their_own():
+    assert by_layout("BSH", 4, 64, (4, 2)) == ("V3", "V3")
+    assert by_layout("BSND", 1, 16, (4, 2)) == ("IFA", "V3")
+    assert by_layout("BNSD", 4, 16, (4, 2)) == ("PFA", "V3")
+    assert by_layout("BSH", 1, 256, (4, 4)) == ("IFA", "IFA")
+    assert by_layout("BSH", 1, 256, (4, 4), paged=True) == ("IFA", "V3")
+    assert by_layout("BNSD_BSND", 4, 16, (4, 2)) == ("PFA", "V3")
+
+
+NEIGHBOURS = [
+    pytest.param(violation, id=f"{name}, {violation.profile}, {number}")
+    for (_, name), violations in KERNEL_VIOLATIONS.items()
+    for number, violation in enumerate(violations)
+]
+
+
+@pytest.mark.parametrize("violation", NEIGHBOURS)
+def test_the_neighbour_of_a_refused_call_is_taken(violation):
+    output, _ = violation.keep()
+    assert output.isfinite().all()
+
+
+ONLY_ONE_DEMANDS = [
+    "sum of blocks",
+    "keys for every query of mode 3",
+    "block size of TND",
+]
+
+
+@pytest.mark.parametrize("name", ONLY_ONE_DEMANDS)
+def test_what_the_documentation_alone_demands_the_kernels_take(name):
+    for violation in KERNEL_VIOLATIONS["fused attention, documentation", name]:
+        output, _ = violation._replace(profile="9.1").violate()
+        assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("profile", "heads", "count", "broken"),
+    [
+        ("9.1", (2, 1), 4097, None),
+        ("8.5", (2, 1), 4097, None),
+        ("8.5", (2, 2), 4096, None),
+        ("8.5", (2, 2), 4097, "lengths in PFA"),
+        ("docs", (2, 1), 4096, None),
+        ("docs", (2, 1), 4097, "number of lengths"),
+        ("9.1", (2, 1), 65536, None),
+        ("9.1", (2, 1), 65537, "requests"),
+    ],
+)
+def test_how_many_lengths_a_call_may_have(profile, heads, count, broken):
+    call = {"form": "prompt", "dtype": BF16, "heads": heads[0], "kv_heads": heads[1]}
+    lengths = {"query_lens": [1] * count, "kv_lens": [1] * count, "version": 2}
+    verdict = explain(profile, **call, head_size=192, **lengths)
+    assert (verdict.constraint and verdict.constraint[1]) == broken
+
+
+MATRIX_HEADS = {"equal": (8, 8), "grouped": (8, 2), "one K/V head": (8, 1)}
+SIZES = (64, 80, 96, 128, 192, 256, 512)
+BLOCKS = (16, 64, 128, 256, 512, 1024)
+
+
+def accepted_of(profile, form, dtype, heads):
+    """Head sizes and, for paged forms, block sizes that a profile takes."""
+    return {
+        (size, block)
+        for size in SIZES
+        for block in (BLOCKS if form in PAGED else (0,))
+        if explain(
+            profile,
+            form=form,
+            dtype=dtype,
+            heads=heads[0],
+            kv_heads=heads[1],
+            head_size=size,
+            block_size=block,
+        ).accepted
+    }
+
+
+def expected_of(profile, form, dtype, heads):
+    """Say the same as a rule, written from the notes and not from the route."""
+    equal = heads[0] == heads[1]
+    several = form in ("chunk", "paged window")
+    cells = {(size, block) for size in SIZES for block in (BLOCKS if form in PAGED else (0,))}
+    if profile == "8.5":
+        if form in ("window", "paged window"):
+            return {(size, block) for size, block in cells if size in (64, 128)}
+        older = {192} if equal and dtype == BF16 else set()  # PFA, blocks of a multiple of 128
+        newer = {64, 128} if equal else {64, 80, 96, 128, 192, 256}
+        return {
+            (size, block)
+            for size, block in cells
+            if (size in newer and (block <= 512 or size in (64, 128)))
+            or (size in older and block % 128 == 0)
+        }
+    taken = set()
+    for size, block in cells:
+        if size > 256:
+            continue
+        if profile == "docs":
+            fits = block <= 128 and (not several or block == 128 or not block)
+        else:
+            # V3 takes what FAI does not: 1024 is above 512 for one query token of 192
+            fits = block <= 512 or size in (64, 128) or (size == 192 and several)
+        if fits:
+            taken.add((size, block))
+    return taken
+
+
+@pytest.mark.parametrize("profile", list(profiles.PROFILES))
+@pytest.mark.parametrize("heads", MATRIX_HEADS.values(), ids=MATRIX_HEADS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_matrix_of_heads_sizes_and_blocks(profile, heads, dtype):
+    for form in FORMS:
+        found = accepted_of(profile, form, dtype, heads)
+        wanted = expected_of(profile, form, dtype, heads)
+        assert found == wanted, (form, sorted(found ^ wanted))
+
+
+def test_requests_that_share_a_prefix_fit_a_small_cache_unless_blocks_are_summed():
+    call = {
+        "form": "decode",
+        "dtype": BF16,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_size": 128,
+        "block_size": 128,
+        "query_lens": [1] * 50,
+        "kv_lens": [500] * 50,
+        "num_blocks": 60,
+    }
+    assert explain("9.1", **call).accepted and explain("8.5", **call).accepted
+    refused = explain("docs", **call)
+    assert refused.constraint == ("fused attention, documentation", "sum of blocks")
+    assert "200 blocks in a cache of 60" in refused.reason
+    equal = call | {"kv_heads": 8, "head_size": 192}
+    assert explain("8.5", **equal).constraint[1] == "sum of blocks in PFA"
+
+
+def padded_decodes(count, **changes):
+    """Decodes of which the last two have no keys, and a call over their cache."""
+    batch = Batch([(130, 1)] * count, heads=(4, 2))
+    arguments = batch.paged(**NO_MASK, **changes)
+    arguments["actual_seq_lengths_kv"] = [131] * (count - 2) + [0, 0]
+    return batch, arguments
+
+
+def test_the_decode_kernel_leaves_rows_without_keys_undefined():
+    cores = profiles.cube_cores()
+    batch, arguments = padded_decodes(cores)
+    output, _ = fused(arguments)
+    assert output[-2:].isnan().all()
+    expected, _ = formula.of_batch(batch)
+    formula.assert_close(output[:-2], torch.cat(expected)[:-2], batch.dtype)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    {
+        "a batch below the number of cores": {"count": -1},
+        "a mask": {"sparse_mode": 3},
+        "softmax_lse": {"softmax_lse_flag": True},
+        "another block size": {"block_size": 64},
+        "CANN 8.5": {"profile": "8.5"},
+        "a query of two tokens": {"longer": True},
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_other_calls_define_rows_without_keys(changes):
+    changes = dict(changes[1])
+    profile = changes.pop("profile", "9.1")
+    count = profiles.cube_cores() + changes.pop("count", 0)
+    longer = changes.pop("longer", False)
+    block_size = changes.get("block_size", 128)
+    lengths = [(130, 2 if longer else 1)] + [(130, 1)] * (count - 1)
+    batch = Batch(lengths, heads=(4, 2), block_size=block_size)
+    mask = {} if changes.get("sparse_mode") else NO_MASK
+    arguments = batch.paged(**mask) | changes
+    arguments["actual_seq_lengths_kv"] = [*batch.kv_lens[:-2], 0, 0]
+    with profiles.using(profile):
+        output, lse = fused(arguments)
+    assert (output[-2:] == 0).all()
+    if changes.get("softmax_lse_flag"):
+        assert (lse[-2:] == math.inf).all()
+
+
+def test_explain_tells_which_requests_stay_undefined():
+    call = {"form": "decode", "dtype": BF16, "heads": 8, "kv_heads": 2, "head_size": 128}
+    lengths = {"query_lens": [1] * 24, "kv_lens": [5] * 23 + [0], "block_size": 128}
+    assert explain("9.1", **call, **lengths).undefined == (23,)
+    assert explain("8.5", **call, **lengths).undefined == ()
+
+
+def test_a_profile_is_found_by_name_or_refused_with_the_list():
+    assert profiles.current().name == profiles.DEFAULT == "9.1"
+    with profiles.using("8.5") as profile:
+        assert profile is profiles.current() and profile.cann == "8.5.0"
+    assert profiles.current().name == "9.1"
+    with pytest.raises(EmulatorError, match=r"'9' is no profile; use one of 9\.1, 8\.5, docs"):
+        profiles.find("9")

@@ -1,0 +1,66 @@
+"""Profiles and faults reach the processes of a command, its references and its runtime."""
+
+from tests.emulator.test_graphs import GROUP
+
+ATTEND = """
+    import os
+    torch.inference_mode().__enter__()
+
+    def attend(heads=4, head_size=96, **changes):
+        q = torch.ones(6, 4, head_size, dtype=torch.bfloat16)
+        k = torch.arange(6.0)[:, None, None].expand(6, heads, head_size).to(torch.bfloat16)
+        mask = torch.triu(torch.ones(2048, 2048, dtype=torch.int8), 1)
+        return torch_npu.npu_fused_infer_attention_score(
+            q.npu(), k.npu() * 0, k.npu(), num_heads=4, num_key_value_heads=heads, scale=1.0,
+            input_layout="TND", actual_seq_lengths=[6], actual_seq_lengths_kv=[6],
+            atten_mask=mask.npu(), sparse_mode=4, pre_tokens=2, next_tokens=0)[0]
+"""
+
+
+def test_the_default_profile_is_that_of_the_newest_release(emulate):
+    emulate(ATTEND + "    assert attend().cpu()[5, 0, 0] == 4  # the average of 3, 4 and 5")
+
+
+def test_a_process_follows_the_profile_of_its_environment(emulate):
+    run = emulate(
+        ATTEND
+        + """
+    os.environ["NPU_EMULATOR_PROFILE"] = "8.5"
+    assert attend(head_size=64).cpu()[5, 0, 0] == 4
+    attend()
+    error = sync_error()
+    assert "head size of PFA" in error, error
+    """
+    )
+    assert run.report["hazards"] == []
+
+
+def test_a_fault_changes_what_an_operator_computes(emulate):
+    emulate(
+        ATTEND
+        + """
+    os.environ["NPU_EMULATOR_FAULTS"] = "wide-window"
+    assert attend().cpu()[5, 0, 0] == 3.5             # of 2, 3, 4 and 5
+    """
+    )
+
+
+def test_options_reach_the_runtime(emulate):
+    run = emulate(
+        GROUP
+        + """
+    version = ctypes.create_string_buffer(64)
+    acl.aclsysGetVersionStr(b"runtime", version)
+    assert version.value == b"8.5.0", version.value
+    for length in (5, 9, 3):
+        update(length)
+        graph.replay()
+        torch.npu.synchronize()
+        assert result.cpu()[0, 0, 0] == 5             # the length of the capture
+    """,
+        *("--profile", "8.5", "--fault", "stale-lengths"),
+    )
+    assert run.report["profile"] == "8.5" and run.report["faults"] == ["stale-lengths"]
+    assert run.report["hazards"] == run.report["errors"] == []
+    assert "profile 8.5 (CANN 8.5.0)" in run.err
+    assert "kernels misbehave on purpose: stale-lengths" in run.err

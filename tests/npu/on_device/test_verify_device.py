@@ -1,0 +1,191 @@
+"""Rows of ``verify-device`` and the start-up probe on the device: right kernels pass, wrong ones
+are found by the rows that are meant to find them.
+
+``stale-lengths`` is a fault of the runtime, not of an operator: `tests/npu/test_verify_device.py`.
+"""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ascend_emulator import faults
+from ascend_emulator.operators import FAMILIES
+from ascend_emulator.operators.constraint import Enforced
+from vllm_npu_prep.attention.families import ATB, FIA
+from vllm_npu_prep.device import make_device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify.child import run_row
+from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention
+from vllm_npu_prep.verify.row import Bench
+from vllm_npu_prep.verify.rows import NO_ROW, ROWS
+from vllm_npu_prep.verify.steps import layer_of, masks_for
+
+BY_NAME = {row.name: row for row in ROWS if row.group != "engine"}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(make_device("npu"), tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture
+def fault(monkeypatch) -> Iterator:
+    """Function that switches a fault on, on all threads: kernels run on those of their streams."""
+
+    def switch_on(name: str) -> None:
+        monkeypatch.setenv(faults.FAULTS_VARIABLE, name)
+        faults._of_process.cache_clear()
+
+    yield switch_on
+    monkeypatch.undo()
+    faults._of_process.cache_clear()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_row_is_the_same_as_its_formula(name, bench):
+    outcome, works = run_row(BY_NAME[name], bench)
+    assert outcome["verdict"] == "same", outcome
+    assert works
+
+
+FOUND_BY = {
+    "uniform-average": ({"fia-unpaged-bf16", "fia-unpaged-fp16"}, {"fia-prompt-bf16"}),
+    "wide-window": (
+        {"fia-window-prompt-bf16", "fia-window-decode-fp16", "fia-window-chunk-bf16"}
+        | {"fia-window-encoder-bf16", "graph-fia-window-decode"},
+        {"fia-chunk-bf16", "atb-window-decode-bf16"},
+    ),
+    "unnarrowed-decode": (
+        {"fia-window-decode-bf16", "graph-fia-window-decode"},
+        {"fia-decode-bf16", "fia-window-encoder-fp16"},
+    ),
+    "upper-left-causal": (
+        {"fia-chunk-bf16", "fia-chunk-fp16", "graph-fia-chunk-bf16", "fia-long"},
+        {"fia-decode-bf16", "fia-prompt-bf16"},
+    ),
+    "ignored-mask": (
+        {"fia-prompt-bf16", "fia-chunk-fp16", "fia-window-decode-bf16"}
+        | {"atb-prompt-fp16", "atb-chunk-bf16", "atb-window-decode-bf16", "graph-fia-chunk-bf16"},
+        {"fia-decode-bf16", "atb-decode-bf16"},
+    ),
+    "ignored-scale": (
+        {"fia-prompt-bf16", "fia-decode-bf16", "atb-decode-fp16", "atb-encoder-bf16"},
+        {"write-fia-bf16"},
+    ),
+    "last-token-dropped": (
+        {"fia-prompt-bf16", "fia-decode-bf16", "atb-decode-bf16", "graph-atb-decode-bf16"},
+        {"write-fia-bf16"},
+    ),
+    "interleaved-heads": (
+        {"fia-prompt-bf16", "fia-decode-bf16", "atb-chunk-bf16"},
+        {"fia-equal-heads-decode", "fia-one-kv-head-decode"},
+    ),
+    "wrong-lse": ({"fia-lse"}, {"fia-no-lse", "fia-decode-bf16"}),
+    "first-table-row": (
+        {"fia-decode-bf16", "fia-chunk-bf16", "atb-decode-bf16", "fia-shared-blocks"},
+        {"fia-prompt-bf16", "write-atb-bf16"},
+    ),
+    "whole-block-read": (
+        {"fia-decode-bf16", "atb-decode-bf16", "graph-fia-decode-bf16"},
+        {"fia-prompt-bf16"},
+    ),
+    "padding-slot-written": (
+        {"write-fia-bf16", "write-atb-fp16", "write-fia-padding-only", "fia-padding-bf16"},
+        {"fia-decode-bf16"},
+    ),
+    "transposed-cache": (
+        {"write-fia-bf16", "write-atb-bf16", "fia-decode-bf16", "graph-fia-decode-bf16"},
+        {"fia-one-kv-head-decode", "fia-encoder-bf16"},
+    ),
+    "added-flags": (
+        {"atb-prompt-bf16", "atb-window-encoder-bf16"},
+        {"atb-prompt-fp16", "atb-chunk-bf16"},
+    ),
+}
+"""For each fault of an operator: rows that find it, and some that don't meet it."""
+
+NAMED = {
+    "uniform-average": "as a plain average of the values",
+    "wide-window": "as a window of 5 tokens",
+    "ignored-mask": "as no mask",
+    "ignored-scale": "as without a scale",
+    "first-table-row": "as all requests over the first one's blocks",
+    "padding-slot-written": "as a slot of -1 written to the last slot",
+}
+"""What the first row that finds a fault says of it."""
+
+
+def test_every_fault_of_an_operator_is_planted():
+    of_runtime = {name for name, each in faults.FAULTS.items() if each.point == "runtime"}
+    assert of_runtime == {"stale-lengths"}
+    assert set(FOUND_BY) == set(faults.FAULTS) - of_runtime
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_a_wrong_kernel_is_found_by_the_rows_that_meet_it(name, bench, fault):
+    finders, others = FOUND_BY[name]
+    fault(name)
+    outcomes = {row: run_row(BY_NAME[row], bench)[0] for row in sorted(finders | others)}
+    verdicts = {row: outcome["verdict"] for row, outcome in outcomes.items()}
+    assert verdicts == {row: "DIFFERS" if row in finders else "same" for row in verdicts}, outcomes
+    assert any(NAMED.get(name, "differ") in each["got"] for each in outcomes.values()), outcomes
+
+
+def test_what_to_try_first_on_hardware_is_tried_by_a_row_or_says_why_not():
+    first = {
+        (family.name, record.name)
+        for family in FAMILIES
+        for record in family.constraints.values()
+        if not record.refused or record.enforced in (Enforced.PRACTICE, Enforced.READING)
+    }
+    covered = {record for row in ROWS for record in row.covers}
+    assert first == covered | set(NO_ROW)
+    assert not covered & set(NO_ROW)
+
+
+def kinds_of(family, window=None, causal=True, dtype=torch.bfloat16, heads=(4, 2)):
+    masks = masks_for(family, dtype, torch.device("npu:0"), 512)
+    size = 128 if causal else 0
+    layer = layer_of(*heads, 128)
+    return ProbedLayers(family.name, layer, dtype, size, window, causal, False, masks)
+
+
+PROBED = {  # not uniform-average, which hits a form that the plugin avoids
+    "wide-window": ((FIA, 4), "prompts"),
+    "wide-window of encoders": ((FIA, 4, False), "an encoder"),
+    "unnarrowed-decode": ((FIA, 200), "decodes"),
+    "upper-left-causal": ((FIA,), "chunks"),
+    "ignored-mask": ((ATB,), "prompts"),
+    "ignored-scale": ((FIA,), "prompts"),
+    "last-token-dropped": ((ATB,), "prompts"),
+    "interleaved-heads": ((FIA,), "prompts"),
+    "first-table-row": ((FIA,), "decodes"),
+    "whole-block-read": ((FIA,), "decodes"),
+    "padding-slot-written": ((FIA,), "decodes"),
+    "transposed-cache": ((ATB,), "cache write"),
+    "added-flags": ((ATB,), "prompts"),
+}
+"""For each fault the layers of an engine that meets it, and what its start-up names."""
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_the_start_up_probe_names_the_form_that_a_wrong_kernel_computes(name, bench, fault):
+    arguments, form = PROBED[name]
+    fault(name.partition(" ")[0])
+    with pytest.raises(PrepError) as error:
+        probe_attention([kinds_of(*arguments)], bench.device, print, with_padding=True)
+    assert form in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_probe_of_usual_layers_is_quick(bench):
+    """Two kinds of layers of a usual size, as Gemma has them: a second on this runtime."""
+    heads = (16, 8)
+    kinds = [kinds_of(FIA, heads=heads), kinds_of(FIA, 1024, heads=heads)]
+    lines: list[str] = []
+    start = time.perf_counter()
+    assert probe_attention(kinds, bench.device, lines.append, with_padding=True) == 6
+    print("probe", time.perf_counter() - start)
+    assert len(lines) == 1

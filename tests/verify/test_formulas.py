@@ -1,0 +1,65 @@
+"""The float64 formulas of `verify-device`, beside examples by hand and torch's own operators."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from vllm_npu_prep.verify import formulas
+
+
+def test_who_sees_whom():
+    assert formulas.visible(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert formulas.visible(2, 4, window=2).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert formulas.visible(3, 3, causal=False).all()
+    both_ways = formulas.visible(3, 3, window=2, causal=False)
+    assert both_ways.int().tolist() == [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_is_that_of_torch(heads, window, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(5, heads[0], 8, generator=generator)
+    key, value = (torch.randn(11, heads[1], 8, generator=generator) for _ in range(2))
+    seen = formulas.visible(5, 11, window)
+    output, lse = formulas.attention(query, key, value, 0.3, seen)
+    q, k, v = (x.double().transpose(0, 1)[None] for x in (query, key, value))
+    expected = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(output, expected[0].transpose(0, 1))
+    one = [math.exp(float(query[0, 0] @ key[p, 0]) * 0.3) for p in range(11) if seen[0, p]]
+    assert float(lse[0, 0]) == pytest.approx(math.log(sum(one)), rel=1e-5)
+
+
+def test_a_token_that_sees_nothing_gets_zeros():
+    output, lse = formulas.attention(
+        torch.ones(2, 1, 4), torch.ones(0, 1, 4), torch.ones(0, 1, 4), 1.0, formulas.visible(2, 0)
+    )
+    assert not output.any()
+    assert (lse == -math.inf).all()
+
+
+def test_slots_below_zero_are_not_written():
+    plane = torch.zeros(2, 2, 1, 1)
+    rows = torch.tensor([[[5.0]], [[6.0]], [[7.0]]])
+    written = formulas.paged_write(plane, rows, [3, -1, 0], 2)
+    assert written.flatten().tolist() == [7, 0, 0, 5]
+    assert not plane.any()
+
+
+def test_norm_activation_and_rotation_are_those_of_torch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(3, 8, generator=generator), torch.randn(8, generator=generator)
+    expected = functional.rms_norm(x.double(), (8,), weight.double(), 1e-6)
+    torch.testing.assert_close(formulas.rms_norm(x, weight, 1e-6), expected)
+    first, second = x.double().chunk(2, -1)
+    torch.testing.assert_close(formulas.swiglu(x), functional.silu(first) * second)
+    # A rotation keeps the length of each pair.
+    angle = torch.randn(3, 4, generator=generator).double().repeat(1, 2)
+    rotated = formulas.rotate_half(x, angle.cos(), angle.sin())
+    pairs = rotated.view(3, 2, 4).square().sum(1)
+    torch.testing.assert_close(pairs, x.double().view(3, 2, 4).square().sum(1))
+    assert not torch.allclose(rotated, x.double())

@@ -1,0 +1,185 @@
+"""The start-up probe and the steps it is made of, with kernels of the CPU fallback made wrong.
+
+The same on NPUs: `tests/npu/on_device/test_verify_device.py`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_npu_prep.attention.families import REFERENCE
+from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
+from vllm_npu_prep.device import make_device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify import probe
+from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention, probe_operator
+from vllm_npu_prep.verify.row import Verdict, compare
+from vllm_npu_prep.verify.steps import layer_of, masks_for
+
+CPU = torch.device("cpu")
+
+
+def kinds_of(window=None, causal=True, block_size=16, shares=False, heads=(4, 2)):
+    masks = masks_for(REFERENCE, torch.float16, CPU, 256)
+    layer = layer_of(*heads, 32)
+    size = block_size if causal else 0
+    return [ProbedLayers("reference", layer, torch.float16, size, window, causal, shares, masks)]
+
+
+def run(kinds, with_padding=False) -> list[str]:
+    lines: list[str] = []
+    probe_attention(kinds, make_device("cpu"), lines.append, with_padding)
+    return lines
+
+
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_right_kernels_pass_in_one_line(window, shares, with_padding):
+    kinds = kinds_of(window, shares=shares) + kinds_of(causal=False) + kinds_of(3, causal=False)
+    (line,) = run(kinds, with_padding)
+    assert "5 forms" in line
+
+
+def wrong(monkeypatch, verb, change):
+    """Let a verb of the reference kernels do something else."""
+    right = getattr(ReferenceKernels, verb)
+
+    def changed(self, *args):
+        return change(right, self, *args)
+
+    monkeypatch.setattr(ReferenceKernels, verb, changed)
+
+
+def uniform_average(right, self, query, key, value, cache, metadata, layer, output, *rest):
+    if metadata.causal:
+        return right(self, query, key, value, cache, metadata, layer, output, *rest)
+    return right(self, torch.zeros_like(query), key, value, cache, metadata, layer, output, *rest)
+
+
+def mask_moved(right, self, query, key, value, cache, metadata, *rest):
+    if metadata.attn_mask is not None:
+        metadata.attn_mask = metadata.attn_mask.roll(1, -1)
+    return right(self, query, key, value, cache, metadata, *rest)
+
+
+def ignored_mask(right, self, query, key, value, cache, metadata, *rest):
+    metadata.attn_mask = None
+    return right(self, query, key, value, cache, metadata, *rest)
+
+
+def first_table_row(right, self, query, key, value, cache, metadata, *rest):
+    if metadata.block_tables is not None:
+        metadata.block_tables = metadata.block_tables[:1].expand_as(metadata.block_tables)
+    return right(self, query, key, value, cache, metadata, *rest)
+
+
+def nothing_written(right, self, *args):
+    pass
+
+
+def padding_written(right, self, key, value, cache, slots):
+    right(self, key, value, cache, torch.where(slots < 0, cache[0, ..., 0, 0].numel() - 1, slots))
+
+
+PLANTED = {
+    "a plain average": ("attend", uniform_average, kinds_of(causal=False), "an encoder", "average"),
+    "a mask moved by one": ("attend", mask_moved, kinds_of(), "prompts", "differ"),
+    "no mask": ("attend", ignored_mask, kinds_of(), "prompts", "as no mask"),
+    "one table row": ("attend", first_table_row, kinds_of(), "decodes", "the first one's blocks"),
+    "no write": ("write_kv", nothing_written, kinds_of(), "prompts", "as nothing written"),
+    "slot -1": ("write_kv", padding_written, kinds_of(), "decodes", "a slot of -1"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_kernel_ends_the_start_in_a_line_that_names_the_form(monkeypatch, name):
+    verb, change, kinds, form, shown = PLANTED[name]
+    wrong(monkeypatch, verb, change)
+    with pytest.raises(PrepError) as error:
+        run(kinds, with_padding=True)
+    message = str(error.value)
+    assert "\n" not in message
+    assert form in message and shown in message, message
+    assert "4/2 heads of 32" in message and "float16" in message
+    assert "verify-device" in message and '"probe": false' in message
+
+
+def test_a_kernel_that_refuses_is_named_with_its_form(monkeypatch):
+    def refuse(right, self, *args):
+        raise RuntimeError("error 561002\nand pages of more")
+
+    wrong(monkeypatch, "attend", refuse)
+    with pytest.raises(PrepError, match=r"could not run prompts .*error 561002") as error:
+        run(kinds_of())
+    assert "pages of more" not in str(error.value)
+
+
+def test_a_window_is_reached_by_the_lengths_that_are_probed():
+    for window in (4, 100):
+        for what, form in kinds_of(window)[0].forms(False):
+            assert what == "prompts" or max(form.seq_lens) > window
+    huge = dict(kinds_of(probe.LONGEST_WINDOW + 1)[0].forms(False))
+    assert max(huge["decodes"].seq_lens) < 100
+
+
+def test_layers_are_probed_once_for_each_kind():
+    def layer(window, heads=(4, 2), shares=False):
+        impl = SimpleNamespace(
+            kernels=ReferenceKernels(),
+            layer_shape=layer_of(*heads, 32),
+            has_cache=True,
+            shares_kv=shares,
+        )
+        return SimpleNamespace(impl=impl)
+
+    layers = {"a": layer(None), "b": layer(None), "c": layer(None, (2, 2)), "d": layer(7)}
+    layers["e"] = layer(None, shares=True)
+
+    def group(names, window):
+        builder = SimpleNamespace(sliding_window=window, causal=True, masks=None)
+        return SimpleNamespace(
+            layer_names=names,
+            kv_cache_spec=SimpleNamespace(block_size=16),
+            get_metadata_builder=lambda: builder,
+        )
+
+    kinds = probe.probed_layers(
+        [[group(["a", "b", "c", "e"], None)], [group(["d"], 7)]], layers, torch.float16
+    )
+    assert [(k.layer.num_heads, k.window, k.reads_cache_only) for k in kinds] == [
+        (4, None, False),
+        (2, None, False),
+        (4, None, True),
+        (4, 7, False),
+    ]
+
+
+def test_a_fused_operator_that_differs_is_switched_off_with_one_line():
+    x = torch.linspace(-1, 1, 9)
+    lines: list[str] = []
+    assert probe_operator("doubled", lambda: x * 2, lambda: x.double() * 2, lines.append)
+    assert probe_operator("pair", lambda: (x, x), lambda: (x.double(),) * 2, lines.append)
+    assert lines == []
+    assert not probe_operator("tripled", lambda: x * 3, lambda: x.double() * 2, lines.append)
+    assert not probe_operator("one of two", lambda: x, lambda: (x, x), lines.append)
+
+    def refuse():
+        raise RuntimeError("no kernel\nmore")
+
+    assert not probe_operator("missing", refuse, lambda: x, lines.append)
+    assert len(lines) == 3
+    assert lines[0].startswith("tripled is switched off: this device computes it wrongly")
+    assert "no kernel" in lines[2] and "more" not in lines[2]
+
+
+def test_nan_infinity_and_shape_are_differences():
+    x = torch.zeros(3)
+    same = compare(x, x, "")
+    assert same.verdict is Verdict.SAME
+    assert compare(torch.full((3,), float("nan")), x, "").verdict is Verdict.DIFFERS
+    assert compare(torch.full((3,), float("inf")), x, "").verdict is Verdict.DIFFERS
+    infinite = torch.full((3,), float("inf"))
+    assert compare(infinite, infinite, "").verdict is Verdict.SAME
+    assert compare(x[:2], x, "").verdict is Verdict.DIFFERS

@@ -1,0 +1,156 @@
+"""Runs rows of ``verify-device``, in a process that a row may take with it.
+
+Started by `vllm_npu_prep.verify.children`. It prints lines of JSON on the descriptor that was its
+standard output; everything else that a library prints there goes to standard error.
+
+======================  ===========================================================
+line                    when
+======================  ===========================================================
+``{"device": ...}``     at the start: device, versions, and the chosen rows
+``{"missing": ...}``    instead, if there is no NPU or no such row; then it ends
+``{"begin": name}``     before a row
+``{"end": name, ...}``  after it, with its outcome
+======================  ===========================================================
+"""
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+NO_ERROR = "no error"
+"""What a row expected that raised one; its process ends, as the device may be spoiled."""
+
+OUTCOME_CHARACTERS = 400
+"""Most characters of one field of an outcome: errors of CANN fill pages."""
+
+
+def main() -> None:
+    """Say what is here, then run the rows that were asked for."""
+    parser = argparse.ArgumentParser(description="Runs rows of verify-device.")
+    parser.add_argument("--only", action="append", help="rows, or beginnings of their names")
+    parser.add_argument("--rows", nargs="*", help="exactly these rows, in this order")
+    parser.add_argument("--no-engine", action="store_true", help="leave engines out")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of all processes")
+    parser.add_argument("--rank", type=int, default=0, help="this process among its team")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the team")
+    args = parser.parse_args()
+    with os.fdopen(os.dup(1), "w") as lines:
+        os.dup2(2, 1)
+        _run(args, lines)
+
+
+def _run(args: argparse.Namespace, lines: TextIO) -> None:
+    def tell(**line: Any) -> None:
+        print(json.dumps(line), file=lines, flush=True)
+
+    from vllm_npu_prep.device.probe import probe_npu
+
+    probe = probe_npu()
+    if not probe.visible:
+        tell(missing=probe.reason)
+        return
+    from vllm_npu_prep.device import make_device, visible_devices
+    from vllm_npu_prep.verify.row import Bench
+    from vllm_npu_prep.verify.rows import ROWS
+
+    by_name = {row.name: row for row in ROWS}
+    if args.rows is not None:
+        chosen = [by_name[name] for name in args.rows]
+    else:
+        chosen = [row for row in ROWS if not (args.no_engine and row.group == "engine")]
+        for wanted in args.only or ():
+            if not any(name.startswith(wanted) for name in by_name):
+                near = difflib.get_close_matches(wanted, [*by_name, *_groups(by_name)], 1, 0.3)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                groups = ", ".join(_groups(by_name))
+                tell(missing="", no_row=wanted, hint=hint, groups=groups)
+                return
+        if args.only:
+            chosen = [row for row in chosen if row.name.startswith(tuple(args.only))]
+    device = make_device("npu", args.rank)
+    tell(
+        device=device.name,
+        visible=visible_devices("npu"),
+        versions=_versions_of_cann(),
+        rows=[
+            {"name": row.name, "what": row.what, "ranks": row.ranks, "seconds": row.seconds}
+            for row in chosen
+        ],
+    )
+    bench = Bench(device, args.folder, args.rank, args.ranks)
+    for row in chosen:
+        if row.ranks != args.ranks:
+            continue
+        tell(begin=row.name)
+        outcome, goes_on = run_row(row, bench)
+        tell(end=row.name, outcome=outcome)
+        if not goes_on:
+            break
+    lines.close()
+    sys.stderr.flush()
+    # Libraries of a device that a row has spoiled may hang at the end.
+    os._exit(0)
+
+
+def _groups(names: Any) -> list[str]:
+    return list(dict.fromkeys(name.partition("-")[0] for name in names))
+
+
+def run_row(row: Any, bench: Any) -> tuple[dict[str, str], bool]:
+    """Run a row; its outcome, and whether the device still works after it."""
+    from vllm_npu_prep.verify.row import NotHereError, Outcome, Verdict
+
+    try:
+        outcome = row.run(bench)
+    except NotHereError as reason:
+        outcome = Outcome("", "", str(reason), Verdict.LEFT_OUT)
+    except Exception as error:
+        outcome = _failed(row, error)
+    try:
+        bench.device.synchronize()
+    except Exception as error:
+        if not outcome.verdict.is_bad:
+            outcome = _failed(row, error)
+        return _short(outcome.as_json()), False
+    return _short(outcome.as_json()), outcome.expected != NO_ERROR
+
+
+def _failed(row: Any, error: Exception) -> Any:
+    """Outcome of a row that raised an error: a failure, unless the plugin can do without it."""
+    from vllm_npu_prep.verify.row import Outcome, Verdict
+
+    got = _first_line(error)
+    if row.instead:
+        return Outcome("", NO_ERROR, f"{row.instead}: {got}", Verdict.LEFT_OUT)
+    return Outcome("", NO_ERROR, got, Verdict.FAILED)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _short(outcome: dict[str, str]) -> dict[str, str]:
+    return {
+        name: text if len(text) <= OUTCOME_CHARACTERS else text[:OUTCOME_CHARACTERS] + " ..."
+        for name, text in outcome.items()
+    }
+
+
+def _versions_of_cann() -> dict[str, str]:
+    """What torch_npu is told about CANN and the driver; without what isn't known."""
+    found = {}
+    with contextlib.suppress(Exception):
+        from vllm_npu_prep.device.npu import versions
+
+        found = versions()
+    return found
+
+
+if __name__ == "__main__":
+    main()

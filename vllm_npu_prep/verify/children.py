@@ -1,0 +1,326 @@
+"""Starts the processes that run rows, and goes on after one that dies or hangs."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_npu_prep.errors import PrepError
+
+CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
+"""How a process for rows is started; -P: files in the current folder are not modules."""
+
+START_SECONDS = 300.0
+"""Time limit for imports and for the device, before the first row."""
+
+END_SECONDS = 10.0
+"""How long a process may take to end by itself, maybe to write a core."""
+
+LAST_LINES = 4
+"""Lines of standard error by which a dead row is reported."""
+
+
+@dataclass
+class Result:
+    """What came of one row, as it is reported."""
+
+    name: str
+    what: str
+    given: str
+    expected: str
+    got: str
+    verdict: str
+    seconds: float
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the device is not what the plugin takes it for."""
+        return self.verdict not in ("same", "left out")
+
+
+@dataclass
+class Found:
+    """What all processes told.
+
+    Attributes
+    ----------
+    device
+        Name of the device.
+    versions
+        Of CANN and the driver, by torch_npu.
+    results
+        In the order of the rows.
+    """
+
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+
+class Child:
+    """One process, or one rank of a team."""
+
+    def __init__(self, command: Sequence[str], folder: Path, arguments: Sequence[str]) -> None:
+        self._stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (read when it has ended)
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [*command, "--folder", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            # Without ASCEND_HOME_PATH, torch_npu looks through all files below the current folder
+            cwd=folder,
+            env={**os.environ, "NPU_PREP_DEVICE": "npu"},
+            start_new_session=True,  # engines have processes of their own
+        )
+        threading.Thread(target=self._read, daemon=True, name="npu_prep rows").start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(b"{"):
+                self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """The next line; None if the process has ended.
+
+        Raises
+        ------
+        TimeoutError
+            If none came in time.
+        """
+        try:
+            return self._lines.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def end(self) -> int:
+        """End the process, and all that it started; returns its exit code.
+
+        It has closed its output or is not wanted any more, so it is about to end, or hangs.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self.kill()
+        return self.process.wait()
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """The last lines of standard error."""
+        self._stderr.seek(0)
+        text = self._stderr.read().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " / ".join(lines[-LAST_LINES:]) or "no output"
+
+
+class Runner:
+    """Runs rows in processes.
+
+    Parameters
+    ----------
+    folder
+        For files of all processes.
+    command
+        What is started; tests give another.
+    log
+        Called with each result when it is there.
+    row_seconds
+        Time limit of every row, in place of its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str] = CHILD,
+        log: Callable[[Result], object] = lambda result: None,
+        row_seconds: float | None = None,
+    ) -> None:
+        self.folder, self.command, self.log = folder, command, log
+        self.row_seconds = row_seconds
+        self.found = Found()
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def run(self, selection: Sequence[str]) -> Found:
+        """Run the rows that options of the child select, each once, whatever happens.
+
+        Raises
+        ------
+        PrepError
+            If there is no NPU, or no row of a name that was asked for.
+        """
+        child = Child(self.command, self.folder, selection)
+        hello = self._hello(child)
+        self._rows = {row["name"]: row for row in hello["rows"]}
+        self.found.device, self.found.versions = hello["device"], hello["versions"]
+        alone = [name for name, row in self._rows.items() if row["ranks"] == 1]
+        results = self._drain(child, alone)
+        for ranks in sorted({row["ranks"] for row in self._rows.values()} - {1}):
+            team = [name for name, row in self._rows.items() if row["ranks"] == ranks]
+            results |= self._teams(team, ranks, hello["visible"])
+        self.found.results = [results[name] for name in self._rows]
+        return self.found
+
+    def _hello(self, child: Child) -> dict[str, Any]:
+        try:
+            hello = child.next(START_SECONDS)
+        except TimeoutError:
+            child.kill()
+            raise PrepError(
+                f"verify-device: the device gave no answer in {START_SECONDS:.0f} seconds: look at "
+                "npu-smi info and at dmesg"
+            ) from None
+        if hello is None:
+            code = child.end()
+            raise PrepError(
+                f"verify-device: the first process ended with code {code} before a row ran: "
+                f"{child.last_words()}; vllm-npu-prep doctor looks for the reason"
+            )
+        if "missing" in hello:
+            child.end()
+            if hello.get("no_row"):
+                raise PrepError(
+                    f"--only {hello['no_row']}: no row's name begins so{hello['hint']}; rows begin "
+                    f"with {hello['groups']}"
+                )
+            raise PrepError(
+                f"verify-device: no NPU: {hello['missing']}; vllm-npu-prep doctor says what is "
+                "missing"
+            )
+        return hello
+
+    def _drain(self, child: Child, names: list[str]) -> dict[str, Result]:
+        """Let processes, one after another, run these rows, until each has a result."""
+        results: dict[str, Result] = {}
+        left = names
+        while True:
+            for result in self._watch(child):
+                results[result.name] = result
+                self.log(result)
+            before, left = left, [name for name in names if name not in results]
+            if not left:
+                return results
+            words = "" if len(left) < len(before) else f"no row was begun: {child.last_words()}"
+            if not words:
+                child = Child(self.command, self.folder, ["--rows", *left])
+                words = _trouble(child)
+            if words:
+                for name in left:
+                    results[name] = self._dead(name, words)
+                    self.log(results[name])
+                return results
+
+    def _watch(self, child: Child) -> Iterator[Result]:
+        """Results of one process until it ends; a row that it takes with it is dead."""
+        name, start = "", time.monotonic()
+        while True:
+            limit = self._limit(name)
+            try:
+                line = child.next(limit)
+            except TimeoutError:
+                child.kill()
+                if name:
+                    yield self._dead(name, f"no end after {limit:g} seconds", start)
+                return
+            if line is None:
+                code = child.end()
+                if name:
+                    yield self._dead(name, f"{_ended(code)}: {child.last_words()}", start)
+                return
+            if "begin" in line:
+                name, start = line["begin"], time.monotonic()
+            elif "end" in line:
+                what, seconds = self._rows[name]["what"], time.monotonic() - start
+                result = Result(name, what, **line["outcome"], seconds=seconds)
+                if result.verdict == "FAILED":  # the reason is in what libraries have printed
+                    result.got = f"{result.got} ({child.last_words()})"
+                yield result
+                name = ""
+
+    def _limit(self, name: str) -> float:
+        if not name:
+            return START_SECONDS
+        return self.row_seconds or self._rows[name]["seconds"]
+
+    def _dead(self, name: str, got: str, start: float | None = None) -> Result:
+        seconds = 0.0 if start is None else time.monotonic() - start
+        return Result(name, self._rows[name]["what"], "", "an answer", got, "DEAD", seconds)
+
+    # ----------------------------------------------------------------- several ranks
+
+    def _teams(self, names: list[str], ranks: int, visible: int) -> dict[str, Result]:
+        """Rows that several processes run together, each row by a team of its own."""
+        results = {}
+        for name in names:
+            if visible < ranks:
+                what = self._rows[name]["what"]
+                got = f"needs {ranks} devices, {visible} visible"
+                results[name] = Result(name, what, "", "", got, "left out", 0.0)
+            else:
+                results[name] = self._together(name, ranks)
+            self.log(results[name])
+        return results
+
+    def _together(self, name: str, ranks: int) -> Result:
+        """One row on all ranks: the first bad result ends the others; if none is, rank 0's."""
+        with (
+            tempfile.TemporaryDirectory(dir=self.folder) as folder,
+            ThreadPoolExecutor(ranks) as pool,
+        ):
+            team = [
+                Child(
+                    self.command,
+                    Path(folder),
+                    ["--rank", str(rank), "--ranks", str(ranks), "--rows", name],
+                )
+                for rank in range(ranks)
+            ]
+            watched = {
+                pool.submit(lambda child: [*self._watch(child)], child): rank
+                for rank, child in enumerate(team)
+            }
+            results: dict[int, Result] = {}
+            for future in as_completed(watched):
+                rank = watched[future]
+                result = (future.result() or [self._dead(name, team[rank].last_words())])[0]
+                if result.is_bad:
+                    result.got = f"rank {rank}: {result.got}"
+                    for child in team:
+                        child.kill()
+                    return result
+                results[rank] = result
+        return results[0]
+
+
+def _trouble(child: Child) -> str:
+    """Why a process can't run rows; empty if it can."""
+    try:
+        told = child.next(START_SECONDS)
+    except TimeoutError:
+        child.kill()
+        return "the device gives no answer any more"
+    if told is None or "missing" in told:
+        child.end()
+        return f"the device is gone: {(told or {}).get('missing') or child.last_words()}"
+    return ""
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"its process died of {signal.Signals(-code).name}"
+    return f"its process ended with code {code}"

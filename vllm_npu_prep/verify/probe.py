@@ -1,0 +1,247 @@
+"""The numeric probe at start-up: does this device compute the attention that the engine will use?
+
+A wrong kernel gives wrong answers without an error. So before graphs are captured, each form of
+attention is called once on small tensors, with the engine's own dtype, heads, head size, block
+size, window and masks, and held against a float64 formula.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
+from vllm_npu_prep.attention.mask_cache import MaskCache
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.verify.row import compare
+from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
+from vllm_npu_prep.wording import counted
+
+LONGEST_WINDOW = 8192
+"""Windows up to this many tokens are probed with sequences that reach past them; larger ones with
+shorter sequences, which show the form but not the limit."""
+
+OTHER_FAMILY = {"fia": "atb", "atb": "fia"}
+
+
+@dataclass(frozen=True)
+class ProbedLayers:
+    """What layers of attention have in common, as far as kernels can tell.
+
+    Attributes
+    ----------
+    family
+        Name of their kernel family.
+    layer
+        Heads of this rank, head size, scale.
+    dtype
+        Of the model and its cache.
+    block_size
+        In tokens; 0 without a cache.
+    window
+        Sliding window in tokens.
+    causal
+        False for encoders.
+    reads_cache_only
+        Whether they share the K and V of another layer.
+    masks
+        The engine's own.
+    """
+
+    family: str
+    layer: LayerShape
+    dtype: torch.dtype
+    block_size: int
+    window: int | None
+    causal: bool
+    reads_cache_only: bool
+    masks: MaskCache
+
+    def forms(self, with_padding: bool) -> Iterator[tuple[str, AttentionForm]]:
+        """Each state that steps of such layers can have, with lengths that show its limits.
+
+        Parameters
+        ----------
+        with_padding
+            Whether full graphs will give attention padding requests.
+        """
+        size, window = self.block_size, self.window
+        form = AttentionForm(
+            AttentionState.PrefillNoCache,
+            ((0, 3), (0, 5)),
+            self.layer,
+            self.dtype,
+            size,
+            window,
+            self.causal,
+        )
+        if not size:
+            yield "an encoder", form
+            return
+        yield "prompts", form
+        reach = size - 1
+        if window is not None and window <= LONGEST_WINDOW:
+            reach = max(reach, window)
+        yield (
+            "decodes",
+            replace(
+                form,
+                state=AttentionState.DecodeOnly,
+                lengths=((reach + 2, 1), (2, 1)),
+                num_padding=int(with_padding),
+            ),
+        )
+        chunks = ((reach, 3), (0, 4), (2, 1))
+        yield "chunks", replace(form, state=AttentionState.ChunkedPrefill, lengths=chunks)
+
+
+def probed_layers(
+    attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
+) -> list[ProbedLayers]:
+    """The different kinds of attention layers of an engine.
+
+    Parameters
+    ----------
+    attn_groups
+        vLLM's attention groups of each KV-cache group, whose builders are this plugin's.
+    layers
+        Attention layers by name.
+    dtype
+        Of the model.
+    """
+    found: dict[tuple[Any, ...], ProbedLayers] = {}
+    for group in (group for groups in attn_groups for group in groups):
+        builder = group.get_metadata_builder()
+        for name in group.layer_names:
+            impl = layers[name].impl
+            kind = ProbedLayers(
+                impl.kernels.family.name,
+                impl.layer_shape,
+                dtype,
+                group.kv_cache_spec.block_size if impl.has_cache else 0,
+                builder.sliding_window,
+                builder.causal,
+                impl.shares_kv,
+                builder.masks,
+            )
+            key = (kind.layer, kind.block_size, kind.window, kind.causal, kind.reads_cache_only)
+            found.setdefault(key, kind)
+    return [*found.values()]
+
+
+def probe_attention(
+    kinds: Sequence[ProbedLayers],
+    device: Device,
+    log: Callable[[str], object],
+    with_padding: bool = False,
+) -> int:
+    """Run every form of attention once, and compare its result and the cache with a formula.
+
+    Parameters
+    ----------
+    kinds
+        The engine's layers, of `probed_layers`.
+    device
+        Of this rank.
+    log
+        Called with one line at the end.
+    with_padding
+        Whether full graphs will give attention padding requests.
+
+    Returns
+    -------
+    int
+        Number of forms.
+
+    Raises
+    ------
+    PrepError
+        If one differs or raises an error: names the form, what was expected and what to do.
+    """
+    start, number = time.perf_counter(), 0
+    for kind in kinds:
+        for what, form in kind.forms(with_padding):
+            number += 1
+            _probe_form(kind, what, form, device)
+    seconds = time.perf_counter() - start
+    log(
+        f"Probe: {counted(number, 'form')} of attention and cache writes equal their formulas "
+        f"({seconds:.2f} s)."
+    )
+    return number
+
+
+def _probe_form(kind: ProbedLayers, what: str, form: AttentionForm, device: Device) -> None:
+    advice = (
+        "run vllm-npu-prep verify-device and send its table back; to start now, use "
+        f'{{"npu_prep": {{"attention": "{OTHER_FAMILY.get(kind.family, "auto")}"}}}}, or '
+        '{"npu_prep": {"probe": false}} to take the risk'
+    )
+    try:
+        step = AttentionStep(form, device.device, make_kernels(kind.family))
+        outcome = step.run(kind.masks, cache_only=kind.reads_cache_only)
+        device.synchronize()
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise PrepError(
+            f"the start-up probe could not run {what} ({kind.family}: {form}): "
+            f"{type(error).__name__}: {first}; {advice}"
+        ) from error
+    if outcome.verdict.is_bad:
+        raise PrepError(
+            f"this device computes {what} wrongly ({kind.family}: {outcome.given}): expected "
+            f"{outcome.expected}, got {outcome.got}; {advice}"
+        )
+
+
+def probe_operator(
+    name: str,
+    call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
+    expected: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
+    log: Callable[[str], object],
+    tolerance: float | None = None,
+) -> bool:
+    """Whether a fused operator gives what its formula says; if not, a line says it is off.
+
+    Parameters
+    ----------
+    name
+        For the line.
+    call
+        Calls the operator on small tensors; returns one result or several, on the device.
+    expected
+        The same by a formula, in float64 on the host.
+    log
+        Called with the line: a logger's `warning`.
+    tolerance
+        Absolute and relative; that of the result's dtype if None.
+
+    Returns
+    -------
+    bool
+        False if it differs or raises an error. The caller then uses torch's own operators.
+    """
+    try:
+        got, wanted = call(), expected()
+        results = got if isinstance(got, tuple) else (got,)
+        formulas = wanted if isinstance(wanted, tuple) else (wanted,)
+        outcomes = [
+            compare(result, formula, name, tolerance=tolerance)
+            for result, formula in zip(results, formulas, strict=True)
+        ]
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        log(f"{name} is switched off: it fails on this device ({type(error).__name__}: {first})")
+        return False
+    for outcome in outcomes:
+        if outcome.verdict.is_bad:
+            log(
+                f"{name} is switched off: this device computes it wrongly (expected "
+                f"{outcome.expected}, got {outcome.got})"
+            )
+            return False
+    return True

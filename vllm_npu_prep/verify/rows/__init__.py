@@ -1,0 +1,27 @@
+"""Every row of ``verify-device``: the list of what the plugin asks of a device."""
+
+from vllm_npu_prep.verify.row import Record, Row
+from vllm_npu_prep.verify.rows import attention, copies, elementwise, engine, graphs
+
+ROWS: tuple[Row, ...] = (
+    *copies.ROWS,
+    *attention.ROWS,
+    *elementwise.ROWS,
+    *graphs.ROWS,
+    *engine.ROWS,
+)
+"""All rows, in the order in which they run: what others build on comes first."""
+
+NO_ROW: dict[Record, str] = {
+    ("fused attention", "unsupported argument"): "the plugin passes none of them",
+    ("fused attention", "sparse modes of one token"): "the plugin uses no layout but TND",
+    ("fused attention", "band of a full mask"): "the plugin gives mode 0 no mask",
+    ("fused attention", "softmax_lse of empty rows"): "the plugin reads no softmax_lse",
+    ("fused attention", "fully masked rows"): "every token sees itself",
+    ("fused attention", "query rows past a length"): "the last length is always T",
+    ("npu_fusion_attention", "unsupported argument"): "the plugin passes none of them",
+    ("npu_fusion_attention", "no graphs"): "the plugin captures no encoder",
+    ("npu_fusion_attention", "results for training"): "the plugin reads the first result alone",
+    ("cache write", "compression"): "the plugin passes no compression",
+}
+"""What to try first on hardware (docs/changing/operators.md) that no row tries, and why."""

@@ -1,0 +1,431 @@
+"""Rows of attention and of cache writes, through both kernel families as layers call them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch_npu
+
+from vllm_npu_prep.attention.kernels import make_kernels
+from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, Verdict, compare, worst_of
+from vllm_npu_prep.verify.steps import (
+    CHUNKS,
+    DECODES,
+    PROMPTS,
+    AttentionForm,
+    AttentionStep,
+    layer_of,
+    masks_for,
+)
+
+PROMPT = AttentionState.PrefillNoCache
+DECODE = AttentionState.DecodeOnly
+CHUNK = AttentionState.ChunkedPrefill
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GROUPED = layer_of(4, 2, 128)
+
+OPERATORS = {"fia": "fused attention", "atb": "atb attention"}
+"""What a family's operators are called in the tables."""
+
+
+def fused(*names: str) -> tuple[Record, ...]:
+    """Records of fused attention."""
+    return tuple(("fused attention", name) for name in names)
+
+
+FUSION: tuple[Record, ...] = tuple(
+    ("npu_fusion_attention", name) for name in ("layout", "contiguous", "sparse_mode", "keep_prob")
+)
+"""Records of what family ``fia`` calls for encoders."""
+
+
+def atb(*names: str) -> tuple[Record, ...]:
+    """Records of atb's attention."""
+    return tuple(("atb attention", name) for name in names)
+
+
+def writes(*names: str) -> tuple[Record, ...]:
+    """Records of cache writes."""
+    return tuple(("cache write", name) for name in names)
+
+
+FAI_EMPTY = ("fused attention, FAI", "rows without keys in the decode kernel")
+
+BASE = AttentionForm(CHUNK, CHUNKS, GROUPED, torch.bfloat16)
+IN_TABLE = ("TND with a block table", "block ids", "block table contiguous", "dtype")
+
+FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
+    "prompt": (
+        "prompts over their own K and V",
+        replace(BASE, state=PROMPT, lengths=PROMPTS),
+        {
+            "fia": fused("dtype", "mask content", "last length"),
+            "atb": atb("mask dtype", "mask values of float16", "mask values of bfloat16"),
+        },
+    ),
+    "decode": (
+        "decodes without a mask",
+        replace(BASE, state=DECODE, lengths=DECODES),
+        {
+            "fia": fused(*IN_TABLE),
+            "atb": (*atb("contiguous", "same dtype"), ("placement", "host tensor")),
+        },
+    ),
+    "chunk": (
+        "chunks, prompts and decodes in one step",
+        BASE,
+        {
+            "fia": fused(*IN_TABLE, "as many keys as queries", "mask content"),
+            "atb": atb(
+                "mask rows",
+                "mask values of splitfuse",
+                "splitfuse has no mask of its own",
+                "as many keys as queries",
+            ),
+        },
+    ),
+    "window-prompt": (
+        "prompts with a window",
+        replace(BASE, state=PROMPT, lengths=PROMPTS, window=4),
+        {"fia": fused("window"), "atb": atb("mask values of float16")},
+    ),
+    "window-decode": (
+        "decodes with a window",
+        replace(BASE, state=DECODE, lengths=DECODES, window=4),
+        {
+            "fia": fused("window", "window of one token", "blocks outside of a band"),
+            "atb": atb("mask values of splitfuse"),
+        },
+    ),
+    "window-chunk": (
+        "chunks with a window",
+        replace(BASE, window=7),
+        {"fia": fused("window", "blocks outside of a band"), "atb": atb("mask rows")},
+    ),
+    "encoder": (
+        "encoders: each token sees all of its request",
+        replace(BASE, state=PROMPT, lengths=PROMPTS, block_size=0, causal=False),
+        {"fia": FUSION, "atb": atb("mask values of float16", "mask values of bfloat16")},
+    ),
+    "window-encoder": (
+        "encoders with a window both ways",
+        replace(BASE, state=PROMPT, lengths=PROMPTS, block_size=0, causal=False, window=4),
+        {"fia": FUSION, "atb": atb("mask values of bfloat16")},
+    ),
+    "padding": (
+        "padding rows of a decode graph: length 1 over the null block, slot -1",
+        replace(BASE, state=DECODE, lengths=DECODES, num_padding=3),
+        {
+            "fia": fused(*IN_TABLE, "shared blocks") + writes("padding slot"),
+            "atb": atb("contiguous") + writes("padding slot"),
+        },
+    ),
+}
+"""Forms that both families have: what they are, the step, and what is tried by it."""
+
+VARIANTS: dict[str, tuple[str, str, Any]] = {
+    "equal-heads-prompt": ("prompt", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
+    "equal-heads-decode": ("decode", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
+    "equal-heads-chunk": ("chunk", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
+    "one-kv-head-decode": ("decode", "one K/V head", {"layer": layer_of(4, 1, 128)}),
+    "one-kv-head-chunk": ("chunk", "one K/V head", {"layer": layer_of(4, 1, 128)}),
+    "head-64-decode": ("decode", "heads of 64", {"layer": layer_of(4, 2, 64)}),
+    "head-64-chunk": ("chunk", "heads of 64", {"layer": layer_of(4, 2, 64)}),
+}
+"""The same with other heads, in bfloat16."""
+
+
+def run_form(family: str, form: AttentionForm, bench: Bench) -> Outcome:
+    """Run one form through a kernel family."""
+    return AttentionStep(form, bench.device.device, make_kernels(family)).run()
+
+
+def _row(family: str, name: str, what: str, form: AttentionForm, covers: Any) -> Row:
+    return Row(
+        f"{family}-{name}", f"{OPERATORS[family]}, {what}", partial(run_form, family, form), covers
+    )
+
+
+def _common() -> Iterator[Row]:
+    for family in OPERATORS:
+        for name, (what, form, covers) in FORMS.items():
+            for short, dtype in DTYPES.items():
+                typed = replace(form, dtype=dtype)
+                yield _row(family, f"{name}-{short}", what, typed, covers[family])
+        for name, (of, what, changes) in VARIANTS.items():
+            form = replace(FORMS[of][1], **changes)
+            tried = fused("head size", "dtype") if family == "fia" else ()
+            yield _row(family, name, f"{FORMS[of][0]}, {what}", form, tried)
+
+
+# ------------------------------------------------------------------------- fused attention alone
+
+
+def shared_blocks(family: str, bench: Bench) -> Outcome:
+    """Requests that share their first block, as after a hit in the prefix cache."""
+    lengths = ((130, 1), (140, 1), (128, 1), (150, 1))
+    form = replace(BASE, state=DECODE, lengths=lengths, num_shared=1)
+    return run_form(family, form, bench)
+
+
+def zero_lengths(family: str, bench: Bench) -> Outcome:
+    """Rows without keys beside others: the others must be right, theirs are reported only."""
+    many = DECODES * 5  # kernels of some releases treat batches from 24 requests on differently
+    form = replace(BASE, state=DECODE, lengths=many, num_padding=2, padding_len=0)
+    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    metadata = step.metadata()
+    step.write(metadata)
+    output = step.attend(metadata)
+    outcome = step.check_attention(output)
+    empty = output[step.num_tokens :].cpu()
+    held = "zeros" if not empty.any() else "NaN" if empty.isnan().any() else "other numbers"
+    if outcome.verdict is Verdict.SAME:
+        outcome = replace(outcome, got=f"{outcome.got}; rows without keys hold {held}")
+    return outcome
+
+
+def past_the_constant(bench: Bench) -> Outcome:
+    """Sequences longer than the constant mask, which has 2048 rows and columns."""
+    layer = layer_of(2, 1, 64)
+    long = replace(BASE, lengths=((2500, 20), (2040, 16)), layer=layer)
+    plain = run_form("fia", long, bench)
+    windowed = run_form("fia", replace(long, window=2100), bench)
+    return worst_of([plain, windowed], f"{plain.given}; also with window 2100")
+
+
+def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
+    """Fused attention over fresh K and V in mode 0, for which a plain average was reported.
+
+    The plugin calls another operator for encoders (vllm-project/vllm-ascend 13699).
+    """
+    form = replace(FORMS["encoder"][1], dtype=dtype)
+    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    ends = torch.tensor(form.query_lens).cumsum(0).tolist()
+    output, _ = torch_npu.npu_fused_infer_attention_score(
+        step.query(),
+        step.own(step.keys),
+        step.own(step.values),
+        **_shape_of(step),
+        actual_seq_lengths=ends,
+        actual_seq_lengths_kv=ends,
+    )
+    return step.check_attention(output)
+
+
+def lse(wanted: bool, bench: Bench) -> Outcome:
+    """The second result, asked for and not: decodes over the cache without a mask."""
+    form = replace(BASE, state=DECODE, lengths=DECODES)
+    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    metadata = step.metadata()
+    step.write(metadata)
+    key, value = (plane.flatten(2) for plane in step.kv_cache)
+    output, found = torch_npu.npu_fused_infer_attention_score(
+        step.query(),
+        key,
+        value,
+        **_shape_of(step),
+        actual_seq_lengths=[*range(1, len(DECODES) + 1)],
+        actual_seq_lengths_kv=form.seq_lens,
+        block_table=metadata.block_tables,
+        block_size=form.block_size,
+        softmax_lse_flag=wanted,
+    )
+    attended = step.check_attention(output)
+    if not wanted:  # undocumented: the plugin gives an empty tensor and reads nothing
+        return replace(attended, got=f"{attended.got}; softmax_lse of shape {[*found.shape]}")
+    expected = step.expected_lse()[..., None]
+    second = compare(found, expected, f"softmax_lse of {form}", tolerance=2e-2)
+    return worst_of([second, attended], str(form))
+
+
+def _shape_of(step: AttentionStep) -> dict[str, Any]:
+    """Arguments that all calls of fused attention share."""
+    layer = step.form.layer
+    return {
+        "num_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "scale": layer.scale,
+        "input_layout": "TND",
+        "sparse_mode": 0,
+    }
+
+
+def with_workspace(family: str, bench: Bench) -> Outcome:
+    """A workspace given by the caller, as a graph's tasks get it; it must be large enough."""
+    form = replace(BASE, state=DECODE, lengths=DECODES)
+    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    metadata = step.metadata()
+    step.write(metadata)
+    query = step.query()
+    output = torch.full_like(query, float("nan"))
+    call = step.call("layer", output, query)
+    workspace = step.kernels.workspace(call, metadata)
+    assert workspace is not None, "no workspace was made"
+    replace(call, workspace=workspace)(metadata)
+    outcome = step.check_attention(output)
+    return replace(outcome, given=f"{outcome.given}; workspace of {workspace.nbytes:,} bytes")
+
+
+def several_layers(family: str, bench: Bench) -> Outcome:
+    """Two layers in turn over caches of their own, with one metadata: nothing is mixed up."""
+    kernels = make_kernels(family)
+    form = replace(BASE, lengths=((130, 1), (9, 3)))
+    steps = [AttentionStep(form, bench.device.device, kernels, seed=0) for _ in range(2)]
+    metadata = steps[0].metadata()
+    steps[1].kv_cache.neg_()  # the other layer's K and V, in the same blocks
+    parts = []
+    for step, sign in zip(steps, (1, -1)):
+        step.keys, step.values = ([sign * r for r in rows] for rows in (step.keys, step.values))
+        step.write(metadata)
+        parts.append(step.check_attention(step.attend(metadata)))
+    return worst_of(parts, f"two layers; {form}")
+
+
+def _special() -> Iterator[Row]:
+    for family, operator in OPERATORS.items():
+        is_fia = family == "fia"
+        yield Row(
+            f"{family}-shared-blocks",
+            f"{operator}, requests that share a block",
+            partial(shared_blocks, family),
+            fused("shared blocks") if is_fia else (),
+        )
+        yield Row(
+            f"{family}-zero-lengths",
+            f"{operator}, rows without keys beside others",
+            partial(zero_lengths, family),
+            (*fused("request without keys"), FAI_EMPTY)
+            if is_fia
+            else atb("request without context"),
+        )
+        yield Row(
+            f"{family}-workspace",
+            f"{operator}, a workspace from the caller",
+            partial(with_workspace, family),
+            fused("workspace size") if is_fia else atb("workspace"),
+        )
+        yield Row(
+            f"{family}-layers",
+            f"{operator}, two layers with one metadata",
+            partial(several_layers, family),
+        )
+    for size in (128, 256, 384, 512):
+        form = replace(BASE, block_size=size, lengths=((300, 1), (700, 1), (0, 23), (size, 8)))
+        row = _row("fia", f"block-{size}", f"blocks of {size}", form, fused("block ids"))
+        # The documentation allows 128 alone; code of CANN 9.x takes multiples of 16 up to 512
+        yield row if size == 128 else replace(row, instead="use --block-size 128")
+    for size in (16, 64):
+        form = replace(BASE, block_size=size, lengths=((30, 1), (100, 1), (0, 23), (size, 8)))
+        yield _row("atb", f"block-{size}", f"blocks of {size}", form, atb("contiguous"))
+    yield Row(
+        "fia-long",
+        "fused attention, sequences longer than the constant mask",
+        past_the_constant,
+        fused("mask content", "window"),
+    )
+    for short, dtype in DTYPES.items():
+        yield Row(
+            f"fia-unpaged-{short}",
+            "fused attention over fresh K and V without a mask; the plugin avoids this form",
+            partial(unpaged, dtype),
+            fused("dtype"),
+        )
+    yield Row(
+        "fia-lse",
+        "fused attention, softmax_lse asked for",
+        partial(lse, True),
+        fused("softmax_lse out"),
+    )
+    yield Row(
+        "fia-no-lse",
+        "fused attention, softmax_lse not asked for",
+        partial(lse, False),
+        fused("softmax_lse not asked for"),
+    )
+
+
+# ------------------------------------------------------------------------- cache writes
+
+
+def cache_write(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+    """Write tokens of which some have slot -1; every cell of both planes is compared."""
+    lengths = ((0, 3), (126, 5), (40, 1))
+    form = replace(BASE, lengths=lengths, dtype=dtype, num_padding=4, block_size=128)
+    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    step.write(step.metadata())
+    return replace(step.check_cache(), given=f"9 tokens, 4 slots of -1, {form.dtype}, 2 heads")
+
+
+def all_padding(family: str, bench: Bench) -> Outcome:
+    """Only slots of -1: nothing may be written."""
+    step = AttentionStep(BASE, bench.device.device, make_kernels(family))
+    slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=bench.device.device)
+    step.kernels.write_kv(step.own(step.keys), step.own(step.values), step.kv_cache, slots)
+    expected = step.host_cache
+    given = f"{step.num_tokens} slots of -1"
+    return compare(step.kv_cache, expected, given, tolerance=0.0, where=("plane", "block", "slot"))
+
+
+def _writes() -> Iterator[Row]:
+    names = {"fia": "npu_scatter_pa_kv_cache", "atb": "_npu_reshape_and_cache"}
+    for family, operator in names.items():
+        for short, dtype in DTYPES.items():
+            yield Row(
+                f"write-{family}-{short}",
+                f"cache write by {operator}",
+                partial(cache_write, family, dtype),
+                writes("dtype", "padding slot", "slot range"),
+            )
+        yield Row(
+            f"write-{family}-padding-only",
+            f"cache write by {operator}, padding only",
+            partial(all_padding, family),
+            writes("padding slot"),
+        )
+
+
+# ------------------------------------------------------------------------- masks
+
+
+def constant_mask(bench: Bench) -> Outcome:
+    """The constant of the compressed form, bit by bit."""
+    family = make_kernels("fia").family
+    made = masks_for(family, torch.bfloat16, bench.device.device, 256).constant()
+    rows = torch.arange(2048)
+    expected = (rows[None, :] > rows[:, None]).to(torch.int8)
+    return compare(made, expected, "int8 2048 x 2048", where=("row", "column"))
+
+
+def dense_mask(dtype: torch.dtype, bench: Bench) -> Outcome:
+    """Matrix and rows with a window, as atb takes them."""
+    family = make_kernels("atb").family
+    assert family.mask_values is not None
+    parts = []
+    for state, form in ((PROMPT, "prompt"), (CHUNK, "chunk")):
+        step_form = replace(FORMS[form][1], dtype=dtype, window=7, lengths=((0, 20), (0, 9)))
+        step = AttentionStep(step_form, bench.device.device, make_kernels("atb"))
+        made = step.metadata().attn_mask
+        assert made is not None
+        positions = range(20) if state == PROMPT else [*range(20), *range(9)]
+        masked = {"prompt": 1.0, "chunk": -10000.0}[form] if dtype == torch.bfloat16 else -torch.inf
+        expected = torch.tensor(
+            [[0.0 if p - 7 < column <= p else masked for column in range(20)] for p in positions]
+        ).to(dtype)
+        parts.append(compare(made, expected, form, tolerance=0.0, where=("row", "column")))
+    return worst_of(parts, f"matrix and rows, window 7, {dtype}")
+
+
+def _masks() -> Iterator[Row]:
+    yield Row("mask-constant", "the constant mask as the device makes it", constant_mask)
+    for short, dtype in DTYPES.items():
+        yield Row(
+            f"mask-dense-{short}", "dense masks as atb takes them", partial(dense_mask, dtype)
+        )
+
+
+ROWS: tuple[Row, ...] = (*_common(), *_special(), *_writes(), *_masks())
+"""Rows of this file."""

@@ -1,0 +1,140 @@
+"""Rows of copies, streams and events: how a step's arrays get to the device, and samples back."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch_npu
+
+from vllm_npu_prep.attention.kv_cache import zero_blocks
+from vllm_npu_prep.device.readback import ReadBack
+from vllm_npu_prep.device.staging import StagingRing
+from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.verify.row import Bench, Outcome, Row, compare, same_or_not, worst_of
+from vllm_npu_prep.wording import counted
+
+STEPS = 12
+
+
+def ring(bench: Bench) -> Outcome:
+    """Steps through the ring without waiting: each must find its own arrays on the device."""
+    layout = step_layout(4096, 8, 1)
+    made = StagingRing(bench.device, layout.nbytes(), pin_memory=True)
+    found = []
+    for step in range(STEPS):
+        staged = made.acquire(layout)
+        staged.np.positions[:] = np.arange(4096) + step
+        staged.np.seq_lens[:] = step
+        made.submit(layout.nbytes())
+        arrays = staged.device
+        found.append(torch.cat([arrays.positions[:4096].float(), arrays.seq_lens.float()]))
+    num_reqs = len(found[0]) - 4096
+    expected = [
+        torch.cat([torch.arange(4096.0) + step, torch.full((num_reqs,), float(step))])
+        for step in range(STEPS)
+    ]
+    given = (
+        f"{counted(STEPS, 'step')} of {layout.nbytes():,} bytes, {len(made.slots)} pinned buffers"
+    )
+    return compare(torch.stack(found), torch.stack(expected), given, where=("step", "element"))
+
+
+def read_back(bench: Bench) -> Outcome:
+    """Samples are copied to the host while later work is issued."""
+    back = ReadBack(bench.device, 64, pin_memory=True)
+    values = torch.arange(64, dtype=torch.int32, device=bench.device.device)
+    found = []
+    for step in range(4):
+        back.start(values + step)
+        values.clone().mul_(7)  # later work, for which the copy does not wait
+        found.append(torch.from_numpy(back.read()))
+    expected = torch.stack([torch.arange(64, dtype=torch.int32) + step for step in range(4)])
+    return compare(torch.stack(found), expected, "4 copies of 64 int32", where=("copy", "element"))
+
+
+def events(bench: Bench) -> Outcome:
+    """An event that was waited for has happened, and the copy before it is complete."""
+    large = torch.ones(1 << 22, device=bench.device.device)
+    host = torch.zeros(1 << 22).pin_memory()
+    host.copy_(large * 3, non_blocking=True)
+    event = bench.device.record_event()
+    bench.device.wait_event(event)
+    total = float(host.double().sum())
+    happened = not bench.device.wait_event(event)  # a second wait finds it done
+    given = "a copy of 16 MiB to pinned memory"
+    return same_or_not(given, (3.0 * (1 << 22), True), (total, happened))
+
+
+def streams(bench: Bench) -> Outcome:
+    """Work on three streams, ordered by events alone."""
+    npu = torch_npu.npu
+    main, others = npu.current_stream(), [npu.Stream() for _ in range(2)]
+    x = torch.ones(1 << 20, device=bench.device.device)
+    for round_ in range(5):
+        for stream in others:
+            stream.wait_stream(main)
+            with npu.stream(stream):
+                x.mul_(2).sub_(round_)
+            main.wait_stream(stream)
+        x.add_(1)
+    bench.device.synchronize()
+    expected = 1.0
+    for round_ in range(5):
+        for _ in others:
+            expected = 2 * expected - round_
+        expected += 1
+    whole = torch.full((1 << 20,), expected)
+    return compare(x, whole, "3 streams, 1,048,576 float32, 5 rounds", where=("element",))
+
+
+def scatter(bench: Bench) -> Outcome:
+    """`index_copy_` of int32 by int64 indices: samples and new block-table entries."""
+    indices = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:300]
+    values = torch.arange(300, dtype=torch.int32) + 7
+    target = torch.full((1000,), -5, dtype=torch.int32)
+    expected = target.tolist()
+    for index, value in zip(indices.tolist(), values.tolist()):
+        expected[index] = value
+    got = bench.put(target)
+    bench.device.scatter(got, bench.put(indices), bench.put(values))
+    given = "300 of 1,000 int32"
+    return compare(got, torch.tensor(expected, dtype=torch.int32), given, where=("element",))
+
+
+def gather(bench: Bench) -> Outcome:
+    """`index_select` of int32 rows by int32 indices into a tensor that exists."""
+    source = torch.arange(50 * 12, dtype=torch.int32).view(50, 12)
+    rows = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(1)).int()
+    expected = torch.tensor([source[row].tolist() for row in rows.tolist()], dtype=torch.int32)
+    got = bench.put(torch.zeros(30, 12, dtype=torch.int32))
+    bench.device.gather(got, bench.put(source), bench.put(rows))
+    return compare(got, expected, "30 of 50 rows of int32", where=("row", "column"))
+
+
+def zeroed(bench: Bench) -> Outcome:
+    """A zeroed buffer, and new blocks of a used cache zeroed in both planes."""
+    buffer = bench.device.zeros(1 << 20)
+    empty = torch.zeros(1 << 20, dtype=torch.int8)
+    parts = [compare(buffer, empty, "1 MiB of zeros", where=("byte",))]
+    cache = torch.ones(2, 6, 16, 2, 16, dtype=torch.bfloat16)
+    expected = cache.clone()
+    expected[:, 4], expected[:, 1] = 0, 0
+    got = bench.put(cache)
+    zero_blocks(got.unbind(), [4, 1])
+    where = ("plane", "block", "slot", "head", "element")
+    parts.append(compare(got, expected, "blocks 4 and 1 of 6", tolerance=0.0, where=where))
+    return worst_of(parts, "1 MiB of zeros; blocks 4 and 1 of 6")
+
+
+def _rows() -> Iterator[Row]:
+    yield Row("copy-ring", "one copy a step through pinned buffers in turn", ring)
+    yield Row("copy-back", "samples read back while later work is issued", read_back)
+    yield Row("copy-events", "waiting on the host for an event", events)
+    yield Row("copy-streams", "several streams, ordered by events", streams)
+    yield Row("copy-scatter", "index_copy_ of samples and block ids", scatter)
+    yield Row("copy-gather", "index_select of block-table rows", gather)
+    yield Row("copy-zeros", "zeroed memory and zeroed blocks", zeroed)
+
+
+ROWS: tuple[Row, ...] = tuple(_rows())
+"""Rows of this file."""

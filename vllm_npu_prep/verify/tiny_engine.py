@@ -1,0 +1,170 @@
+"""A tiny engine on a model that it makes itself, and the tokens of the CPU fallback.
+
+``python -m vllm_npu_prep.verify.tiny_engine FOLDER`` makes the model and the tokens, with
+``NPU_PREP_DEVICE=cpu`` in a process of its own, because a process of vLLM has one platform.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MODEL, TOKENS = "model", "tokens.json"
+"""Names in the folder."""
+
+VOCABULARY, SEED = 512, 20261122
+PROMPT_LENGTHS = (5, 150, 33, 1, 70, 128, 129)
+"""In tokens: some need several steps and several blocks; one more shares a block with another."""
+
+NEW_TOKENS = 12
+LEAST_LEAD = 0.05
+"""Lead in nats over the second best token by which a token has to win to be compared: below, other
+rounding may choose the other, after which nothing can be compared in this answer."""
+
+
+def make_model(folder: Path) -> None:
+    """Save a random Qwen3 of two layers, the same every time.
+
+    Its embeddings are large, so that greedy tokens vary and win by a clear lead.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(SEED)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(20)
+    model.save_pretrained(folder)
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of each prompt."""
+    import numpy as np
+
+    rng = np.random.default_rng(SEED)
+    drawn = [rng.integers(2, VOCABULARY, length).tolist() for length in PROMPT_LENGTHS]
+    return [*drawn, drawn[1][:128] + drawn[0]]
+
+
+@contextmanager
+def _engine(model: Path, **settings: Any) -> Iterator[Any]:
+    """An engine in this process, gone afterwards."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        str(model),
+        dtype="float16",
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=32 << 20,
+        skip_tokenizer_init=True,
+        seed=0,
+        **settings,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def tokens_of(model: Path, mode: str) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens of each prompt, and by how many nats each led.
+
+    Parameters
+    ----------
+    model
+        Its folder.
+    mode
+        ``"eager"``, or a graph mode of vLLM.
+    """
+    from vllm import SamplingParams
+
+    settings: dict[str, Any] = {"enforce_eager": True}
+    if mode != "eager":
+        sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [4, 16]}
+        settings = {"enforce_eager": False, "compilation_config": sizes}
+    params = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=2
+    )
+    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    with _engine(model, **settings) as llm:
+        answers = llm.generate(inputs[:1], params, use_tqdm=False)
+        answers += llm.generate(inputs, params, use_tqdm=False)
+    tokens, leads = [], []
+    for answer in answers:
+        output = answer.outputs[0]
+        tokens.append([*output.token_ids])
+        leads.append([_lead([each.logprob for each in step.values()]) for step in output.logprobs])
+    return tokens, leads
+
+
+def _lead(logprobs: list[float]) -> float:
+    best, second = sorted(logprobs, reverse=True)[:2]
+    return best - second
+
+
+def difference(
+    tokens: list[list[int]], expected: list[list[int]], leads: list[list[float]]
+) -> tuple[int, str, str]:
+    """Compare tokens as far as rounding can't decide.
+
+    Returns
+    -------
+    compared
+        Tokens that had to be equal.
+    expected, got
+        The first difference; empty if there is none.
+    """
+    compared = 0
+    for index, (answer, wanted, lead) in enumerate(zip(tokens, expected, leads)):
+        for place, (token, right, nats) in enumerate(zip(answer, wanted, lead)):
+            if nats < LEAST_LEAD:
+                if token != right:
+                    break  # the answers part here, and both may be right
+                continue
+            compared += 1
+            if token != right:
+                return (
+                    compared,
+                    f"token {right} at place {place} of answer {index} (leads by {nats:.2g} nats)",
+                    f"token {token}",
+                )
+    return compared, "", ""
+
+
+def main() -> None:
+    """Make the model, and the tokens of this process's device, in a folder."""
+    folder = Path(sys.argv[1])
+    make_model(folder / MODEL)
+    tokens, leads = tokens_of(folder / MODEL, "eager")
+    part = folder / f"{TOKENS}.part"
+    part.write_text(json.dumps({"tokens": tokens, "leads": leads}))
+    part.rename(folder / TOKENS)
+
+
+if __name__ == "__main__":
+    main()
