@@ -37,15 +37,17 @@ DEFAULTS = {
 PRELOADED = ["vllm.v1.engine.async_llm", "vllm_npu_prep.worker", "tests.helpers.ranks"]
 
 
-def in_a_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+def in_a_fresh_process(function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
     """What a function of this module returns in a fork of a process that only imported vLLM."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        return pool.submit(function, *args).result(SECONDS)
+        return pool.submit(function, *args).result(seconds)
 
 
-def serve_on_ranks(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
+def serve_on_ranks(
+    model: Path, settings: dict[str, Any], traffic: Callable[..., Any], seconds: float = SECONDS
+) -> Any:
     """Start an engine as a server does, and let an async function talk to it.
 
     Parameters
@@ -56,8 +58,10 @@ def serve_on_ranks(model: Path, settings: dict[str, Any], traffic: Callable[...,
         Of the engine.
     traffic
         Called with `Ranks`; what it returns is returned.
+    seconds
+        Time limit.
     """
-    return in_a_fresh_process(_serve, model, settings, traffic)
+    return in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
 
 
 def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import REPLAYED, make_model
 from tests.npu import generate
+from tests.npu.on_ranks import SECONDS
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -77,7 +78,7 @@ def on_ranks(request, folder, model, tmp_path_factory):
         result = emulate(
             *("-m", "tests.npu.on_ranks", str(out), *names),
             options=(*options, "--report", str(report)),
-            timeout=60 + 240 * len(names),
+            timeout=60 + SECONDS * len(names),
         )
         assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
         found = json.loads(report.read_text())
