@@ -158,7 +158,7 @@ def test_every_other_collective_moves_what_it_should(ranks):
 
 
 def test_uneven_gathers_and_scatters(ranks):
-    """Called as CANN's functions: torch_npu calls them on A3, and on A2 does without."""
+    """Called as CANN's functions, with a piece that is empty and a gap between two."""
     ranks(
         """
         import ctypes
@@ -202,28 +202,25 @@ def test_uneven_gathers_and_scatters(ranks):
     )
 
 
-@pytest.mark.parametrize("soc", ["Ascend910B1", "Ascend910_9391"])
-def test_lists_of_unequal_tensors_are_gathered_and_scattered(emulate, soc):
-    run = emulate(
-        SETUP
-        + """
-def rank_main(rank, n=2):
-    sizes = [3, 5]
-    outputs = [torch.empty(s, device="npu") for s in sizes]
-    dist.all_gather(outputs, torch.full((sizes[rank],), rank + 1.0, device="npu"))
-    assert [o.cpu().tolist() for o in outputs] == [[1.0] * 3, [2.0] * 5]
-    part = torch.empty(sizes[rank], device="npu")
-    dist.reduce_scatter(part, [torch.full((s,), rank + 1.0 + s, device="npu") for s in sizes])
-    assert part.cpu().eq(3 + 2 * sizes[rank]).all(), part.cpu()
-    dist.destroy_process_group()
+def test_lists_of_unequal_tensors_are_gathered_and_scattered(ranks):
+    run = ranks(
+        """
+        def rank_main(rank, n=2):
+            sizes = [3, 5]
+            outputs = [torch.empty(s, device="npu") for s in sizes]
+            dist.all_gather(outputs, torch.full((sizes[rank],), rank + 1.0, device="npu"))
+            assert [o.cpu().tolist() for o in outputs] == [[1.0] * 3, [2.0] * 5]
+            part = torch.empty(sizes[rank], device="npu")
+            parts = [torch.full((s,), rank + 1.0 + s, device="npu") for s in sizes]
+            dist.reduce_scatter(part, parts)
+            assert part.cpu().eq(3 + 2 * sizes[rank]).all(), part.cpu()
+            dist.destroy_process_group()
 
-run_ranks(rank_main)
-""",
-        *OPTIONS,
-        *(("--soc", soc) if soc != "Ascend910B1" else ()),
+        run_ranks(rank_main)
+        """
     )
-    uneven = {name for name in run.report["kernels"] if name.endswith("V")}
-    assert uneven == ({"HcclAllGatherV", "HcclReduceScatterV"} if "_93" in soc else set())
+    kernels = run.report["kernels"]
+    assert kernels["HcclAllGatherV"] == kernels["HcclReduceScatterV"] == 2
 
 
 def test_groups_overlap_and_are_made_again(ranks):
@@ -308,10 +305,13 @@ def test_a_missing_wait_names_rank_operator_and_streams(ranks):
 
         zero, one = run_ranks(rank_main)
         assert zero[0] == one[1] == "", (zero, one)
-        assert "read after write" in one[0] and "aten::sum" in one[0], one[0]
+        # Which of the two runs first is chance; that nothing orders them is found either way.
+        assert "read after write" in one[0] or "write after read" in one[0], one[0]
+        assert "aten::sum on stream" in one[0], one[0]
         assert "HcclAllReduce of rank 1 of 2 in" in one[0], one[0]
         assert one[0].count(" on stream ") == 2 and "of npu:1" in one[0], one[0]
-        assert "write after read" in zero[1] and "aten::add_ on stream" in zero[1], zero[1]
+        assert "read after write" in zero[1] or "write after read" in zero[1], zero[1]
+        assert "aten::add_ on stream" in zero[1], zero[1]
         assert "HcclAllGather of rank 0 of 2 in" in zero[1], zero[1]
         """
     )

@@ -205,7 +205,6 @@ REFUSED = {
         "enable_chunked_prefill": False,
     },
     "4 ranks on this host: 2 NPUs are visible": {"data_parallel_size": 4},
-    "no HcclGetRootInfo": {"pipeline_parallel_size": 2},
 }
 
 CONFIGURE = """

@@ -3,8 +3,6 @@
 from collections import deque
 from typing import Any
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
-
 DEVICE_SIDE = ("_sampled_token_ids", "_logprobs_tensors", "_num_nans", "_raw_pooler_output")
 """What an asynchronous output of vLLM copies on a stream of its own, by attribute."""
 
@@ -29,6 +27,7 @@ class OutputsInFlight:
         """Take note of what a step returned, and let go of copies that are complete."""
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()
-        if isinstance(output, AsyncModelRunnerOutput):
+        ready = getattr(output, "async_copy_ready_event", None)
+        if ready is not None:
             tensors = [getattr(output, name, None) for name in DEVICE_SIDE]
-            self._kept.append((output.async_copy_ready_event, tensors))
+            self._kept.append((ready, tensors))
