@@ -82,7 +82,8 @@ def on_ranks(request, folder, model, tmp_path_factory):
         )
         assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
         found = json.loads(report.read_text())
-        assert found["hazards"] == [] and found["kernels"]["HcclAllReduce"]
+        assert found["hazards"] == []
+        assert any(name.startswith("Hccl") for name in found["kernels"])
         return {name.split(":")[1]: got for name, got in json.loads(out.read_text()).items()}
 
     return lambda case: run_all()[case]
