@@ -85,6 +85,10 @@ def run(model: Path, case: str) -> dict[str, Any]:
     loras = None
     if feature == "lora":
         settings |= SCHEDULING["lora"]
+        if "pp2" in layout:
+            # With batches in flight, vLLM 0.32's scheduler asserts that running requests have no
+            # more adapters than a step may have, and lets more come in (Scheduler.schedule).
+            settings["max_loras"] = 3
         loras = adapters_of(model)
     elif feature == "images":
         settings["skip_tokenizer_init"] = False
