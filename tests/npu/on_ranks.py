@@ -56,7 +56,7 @@ def image_requests() -> list[Any]:
 
 async def traffic(ranks: Ranks, inputs: list[Any], loras: list[Any] | None) -> dict[str, Any]:
     """Tokens, undisturbed; then copies of some steps, then their arrays."""
-    tokens = await ranks.generate(inputs[:1], 4, loras=loras and loras[:1])
+    tokens = await ranks.generate(inputs[:1], 4)  # without an adapter, as the reference
     tokens += await ranks.generate(inputs, 12, loras=loras)
     told = {"facts": await ranks.ask("probe_facts"), "counts": await ranks.ask("probe_counts")}
     await ranks.ask("probe_count")
