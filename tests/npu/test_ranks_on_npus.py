@@ -115,8 +115,12 @@ def test_tokens_are_those_of_the_cpu_fallback(request, reference, on_ranks, case
         assert all(other == steps[0] for other in steps[1:])
     for copies in got["copies"]:
         assert len(copies) >= 8
-        # Images and changed sets of adapters have copies of their own.
-        assert set(copies) == {1} or (feature in ("images", "lora") and min(copies) == 1)
+        if feature == "lora":  # which rows have which adapter is a copy of its own, if it changed
+            assert set(copies) <= {1, 2}
+        elif feature == "images":  # which have copies of their own
+            assert min(copies) == 1
+        else:
+            assert set(copies) == {1}
 
 
 def tokens_of_transformers(folder: Path) -> list[list[int]]:
