@@ -26,6 +26,7 @@ from vllm_npu_prep.ops import register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
+from vllm_npu_prep.runner.outputs import OutputsInFlight
 from vllm_npu_prep.verify.probe import probe_attention, probed_layers
 from vllm_npu_prep.wording import counted
 
@@ -46,6 +47,7 @@ class NPUWorker(Worker):
         if vllm_config.profiler_config.profiler is not None:
             kernels.let_profiler_run(vllm_config.device_config.device_type)
         super().__init__(vllm_config, *args, **kwargs)
+        self._outputs = OutputsInFlight()
 
     def init_device(self) -> None:
         """Set up kernels, the device and the process group, then build the runner.
@@ -201,7 +203,7 @@ class NPUWorker(Worker):
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
         try:
-            return super().execute_model(*args, **kwargs)
+            return self._keep(super().execute_model(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
             raise
@@ -209,10 +211,15 @@ class NPUWorker(Worker):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
         try:
-            return super().sample_tokens(*args, **kwargs)
+            return self._keep(super().sample_tokens(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
             raise
+
+    def _keep(self, output: Any) -> Any:
+        if not self.prep_device.computes_on_host:  # else copies are complete when they return
+            self._outputs.keep(output)
+        return output
 
     def _save_steps(self, error: BaseException) -> None:
         if self.model_runner.recorder is not None:

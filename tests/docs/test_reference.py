@@ -142,7 +142,16 @@ BASES = (
     INSTALLED,
 )
 """Where a path on a page may begin."""
-WRITTEN = {"try.py", "step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
+WRITTEN = {
+    "try.py",
+    "ddp.py",
+    "step.html",
+    "report.json",
+    "manifest.json",
+    "config.json",
+    "steps/",
+    "site/",
+}
 """Files that the pages tell of, and that are made."""
 
 

@@ -1381,4 +1381,18 @@ MUTANTS = [
         'update(("HCCL_IF_IP",))',
         ("tests/startup/test_ray_cluster.py",),
     ),
+    Mutant(
+        "outputs are let go while they are copied",
+        "runner/outputs.py",
+        "while self._kept and self._kept[0][0].query():",
+        "while self._kept:",
+        ("tests/runner/test_outputs.py",),
+    ),
+    Mutant(
+        "HCCL takes a mode that it does not know",
+        "inspect/doctor/collectives.py",
+        "    if given in choices:\n",
+        "    if given:\n",
+        ("tests/inspect/test_doctor.py",),
+    ),
 ]

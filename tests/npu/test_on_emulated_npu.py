@@ -1,7 +1,7 @@
 """The plugin on npu:0: the unmodified torch_npu on the emulated Ascend runtime.
 
 Each test starts a process under ``vllm-npu-prep emulate``, where hazards are errors. What only
-hardware can show (numerics, speed, layout limits of real kernels, HCCL) is not shown here.
+hardware can show (numerics, speed, layout limits of real kernels) is not shown here.
 """
 
 import json
@@ -215,7 +215,6 @@ REFUSED = {
         "enable_chunked_prefill": False,
     },
     "4 ranks on this host: 2 NPUs are visible": {"data_parallel_size": 4},
-    "no HcclGetRootInfo": {"pipeline_parallel_size": 2},
 }
 
 CONFIGURE = """
