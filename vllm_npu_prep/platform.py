@@ -13,6 +13,7 @@ from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
 from vllm_npu_prep.device import (
     CPU_KIND,
+    NPU_KIND,
     choose_device,
     device_name,
     graph_pool,
@@ -28,6 +29,7 @@ from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -59,6 +61,27 @@ class NPUPlatform(Platform):
     @classmethod
     def import_kernels(cls) -> None:
         """Does nothing: upstream would warn about a missing ``vllm._C``."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        """Register implementations of vLLM's IR operators: vLLM's own, and ours on NPUs."""
+        super().import_ir_kernels()
+        if KIND == NPU_KIND:
+            from vllm_npu_prep.ops.fused_norms import register_implementations
+
+            register_implementations()
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
+        """Our implementations of IR operators before vLLM's, where options leave them on."""
+        priorities = super().get_default_ir_op_priority(vllm_config)
+        if KIND == NPU_KIND:
+            from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER
+
+            names = parse_config(vllm_config.additional_config).fused.names
+            for name in names & IR_OPERATORS.keys():
+                getattr(priorities, IR_OPERATORS[name]).insert(0, PROVIDER)
+        return priorities
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

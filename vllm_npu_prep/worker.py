@@ -21,7 +21,7 @@ from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.scopes import StepScopes
-from vllm_npu_prep.ops import register_overrides
+from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.server.record_signal import survive_signals
@@ -62,6 +62,7 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
+        register_fused(self.vllm_config, logger.warning)
         with log_while_waiting(
             f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
         ):

@@ -91,7 +91,21 @@ SCHEMAS = {
         "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    ("npu::npu_gemma_rms_norm", ""): (
+        "(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)"
+    ),
     ("npu::npu_swiglu", ""): "(Tensor input, int dim=-1) -> Tensor",
+    ("npu::npu_gelu", ""): '(Tensor input, *, str approximate="none") -> Tensor',
+    ("npu::npu_geglu", ""): (
+        "(Tensor input, int dim=-1, int approximate=1, bool activate_left=False) "
+        "-> (Tensor, Tensor)"
+    ),
+    ("npu::npu_mrope", ""): (
+        "(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
+        'int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") '
+        "-> (Tensor, Tensor)"
+    ),
+    ("npu::npu_top_k_top_p", ""): ("(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor"),
     ("npu::npu_rotary_mul", ""): (
         '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
         "-> Tensor"
