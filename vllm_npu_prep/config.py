@@ -105,6 +105,8 @@ class FusedConfig(BaseModel):
         Norms: RMSNorm, the residual's addition and RMSNorm, and Gemma's.
     rotary, mrope, vision_rotary
         Rotary embeddings, those with positions of images, and those of vision towers.
+    qkv
+        The projection to Q, K and V.
     swiglu, geglu, gelu
         Activations.
     top_k_top_p
@@ -119,6 +121,7 @@ class FusedConfig(BaseModel):
     rotary: bool = True
     mrope: bool = True
     vision_rotary: bool = True
+    qkv: bool = True
     swiglu: bool = True
     geglu: bool = True
     gelu: bool = True

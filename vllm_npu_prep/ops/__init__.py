@@ -1,7 +1,7 @@
 """What stands in for vLLM's kernels and layers, registered through its own hooks."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_npu_prep.compat import kernels
 
@@ -102,13 +102,14 @@ def _prefer_in_ir(names: frozenset[str]) -> None:
 
 def _register_layers() -> None:
     """Register our layers for vLLM's; each finds in its engine's config whether it is used."""
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+    from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 
     from vllm_npu_prep.ops import fused_activations as activations
     from vllm_npu_prep.ops import fused_norms as norms
+    from vllm_npu_prep.ops import fused_projection as projection
     from vllm_npu_prep.ops import fused_rotary as rotary
 
-    layers = [
+    layers: list[type[Any]] = [
         norms.FusedGemmaRMSNorm,
         activations.FusedSiluAndMul,
         activations.FusedGeluAndMul,
@@ -119,10 +120,12 @@ def _register_layers() -> None:
         *rotary.ROTARY.values(),
         rotary.FusedMRotaryEmbedding,
         rotary.FusedApplyRotaryEmb,
+        projection.FusedQKVParallelLinear,
     ]
     for layer in layers:
         replaced = layer.__name__.removeprefix("Fused")
         if replaced not in op_registry_oot:
+            kind = CustomOp if issubclass(layer, CustomOp) else PluggableLayer
             switch = layer.name  # by which users switch vLLM's layer
-            CustomOp.register_oot(layer, name=replaced)
+            kind.register_oot(layer, name=replaced)
             layer.name = switch

@@ -21,6 +21,7 @@ OPERATORS: Mapping[str, str] = {
     "rotary": "npu_mrope",
     "mrope": "npu_mrope",
     "vision_rotary": "npu_rotary_mul",
+    "qkv": "npu_grouped_matmul",
     "swiglu": "npu_swiglu",
     "geglu": "npu_geglu",
     "gelu": "npu_gelu",

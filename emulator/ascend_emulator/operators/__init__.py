@@ -14,6 +14,7 @@ from ascend_emulator.operators import (
     elementwise,
     fused_attention,
     gelu,
+    grouped_matmul,
     rotary_cache,
     sampling,
 )
@@ -78,6 +79,7 @@ REFERENCES = (
     Reference(gelu.GEGLU, "", gelu.geglu),
     Reference(elementwise.ROTARY_MUL, "", elementwise.rotary_mul),
     Reference(rotary_cache.MROPE, "", rotary_cache.mrope),
+    Reference(grouped_matmul.GROUPED_MATMUL, "", grouped_matmul.grouped_matmul),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
 )
 """Every reference; an operator that is not here has none."""
@@ -91,6 +93,7 @@ FAMILIES = (
     gelu.GELU_RULES,
     elementwise.ROTARY,
     rotary_cache.MROPE_RULES,
+    grouped_matmul.GROUPED_MATMUL_RULES,
     sampling.TOP_K_TOP_P_RULES,
     PLACEMENT,
 )

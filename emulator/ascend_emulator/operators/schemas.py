@@ -51,6 +51,15 @@ PAGED_ATTENTION = (
     "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, int num_heads, "
     "float scale_value, Tensor block_table, Tensor context_lens, Tensor(a!) out"
 )
+GROUPED_MATMUL = (
+    "Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+    "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+    "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+    "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, "
+    "int? split_item=0, int? group_type=None, int? group_list_type=0, int? act_type=0, "
+    "int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, "
+    "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None"
+)
 OUT = ", Tensor? workspace=None, Tensor[] out) -> (Tensor, Tensor)"
 
 SCHEMAS = {
@@ -105,6 +114,7 @@ SCHEMAS = {
         'int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") '
         "-> (Tensor, Tensor)"
     ),
+    ("npu::npu_grouped_matmul", ""): f"({GROUPED_MATMUL}) -> Tensor[]",
     ("npu::npu_top_k_top_p", ""): ("(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor"),
     ("npu::npu_rotary_mul", ""): (
         '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
