@@ -26,7 +26,7 @@ GROUPED_MATMUL_RULES = Family(
         record(
             "group_type, split_item",
             "not grouped",
-            "group_type -1 and split_item 0, without a group_list",
+            "group_type -1 and split_item 0, without a group_list and what quantisation takes",
             "other forms too",
             "the only form that the plugin uses",
             "none needed",
@@ -105,14 +105,50 @@ def grouped_matmul(
     weight: list[torch.Tensor],
     *,
     bias: list[torch.Tensor] | None = None,
+    scale: list[torch.Tensor] | None = None,
+    offset: list[torch.Tensor] | None = None,
+    antiquant_scale: list[torch.Tensor] | None = None,
+    antiquant_offset: list[torch.Tensor] | None = None,
+    per_token_scale: list[torch.Tensor] | None = None,
     group_list: torch.Tensor | None = None,
+    activation_input: list[torch.Tensor] | None = None,
+    activation_quant_scale: list[torch.Tensor] | None = None,
+    activation_quant_offset: list[torch.Tensor] | None = None,
     split_item: int | None = 0,
     group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    tuning_config: list[int] | None = None,
+    output_dtype: int | None = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    per_token_scale_dtype: int | None = None,
 ) -> list[torch.Tensor]:
     """``x[i] @ weight[i] + bias[i]`` for each i."""
+    others = {
+        "scale": scale,
+        "offset": offset,
+        "antiquant_scale": antiquant_scale,
+        "antiquant_offset": antiquant_offset,
+        "per_token_scale": per_token_scale,
+        "group_list": group_list,
+        "activation_input": activation_input,
+        "activation_quant_scale": activation_quant_scale,
+        "activation_quant_offset": activation_quant_offset,
+        "group_list_type": group_list_type or None,
+        "act_type": act_type or None,
+        "tuning_config": tuning_config,
+        "output_dtype": output_dtype,
+        "x_dtype": x_dtype,
+        "weight_dtype": weight_dtype,
+        "scale_dtype": scale_dtype,
+        "per_token_scale_dtype": per_token_scale_dtype,
+    }
+    given = [name for name, value in others.items() if value is not None]
     demand = GROUPED_MATMUL_RULES.call(GROUPED_MATMUL).demand
-    is_apart = (group_type, split_item) == (-1, 0) and group_list is None
-    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}")
+    is_apart = (group_type, split_item) == (-1, 0) and not given
+    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {given}")
     biases = bias or [None] * len(weight)
     counts = f"{len(x)}, {len(weight)} and {len(biases)}"
     same_count = 0 < len(x) == len(weight) == len(biases) <= MAX_TENSORS
