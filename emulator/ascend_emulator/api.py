@@ -35,6 +35,9 @@ class Counts:
     staged_bytes: int = 0
     launches: int = 0
     """Kernels launched or captured; replaying a graph doesn't count its kernels again."""
+    hidden_copies: int = 0
+    """Copies that operators make of strided tensors, by a kernel of their own each; not in
+    ``launches``."""
     graph_launches: int = 0
     syncs: int = 0
     """Waits of the host for a stream, an event or the device."""
@@ -104,6 +107,7 @@ def register_reference(
     written: Sequence[str] = (),
     check_placement: PlacementCheck | None = None,
     on_host: Callable[..., Any] | None = None,
+    contiguous: Sequence[str] | None = None,
 ) -> None:
     """Run a Python function wherever torch_npu would run a device kernel.
 
@@ -114,8 +118,9 @@ def register_reference(
     doesn't take must have its default value. A positional parameter whose name isn't in the schema
     stands for the argument at its position.
 
-    Results are returned: their shapes and dtypes must be those of torch_npu's Meta function, `None`
-    leaves one unwritten, and an operator without Meta function makes the caller wait for them.
+    Results are returned, as many as the schema has and of its types: their shapes and dtypes must be
+    those of torch_npu's Meta function, `None` leaves a tensor unwritten, and an operator without Meta
+    function makes the caller wait for them.
     Arguments that the schema marks as written, and `out`, are written in place. An exception
     surfaces at the next sync.
 
@@ -136,6 +141,9 @@ def register_reference(
         For an operator that launches nothing, one that sizes a workspace say: gets the device's
         tensors, whose values it can't see, and returns device tensors. The reference then serves
         calls with tensors of the CPU only.
+    contiguous
+        Tensor arguments that the operator copies if they are strided, each by a kernel of its own,
+        which `Counts.hidden_copies` counts. Without this: all that it doesn't write, as most do.
 
     Raises
     ------
@@ -145,19 +153,25 @@ def register_reference(
     import torch
 
     launcher = _launcher()
+    namespace, operator = name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    overloaded = getattr(packet, overload or "default", None)
+    if overloaded is None:
+        raise EmulatorError(f"torch_npu has no operator {name}{overload and '.' + overload}")
+    schema = overloaded._schema
+    if contiguous is None:
+        contiguous = [a.name for a in schema.arguments if not _is_written(a, written)]
     error = launcher.emulator_install_reference(
-        name.encode(), overload.encode(), ",".join(written).encode()
+        name.encode(), overload.encode(), ",".join(written).encode(), ",".join(contiguous).encode()
     )
     if error:
         raise EmulatorError(f"torch_npu has no operator {name}{overload and '.' + overload}")
-    namespace, operator = name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), operator)
-    schema = getattr(packet, overload or "default")._schema
     kernel = _cpu_kernel(schema, function, check_placement, launcher)
     full_name = f"{operator}.{overload}" if overload else operator
     _library(namespace).impl(full_name, kernel, "CPU", allow_override=True)
     if on_host is not None:
-        _library(namespace).impl(full_name, on_host, "PrivateUse1", allow_override=True)
+        checked = _checked(schema, on_host)
+        _library(namespace).impl(full_name, checked, "PrivateUse1", allow_override=True)
 
 
 def install() -> None:
@@ -203,9 +217,70 @@ def _cpu_kernel(
         result = function(**bind(arguments))
         if is_out and schema.returns:
             return tuple(arguments["out"]) if len(schema.returns) > 1 else arguments["out"]
-        return _without_none(result, len(schema.returns))
+        return _without_none(_as_in_schema(schema, result, may_be_none=True), len(schema.returns))
 
     return kernel
+
+
+def _is_written(argument: Any, also: Sequence[str]) -> bool:
+    written = argument.alias_info is not None and argument.alias_info.is_write
+    return written or argument.name == "out" or argument.name in also
+
+
+def _checked(schema: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Form of an operator that runs on the host, with its results checked."""
+
+    @functools.wraps(function)
+    def checked(*given: Any, **keywords: Any) -> Any:
+        return _as_in_schema(schema, function(*given, **keywords), may_be_none=False)
+
+    return checked
+
+
+def _as_in_schema(schema: Any, result: Any, may_be_none: bool) -> Any:
+    """Return the results of a reference, if they are what the schema says.
+
+    The dispatcher takes them unchecked: too few of them end the process.
+
+    Raises
+    ------
+    EmulatorError
+        Names the operator, what was returned and what the schema has.
+    """
+    import torch
+
+    operator = f"{schema.name}{schema.overload_name and '.' + schema.overload_name}"
+    wanted = len(schema.returns)
+    if wanted <= 1:
+        results = [] if wanted == 0 and result is None else [result]
+    else:
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if wanted == 1 and isinstance(result, tuple):
+        results = list(result)
+    if len(results) != wanted or (wanted == 1 and results[0] is not result):
+        kind = "tensor" if all(isinstance(r, torch.Tensor) for r in results) else "result"
+        returned = f"{len(results)} {kind}{'' if len(results) == 1 else 's'}"
+        raise EmulatorError(f"reference of {operator} returned {returned}, schema has {wanted}")
+    for position, (value, declared) in enumerate(zip(results, schema.returns)):
+        if value is None and may_be_none and str(declared.type) == "Tensor":
+            continue
+        if not _is_of_type(value, str(declared.type)):
+            raise EmulatorError(
+                f"reference of {operator} returned {type(value).__name__} as result {position}, "
+                f"schema has {declared.type}"
+            )
+    return result
+
+
+def _is_of_type(value: Any, declared: str) -> bool:
+    import torch
+
+    if declared == "Tensor":
+        return isinstance(value, torch.Tensor)
+    if declared.startswith("List[Tensor]"):
+        return isinstance(value, (list, tuple)) and all(isinstance(v, torch.Tensor) for v in value)
+    plain = {"int": int, "float": (int, float), "bool": bool, "str": str}.get(declared)
+    return plain is None or isinstance(value, plain)
 
 
 def _binder(

@@ -117,6 +117,16 @@ def _find_target() -> Target:
     return Target(compiler, torch, _package_folder("torch_npu"), versions)
 
 
+def acl_configuration(cann: str) -> Path:
+    """File that torch_npu gives to aclInit: from CANN 8.3.RC1 on, one that names a default device.
+
+    It looks for the file beside torch, where torch_npu is installed on a host with devices.
+    """
+    match = re.match(r"(\d+)\.(\d+)", cann)
+    has_default = match is None or (int(match[1]), int(match[2])) >= (8, 3)
+    return _package_folder("torch_npu") / ("acl_default.json" if has_default else "acl.json")
+
+
 def is_cuda_build(torch: Path) -> bool:
     """Whether torch in this folder is built for CUDA: both it and torch_npu set up allocators."""
     return (torch / "lib" / "libtorch_cuda.so").exists()

@@ -14,6 +14,10 @@ GIB = 1 << 30
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 DELAYS = ("none", "equal", "skewed")
 HAZARDS = ("error", "warn")
+FEWEST_STREAMS = 2
+"""torch_npu creates two when it is initialised."""
+MOST_STREAMS = 2048
+"""Of a device of A2 and A3; vllm-ascend's stream budget begins with 1800 of them."""
 
 CHIPS = (
     *("Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
@@ -28,8 +32,11 @@ later ones. torch_npu treats any other name as a chip without features."""
 
 SOC = "NPU_EMULATOR_SOC"
 CANN = "NPU_EMULATOR_CANN"
+DRIVER = "NPU_EMULATOR_DRIVER"
 DEVICES = "NPU_EMULATOR_DEVICES"
 MEMORY = "NPU_EMULATOR_MEMORY"
+STREAMS = "NPU_EMULATOR_STREAMS"
+HCCL_STREAMS = "NPU_EMULATOR_HCCL_STREAMS"
 DELAY = "NPU_EMULATOR_DELAY"
 HAZARD_MODE = "NPU_EMULATOR_HAZARDS"
 TRACE = "NPU_EMULATOR_TRACE"
@@ -37,6 +44,8 @@ REPORT = "NPU_EMULATOR_REPORT"
 HANG_SECONDS = "NPU_EMULATOR_HANG_SECONDS"
 LIBRARIES = "NPU_EMULATOR_LIBRARIES"
 REFERENCES = "NPU_EMULATOR_REFERENCES"
+DRIVER_FOLDER = "ASCEND_DRIVER_PATH"
+"""Folder of the driver's ``version.info``; /usr/local/Ascend/driver on a host with devices."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,15 @@ class Options:
     """Name that the runtime reports; torch_npu and plugins derive the generation from it."""
     cann: str = "9.1.0"
     """CANN version that the runtime reports."""
+    driver: str = "25.5.1"
+    """Driver version that the runtime and the driver's ``version.info`` report."""
     devices: int = 1
     memory_bytes: int = 8 * GIB
     """Memory of one device; host memory is only used for what is written."""
+    streams: int = 2048
+    """Streams of one device, those that captured graphs hold included."""
+    hccl_streams: int = 2
+    """Streams that a communication group holds in each graph that it is captured in."""
     delay: str = "none"
     """Wait before each task: none, the same on all streams, or different per stream."""
     hazards: str = "error"
@@ -75,8 +90,12 @@ class Options:
         return {
             SOC: self.soc,
             CANN: self.cann,
+            DRIVER: self.driver,
+            DRIVER_FOLDER: str(report_folder / "driver"),
             DEVICES: str(self.devices),
             MEMORY: str(self.memory_bytes),
+            STREAMS: str(self.streams),
+            HCCL_STREAMS: str(self.hccl_streams),
             DELAY: self.delay,
             HAZARD_MODE: self.hazards,
             TRACE: "1" if self.trace else "0",
@@ -100,6 +119,46 @@ def check_soc(soc: str) -> str:
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise EmulatorError(f"--soc {soc!r} is no chip{hint}; use one of {', '.join(CHIPS)}")
     return soc
+
+
+def check_driver(version: str) -> str:
+    """Return a driver version.
+
+    Raises
+    ------
+    EmulatorError
+        If torch_npu could not compare it with another (``DriverVersionToNum`` in its sources).
+    """
+    tail = r"(\d+|T\d+|\d+\.\d+|\d+\.b\d+|RC\d+(\.(\d+|alpha\d+|beta\d+))?)"
+    if not re.fullmatch(r"\d+\.\d+\." + tail, version, re.IGNORECASE):
+        raise EmulatorError(
+            f"--driver {version!r} is no version of a driver; write for example 25.5.1 or 24.1.RC3"
+        )
+    return version
+
+
+def check_streams(streams: int, hccl_streams: int) -> None:
+    """Check the number of streams of a device, and of those that a communication group holds.
+
+    Raises
+    ------
+    EmulatorError
+        If torch_npu could not start with so few, or a device does not have so many.
+    """
+    if not FEWEST_STREAMS <= streams <= MOST_STREAMS:
+        raise EmulatorError(
+            f"--streams {streams} is not between {FEWEST_STREAMS} and {MOST_STREAMS}"
+        )
+    if not 0 <= hccl_streams <= streams:
+        raise EmulatorError(
+            f"--hccl-streams {hccl_streams} is not between 0 and --streams {streams}"
+        )
+
+
+def write_driver_info(folder: Path, version: str) -> None:
+    """Write ``version.info`` as the driver's installer does, as far as programs read it."""
+    folder.mkdir()
+    (folder / "version.info").write_text(f"Version={version}\npackage_version={version}\n")
 
 
 def bytes_of(text: str) -> int:

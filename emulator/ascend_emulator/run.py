@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ascend_emulator import __version__
-from ascend_emulator.build import SITE, ensure_built
+from ascend_emulator.build import SITE, acl_configuration, ensure_built
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.options import DELAYS, HAZARDS, Options, bytes_of, check_soc
+from ascend_emulator.options import (
+    DELAYS,
+    HAZARDS,
+    Options,
+    bytes_of,
+    check_driver,
+    check_soc,
+    check_streams,
+    write_driver_info,
+)
 
 HOOK = Path(__file__).parent / "hook"
 HAZARD_EXIT_CODE = 3
@@ -60,9 +69,24 @@ def parser() -> argparse.ArgumentParser:
         "--cann", default=defaults.cann, help="version of CANN (default: %(default)s)"
     )
     parser.add_argument(
+        "--driver", default=defaults.driver, help="version of the driver (default: %(default)s)"
+    )
+    parser.add_argument(
         "--devices", type=int, default=defaults.devices, help="number of devices (default: 1)"
     )
     parser.add_argument("--memory", default="8G", help="of each device (default: %(default)s)")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        default=defaults.streams,
+        help="of each device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hccl-streams",
+        type=int,
+        default=defaults.hccl_streams,
+        help="that a communication group holds in each captured graph (default: %(default)s)",
+    )
     parser.add_argument(
         "--delay",
         choices=DELAYS,
@@ -114,11 +138,15 @@ def emulate(args: argparse.Namespace) -> int:
         raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
+    check_streams(args.streams, args.hccl_streams)
     options = Options(
         soc=check_soc(args.soc),
         cann=args.cann,
+        driver=check_driver(args.driver),
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
+        streams=args.streams,
+        hccl_streams=args.hccl_streams,
         delay=args.delay,
         hazards=args.hazards,
         trace=args.trace,
@@ -138,6 +166,7 @@ def emulate(args: argparse.Namespace) -> int:
     if not args.quiet:
         _print_banner(options)
     with tempfile.TemporaryDirectory(prefix="npu-emulator-") as folder:
+        write_driver_info(Path(folder) / "driver", options.driver)
         environment = _environment(options, libraries, Path(folder), site) | {"PATH": path}
         code = _run([program, *command[1:]], environment)
         report = merged_report(Path(folder), options)
@@ -163,6 +192,7 @@ def _environment(
     # As on a host with NPUs: `import torch` brings torch_npu. Elsewhere it may have been turned
     # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    environment.setdefault("TORCH_ACL_INIT_CONFIG_PATH", str(acl_configuration(options.cann)))
     return environment
 
 

@@ -119,6 +119,6 @@ def test_counters_count_regions(emulate):
 def test_an_unimplemented_function_ends_the_process_by_name(emulate):
     atb = emulate("acl._ZN3atb13CreateContextEPPNS_7ContextE()", expect_code=134)
     assert "atb::CreateContext(atb::Context**) is not implemented" in atb.err
-    run = emulate("acl.aclrtMapMem()", expect_code=134)
-    assert "aclrtMapMem is not implemented by the emulated Ascend runtime" in run.err
-    assert "aclrtMapMem is not implemented" in run.report["errors"][0]
+    run = emulate("acl.aclrtIpcMemClose()", expect_code=134)
+    assert "aclrtIpcMemClose is not implemented by the emulated Ascend runtime" in run.err
+    assert "aclrtIpcMemClose is not implemented" in run.report["errors"][0]

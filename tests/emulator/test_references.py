@@ -146,3 +146,50 @@ def test_half_precision_norms_of_layers_keep_their_statistics_in_float32(emulate
         assert torch.allclose(mean.cpu()[:, 0], x.float().mean(-1), atol=5e-3)
         """
     )
+
+
+def test_results_of_another_number_or_type_are_faults_by_name(emulate):
+    emulate(
+        """
+        torch.inference_mode().__enter__()
+        half = torch.ones(2, 4, dtype=torch.float16, device="npu")
+        gamma = torch.ones(4, dtype=torch.float16, device="npu")
+        cases = [
+            (lambda x: x, "reference of npu::npu_rms_norm returned 1 tensor, schema has 2"),
+            (lambda x: (x, x, x), "returned 3 tensors, schema has 2"),
+            (lambda x: None, "returned 1 result, schema has 2"),
+            (lambda x: (), "returned 0 tensors, schema has 2"),
+            (lambda x: {"y": x}, "returned 1 result, schema has 2"),
+            (lambda x: (x, 1.5), "returned float as result 1, schema has Tensor"),
+            (lambda x: (x.float(), None), "result 0 is float[2, 4], the Meta function says c10::Half"),
+            (lambda x: (x[:1], None), "the Meta function says"),
+            (lambda x: (x.to("meta"), None), "result 0 is a tensor on meta"),
+        ]
+        for result, message in cases:
+            emulator.register_reference(
+                "npu::npu_rms_norm", lambda input, gamma, epsilon=0, result=result: result(input))
+            torch_npu.npu_rms_norm(half, gamma)
+            error = sync_error()
+            assert message in error and "npu_rms_norm" in error, (message, error)
+
+        emulator.register_reference("npu::npu_swiglu", lambda input, dim=-1: (input, input))
+        torch_npu.npu_swiglu(half)
+        assert "npu_swiglu returned 2 tensors, schema has 1" in sync_error()
+
+        emulator.register_reference(
+            "npu::npu_scatter_pa_kv_cache", lambda **arguments: arguments["key"])
+        key, cache = torch.ones(2, 1, 16).half().npu(), torch.ones(2, 4, 1, 16).half().npu()
+        torch_npu.npu_scatter_pa_kv_cache(
+            key, key, cache, cache.clone(), torch.zeros(2, dtype=INT).npu(), cache_mode="Norm")
+        assert "npu_scatter_pa_kv_cache returned 1 tensor, schema has 0" in sync_error()
+
+        name = "npu::_npu_fused_infer_attention_score_get_max_workspace"
+        emulator.register_reference(name, lambda **a: None, on_host=lambda *a, **b: 3)
+        try:
+            torch_npu._npu_fused_infer_attention_score_get_max_workspace(half, half, half)
+        except RuntimeError as error:
+            assert "returned int as result 0, schema has Tensor" in str(error)
+        else:
+            raise AssertionError("a number was taken for a tensor")
+        """
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from ascend_emulator import build
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.options import bytes_of
+from ascend_emulator.options import bytes_of, check_driver
 from tests.helpers.emulator import import_path
 
 TOOL = [sys.executable, "-m", "ascend_emulator"]
@@ -36,6 +36,13 @@ def test_bad_input_gets_one_line():
         (("--soc", "Ascend910C1", "--", "true"), "(did you mean Ascend910B1?); use one of Asc"),
         (("--soc", "Foo", "--", "true"), "'Foo' is no chip; use one of Ascend310B1, "),
         (("--devices", "0", "--", "true"), "not between"),
+        (
+            ("--driver", "new", "--", "true"),
+            "'new' is no version of a driver; write for example 25",
+        ),
+        (("--streams", "1", "--", "true"), "--streams 1 is not between 2 and 2048"),
+        (("--streams", "4096", "--", "true"), "--streams 4096 is not between 2 and 2048"),
+        (("--hccl-streams", "-1", "--", "true"), "--hccl-streams -1 is not between 0 and"),
         (("--", "no-such-command"), "no such command"),
     ):
         done = tool(*arguments)
@@ -66,6 +73,15 @@ def test_sizes_are_binary():
     assert bytes_of("8g") == bytes_of("8GiB") == 8 << 30
     with pytest.raises(EmulatorError, match="is no size"):
         bytes_of("0")
+
+
+def test_drivers_have_versions_that_torch_npu_can_compare():
+    spellings = "25.5.1 24.1.RC3 24.1.rc3 25.2.0.1 25.0.RC1.1 25.0.RC1.alpha2 26.0.T3 26.1.0.b083"
+    for version in spellings.split():
+        assert check_driver(version) == version
+    for version in ("", "25", "25.5", "25.5.x", "v25.5.1", "25.5.1-beta"):
+        with pytest.raises(EmulatorError, match="is no version of a driver"):
+            check_driver(version)
 
 
 def raise_missing(name):

@@ -5,7 +5,7 @@ as far as its documentation and its users tell; ``docs/changing/operators.md`` l
 demanded and on whose word. Nothing here was run on an NPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ascend_emulator.operators import (
@@ -41,6 +41,7 @@ class Reference(NamedTuple):
     overload: str
     function: Callable[..., Any]
     on_host: Callable[..., Any] | None = None  # the form that runs on the host, without a launch
+    contiguous: tuple[str, ...] | None = None  # copied if strided; None: what isn't written
 
 
 REFERENCES = (
@@ -61,7 +62,12 @@ REFERENCES = (
         fused_attention.workspace,
     ),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
-    Reference(cache_write.SCATTER_PA_KV_CACHE, "", cache_write.scatter_pa_kv_cache),
+    Reference(
+        cache_write.SCATTER_PA_KV_CACHE,
+        "",
+        cache_write.scatter_pa_kv_cache,
+        contiguous=cache_write.COPIED_IF_STRIDED,
+    ),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
     Reference(atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention),
     Reference(
@@ -113,6 +119,7 @@ class RegisterReference(Protocol):
         function: Callable[..., Any],
         overload: str = "",
         on_host: Callable[..., Any] | None = None,
+        contiguous: Sequence[str] | None = None,
     ) -> object:
         """Register `function` for ``name`` and `overload`."""
 
@@ -125,4 +132,5 @@ def install(register_reference: RegisterReference) -> None:
             reference.function,
             overload=reference.overload,
             on_host=reference.on_host,
+            contiguous=reference.contiguous,
         )

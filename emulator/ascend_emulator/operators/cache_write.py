@@ -16,6 +16,9 @@ RESHAPE_AND_CACHE = "atb::_npu_reshape_and_cache"
 SCATTER_PA_KV_CACHE = "npu::npu_scatter_pa_kv_cache"
 DTYPES = (torch.float16, torch.bfloat16)
 PADDING_SLOT = -1
+COPIED_IF_STRIDED = ("slot_mapping", "compress_lens", "compress_seq_offsets", "seq_lens")
+"""Keys, values and caches are read and written by their strides, if their last dimension is
+contiguous (``aclnn_scatter_pa_kv_cache.cpp`` of CANN 9.1; older releases are not known)."""
 
 NAME = "cache write"
 record = partial(Constraint, NAME)

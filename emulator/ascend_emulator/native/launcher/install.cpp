@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "copies.h"
+#include "hidden_copies.h"
 #include "launch.h"
 #include "runtime_api.h"
 
@@ -75,6 +76,13 @@ void replace_attention() {
         "npu-emulator"));
 }
 
+std::vector<std::string> words_of(const char* list) {
+  std::vector<std::string> out;
+  std::istringstream words(list);
+  for (std::string word; std::getline(words, word, ',');) out.push_back(word);
+  return out;
+}
+
 void* release_python() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
 void reacquire_python(void* state) {
   if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
@@ -99,15 +107,14 @@ extern "C" __attribute__((visibility("default"))) int emulator_install() {
   return count;
 }
 
-// 0, or -1 if there is no such operator. `written` names arguments, separated by commas.
+// 0, or -1 if there is no such operator. `written` and `contiguous` name arguments, separated by
+// commas.
 extern "C" __attribute__((visibility("default"))) int emulator_install_reference(
-    const char* name, const char* overload, const char* written) {
+    const char* name, const char* overload, const char* written, const char* contiguous) {
   const c10::OperatorName operator_name{name, overload};
   if (!c10::Dispatcher::singleton().findSchema(operator_name)) return -1;
-  std::vector<std::string> arguments;
-  std::istringstream words(written);
-  for (std::string word; std::getline(words, word, ',');) arguments.push_back(word);
-  set_written_arguments(operator_name, std::move(arguments));
+  set_written_arguments(operator_name, words_of(written));
+  set_contiguous_arguments(operator_name, words_of(contiguous));
   replace(operator_name, c10::KernelFunction::makeFromBoxedFunction<&run_as_reference>());
   return 0;
 }

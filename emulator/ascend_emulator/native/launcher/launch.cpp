@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 
+#include "hidden_copies.h"
 #include "random.h"
 
 namespace launcher {
@@ -235,6 +236,8 @@ void Kernel::store(const Stack& results) const {
   std::vector<at::Tensor> flat;
   for (const auto& result : results)
     for (const auto& tensor : tensors_in(result)) flat.push_back(tensor);
+  TORCH_CHECK(output_positions.back() < flat.size(), "the kernel returned ", flat.size(),
+              " tensors, the Meta function more");
   c10::InferenceMode inference(true);
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto& from = flat.at(output_positions[i]);
@@ -245,6 +248,8 @@ void Kernel::store(const Stack& results) const {
     const bool is_statistic = !is_reference && i > 0 && to.scalar_type() == at::kFloat &&
                               at::isReducedFloatingType(from.scalar_type());
     const bool same_dtype = is_statistic || from.dtype() == to.dtype();
+    TORCH_CHECK(from.is_cpu(), "result ", i, " is a tensor on ", from.device(),
+                ", kernels return CPU tensors");
     TORCH_CHECK(from.sizes() == to.sizes() && same_dtype, "result ", i, " is ",
                 from.dtype(), from.sizes(), ", the Meta function says ", to.dtype(), to.sizes());
     to.copy_(from);
@@ -294,6 +299,7 @@ void run(const c10::OperatorHandle& op, Stack* stack, bool is_reference) {
   auto call = make_call(op, stack, is_reference);
   c10::OptionalDeviceGuard guard(call.device);  // torch_npu sets a device up when it is first set
   call.stream = current_stream(call.device.index());
+  count_hidden_copies(op, call.arguments, call.is_written);
   if (const auto meta = meta_results(call)) {
     make_results(call, *meta);
     launch_call(call);

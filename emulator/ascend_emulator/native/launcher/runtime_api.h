@@ -15,6 +15,7 @@ struct emulator_access {  // the layout of emulator::Access
   bool write;
 };
 void* emulator_alias(void* address);
+void emulator_count_hidden_copy(const char* name);
 void emulator_fault(const char* message);
 int emulator_is_capturing(void* stream);
 int emulator_launch(void* stream, const char* name, void (*run)(void*), void (*destroy)(void*),

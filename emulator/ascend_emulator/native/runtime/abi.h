@@ -25,6 +25,8 @@ enum Status : int {
   kInvalidParameter = 107000,
   kInvalidDevice = 107001,
   kNoContext = 107002,
+  kStreamContext = 107003,
+  kUnaligned = 107008,
   kInvalidHandle = 107017,
   kWaitTimeout = 107019,
   kCaptureDependency = 107024,
@@ -37,6 +39,7 @@ enum Status : int {
   kCaptureUnmatched = 107036,
   kNotSupported = 207000,
   kOutOfMemory = 207001,
+  kNoStreamResource = 207008,
   kCannotUpdate = 207019,
   kInternalError = 507000,
   kKernelFault = 507015,
@@ -70,6 +73,15 @@ struct PointerAttributes {
   uint32_t page_size;
   uint32_t reserved[4];
 };
+
+struct PhysicalProperties {
+  int handle_type, allocation_type, attribute;
+  MemoryLocation location;
+  uint64_t reserved;
+};
+
+// Of the attributes of physical memory, those with pages of 1 GiB; all others here have 2 MiB.
+enum MemoryAttribute : int { kHbmHuge1G = 10, kHbmP2pHuge1G = 11, kMemHuge1G = 14, kMemP2pHuge1G = 17 };
 
 struct PackageVersion {
   char version[128];

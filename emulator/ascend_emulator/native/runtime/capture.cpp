@@ -7,7 +7,10 @@
 #include <cstdio>
 #include <set>
 
+#include "device.h"
+#include "options.h"
 #include "report.h"
+#include "stream_resources.h"
 
 namespace emulator {
 namespace {
@@ -32,7 +35,21 @@ std::shared_ptr<Graph> find(aclmdlRI handle) {
   return it == graphs().live.end() ? nullptr : it->second;
 }
 
-int add_branch(Graph& graph, Stream& stream) {
+// The last reference to it, but for replays in flight.
+std::shared_ptr<Graph> forget(aclmdlRI handle) {
+  std::lock_guard lock(graphs().mutex);
+  auto it = graphs().live.find(static_cast<Graph*>(handle));
+  if (it == graphs().live.end()) return nullptr;
+  auto graph = it->second;
+  graphs().live.erase(it);
+  return graph;
+}
+
+aclError add_branch(Graph& graph, Stream& stream) {
+  if (const auto error = take_streams(stream.device, 1, StreamUse::kGraph,
+                                      stream.label + " in the capture of a graph"))
+    return error;
+  ++graph.streams_held[{stream.device, StreamUse::kGraph}];
   const int index = static_cast<int>(graph.branches.size());
   Branch branch;
   branch.stream = &stream;
@@ -43,20 +60,18 @@ int add_branch(Graph& graph, Stream& stream) {
   graph.branches.push_back(std::move(branch));
   stream.capture = &graph;
   stream.branch = index;
-  return index;
+  return acl::kSuccess;
 }
 
 aclError begin_capture(Stream& stream, int mode) {
   if (stream.capture) return misuse(acl::kStreamCaptured, stream.label + " is captured already");
   auto graph = std::make_shared<Graph>();
   graph->mode = mode;
-  {
-    std::lock_guard lock(graphs().mutex);
-    graph->id = graphs().next_id++;
-    graphs().live[graph.get()] = graph;
-  }
+  if (const auto error = add_branch(*graph, stream)) return error;
+  std::lock_guard lock(graphs().mutex);
+  graph->id = graphs().next_id++;
+  graphs().live[graph.get()] = graph;
   if (mode == acl::kModeGlobal) ++graphs().active_global;
-  add_branch(*graph, stream);
   return acl::kSuccess;
 }
 
@@ -81,11 +96,13 @@ aclError end_capture(Stream& stream, aclmdlRI* out) {
   graph->is_active = false;
   if (graph->mode == acl::kModeGlobal) --graphs().active_global;
   *out = graph;
+  if (!graph->is_invalid && unjoined_branch(*graph).empty()) return acl::kSuccess;
+  *out = nullptr;  // there is no graph then, and nothing to destroy
+  const auto owned = forget(graph);
   if (graph->is_invalid)
     return fail(acl::kCaptureInvalidated, "the capture was invalidated by an earlier error");
-  if (const auto name = unjoined_branch(*graph); !name.empty())
-    return misuse(acl::kStreamUnjoined, name + " was forked into the capture and not joined again");
-  return acl::kSuccess;
+  return misuse(acl::kStreamUnjoined, unjoined_branch(*graph) +
+                                          " was forked into the capture and not joined again");
 }
 
 void check_update_order(Node& node, const Actor& actor, const std::string& name) {
@@ -138,6 +155,12 @@ aclError end_update(Stream& stream) {
                     std::to_string(group->nodes.size()) + " were captured");
 }
 
+// torch_npu warns once and goes on: what should have been an update runs as ordinary tasks.
+aclError refuse_update() {
+  return misuse(acl::kNotSupported, "task groups are updated with driver 25.0.RC1 or later, this is " +
+                                        options().driver);
+}
+
 }  // namespace
 
 aclError record_capture(Stream& stream, Task task) {
@@ -180,13 +203,32 @@ aclError join_capture(Stream& stream, Graph* handle, const void* recording) {
     return misuse(acl::kEventCaptured, "wait for an event that was recorded in an ended capture");
   if (stream.capture && stream.capture != graph.get())
     return misuse(acl::kStreamCaptured, stream.label + " is captured by another graph");
-  if (!stream.capture) add_branch(*graph, stream);
+  if (!stream.capture) {
+    if (const auto error = add_branch(*graph, stream)) {
+      invalidate(*graph);
+      return error;
+    }
+  }
   graph->branches[stream.branch].seen.join(graph->records[recording]);
   return acl::kSuccess;
 }
 
 void note_captured_record(Stream& stream, const void* recording) {
   stream.capture->records[recording] = stream.capture->branches[stream.branch].seen;
+}
+
+Graph::~Graph() {
+  for (const auto& [held, count] : streams_held) give_streams(held.first, count, held.second);
+}
+
+aclError communicate_in_capture(Graph& graph, const void* group) {
+  if (!graph.groups.insert(group).second) return acl::kSuccess;
+  const int device = graph.branches.front().stream->device, count = options().hccl_streams;
+  if (const auto error = take_streams(device, count, StreamUse::kCommunication,
+                                      "communication in a captured graph"))
+    return error;
+  graph.streams_held[{device, StreamUse::kCommunication}] += count;
+  return acl::kSuccess;
 }
 
 void invalidate(Graph& graph) { graph.is_invalid = true; }
@@ -200,12 +242,12 @@ bool forbidden_by_capture() {
 using namespace emulator;
 
 ACL_API aclError aclmdlRICaptureBegin(aclrtStream stream, int mode) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   return begin_capture(stream_of(stream), mode);
 }
 
 ACL_API aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* out) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   return end_capture(stream_of(stream), out);
 }
 
@@ -222,26 +264,20 @@ ACL_API aclError aclmdlRICaptureGetInfo(aclrtStream stream, int* status, aclmdlR
 }
 
 ACL_API aclError aclmdlRICaptureThreadExchangeMode(int* mode) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   std::swap(thread_mode, *mode);
   return acl::kSuccess;
 }
 
 ACL_API aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return execute(graph, stream_of(stream));
 }
 
 ACL_API aclError aclmdlRIDestroy(aclmdlRI graph) {
-  EMULATOR_CALL();
-  std::shared_ptr<Graph> last;  // replays in flight hold it, too
-  std::lock_guard lock(graphs().mutex);
-  auto it = graphs().live.find(static_cast<Graph*>(graph));
-  if (it == graphs().live.end())
-    return misuse(acl::kInvalidHandle, "destruction of an unknown or destroyed graph");
-  last = it->second;
-  graphs().live.erase(it);
-  return acl::kSuccess;
+  EMULATOR_DEVICE_CALL();
+  if (forget(graph)) return acl::kSuccess;
+  return misuse(acl::kInvalidHandle, "destruction of an unknown or destroyed graph");
 }
 
 ACL_API aclError aclmdlRIGetId(aclmdlRI graph, uint32_t* id) {
@@ -258,7 +294,7 @@ ACL_API aclError aclmdlRIDebugPrint(aclmdlRI handle) {
 }
 
 ACL_API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(handle);
   auto& stream = stream_of(handle);
   if (!stream.capture) return misuse(acl::kStreamNotCaptured, "task group outside a capture");
   if (stream.open_group) return misuse(acl::kTaskGroupStatus, "task group inside a task group");
@@ -267,7 +303,7 @@ ACL_API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
 }
 
 ACL_API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* out) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(handle);
   auto& stream = stream_of(handle);
   if (!stream.open_group) return misuse(acl::kTaskGroupStatus, "end of a task group never begun");
   *out = stream.open_group;
@@ -276,7 +312,8 @@ ACL_API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* out
 }
 
 ACL_API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(handle);
+  if (!driver_updates_tasks()) return refuse_update();
   auto& stream = stream_of(handle);
   if (stream.capture)
     return misuse(acl::kStreamCaptured, "task-group update on a stream that is captured");
@@ -286,6 +323,7 @@ ACL_API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp
 }
 
 ACL_API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
+  if (!driver_updates_tasks()) return refuse_update();
   return end_update(stream_of(stream));
 }

@@ -4,12 +4,15 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
 #include "clock.h"
 #include "stream.h"
+#include "stream_resources.h"
 
 namespace emulator {
 
@@ -41,6 +44,10 @@ struct Graph {
   std::vector<std::shared_ptr<Node>> nodes;
   std::vector<Branch> branches;
   std::map<const void*, VectorClock> records;  // captured event recordings
+  std::set<const void*> groups;                // that communicate in it
+  std::map<std::pair<int, StreamUse>, int> streams_held;  // by device
+
+  ~Graph();
 };
 
 aclError record_capture(Stream& stream, Task task);
@@ -49,6 +56,9 @@ aclError record_update(Stream& stream, Task task);
 // A stream waits for an event recorded in a capture: it takes part from there on.
 aclError join_capture(Stream& stream, Graph* graph, const void* recording);
 void note_captured_record(Stream& stream, const void* recording);
+
+// A group communicates in the capture: the graph holds streams for it from now on.
+aclError communicate_in_capture(Graph& graph, const void* group);
 
 void invalidate(Graph& graph);
 bool forbidden_by_capture();  // for calls that a capture in global mode doesn't allow

@@ -8,6 +8,7 @@
 
 #include "abi.h"
 #include "capture.h"
+#include "device.h"
 #include "memory.h"
 #include "pinned.h"
 #include "report.h"
@@ -182,24 +183,24 @@ aclError check_fill(const void* address, size_t room, size_t size) {
 using namespace emulator;
 
 ACL_API aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t size, int kind) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return copy_now({to, from, size, false, false}, room, kind);
 }
 
 ACL_API aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t size, int kind,
                                   aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   return copy_async({to, from, size, false, false}, room, kind, stream_of(stream));
 }
 
 ACL_API aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, size_t size,
                                                int kind, aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   return copy_async({to, from, size, false, false}, room, kind, stream_of(stream));
 }
 
 ACL_API aclError aclrtMemset(void* address, size_t room, int32_t value, size_t size) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   if (const auto error = check_fill(address, room, size)) return error;
   const auto epoch = Host::instance().tick();
   check_accesses({{static_cast<char*>(address), size, true}}, epoch, *Host::instance().snapshot(),
@@ -210,7 +211,7 @@ ACL_API aclError aclrtMemset(void* address, size_t room, int32_t value, size_t s
 
 ACL_API aclError aclrtMemsetAsync(void* address, size_t room, int32_t value, size_t size,
                                   aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   if (const auto error = check_fill(address, room, size)) return error;
   Task task;
   task.name = "fill";

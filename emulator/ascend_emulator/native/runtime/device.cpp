@@ -1,13 +1,17 @@
 // Devices, contexts, properties and settings; what has no effect here is accepted and ignored.
 #include "device.h"
 
+#include <strings.h>
 #include <unistd.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <mutex>
+#include <regex>
 #include <set>
 #include <string>
 #include <vector>
@@ -48,6 +52,7 @@ thread_local int device_of_thread = -1;
 struct State {
   std::mutex mutex;
   bool initialised = false;
+  int default_device = -1;  // for threads that set none; -1: they are refused
   std::set<int> in_use;
   int64_t settings[8] = {};
 };
@@ -65,6 +70,22 @@ int64_t cores_of(bool vector) {
   return small ? 8 : vector ? 48 : 24;
 }
 
+// The entry "defaultDevice" of aclInit's configuration file: {"default_device": "0"}.
+int default_device_of(const char* path) {
+  if (!path) return -1;
+  std::ifstream file(path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::smatch match;
+  static const std::regex entry(R"re("default_device"\s*:\s*"(\d+)")re");
+  return std::regex_search(text, match, entry) ? std::stoi(match[1]) : -1;
+}
+
+constexpr int kDriverPackage = 7;  // of aclCANNPackageName
+
+const std::string& version_of(bool driver) {
+  return driver ? options().driver : options().cann;
+}
+
 constexpr int kAttributeAiCpuCores = 1;
 constexpr int kAttributeAiCores = 101, kAttributeCubeCores = 102, kAttributeVectorCores = 201;
 constexpr int kAttributeMemory = 301, kAttributeCache = 302;
@@ -75,15 +96,44 @@ constexpr int64_t kCacheBytes = int64_t{192} << 20;
 int current_device() { return device_of_thread; }
 int device_count() { return static_cast<int>(devices().size()); }
 
+aclError need_device(const char* call) {
+  if (device_of_thread >= 0) return acl::kSuccess;
+  std::unique_lock lock(state().mutex);
+  const int device = state().default_device;
+  if (device < 0) {
+    lock.unlock();
+    return misuse(acl::kNoContext, std::string(call) +
+                                       " on a thread that set no device: call set_device in it");
+  }
+  const auto& in_use = state().in_use;
+  const int other = in_use.empty() || in_use.count(device) ? -1 : *in_use.begin();
+  state().in_use.insert(device);
+  lock.unlock();
+  device_of_thread = device;
+  if (other >= 0)
+    hazard(std::string(call) + " on a thread that set no device works on npu:" +
+           std::to_string(device) + ", the default, in a process that set npu:" +
+           std::to_string(other) + " (missing set_device in the thread)");
+  return acl::kSuccess;
+}
+
+bool driver_updates_tasks() {
+  int major = 0, minor = 0;
+  if (std::sscanf(options().driver.c_str(), "%d.%d", &major, &minor) != 2) return true;
+  if (major != 25 || minor != 0) return major >= 25;
+  return strncasecmp(options().driver.c_str(), "25.0.RC1.alpha", 14) != 0;
+}
+
 }  // namespace emulator
 
 using namespace emulator;
 
-ACL_API aclError aclInit(const char*) {
+ACL_API aclError aclInit(const char* configuration) {
   EMULATOR_CALL();
   std::lock_guard lock(state().mutex);
   if (state().initialised) return acl::kRepeatInitialize;
   state().initialised = true;
+  state().default_device = default_device_of(configuration);
   install_exit_report();
   return acl::kSuccess;
 }
@@ -112,9 +162,12 @@ ACL_API aclError aclrtSetDevice(int32_t device) {
 
 ACL_API aclError aclrtGetDevice(int32_t* device) {
   EMULATOR_CALL();
-  if (device_of_thread < 0) return fail(acl::kNoContext, "no device was set on this thread");
   *device = device_of_thread;
-  return acl::kSuccess;
+  if (*device >= 0) return acl::kSuccess;
+  std::lock_guard lock(state().mutex);
+  *device = state().default_device;  // which isn't set by asking
+  if (*device >= 0) return acl::kSuccess;
+  return fail(acl::kNoContext, "no device was set on this thread");
 }
 
 ACL_API aclError aclrtResetDevice(int32_t device) {
@@ -157,16 +210,16 @@ ACL_API const char* aclrtGetSocName() {
   return options().soc.c_str();
 }
 
-ACL_API aclError aclsysGetVersionStr(char*, char* version) {
+ACL_API aclError aclsysGetVersionStr(char* package, char* version) {
   EMULATOR_CALL();
-  std::strcpy(version, options().cann.c_str());
+  std::strcpy(version, version_of(std::strcmp(package, "driver") == 0).c_str());
   return acl::kSuccess;
 }
 
-ACL_API aclError aclsysGetCANNVersion(int, acl::PackageVersion* out) {
+ACL_API aclError aclsysGetCANNVersion(int package, acl::PackageVersion* out) {
   EMULATOR_CALL();
   std::memset(out, 0, sizeof *out);
-  std::snprintf(out->version, sizeof out->version, "%s", options().cann.c_str());
+  std::snprintf(out->version, sizeof out->version, "%s", version_of(package == kDriverPackage).c_str());
   return acl::kSuccess;
 }
 

@@ -8,6 +8,7 @@
 
 #include "abi.h"
 #include "capture.h"
+#include "device.h"
 #include "memory.h"
 #include "options.h"
 #include "report.h"
@@ -171,17 +172,17 @@ aclError check_word(const void* address) {
 using namespace emulator;
 
 ACL_API aclError aclrtCreateEvent(aclrtEvent* out) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return create_event(out);
 }
 
 ACL_API aclError aclrtCreateEventWithFlag(aclrtEvent* out, uint32_t) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return create_event(out);
 }
 
 ACL_API aclError aclrtCreateEventExWithFlag(aclrtEvent* out, uint32_t) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return create_event(out);
 }
 
@@ -192,7 +193,7 @@ ACL_API aclError aclrtDestroyEvent(aclrtEvent event) {
 }
 
 ACL_API aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   return record(event_of(event), stream_of(stream));
 }
 
@@ -202,7 +203,7 @@ ACL_API aclError aclrtResetEvent(aclrtEvent, aclrtStream) {
 }
 
 ACL_API aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   ++counters().event_waits;
   auto recording = event_of(event).recording();
   if (!recording) return acl::kSuccess;  // never recorded: nothing to wait for
@@ -243,7 +244,7 @@ ACL_API aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, ac
 }
 
 ACL_API aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   if (const auto error = check_word(address)) return error;
   Task task;
   task.name = "value write";
@@ -252,7 +253,7 @@ ACL_API aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtS
 }
 
 ACL_API aclError aclrtValueWait(void* address, uint64_t value, uint32_t flag, aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   if (const auto error = check_word(address)) return error;
   if (flag != acl::kWaitEqual && flag != acl::kWaitGreaterEqual)
     return misuse(acl::kInvalidParameter, "value wait with an unknown flag");

@@ -20,6 +20,7 @@
 #include "hazards.h"
 #include "options.h"
 #include "report.h"
+#include "virtual_memory.h"
 
 namespace emulator {
 namespace {
@@ -74,7 +75,17 @@ std::string described(const Memory& m, const void* address) {
 // A fault ends the process anyway, so taking a lock and allocating here risks only how it ends.
 void on_fault(int signal, siginfo_t* info, void*) {
   auto& m = memory();
-  if (is_device(info->si_addr)) {
+  if (is_virtual_alias(info->si_addr)) {
+    say("FATAL: a kernel touched memory that is not mapped: %s",
+        describe_virtual(virtual_address_of(info->si_addr), false).c_str());
+    hazard("a kernel touched memory that is not mapped");
+    write_report(true);
+  } else if (is_virtual(info->si_addr)) {
+    say("FATAL: the host touched device memory: %s. Copy it to the host first.",
+        describe_virtual(info->si_addr, false).c_str());
+    hazard("the host touched device memory");
+    write_report(true);
+  } else if (is_device(info->si_addr)) {
     const bool locked = m.mutex.try_lock();
     say("FATAL: the host touched device memory: %s. Copy it to the host first.",
         described(m, info->si_addr).c_str());
@@ -121,24 +132,30 @@ bool find_room(const Memory& m, int device, size_t size, size_t* offset) {
   return at + size <= end;
 }
 
+aclError out_of_memory(const Memory& m, int device, size_t size) {
+  return fail(acl::kOutOfMemory, "npu:" + std::to_string(device) + " has " +
+                                     std::to_string(m.capacity - m.used[device]) +
+                                     " bytes left, " + std::to_string(size) + " wanted");
+}
+
+void use(Memory& m, int device, size_t size) {
+  m.used[device] += size;
+  auto& peak = counters().peak_memory_bytes;
+  if (m.used[device] > peak) peak = m.used[device];
+}
+
 aclError allocate(void** out, size_t size, bool pooled) {
   const int device = current_device();
-  if (device < 0) return fail(acl::kNoContext, "no device was set before allocating");
   if (!out || !size) return misuse(acl::kInvalidParameter, "allocation of nothing");
   auto& m = memory();
   std::lock_guard lock(m.mutex);
   if (!reserve(m)) return fail(acl::kOutOfMemory, "the host can't reserve the devices' memory");
   size = (size + kAlignment - 1) / kAlignment * kAlignment;
   size_t offset;
-  if (!find_room(m, device, size, &offset)) {
-    return fail(acl::kOutOfMemory, "npu:" + std::to_string(device) + " has " +
-                                       std::to_string(m.capacity - m.used[device]) +
-                                       " bytes left, " + std::to_string(size) + " wanted");
-  }
+  if (m.used[device] + size > m.capacity || !find_room(m, device, size, &offset))
+    return out_of_memory(m, device, size);
   m.allocations[offset] = {size, ++m.serial, pooled};
-  m.used[device] += size;
-  auto& peak = counters().peak_memory_bytes;
-  if (m.used[device] > peak) peak = m.used[device];
+  use(m, device, size);
   *out = m.base + offset;
   return acl::kSuccess;
 }
@@ -146,6 +163,9 @@ aclError allocate(void** out, size_t size, bool pooled) {
 aclError check_free(const Memory& m, const void* address) {
   if (!is_device(address))
     return misuse(acl::kInvalidParameter, "free of an address that is not device memory");
+  if (is_virtual(address))
+    return misuse(acl::kInvalidParameter, "free of reserved addresses, which are unmapped: " +
+                                              describe_virtual(address, true));
   const size_t offset = static_cast<const char*>(address) - m.base;
   if (m.allocations.count(offset)) return acl::kSuccess;
   auto it = m.allocations.upper_bound(offset);
@@ -179,15 +199,17 @@ aclError release(void* address) {
 bool is_device(const void* address) {
   const auto& m = memory();
   const auto* at = static_cast<const char*>(address);
-  return m.base && at >= m.base && at < m.base + m.total;
+  return (m.base && at >= m.base && at < m.base + m.total) || is_virtual(address);
 }
 
 int device_of(const void* address) {
+  if (is_virtual(address)) return virtual_device(address);
   const auto& m = memory();
   return static_cast<int>((static_cast<const char*>(address) - m.base) / m.capacity);
 }
 
 char* alias_of(const void* address) {
+  if (is_virtual(address)) return virtual_alias(address);
   auto* at = static_cast<char*>(const_cast<void*>(address));
   return is_device(at) ? memory().alias + (at - memory().base) : at;
 }
@@ -195,10 +217,11 @@ char* alias_of(const void* address) {
 bool is_alias(const void* address) {
   const auto& m = memory();
   const auto* at = static_cast<const char*>(address);
-  return m.alias && at >= m.alias && at < m.alias + m.total;
+  return (m.alias && at >= m.alias && at < m.alias + m.total) || is_virtual_alias(address);
 }
 
 bool is_within_allocation(const void* address, size_t size) {
+  if (is_virtual(address)) return is_mapped(address, size);
   auto& m = memory();
   std::lock_guard lock(m.mutex);
   const size_t offset = static_cast<const char*>(address) - m.base;
@@ -215,8 +238,24 @@ std::string describe_address(const void* address) {
     std::snprintf(text, sizeof text, "host address %p", address);
     return text;
   }
+  if (is_virtual(address)) return describe_virtual(address, true);
   std::lock_guard lock(m.mutex);
   return described(m, address);
+}
+
+aclError take_memory(int device, size_t size) {
+  auto& m = memory();
+  std::lock_guard lock(m.mutex);
+  if (!reserve(m)) return fail(acl::kOutOfMemory, "the host can't reserve the devices' memory");
+  if (m.used[device] + size > m.capacity) return out_of_memory(m, device, size);
+  use(m, device, size);
+  return acl::kSuccess;
+}
+
+void give_memory(int device, size_t size) {
+  auto& m = memory();
+  std::lock_guard lock(m.mutex);
+  m.used[device] -= size;
 }
 
 Held held_memory() {
@@ -234,6 +273,7 @@ Held held_memory() {
                   std::to_string(allocation.serial) + " of " + std::to_string(allocation.size) +
                   " bytes");
   }
+  add_held_physical(out);
   return out;
 }
 
@@ -242,13 +282,13 @@ Held held_memory() {
 using namespace emulator;
 
 ACL_API aclError aclrtMalloc(void** address, size_t size, int /*policy*/) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return allocate(address, size, false);
 }
 
 // What torch_npu's allocators call, and nobody else.
 ACL_API aclError aclrtMallocAlign32(void** address, size_t size, int /*policy*/) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return allocate(address, size, true);
 }
 
@@ -258,8 +298,8 @@ ACL_API aclError aclrtFree(void* address) {
 }
 
 ACL_API aclError aclrtGetMemInfo(int /*kind*/, size_t* free_bytes, size_t* total_bytes) {
-  EMULATOR_CALL();
-  const int device = std::max(current_device(), 0);  // asking needs no device
+  EMULATOR_DEVICE_CALL();
+  const int device = current_device();
   auto& m = memory();
   std::lock_guard lock(m.mutex);
   if (!reserve(m)) return fail(acl::kOutOfMemory, "the host can't reserve the devices' memory");

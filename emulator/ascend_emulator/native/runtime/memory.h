@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "abi.h"
+
 namespace emulator {
 
 bool is_device(const void* address);
@@ -15,7 +17,7 @@ int device_of(const void* address);
 char* alias_of(const void* address);
 bool is_alias(const void* address);
 
-// Whether [address, address + size) lies within one allocation.
+// Whether [address, address + size) lies within one allocation, or is mapped.
 bool is_within_allocation(const void* address, size_t size);
 
 std::string describe_address(const void* address);
@@ -27,5 +29,9 @@ struct Held {
   uint64_t pooled_blocks = 0, pooled_bytes = 0;
 };
 Held held_memory();
+
+// Counts bytes of a device's memory as used: 207001 if fewer are left.
+aclError take_memory(int device, size_t size);
+void give_memory(int device, size_t size);
 
 }  // namespace emulator

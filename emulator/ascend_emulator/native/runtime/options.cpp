@@ -25,8 +25,11 @@ Options read() {
   Options o;
   o.soc = text("NPU_EMULATOR_SOC", o.soc);
   o.cann = text("NPU_EMULATOR_CANN", o.cann);
+  o.driver = text("NPU_EMULATOR_DRIVER", o.driver);
   o.devices = static_cast<int>(number("NPU_EMULATOR_DEVICES", o.devices));
   o.memory_bytes = static_cast<size_t>(number("NPU_EMULATOR_MEMORY", o.memory_bytes));
+  o.streams = static_cast<int>(number("NPU_EMULATOR_STREAMS", o.streams));
+  o.hccl_streams = static_cast<int>(number("NPU_EMULATOR_HCCL_STREAMS", o.hccl_streams));
   o.delay = delay_of(text("NPU_EMULATOR_DELAY", "none"));
   o.hazards_are_errors = text("NPU_EMULATOR_HAZARDS", "error") == "error";
   o.trace = number("NPU_EMULATOR_TRACE", 0) != 0;

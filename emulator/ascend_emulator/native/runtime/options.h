@@ -11,8 +11,11 @@ enum class Delay { kNone, kEqual, kSkewed };
 struct Options {
   std::string soc = "Ascend910B1";
   std::string cann = "9.1.0";
+  std::string driver = "25.5.1";
   int devices = 1;
   size_t memory_bytes = size_t{8} << 30;  // per device
+  int streams = 2048;       // of a device
+  int hccl_streams = 2;     // that a communication group holds in each graph that it is captured in
   Delay delay = Delay::kNone;
   bool hazards_are_errors = true;
   bool trace = false;

@@ -11,6 +11,7 @@
 #include <mutex>
 
 #include "abi.h"
+#include "device.h"
 #include "memory.h"
 #include "report.h"
 
@@ -164,12 +165,12 @@ void settle_pending_copies() {
 using namespace emulator;
 
 ACL_API aclError aclrtMallocHost(void** out, size_t size) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return allocate_host(out, size);
 }
 
 ACL_API aclError aclrtMallocHostWithCfg(void** out, uint64_t size, void* /*configuration*/) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return allocate_host(out, size);
 }
 

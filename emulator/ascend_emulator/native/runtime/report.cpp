@@ -85,7 +85,8 @@ std::string report_text() {
       {"d2h_copies", c.d2h_copies},       {"d2h_bytes", c.d2h_bytes},
       {"d2d_copies", c.d2d_copies},       {"d2d_bytes", c.d2d_bytes},
       {"staged_copies", c.staged_copies}, {"staged_bytes", c.staged_bytes},
-      {"launches", c.launches},           {"graph_launches", c.graph_launches},
+      {"launches", c.launches},           {"hidden_copies", c.hidden_copies},
+      {"graph_launches", c.graph_launches},
       {"syncs", c.syncs},                 {"event_waits", c.event_waits},
       {"hazards", c.hazards},             {"errors", c.errors},
       {"peak_memory_bytes", c.peak_memory_bytes}};
@@ -200,6 +201,13 @@ void count_kernel(const std::string& name) {
   ++log().kernels[name];
 }
 
+void count_hidden_copy(const std::string& name) {
+  ++counters().hidden_copies;
+  if (options().trace) say("%s", name.c_str());
+  std::lock_guard lock(log().mutex);
+  ++log().kernels[name];
+}
+
 void write_report(bool at_exit) {
   using Clock = std::chrono::steady_clock;
   static Clock::time_point last;
@@ -239,6 +247,8 @@ ACL_API void emulator_counters(uint64_t* out) {
   const auto* values = reinterpret_cast<const std::atomic<uint64_t>*>(&counters());
   for (int i = 0; i < kCounterCount; ++i) out[i] = values[i];
 }
+
+ACL_API void emulator_count_hidden_copy(const char* name) { count_hidden_copy(name); }
 
 ACL_API void emulator_fault(const char* message) { fault(acl::kKernelFault, message); }
 

@@ -15,10 +15,10 @@ struct Counters {
   std::atomic<uint64_t> d2h_copies{0}, d2h_bytes{0};
   std::atomic<uint64_t> d2d_copies{0}, d2d_bytes{0};
   std::atomic<uint64_t> staged_copies{0}, staged_bytes{0};  // from pageable memory: staged
-  std::atomic<uint64_t> launches{0}, graph_launches{0}, syncs{0}, event_waits{0};
+  std::atomic<uint64_t> launches{0}, hidden_copies{0}, graph_launches{0}, syncs{0}, event_waits{0};
   std::atomic<uint64_t> hazards{0}, errors{0}, peak_memory_bytes{0};
 };
-inline constexpr int kCounterCount = 15;
+inline constexpr int kCounterCount = 16;
 
 Counters& counters();
 
@@ -56,6 +56,7 @@ void fault(acl::Status status, const std::string& message);
 aclError take_fault();
 
 void count_kernel(const std::string& name);
+void count_hidden_copy(const std::string& name);  // that an operator makes of a strided tensor
 void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Writes this process's part of the report; called at exit, and at syncs once a second, so that a

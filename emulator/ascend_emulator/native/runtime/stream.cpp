@@ -11,6 +11,8 @@
 #include "options.h"
 #include "pinned.h"
 #include "report.h"
+#include "stream_resources.h"
+#include "virtual_memory.h"
 
 namespace emulator {
 namespace {
@@ -35,12 +37,16 @@ Stream* create_locked(Streams& s, int device) {
   return stream;
 }
 
-Stream* create_stream() {
+aclError create_stream(aclrtStream* out) {
+  const int device = current_device();
+  if (const auto error = take_streams(device, 1, StreamUse::kProgram, "a stream")) return error;
   auto& s = streams();
   std::lock_guard lock(s.mutex);
-  return create_locked(s, current_device());
+  *out = create_locked(s, device);
+  return acl::kSuccess;
 }
 
+// The runtime's own stream of a device is there from the start, and not counted.
 Stream* default_stream() {
   auto& s = streams();
   const int device = std::max(current_device(), 0);
@@ -97,6 +103,7 @@ aclError synchronize_device() {
 aclError destroy_stream(aclrtStream handle) {
   auto* stream = static_cast<Stream*>(handle);
   if (!is_live(stream)) return misuse(acl::kInvalidHandle, "destruction of an unknown stream");
+  if (const auto error = need_stream(handle, "destruction of a stream")) return error;
   {
     HostWait wait;
     stream->wait_until_idle();
@@ -104,14 +111,32 @@ aclError destroy_stream(aclrtStream handle) {
   auto& s = streams();
   std::lock_guard lock(s.mutex);
   s.live.erase(stream);
+  give_streams(stream->device, 1, StreamUse::kProgram);
   stream->stop();  // the object stays: a captured graph or an event may still name it
   return acl::kSuccess;
 }
 
 }  // namespace
 
+namespace {
+
+// Devices report such an access as a fault of the kernel. It isn't run: the host has no bytes there.
+bool touches_unmapped(const Task& task) {
+  for (const auto& access : task.accesses) {
+    if (!is_virtual(access.begin) || is_mapped(access.begin, access.size)) continue;
+    fault(acl::kKernelFault, task.name + " touches memory that is not mapped, within " +
+                                 std::to_string(access.size) + " bytes from " +
+                                 describe_virtual(access.begin, true));
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 void run_task(const Task& task, Actor& actor) {
   const auto epoch = actor.tick();
+  if (touches_unmapped(task)) return;
   check_accesses(task.accesses, epoch, actor.clock(), task.name);
   task.run(actor);
 }
@@ -200,6 +225,17 @@ bool is_live(const Stream* stream) {
   return s.live.count(const_cast<Stream*>(stream)) != 0;
 }
 
+aclError need_stream(aclrtStream handle, const char* call) {
+  if (const auto error = need_device(call)) return error;
+  if (!handle) return acl::kSuccess;
+  const auto& stream = *static_cast<Stream*>(handle);
+  if (stream.device == current_device()) return acl::kSuccess;
+  return misuse(acl::kStreamContext, std::string(call) + " with " + stream.label +
+                                         " on a thread that has npu:" +
+                                         std::to_string(current_device()) +
+                                         " set: call set_device first");
+}
+
 aclError enqueue(Stream& stream, Task task) {
   if (stream.updated_group) return record_update(stream, std::move(task));
   if (stream.capture) return record_capture(stream, std::move(task));
@@ -227,6 +263,7 @@ ACL_API aclError emulator_launch(aclrtStream handle, const char* name, void (*ru
                                  void (*destroy)(void*), void* argument, const Access* accesses,
                                  size_t access_count) {
   std::shared_ptr<void> owned(argument, destroy);
+  if (const auto refused = need_stream(handle, name)) return refused;
   count_kernel(name);
   Task task;
   task.name = name;
@@ -241,49 +278,47 @@ ACL_API int emulator_is_capturing(aclrtStream handle) {
 }
 
 ACL_API aclError aclrtCreateStream(aclrtStream* out) {
-  EMULATOR_CALL();
-  *out = create_stream();
-  return acl::kSuccess;
+  EMULATOR_DEVICE_CALL();
+  return create_stream(out);
 }
 
 ACL_API aclError aclrtCreateStreamWithConfig(aclrtStream* out, uint32_t, uint32_t) {
-  EMULATOR_CALL();
-  *out = create_stream();
-  return acl::kSuccess;
+  EMULATOR_DEVICE_CALL();
+  return create_stream(out);
 }
 
 ACL_API aclError aclrtDestroyStream(aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return destroy_stream(stream);
 }
 
 ACL_API aclError aclrtDestroyStreamForce(aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return destroy_stream(stream);
 }
 
 ACL_API aclError aclrtSynchronizeStream(aclrtStream stream) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return synchronize(stream_of(stream));
 }
 
 ACL_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return synchronize(stream_of(stream));
 }
 
 ACL_API aclError aclrtSynchronizeDevice() {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return synchronize_device();
 }
 
 ACL_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   return synchronize_device();
 }
 
 ACL_API aclError aclrtStreamQuery(aclrtStream handle, int* status) {
-  EMULATOR_CALL();
+  EMULATOR_DEVICE_CALL();
   auto& stream = stream_of(handle);
   if (stream.capture) return misuse(acl::kStreamCaptured, "query of a stream that is captured");
   const bool idle = stream.is_idle();
@@ -309,7 +344,7 @@ ACL_API aclError aclrtSetStreamAttribute(aclrtStream, int, void*) {
 }
 
 ACL_API aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void* argument) {
-  EMULATOR_CALL();
+  EMULATOR_STREAM_CALL(stream);
   Task task;
   task.name = "host function";
   task.run = [function, argument](Actor&) {

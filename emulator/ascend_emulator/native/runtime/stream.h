@@ -71,6 +71,15 @@ Stream& stream_of(aclrtStream handle);  // a null handle is the current device's
 std::vector<Stream*> all_streams(int device);
 bool is_live(const Stream* stream);
 
+// For calls that use a stream: the thread has to have the stream's device set (107003).
+aclError need_stream(aclrtStream handle, const char* call);
+
+#define EMULATOR_STREAM_CALL(handle)                                                   \
+  EMULATOR_CALL();                                                                     \
+  do {                                                                                 \
+    if (const auto refused = ::emulator::need_stream(handle, __func__)) return refused; \
+  } while (0)
+
 // Runs, captures or records as an update, whichever the stream is set to.
 aclError enqueue(Stream& stream, Task task);
 

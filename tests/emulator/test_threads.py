@@ -1,0 +1,103 @@
+"""Which calls need a device that is set in their thread."""
+
+import pytest
+
+
+def test_calls_on_a_thread_without_a_device_are_refused_as_cann_does(emulate):
+    run = emulate(
+        """
+        import threading
+        assert acl.aclInit(None) == 0                 # without a default device
+        out, n = ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(4096)
+        refused = {
+            "stream": lambda: acl.aclrtCreateStream(out),
+            "configured stream": lambda: acl.aclrtCreateStreamWithConfig(out, 0, 0),
+            "event": lambda: acl.aclrtCreateEventExWithFlag(out, 0),
+            "memory": lambda: acl.aclrtMalloc(out, n, 0),
+            "memory for torch_npu": lambda: acl.aclrtMallocAlign32(out, n, 0),
+            "pinned memory": lambda: acl.aclrtMallocHost(out, n),
+            "free memory": lambda: acl.aclrtGetMemInfo(1, out, out),
+            "sync": lambda: acl.aclrtSynchronizeDevice(),
+            "device": lambda: acl.aclrtGetDevice(out),
+        }
+        for call in refused.values():
+            assert call() == 107002
+        assert acl.aclrtSetDevice(0) == 0
+        event, memory = ctypes.c_void_p(), ctypes.c_void_p()
+        assert acl.aclrtCreateEventExWithFlag(ctypes.byref(event), 0) == 0
+        assert acl.aclrtMalloc(ctypes.byref(memory), n, 0) == 0
+        answers = {}
+
+        def other_thread():
+            answers.update((name, call()) for name, call in refused.items())
+            answers["wait for an event"] = acl.aclrtSynchronizeEvent(event)
+            answers["destroy an event"] = acl.aclrtDestroyEvent(event)
+            answers["free"] = acl.aclrtFree(memory)
+            answers["set"] = acl.aclrtSetDevice(0) or acl.aclrtCreateStream(out)
+
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        wanted = dict.fromkeys(refused, 107002)
+        allowed = ("wait for an event", "destroy an event", "free", "set")
+        assert answers == wanted | dict.fromkeys(allowed, 0), answers
+        """
+    )
+    assert "aclrtCreateStream on a thread that set no device" in run.report["errors"][0]
+
+
+def test_torch_npus_own_calls_set_the_device_of_their_thread(emulate):
+    run = emulate(
+        """
+        import threading
+        x, stream, event = torch.ones(4).npu(), torch.npu.Stream(), torch.npu.Event()
+        seen = []
+
+        def other_thread():
+            with torch.npu.stream(stream):
+                y = x + 1
+                event.record()
+            event.synchronize()
+            torch.npu.current_stream().wait_event(event)
+            seen.append(y.to("cpu", non_blocking=True).pin_memory().is_pinned())
+            torch.npu.synchronize()
+
+        thread = threading.Thread(target=other_thread)
+        torch.npu.synchronize()
+        thread.start()
+        thread.join()
+        assert seen == [True]
+        """
+    )
+    assert run.report["errors"] == run.report["hazards"] == []
+
+
+@pytest.mark.parametrize("sets_it", [True, False])
+def test_a_thread_that_silently_works_on_the_default_device_is_a_hazard(emulate, sets_it):
+    """A rank's thread that forgets `set_device` allocates on npu:0, whatever its rank is."""
+    run = emulate(
+        f"""
+        import threading
+        torch.npu.set_device(1)
+        x = torch.ones(4, device="npu")
+        stream, answers = ctypes.c_void_p(torch.npu.default_stream(1).npu_stream), []
+
+        def other_thread():
+            if {sets_it}:
+                torch.npu.set_device(1)
+            event = ctypes.c_void_p()
+            answers.append(acl.aclrtCreateEventExWithFlag(ctypes.byref(event), 0))
+            answers.append(acl.aclrtRecordEvent(event, stream))
+
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        assert answers == [0, 0 if {sets_it} else 107003], answers
+        """,
+        *("--devices", "2", "--hazards", "warn"),
+    )
+    hazard = (
+        "on a thread that set no device works on npu:0, the default, in a process that set npu:1"
+    )
+    assert [hazard in text for text in run.report["hazards"]] == ([] if sets_it else [True])
+    assert len(run.report["errors"]) == (0 if sets_it else 1)
