@@ -84,8 +84,10 @@ REFERENCES = (
     Reference(gelu.GELU, "", gelu.gelu),
     Reference(gelu.GEGLU, "", gelu.geglu),
     Reference(elementwise.ROTARY_MUL, "", elementwise.rotary_mul),
-    Reference(rotary_cache.MROPE, "", rotary_cache.mrope),
-    Reference(grouped_matmul.GROUPED_MATMUL, "", grouped_matmul.grouped_matmul),
+    Reference(
+        rotary_cache.MROPE, "", rotary_cache.mrope, contiguous=rotary_cache.COPIED_IF_STRIDED
+    ),
+    Reference(grouped_matmul.GROUPED_MATMUL, "", grouped_matmul.grouped_matmul, contiguous=()),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
 )
 """Every reference; an operator that is not here has none."""

@@ -16,6 +16,9 @@ MROPE = "npu::npu_mrope"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ALIGNMENT = 64
 """Bytes of which heads, and the part of a head that is rotated, are multiples."""
+COPIED_IF_STRIDED = ("positions", "cos_sin_cache")
+"""The others go to the kernel with the strides of their rows (``aclnn_rope_with_sin_cos_cache.cpp``
+of CANN 9.1; 8.5 copies cos_sin_cache alone, and reads positions one after another)."""
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 
 NAME = "npu_mrope"
