@@ -10,7 +10,13 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
+from vllm_npu_prep.config import (
+    Decisions,
+    decisions_of,
+    fused_operators,
+    parse_config,
+    parse_flag,
+)
 from vllm_npu_prep.device import (
     CPU_KIND,
     NPU_KIND,
@@ -294,6 +300,8 @@ def _log_start_up(
         f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
         f"check         {config.check}",
     ]
+    if KIND == NPU_KIND:
+        lines.append(f"fused         {_used_operators(vllm_config)}")
     parallel = vllm_config.parallel_config
     if parallel.use_ray or parallel.world_size_across_dp > 1:
         sizes = (
@@ -321,3 +329,12 @@ def _log_start_up(
     lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
+
+
+def _used_operators(vllm_config: "VllmConfig") -> str:
+    """Fused operators that are on and that torch_npu has, in the order of the options."""
+    from vllm_npu_prep.ops.fused import OPERATORS, missing_operators
+
+    names = fused_operators(vllm_config)
+    missing = missing_operators(names)
+    return ", ".join(name for name in OPERATORS if name in names - missing.keys()) or "none"

@@ -136,7 +136,7 @@ class FusedMRotaryEmbedding(MRotaryEmbedding):
         key: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's; sections that the operator doesn't know take three launches more."""
+        """As vLLM's; sections that the operator doesn't know take four launches more."""
         if not self._is_fused or query.dtype != self.dtype or offsets is not None:
             return self.forward_native(positions, query, key, offsets)
         cache = self._match_cos_sin_cache_dtype(query)
