@@ -118,7 +118,7 @@ REPLAYED = {
 
 
 CLOSE = 0.1
-"""Margin of two tokens in standard deviations of logits, within which bfloat16 may choose either."""
+"""Margin of two tokens, in standard deviations of logits, within which bfloat16 may take either."""
 
 
 def same_but_close_calls(model: Path, scheduling: str, ours: dict, theirs: dict) -> None:

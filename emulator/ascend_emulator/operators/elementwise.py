@@ -93,7 +93,7 @@ NORMS = Family(
             "factors of 1 + gamma, added in float32 (npu_gemma_rms_norm)",
             "no docstring",
             "1 + gamma",
-            "cann/ops-nn 9.1.0, `aclnnGemmaRmsNorm.md`",
+            "cann/ops-nn 9.1.0, `aclnnGemmaRmsNorm`",
             Enforced.PRACTICE,
             "the documentation doesn't say in which dtype",
             refused=False,

@@ -14,7 +14,7 @@ APPROXIMATIONS = ("none", "tanh")
 NAME = "gelu"
 record = partial(Constraint, NAME)
 AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
-DOCUMENTATION = "Ascend/op-plugin, `torch_npu-npu_gelu.md`; cann/ops-nn 9.1.0, `aclnnGeGluV3.md`"
+DOCUMENTATION = "Ascend/op-plugin, its page of `npu_gelu`; cann/ops-nn 9.1.0, `aclnnGeGluV3`"
 NO_GELU = "; no docstring for npu_gelu"
 
 # In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
@@ -72,7 +72,7 @@ GELU_RULES = Family(
             "the first half if true, else the second",
             "not mentioned",
             "false, the default, activates the second half",
-            "cann/ops-nn 9.1.0, `aclnnGeGluV3.md`",
+            "cann/ops-nn 9.1.0, `aclnnGeGluV3`",
             PRACTICE,
             "GeGLU layers of vLLM activate the first half",
             refused=False,

@@ -15,8 +15,8 @@ NAME = "npu_grouped_matmul"
 record = partial(Constraint, NAME)
 AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
 DOCUMENTATION = (
-    "Ascend/op-plugin, `torch_npu-npu_grouped_matmul.md`; cann/ops-transformer 9.1.0, "
-    "`aclnnGroupedMatmulV4.md`"
+    "Ascend/op-plugin, its page of `npu_grouped_matmul`; cann/ops-transformer 9.1.0, "
+    "`aclnnGroupedMatmulV4`"
 )
 
 # In each record: argument, name, demand, docstring_says, practice, source, enforced, why.

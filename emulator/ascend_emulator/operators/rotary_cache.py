@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ALIGNMENT = 64
 """Bytes of which heads, and the part of a head that is rotated, are multiples."""
 COPIED_IF_STRIDED = ("positions", "cos_sin_cache")
-"""The others go to the kernel with the strides of their rows (``aclnn_rope_with_sin_cos_cache.cpp``
+"""The others go to the kernel with the strides of their rows (``aclnnRopeWithSinCosCache``
 of CANN 9.1; 8.5 copies cos_sin_cache alone, and reads positions one after another)."""
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 
@@ -129,7 +129,7 @@ MROPE_RULES = Family(
             "'half' or 'interleave'",
             "these two; op-plugin's documentation: 'interleaved'",
             "'interleaved' is refused",
-            "Ascend/op-plugin, `RopeWithSinCosCacheKernelNpuOpApi.cpp`",
+            "Ascend/op-plugin, its source of `npu_mrope`",
             AGREED,
         ),
         record(

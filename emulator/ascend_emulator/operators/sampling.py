@@ -14,7 +14,7 @@ record = partial(Constraint, NAME)
 PRACTICE = Enforced.PRACTICE
 NO_DOCSTRING = "no docstring"
 DOCUMENTATION = (
-    "Ascend/op-plugin, `torch_npu-npu_top_k_top_p.md`; cann/ops-nn 9.1.0, `aclnnApplyTopKTopP.md`"
+    "Ascend/op-plugin, its page of `npu_top_k_top_p`; cann/ops-nn 9.1.0, `aclnnApplyTopKTopP`"
 )
 
 # In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
