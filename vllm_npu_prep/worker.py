@@ -62,7 +62,7 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        register_fused(self.vllm_config, logger.warning)
+        register_fused(self.vllm_config, logger.warning, self.device)
         with log_while_waiting(
             f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
         ):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm_npu_prep.compat import kernels
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from vllm.config import VllmConfig
 
@@ -54,7 +55,9 @@ def replace_triton_kernels() -> None:
     )
 
 
-def register_fused(vllm_config: "VllmConfig", log: Callable[[str], None]) -> None:
+def register_fused(
+    vllm_config: "VllmConfig", log: Callable[[str], None], device: "torch.device | None" = None
+) -> None:
     """Let fused operators stand in for layers, in a worker whose model isn't made yet.
 
     Parameters
@@ -63,9 +66,12 @@ def register_fused(vllm_config: "VllmConfig", log: Callable[[str], None]) -> Non
         The engine's config; afterwards it says which operators are used.
     log
         Gets a line for each operator that was asked for and isn't used.
+    device
+        Where each is called once, beside a formula; None: it isn't.
     """
     from vllm_npu_prep.config import fused_operators
     from vllm_npu_prep.ops.fused import missing_operators, use_only
+    from vllm_npu_prep.ops.fused_probe import differing
 
     names = fused_operators(vllm_config)
     if not names:
@@ -74,6 +80,9 @@ def register_fused(vllm_config: "VllmConfig", log: Callable[[str], None]) -> Non
     for name, operator in missing.items():
         log(f"fused operator {name} is off: the installed torch_npu has no {operator}")
     names -= missing.keys()
+    if device is not None:
+        dtype = vllm_config.model_config.dtype
+        names -= differing(names, dtype, lambda tensor: tensor.to(device), log)
     use_only(vllm_config, names)
     _prefer_in_ir(names)
     _register_layers()

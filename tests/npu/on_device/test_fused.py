@@ -1,5 +1,7 @@
 """Fused operators: how many launches are left, and that the results are those of vLLM's code."""
 
+import contextlib
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -8,6 +10,7 @@ from vllm.model_executor.layers import activation, layernorm, rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 import ascend_emulator
+from ascend_emulator import operators
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import (
     engine,
@@ -22,6 +25,8 @@ from tests.helpers.huggingface import logits_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.step_logits import difference, greedy_steps
 from vllm_npu_prep.ops import register_fused
+from vllm_npu_prep.ops.fused import OPERATORS
+from vllm_npu_prep.ops.fused_probe import differing
 
 BUDGET = {"Qwen3": 12, "Llama": 10}
 """Launches of a layer, with the copies that operators make of strided inputs."""
@@ -43,7 +48,7 @@ ROTARY = {
 }
 """Parameters of rotary embeddings, by what is special about them."""
 
-BOUND = {"float16": 0.02, "bfloat16": 0.15}
+BOUND = {"float16": 0.012, "bfloat16": 0.06}
 """Logits of the fused and the unfused path, in standard deviations of a step's logits."""
 
 FAMILIES = {
@@ -53,7 +58,7 @@ FAMILIES = {
     "Gemma3": {"dtype": "bfloat16"},
     "Phi3": {},
     "Glm4": {"dtype": "bfloat16", "partial_rotary_factor": 0.5, "head_dim": 64},
-    "Olmo2": {},
+    "Olmo2": {},  # by vLLM's backend of transformers, which then can't run it here by itself
     "StableLm": {},
     "Mistral": {},
 }
@@ -88,10 +93,11 @@ def test_a_layer_stays_within_its_budget(qwen3, tmp_path, family):
         counted = ModuleCounts(runner.get_model(), ["model.layers.1"])
         sample = runner.sampler.forward
 
-        def counted_sample(logits, metadata, *args, **kwargs):
+        def counted_sample(logits, sampling_metadata, **kwargs):
             with ascend_emulator.count() as c:
-                output = sample(logits, metadata, *args, **kwargs)
-            sampling["greedy" if metadata.all_greedy else "random"] = c.launches + c.hidden_copies
+                output = sample(logits, sampling_metadata, **kwargs)
+            kind = "greedy" if sampling_metadata.all_greedy else "random"
+            sampling[kind] = c.launches + c.hidden_copies
             return output
 
         runner.sampler.forward = counted_sample
@@ -236,6 +242,83 @@ def test_activations(configs, make, seed):
     check(layers, on_device(5, 96, seed=seed) * 2, launches=1)
 
 
+def planted(name, wrong):
+    """A reference that gets one thing wrong, until the context ends."""
+
+    @contextlib.contextmanager
+    def plant():
+        (right,) = [r for r in operators.REFERENCES if r.name == f"npu::{name}"]
+        ascend_emulator.register_reference(right.name, wrong(right.function))
+        try:
+            yield
+        finally:
+            ascend_emulator.register_reference(
+                right.name, right.function, contiguous=right.contiguous
+            )
+
+    return plant()
+
+
+def halves_swapped(right):
+    def mrope(positions, query, key, cos_sin_cache, head_size, *, mrope_section=None,
+              rotary_mode="half", cache_mode="default"):  # fmt: skip
+        other = "interleave" if rotary_mode == "half" else "half"
+        return right(positions, query, key, cos_sin_cache, head_size,
+                     mrope_section=mrope_section, rotary_mode=other)  # fmt: skip
+
+    return mrope
+
+
+def no_epsilon(right):
+    def rms_norm(input, gamma, epsilon=1e-6):
+        return right(input, gamma, 0.0)
+
+    return rms_norm
+
+
+def residual_not_updated(right):
+    def add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+        output, reciprocal, _ = right(x1, x2, gamma, epsilon)
+        return output, reciprocal, x2
+
+    return add_rms_norm
+
+
+def one_token_more(right):
+    def top_k_top_p(logits, p=None, k=None):
+        kept = right(logits, p, k)
+        left = logits.masked_fill(kept.isfinite(), float("-inf"))
+        more = left.argmax(-1, keepdim=True)
+        return kept.scatter(1, more, logits.gather(1, more))
+
+    return top_k_top_p
+
+
+PLANTED = {
+    "a swapped rotary half": ("npu_mrope", halves_swapped, {"rotary", "mrope"}),
+    "no epsilon": ("npu_rms_norm", no_epsilon, {"rms_norm"}),
+    "a residual that isn't updated": ("npu_add_rms_norm", residual_not_updated, {"add_rms_norm"}),
+    "top-p off by one": ("npu_top_k_top_p", one_token_more, {"top_k_top_p"}),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_an_operator_that_computes_wrongly_is_switched_off(configs, bug):
+    name, wrong, switches = PLANTED[bug]
+    lines = []
+    with planted(name, wrong):
+        found = differing(OPERATORS, torch.float16, torch.Tensor.npu, lines.append)
+    assert found == switches
+    assert len(lines) == len(found)
+    assert all("is off: this device computes it wrongly" in line for line in lines)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probes_agree_with_operators_that_compute_rightly(configs, dtype):
+    lines = []
+    assert not differing(OPERATORS, dtype, torch.Tensor.npu, lines.append), lines
+
+
 def set_ir(configs):
     """The order in which vLLM's IR operators choose implementations: ours first."""
     return configs[True].kernel_config.ir_op_priority.set_priority()
@@ -250,20 +333,22 @@ def test_logits_are_those_of_the_unfused_path(qwen3, tmp_path, seed, family, mod
     config = {**MODEL, **FAMILIES[family]}
     dtype = config.pop("dtype", "float16")
     model = qwen3 if family == "Qwen3" else make_model(tmp_path / "model", family, **config)
-    reference, prompts = logits_of(model), prompts_of(seed, [5, 33, 17, 1])
-    runs = {}
+    reference = None if family == "Olmo2" else logits_of(model)
+    prompts, runs = prompts_of(seed, [5, 33, 17, 1]), {}
     for fused in (False, True):
         forget_rotary_embeddings()
         given = settings(dtype, fused=fused) | ({} if mode == "eager" else graphs(mode, 4, 16))
         with engine(model, **given) as llm:
             runs[fused] = greedy_steps(llm, prompts, 8)
     found = difference(runs[True], runs[False], BOUND[dtype])
-    far = {fused: distance(steps, reference, prompts) for fused, steps in runs.items()}
-    print(f"{family} {dtype} {mode}: {found}, to float32 {far[False]:.4f}, then {far[True]:.4f}")
+    print(f"{family} {dtype} {mode}: {found}")
     assert not found.wrong
     assert found.largest < BOUND[dtype]
     assert found.compared > found.excluded
-    assert far[True] < 1.5 * far[False] + BOUND[dtype] / 2
+    if reference is not None:
+        far = {fused: distance(steps, reference, prompts) for fused, steps in runs.items()}
+        print(f"{family}: {far[False]:.4f} to float32, then {far[True]:.4f}")
+        assert far[True] < 1.5 * far[False] + BOUND[dtype] / 2
 
 
 def distance(steps, reference, prompts):
