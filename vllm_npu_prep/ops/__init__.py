@@ -69,6 +69,8 @@ def register_fused(
     device
         Where each is called once, beside a formula; None: it isn't.
     """
+    import torch
+
     from vllm_npu_prep.config import fused_operators
     from vllm_npu_prep.ops.fused import missing_operators, use_only
     from vllm_npu_prep.ops.fused_probe import differing
@@ -82,6 +84,7 @@ def register_fused(
     names -= missing.keys()
     if device is not None:
         dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by now
         names -= differing(names, dtype, lambda tensor: tensor.to(device), log)
     use_only(vllm_config, names)
     _prefer_in_ir(names)

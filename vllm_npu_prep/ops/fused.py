@@ -47,7 +47,8 @@ def is_fused(name: str) -> bool:
 def use_only(vllm_config: "VllmConfig", names: Iterable[str]) -> None:
     """Write into an engine's config which fused operators it uses, before its layers are made."""
     kept = frozenset(names)
-    options: dict[str, Any] = dict(vllm_config.additional_config or {})
+    given = vllm_config.additional_config
+    options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
     switches = {name: name in kept for name in FusedConfig.model_fields}
     options[SECTION] = {**options.get(SECTION, {}), "fused": switches}
     vllm_config.additional_config = options

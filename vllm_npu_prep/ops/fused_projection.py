@@ -74,21 +74,6 @@ class ProjectedQKV:
         return function(*args, **kwargs)
 
 
-class GroupedProjection(UnquantizedLinearMethod):
-    """Weights of Q, K and V apart, as views of the layer's."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """As vLLM's; the operator wants weights ``[hidden, N * D]`` and biases that aren't bf16."""
-        super().process_weights_after_loading(layer)
-        sizes = [size // layer.tp_size for size in layer.output_sizes]
-        layer.part_weights = [part.t() for part in layer.weight.data.split(sizes)]
-        layer.part_biases = None
-        if layer.bias is not None:
-            bias = layer.bias.data
-            bias = bias.float() if bias.dtype == torch.bfloat16 else bias
-            layer.part_biases = list(bias.split(sizes))
-
-
 class FusedQKVParallelLinear(QKVParallelLinear):
     """vLLM's projection, whose result a model can split without a copy."""
 
@@ -123,3 +108,20 @@ class FusedQKVParallelLinear(QKVParallelLinear):
     def _keep_whole(self) -> None:
         """This model doesn't split: from now on, one tensor for it."""
         self._is_fused = False
+
+
+class GroupedProjection(UnquantizedLinearMethod):
+    """Weights of Q, K and V apart, as views of the layer's."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """As vLLM's; the operator wants weights ``[hidden, N * D]`` and biases that aren't bf16."""
+        super().process_weights_after_loading(layer)
+        assert isinstance(layer, FusedQKVParallelLinear)
+        sizes = [size // layer.tp_size for size in layer.output_sizes]
+        weight: torch.Tensor = layer.weight.data
+        layer.part_weights = [part.t() for part in torch.split(weight, sizes)]
+        layer.part_biases = None
+        if layer.bias is not None:
+            bias = layer.bias.data
+            bias = bias.float() if bias.dtype == torch.bfloat16 else bias
+            layer.part_biases = list(torch.split(bias, sizes))

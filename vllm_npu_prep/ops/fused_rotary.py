@@ -120,6 +120,8 @@ ROTARY = {
 class FusedMRotaryEmbedding(MRotaryEmbedding):
     """A rotary embedding with positions by time, height and width."""
 
+    _section_of_column: torch.Tensor  # int64 [rotary_dim]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_fused = is_fused("mrope") and suits(self.head_size, self.rotary_dim, self.dtype)
@@ -225,8 +227,10 @@ class FusedLongRotaryEmbedding(nn.Module):
         """As vLLM's, from the table of short or of long contexts."""
         if offsets is not None:
             return self.layer(positions, query, key, offsets)
-        cache = self.layer.long_short_cos_sin_cache[self._first :]
-        return rotate(positions.flatten(), query, key, cache, self.layer.head_size, True)
+        table = self.layer.long_short_cos_sin_cache
+        assert isinstance(table, torch.Tensor)
+        cache, size = table[self._first :], self.layer.head_size
+        return rotate(positions.flatten(), query, key, cache, size, True)
 
 
 def replace_long_rotary(model: nn.Module) -> None:
@@ -234,6 +238,7 @@ def replace_long_rotary(model: nn.Module) -> None:
     made: dict[int, nn.Module] = {}
     for name, child in _long_rotary_layers(model):
         table = child.long_short_cos_sin_cache
+        assert isinstance(table, torch.Tensor)
         if suits(child.head_size, child.rotary_dim, table.dtype):
             made.setdefault(id(child), FusedLongRotaryEmbedding(child))
             model.set_submodule(name, made[id(child)])

@@ -149,15 +149,15 @@ def grouped_matmul(
     demand = GROUPED_MATMUL_RULES.call(GROUPED_MATMUL).demand
     is_apart = (group_type, split_item) == (-1, 0) and not given
     demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {given}")
-    biases = bias or [None] * len(weight)
+    biases: list[torch.Tensor | None] = [*bias] if bias else [None] * len(weight)
     counts = f"{len(x)}, {len(weight)} and {len(biases)}"
     same_count = 0 < len(x) == len(weight) == len(biases) <= MAX_TENSORS
     demand("tensor count", same_count, counts)
     dtype = x[0].dtype
     transposed = set()
     for rows, columns, added in zip(x, weight, biases):
-        given = f"{rows.dtype} and {columns.dtype}"
-        demand("dtype", dtype in DTYPES and rows.dtype == columns.dtype == dtype, given)
+        dtypes = f"{rows.dtype} and {columns.dtype}"
+        demand("dtype", dtype in DTYPES and rows.dtype == columns.dtype == dtype, dtypes)
         shapes = f"{shape_of(rows)} and {shape_of(columns)}"
         fits = rows.dim() == columns.dim() == 2 and rows.shape[1] == columns.shape[0]
         demand("shapes", fits, shapes)

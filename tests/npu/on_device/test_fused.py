@@ -16,14 +16,11 @@ from tests.helpers.engine import (
     engine,
     engine_config,
     generate,
-    graphs,
     greedy,
     make_model,
     runner_of,
 )
-from tests.helpers.huggingface import logits_of
-from tests.helpers.prompts import prompts_of
-from tests.helpers.step_logits import difference, greedy_steps
+from tests.helpers.fused import MODEL, compare_paths, forget_rotary_embeddings, settings
 from vllm_npu_prep.ops import register_fused
 from vllm_npu_prep.ops.fused import OPERATORS
 from vllm_npu_prep.ops.fused_probe import differing
@@ -48,40 +45,10 @@ ROTARY = {
 }
 """Parameters of rotary embeddings, by what is special about them."""
 
-BOUND = {"float16": 0.012, "bfloat16": 0.06}
-"""Logits of the fused and the unfused path, in standard deviations of a step's logits."""
-
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Gemma3": {"dtype": "bfloat16"},
-    "Phi3": {},
-    "Glm4": {"dtype": "bfloat16", "partial_rotary_factor": 0.5, "head_dim": 64},
-    "Olmo2": {},  # by vLLM's backend of transformers, which then can't run it here by itself
-    "StableLm": {},
-    "Mistral": {},
-}
-MODEL = {"hidden_size": 128, "head_dim": 32, "spread": 0.1}
-
-
-def settings(dtype="float16", **options):
-    return {
-        "dtype": dtype,
-        "block_size": 128,
-        "max_num_batched_tokens": 128,
-        "additional_config": {"npu_prep": options},
-    }
-
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), **MODEL)
-
-
-def forget_rotary_embeddings():
-    """vLLM keeps rotary embeddings for the next engine, whose switches may be others."""
-    rotary_embedding._ROPE_DICT.clear()
 
 
 @pytest.mark.parametrize("family", BUDGET)
@@ -324,37 +291,5 @@ def set_ir(configs):
     return configs[True].kernel_config.ir_op_priority.set_priority()
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [(family, "eager") for family in FAMILIES]
-    + [("Qwen3", "PIECEWISE"), ("Qwen3", "FULL"), ("Qwen3", "FULL_AND_PIECEWISE")],
-)
-def test_logits_are_those_of_the_unfused_path(qwen3, tmp_path, seed, family, mode):
-    config = {**MODEL, **FAMILIES[family]}
-    dtype = config.pop("dtype", "float16")
-    model = qwen3 if family == "Qwen3" else make_model(tmp_path / "model", family, **config)
-    reference = None if family == "Olmo2" else logits_of(model)
-    prompts, runs = prompts_of(seed, [5, 33, 17, 1]), {}
-    for fused in (False, True):
-        forget_rotary_embeddings()
-        given = settings(dtype, fused=fused) | ({} if mode == "eager" else graphs(mode, 4, 16))
-        with engine(model, **given) as llm:
-            runs[fused] = greedy_steps(llm, prompts, 8)
-    found = difference(runs[True], runs[False], BOUND[dtype])
-    print(f"{family} {dtype} {mode}: {found}")
-    assert not found.wrong
-    assert found.largest < BOUND[dtype]
-    assert found.compared > found.excluded
-    if reference is not None:
-        far = {fused: distance(steps, reference, prompts) for fused, steps in runs.items()}
-        print(f"{family}: {far[False]:.4f} to float32, then {far[True]:.4f}")
-        assert far[True] < 1.5 * far[False] + BOUND[dtype] / 2
-
-
-def distance(steps, reference, prompts):
-    """Largest difference to transformers in float32, in standard deviations of its logits."""
-    worst = 0.0
-    for prompt, tokens, logits in zip(prompts, steps.tokens, steps.logits, strict=True):
-        expected = torch.from_numpy(reference(prompt + tokens)[len(prompt) - 1 : -1])
-        worst = max(worst, float((logits - expected).abs().max() / expected.std()))
-    return worst
+def test_logits_in_graphs_are_those_of_the_unfused_path(qwen3, seed):
+    compare_paths(qwen3, "Qwen3", "float16", "FULL_AND_PIECEWISE", seed)
