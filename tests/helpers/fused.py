@@ -35,7 +35,7 @@ def forget_rotary_embeddings() -> None:
 
 
 def compare_paths(model: Path, family: str, dtype: str, mode: str, seed: int) -> None:
-    """Logits lie within a bound, tokens are equal where it is clear, float32 is as near as before."""
+    """Logits within a bound, equal tokens where it is clear, float32 as near as before."""
     # vLLM's backend of transformers, which OLMo 2 runs by, leaves the model unusable by itself.
     reference = None if family == "Olmo2" else logits_of(model)
     prompts, runs = prompts_of(seed, [5, 33, 17, 1]), {}

@@ -111,7 +111,7 @@ def run(layer, *arguments):
     return [None if each is None else each.float().cpu() for each in results], c
 
 
-def check(layers, *arguments, launches, tolerance=0.02):
+def check(layers, *arguments, launches, more_than=1, tolerance=0.02):
     results, counts = zip(*(run(layer, *arguments) for layer in layers))
     for ours, theirs in zip(*results, strict=True):
         if theirs is None:
@@ -120,7 +120,7 @@ def check(layers, *arguments, launches, tolerance=0.02):
         scale = float(theirs.abs().max())
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(scale, 1e-3))
     assert counts[0].launches + counts[0].hidden_copies == launches
-    assert counts[1].launches >= launches
+    assert counts[1].launches + counts[1].hidden_copies >= more_than + launches
 
 
 def on_device(*shape, dtype=torch.float16, seed=0):
@@ -180,15 +180,15 @@ def test_rotary_embeddings_of_vision_towers(configs, is_neox, seed):
 def test_norms(configs, kind, dtype, seed):
     torch.set_default_dtype(dtype)
     try:
-        layers = pair(configs, lambda: kind(64, 1e-2))
+        layers = pair(configs, lambda: kind(64, 0.5))  # an epsilon that shows
     finally:
         torch.set_default_dtype(torch.float32)
     x, residual = on_device(7, 64, dtype=dtype, seed=seed), on_device(7, 64, dtype=dtype, seed=9)
-    with set_ir(configs):
-        check(layers, x, launches=1)
-        check(layers, x, residual, launches=1 if kind is layernorm.RMSNorm else 2)
-        heads = on_device(5, 512, dtype=dtype, seed=seed).split([256, 128, 128], -1)[1]
-        check(layers, heads.view(5, 2, 64), launches=1)  # a slice that nothing copies
+    layers = [by_ir(configs[fused], layer) for fused, layer in zip((True, False), layers)]
+    check(layers, x, launches=1)
+    check(layers, x, residual, launches=1 if kind is layernorm.RMSNorm else 2)
+    heads = on_device(5, 512, dtype=dtype, seed=seed).split([256, 128, 128], -1)[1]
+    check(layers, heads.view(5, 2, 64), launches=1)  # a slice that nothing copies
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,9 @@ def test_norms(configs, kind, dtype, seed):
 )
 def test_activations(configs, make, seed):
     layers = pair(configs, make)
-    check(layers, on_device(5, 96, seed=seed) * 2, launches=1)
+    is_one_anyway = make in (activation.GELU, activation.GELUTanh)
+    x = on_device(5, 96, seed=seed) * 2
+    check(layers, x, launches=1, more_than=0 if is_one_anyway else 1)
 
 
 def planted(name, wrong):
@@ -286,9 +288,14 @@ def test_probes_agree_with_operators_that_compute_rightly(configs, dtype):
     assert not differing(OPERATORS, dtype, torch.Tensor.npu, lines.append), lines
 
 
-def set_ir(configs):
-    """The order in which vLLM's IR operators choose implementations: ours first."""
-    return configs[True].kernel_config.ir_op_priority.set_priority()
+def by_ir(config, layer):
+    """A layer under the order in which a config's IR operators choose implementations."""
+
+    def run_layer(*arguments):
+        with config.kernel_config.ir_op_priority.set_priority():
+            return layer(*arguments)
+
+    return run_layer
 
 
 def test_logits_in_graphs_are_those_of_the_unfused_path(qwen3, seed):
