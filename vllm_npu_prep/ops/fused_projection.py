@@ -118,7 +118,8 @@ class GroupedProjection(UnquantizedLinearMethod):
         super().process_weights_after_loading(layer)
         assert isinstance(layer, FusedQKVParallelLinear)
         sizes = [size // layer.tp_size for size in layer.output_sizes]
-        weight: torch.Tensor = layer.weight.data
+        weight = layer.weight.data
+        assert isinstance(weight, torch.Tensor)
         layer.part_weights = [part.t() for part in torch.split(weight, sizes)]
         layer.part_biases = None
         if layer.bias is not None:
