@@ -272,7 +272,7 @@ WALLS: dict[str, set[str]] = {
     "compat": {"compat", "server"},
     "compat.activation": {"compat", "device", "server", "torchvision_import"},
     "device": {"compat.torch_names", "device", "prep"},
-    "ops": {"compat.kernels", "ops"},
+    "ops": {"compat.kernels", "config", "ops"},
     "attention": {"attention", "config", "device", "prep"},
     "graph": {"attention", "config", "device", "driver", "graph", "prep"},
     "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}

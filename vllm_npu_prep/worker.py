@@ -22,7 +22,7 @@ from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
-from vllm_npu_prep.ops import register_overrides
+from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
@@ -65,10 +65,12 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        if parse_config(self.vllm_config.additional_config).cpu_binding:
+        options = parse_config(self.vllm_config.additional_config)
+        if options.cpu_binding:
             bound = self.prep_device.bind_cpus()
             if bound:
                 logger.info("Rank %d runs on %s (cpu_binding).", self.rank, bound)
+        register_fused(self.vllm_config, logger.warning, self.device if options.probe else None)
         with log_while_waiting(
             f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
         ):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+FUSED = ("tests/npu/test_suites_on_device.py::test_on_the_device[fused]",)
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
 BOOKS = ("tests/runner/test_bookkeeping.py",)
@@ -56,6 +57,48 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "rotary pairs of the other form",
+        "ops/fused_rotary.py",
+        '"half" if is_neox_style else "interleave"',
+        '"interleave" if is_neox_style else "half"',
+        FUSED,
+    ),
+    Mutant(
+        "a norm without its epsilon",
+        "ops/fused_norms.py",
+        "    if first is None:\n        return operator(x, weight, epsilon)[0]",
+        "    if first is None:\n        return operator(x, weight, 0.0)[0]",
+        FUSED,
+    ),
+    Mutant(
+        "a residual that is not updated",
+        "ops/fused_norms.py",
+        "    return output, total\n",
+        "    return output, x_residual\n",
+        FUSED,
+    ),
+    Mutant(
+        "heads of a slice one place further",
+        "ops/fused_norms.py",
+        "[:, first : first + heads]",
+        "[:, first - 1 : first - 1 + heads]",
+        FUSED,
+    ),
+    Mutant(
+        "GeGLU activates the other half",
+        "ops/fused_activations.py",
+        "activate_left=True",
+        "activate_left=False",
+        FUSED,
+    ),
+    Mutant(
+        "an operator that computes wrongly stays on",
+        "ops/fused_probe.py",
+        "        if wrong:",
+        "        if False:",
+        FUSED,
+    ),
     Mutant(
         "positions start at zero in every chunk",
         "prep/fused_pass.py",
