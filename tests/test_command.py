@@ -115,6 +115,7 @@ def test_no_message_of_the_package_counts_by_a_bare_plural():
 
 
 NEVER_ONE = {
+    "{MAX_LENGTHS} requests",
     "{num_ranks} ranks",  # said of several ranks only
     "{parallel_config.world_size} ranks",
     "{len(files)} records",

@@ -143,8 +143,8 @@ def check_driver(version: str) -> str:
     tail = r"(\d+|T\d+|\d+\.\d+|\d+\.b\d+|RC\d+(\.(\d+|alpha\d+|beta\d+))?)"
     if not re.fullmatch(r"\d+\.\d+\." + tail, version, re.IGNORECASE):
         raise EmulatorError(
-            f"--driver {version!r} is not a version of a driver; "
-            "write for example 25.5.1 or 24.1.RC3"
+            f"--driver {version!r} is not a version of a driver; write for example 25.5.1 or "
+            "24.1.RC3"
         )
     return version
 

@@ -210,6 +210,14 @@ def _environment(
     # off, since torch can't be imported with torch_npu installed and no Ascend libraries.
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
     environment.setdefault("TORCH_ACL_INIT_CONFIG_PATH", str(acl_configuration(options.cann)))
+    if not environment.get("ASCEND_HOME_PATH"):
+        # Without it, torch_npu looks for CANN's version in all files below the current folder.
+        # With it, these folders have to exist.
+        home = report_folder / "cann"
+        for name in ("opp", "runtime", "compiler"):
+            (home / name).mkdir(parents=True)
+        environment["ASCEND_HOME_PATH"] = str(home)
+        environment.setdefault("ASCEND_OPP_PATH", str(home / "opp"))
     return environment
 
 

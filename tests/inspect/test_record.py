@@ -407,7 +407,8 @@ def test_what_a_file_claims_is_checked_before_memory_is_taken(good):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 2}, "format 2; this version reads format 1"),
+        ({"format": 1}, "format 1; this version reads format 2: use the version of vllm_npu_prep"),
+        ({"format": 3}, "format 3; this version reads format 2"),
         ({"max_model_len": 1 << 24, "max_num_reqs": 1 << 16}, "a token table of"),
         ({"num_reqs_padded": 1}, "more requests than num_reqs_padded"),
         ({"block_sizes": [2, 2]}, "a width of each block table"),

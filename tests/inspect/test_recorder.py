@@ -141,7 +141,7 @@ def test_a_span_of_steps_is_written_as_it_comes(make, caplog):
     ]
     manifest = json.loads((recorder.folder / "manifest.json").read_text())
     assert manifest == {
-        "format": 1,
+        "format": 2,
         "steps": "4:9",
         "reason": "asked for",
         "request_ids": "hashed",

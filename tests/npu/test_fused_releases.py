@@ -7,6 +7,7 @@ third: the head sizes and block sizes that are expected to be served, in this fi
 
 import functools
 import itertools
+import json
 
 import pytest
 import torch
@@ -68,6 +69,23 @@ SERVED = {
 }
 
 
+def is_served(
+    profile: str,
+    heads: str,
+    dtype: torch.dtype,
+    head_size: int,
+    block_size: int,
+    has_window: bool,
+) -> bool:
+    """Whether the expected table serves a combination; `heads` is a name of `HEADS`."""
+    num_heads, num_kv_heads = HEADS[heads]
+    is_grouped = num_heads != num_kv_heads
+    of_sizes = SERVED[profile, is_grouped, has_window]
+    if head_size == 192 and profile == "8.5" and not is_grouped and dtype != torch.bfloat16:
+        return False
+    return block_size in of_sizes.get(head_size, ())
+
+
 @functools.cache
 def on_the_card(profile: str, call: FusedCall) -> fused_route.Verdict:
     """What the emulated card makes of a call, of one query token each, too, if it has a window."""
@@ -92,10 +110,7 @@ def test_both_tables_agree_with_the_expected_one(profile, heads):
     rules, wrong = RULES[profile], []
     product = itertools.product((FULL, WINDOWS), DTYPES, HEAD_SIZES, BLOCK_SIZES)
     for forms, dtype, head_size, block_size in product:
-        expected = SERVED[profile, num_heads != num_kv_heads, forms is WINDOWS]
-        is_served = block_size in expected.get(head_size, ())
-        if head_size == 192 and profile == "8.5" and num_heads == num_kv_heads:
-            is_served &= dtype == torch.bfloat16
+        expected = is_served(profile, heads, dtype, head_size, block_size, forms is WINDOWS)
         ours, emulated = True, True
         for form in forms:
             sizes = num_heads, num_kv_heads, head_size, block_size if form.is_paged else 0
@@ -104,8 +119,8 @@ def test_both_tables_agree_with_the_expected_one(profile, heads):
             ours, emulated = ours and refusal is None, emulated and verdict.accepted
             if refusal is None and verdict.kernel != rules.release.kernel_of(call):
                 wrong.append((call, "kernel", verdict.kernel))
-        if not ours == emulated == is_served:
-            wrong.append((forms[0], dtype, head_size, block_size, ours, emulated, is_served))
+        if not ours == emulated == expected:
+            wrong.append((forms[0], dtype, head_size, block_size, ours, emulated, expected))
     assert wrong == []
 
 
@@ -155,6 +170,7 @@ def test_a_release_before_8_5_has_one_kernel():
 
 
 SHARED_PREFIX = """
+import json
 import sys
 from tests.helpers.engine import engine, generate, greedy, runner_of
 
@@ -170,7 +186,7 @@ settings = {
     "enable_prefix_caching": True,
     "enforce_eager": False,
     "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8]},
-    "additional_config": {"npu_prep": {"kernel_rules": "documented"}},
+    "additional_config": {"npu_prep": json.loads(sys.argv[2])},
 }
 if __name__ == "__main__":
     with engine(sys.argv[1], **settings) as llm:
@@ -183,13 +199,22 @@ if __name__ == "__main__":
 """
 
 
-def test_many_requests_that_share_a_prefix_are_served_where_their_blocks_are_limited(tmp_path):
+@pytest.mark.parametrize(
+    ("profile", "heads", "options"),
+    [
+        ("docs", (64, 4, 2), {"kernel_rules": "documented"}),
+        ("8.5", (192, 2, 2), {}),  # PFA
+    ],
+    ids=["docs", "PFA of 8.5"],
+)
+def test_many_requests_that_share_a_prefix_are_served_where_their_blocks_are_limited(
+    tmp_path, profile, heads, options
+):
     """18 blocks, shared ones counted for each of 6 requests, in a cache of 14: the card would
     refuse the graph of 8 requests, and any one call."""
-    model = make_model(
-        tmp_path / "model", head_dim=64, num_attention_heads=4, num_key_value_heads=2
-    )
+    sizes = dict(zip(("head_dim", "num_attention_heads", "num_key_value_heads"), heads))
+    model = make_model(tmp_path / "model", **sizes)
     script = tmp_path / "shared_prefix.py"
     script.write_text(SHARED_PREFIX)
-    result = emulate(str(script), str(model), options=("--profile", "docs"))
+    result = emulate(str(script), str(model), json.dumps(options), options=("--profile", profile))
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

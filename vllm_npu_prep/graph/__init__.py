@@ -39,6 +39,10 @@ class GraphCall:
         return self.run(*self.args, **self.kwargs)
 
 
+class CaptureNotBegunError(RuntimeError):
+    """A capture could not begin, and no other one can in the memory that it was to use."""
+
+
 class Graph(Protocol):
     """One captured call."""
 
@@ -50,7 +54,15 @@ class Graph(Protocol):
 
 
 class GraphPool(Protocol):
-    """What the graphs of one wrapper share."""
+    """What the graphs of one wrapper share.
+
+    Attributes
+    ----------
+    memory_pool
+        Where the next graph is captured.
+    """
+
+    memory_pool: Any
 
     def new_graph(self) -> Graph:
         """An empty graph."""

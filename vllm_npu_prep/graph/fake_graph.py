@@ -73,6 +73,7 @@ class CheckedGraphPool:
 
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
+        self.memory_pool: Any = None  # of devices only
 
     def new_graph(self) -> "CheckedGraph":
         """An empty graph."""

@@ -17,7 +17,7 @@ import torch_npu
 
 from vllm_npu_prep.attention.kernels import AttentionCall
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.graph import GraphCall
+from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall
 
 weak_reference = torch_npu._C._weak_ref_tensor
 """A tensor over the same memory that doesn't keep it alive, so graphs of other sizes can use it."""
@@ -174,10 +174,21 @@ class NPUGraph:
         self.outputs: Any = None
 
     def capture(self, call: GraphCall) -> Any:
-        """Capture on the current stream, which `vllm_npu_prep.runner.graphs` set."""
+        """Capture on the current stream, which `vllm_npu_prep.runner.graphs` set.
+
+        Raises
+        ------
+        CaptureNotBegunError
+            With torch_npu's message, if the device has no stream left, for example. torch_npu then
+            counts the memory pool as in use by a capture for good ("already recording").
+        """
+        try:
+            self.graph.capture_begin(pool=self.pool.memory_pool)
+        except RuntimeError as error:
+            self.pool.failed.append(self.graph)
+            raise CaptureNotBegunError(str(error)) from error
         for metadata in call.attn_metadata.values():
             metadata.tasks = self.attention
-        self.graph.capture_begin(pool=self.pool.memory_pool)
         try:
             outputs = call()
             self.attention.close()

@@ -6,8 +6,9 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.platforms import current_platform
 
-from vllm_npu_prep.graph import GraphCall, GraphPool, make_pool
+from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall, GraphPool, make_pool
 
 
 class GraphWrapper(CUDAGraphWrapper):
@@ -40,10 +41,30 @@ class GraphWrapper(CUDAGraphWrapper):
             device_type = self.vllm_config.device_config.device_type
             self._pools[self.graph_pool] = make_pool(device_type, self.graph_pool)
         graph = self._pools[self.graph_pool].new_graph()
-        outputs = graph.capture(call)
+        try:
+            outputs = graph.capture(call)
+        except CaptureNotBegunError:
+            self._leave_memory_pool()
+            raise
         # Stored only now, so that a failed capture leaves nothing to replay.
         self.concrete_cudagraph_entries[context.batch_descriptor] = graph
         return outputs
+
+    def _leave_memory_pool(self) -> None:
+        """Let all wrappers capture in another memory pool than this one's; graphs stay in theirs.
+
+        The workspaces stay, too. The new pool takes memory of its own, for smaller graphs than the
+        first that failed.
+        """
+        left, taken = self.graph_pool, current_platform.graph_pool_handle()
+        if current_platform.get_global_graph_pool() == left:
+            type(current_platform)._global_graph_pool = taken  # of later engines in this process
+        for wrapper in GraphWrapper._all_instances:
+            if wrapper.graph_pool == left:
+                wrapper.graph_pool = taken
+                if isinstance(wrapper, GraphWrapper) and left in wrapper._pools:
+                    pool = wrapper._pools[taken] = wrapper._pools.pop(left)
+                    pool.memory_pool = taken
 
     def close_pools(self) -> None:
         """Close the pools, because start-up is over."""

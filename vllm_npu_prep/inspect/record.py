@@ -37,8 +37,11 @@ from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.wording import counted
 
-FORMAT = 1
-"""Version of the format; readers refuse any other."""
+FORMAT = 2
+"""Version of the format; readers refuse any other.
+
+In format 1, padding requests of graphs had a length of 0, and have as many keys as queries since.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,10 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
         given = f"of format {version}" if isinstance(version, int) else "without a format"
-        raise PrepError(f"a record {given}; this version reads format {FORMAT}")
+        raise PrepError(
+            f"a record {given}; this version reads format {FORMAT}: use the version of "
+            "vllm_npu_prep that its manifest.json names"
+        )
     try:
         settings = RecordSettings.model_validate(data)
     except ValidationError as error:

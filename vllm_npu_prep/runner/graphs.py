@@ -269,7 +269,10 @@ class Graphs:
 def _is_out_of_resources(error: RuntimeError) -> bool:
     """Whether a capture failed for want of memory or of streams; fewer sizes then have enough.
 
-    torch_npu has no class of its own for streams, only CANN's number in the text.
+    torch_npu has no class of its own for streams, only CANN's number in the text. Where a captured
+    operator takes a second stream, as communication does, the error comes from torch_npu's task
+    queue, without the number: it can't be told from others and ends the start. So those streams are
+    counted before any capture (`vllm_npu_prep.graph.config`).
     """
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_STREAMS in str(error)
 

@@ -97,7 +97,7 @@ def expand_constant(
     Parameters
     ----------
     constant
-        ``[2048, 2048]`` bool, meant to be True above the diagonal.
+        ``[2048, 2048]``, meant to be 1 or True above the diagonal, and 0 elsewhere.
     num_rows, num_columns
         Shape of the result.
     shift

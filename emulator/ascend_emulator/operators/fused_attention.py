@@ -99,7 +99,7 @@ def _mask(
     """``[num_rows, num_columns]`` bool, True where masked; None if nothing is masked."""
     if fused.atten_mask is None:
         return None
-    mask = fused.atten_mask.bool()
+    mask = fused.atten_mask  # of any dtype; becomes bool where it is cut, as it is large
     if fused.sparse_mode == 2:
         return attention.expand_constant(_square(mask), num_rows, num_columns, 0)
     if fused.sparse_mode == 3:
@@ -115,7 +115,7 @@ def _mask(
         full = mask[min(request, mask.shape[0] - 1), 0]
     else:
         full = mask[0] if mask.dim() == 3 else mask
-    full = full[:num_rows, :num_columns]
+    full = full[:num_rows, :num_columns].bool()
     if fused.sparse_mode == 0 and fused.query_width > 1:
         # Unlike mode 4, the band of mode 0 starts in the upper left corner.
         ahead = torch.arange(num_columns)[None] - torch.arange(num_rows)[:, None]

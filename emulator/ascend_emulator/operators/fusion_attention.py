@@ -356,11 +356,10 @@ def _mask(
     """``[num_rows, num_columns]`` bool, True where masked."""
     if mask is None:
         return None
-    square = mask.bool()
     if mode == 3:
         corner = faults.apply("corner", num_columns - num_rows)
-        return attention.expand_constant(square, num_rows, num_columns, corner)
+        return attention.expand_constant(mask, num_rows, num_columns, corner)
     if mode == 4:
         pre_tokens = faults.apply("pre_tokens", band[0], num_rows=num_rows)
-        return attention.expand_band(square, num_rows, num_columns, pre_tokens, band[1])
-    return square[:num_rows, :num_columns]
+        return attention.expand_band(mask, num_rows, num_columns, pre_tokens, band[1])
+    return mask[:num_rows, :num_columns].bool()

@@ -72,8 +72,8 @@ def test_recorded_schemas_are_those_of_torch_npu_where_it_is_loaded(key):
 def test_install_registers_every_reference_once():
     registered = []
 
-    def register_reference(name, function, overload="", on_host=None):
-        registered.append((name, overload, function, on_host))
+    def register_reference(name, function, overload="", on_host=None, contiguous=None):
+        registered.append((name, overload, function, on_host, contiguous))
 
     install(register_reference)
     assert registered == [tuple(reference) for reference in REFERENCES]
@@ -83,7 +83,7 @@ def test_install_registers_every_reference_once():
 def dispatched():
     """Operators of torch's dispatcher with the real schemas and the references as CPU kernels."""
     library = torch.library.Library("npu_prep_test", "FRAGMENT")
-    for name, overload, function, _ in REFERENCES:
+    for name, overload, function, *_ in REFERENCES:
         library.define(schema_text(name, overload).split("::")[1])
         library.impl(".".join(filter(None, (name.split("::")[1], overload))), function, "CPU")
     yield torch.ops.npu_prep_test

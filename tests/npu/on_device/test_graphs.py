@@ -1,7 +1,10 @@
 """Graphs that are captured and replayed: long traffic, the cache, and what a replay costs."""
 
+import ctypes
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch_npu
 
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.logs import record_logs
 from tests.helpers.traffic import traffic
 from vllm_npu_prep.attention.kernels.fia import FiaKernels
 from vllm_npu_prep.graph.wrapper import GraphWrapper
@@ -50,6 +54,41 @@ def test_long_mixed_traffic_equals_eager(model, seed):
     assert got == expected
     assert counts["full graph"] > STEPS // 10
     assert counts["piecewise graphs"] > STEPS // 10
+
+
+@contextmanager
+def streams_left(number: int) -> Iterator[None]:
+    """Spend all streams of the device but this many."""
+    torch_npu.npu.Stream()  # torch_npu makes all of its own at once
+    acl, left, spent = ctypes.CDLL("libascendcl.so"), ctypes.c_uint32(), []
+    while acl.aclrtGetStreamAvailableNum(ctypes.byref(left)) == 0 and left.value > number:
+        spent.append(ctypes.c_void_p())
+        assert acl.aclrtCreateStream(ctypes.byref(spent[-1])) == 0
+    assert left.value == number
+    try:
+        yield
+    finally:
+        for stream in spent:
+            assert acl.aclrtDestroyStream(stream) == 0
+
+
+def test_graphs_that_streams_do_not_suffice_for_are_given_up(model, monkeypatch):
+    """14 for two pieces in each size, then one of the 4 for the whole model."""
+    prompts, lines = [[5, 6, 7, 8], [9, 5]], record_logs(monkeypatch)
+    with engine(model, dtype="float16") as llm:
+        expected = generate(llm, prompts, greedy(5))
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    with (
+        streams_left(15),
+        engine(model, dtype="float16", **graphs("FULL_AND_PIECEWISE", *sizes)) as llm,
+    ):
+        assert generate(llm, prompts, greedy(5)) == expected
+        kept = runner_of(llm).compilation_config.cudagraph_capture_sizes
+        counts = runner_of(llm).padding.counts.by_kind
+    failures = [line for line in lines if "Out of streams while capturing" in line]
+    assert len(failures) >= 2, "of which the first left a memory pool that can't be used"
+    assert kept == [8, 16, 32, 64]
+    assert counts["full graph"] > 0
 
 
 def test_a_decode_graph_writes_no_live_block_however_many_requests_are_padding(model, seed):
