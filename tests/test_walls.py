@@ -287,7 +287,8 @@ WALLS: dict[str, set[str]] = {
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"startup.asked"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "prep", "verify"},
+    "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "ops.fused"}
+    | {"prep", "verify"},
     "inspect": {"inspect", "prep", "validation"},
     # They ask an installation, and vLLM's own runner
     "inspect.doctor": {

@@ -27,6 +27,7 @@ from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.probe import probe_attention, probed_layers
 from vllm_npu_prep.wording import counted
 
@@ -70,7 +71,9 @@ class NPUWorker(Worker):
             bound = self.prep_device.bind_cpus()
             if bound:
                 logger.info("Rank %d runs on %s (cpu_binding).", self.rank, bound)
-        register_fused(self.vllm_config, logger.warning, self.device if options.probe else None)
+        register_fused(
+            self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
+        )
         with log_while_waiting(
             f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
         ):
@@ -83,6 +86,10 @@ class NPUWorker(Worker):
             )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
+
+    def _computes_rightly(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a fused operator gives what its formula says on this device."""
+        return is_right(name, dtype, lambda tensor: tensor.to(self.device), logger.warning)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model; upstream then limits the host to one thread, which is enough for devices.

@@ -94,9 +94,9 @@ MUTANTS = [
     ),
     Mutant(
         "an operator that computes wrongly stays on",
-        "ops/fused_probe.py",
-        "        if wrong:",
-        "        if False:",
+        "verify/probe.py",
+        "        if outcome.verdict.is_bad:\n            log(",
+        "        if False:\n            log(",
         FUSED,
     ),
     Mutant(

@@ -56,7 +56,9 @@ def replace_triton_kernels() -> None:
 
 
 def register_fused(
-    vllm_config: "VllmConfig", log: Callable[[str], None], device: "torch.device | None" = None
+    vllm_config: "VllmConfig",
+    log: Callable[[str], object],
+    is_right: "Callable[[str, torch.dtype], bool] | None" = None,
 ) -> None:
     """Let fused operators stand in for layers, in a worker whose model isn't made yet.
 
@@ -66,26 +68,26 @@ def register_fused(
         The engine's config; afterwards it says which operators are used.
     log
         Gets a line for each operator that was asked for and isn't used.
-    device
-        Where each is called once, beside a formula; None: it isn't.
+    is_right
+        Gets a switch and the model's dtype: whether the device computes the operator rightly, and
+        logs a line if not. None: all are trusted.
     """
     import torch
 
     from vllm_npu_prep.config import fused_operators
     from vllm_npu_prep.ops.fused import missing_operators, use_only
-    from vllm_npu_prep.ops.fused_probe import differing
 
     names = fused_operators(vllm_config)
     if not names:
         return
     missing = missing_operators(names)
     for name, operator in missing.items():
-        log(f"fused operator {name} is off: the installed torch_npu has no {operator}")
+        log(f"fused operator {name} is switched off: the installed torch_npu has no {operator}")
     names -= missing.keys()
-    if device is not None:
+    if is_right is not None:
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)  # resolved by now
-        names -= differing(names, dtype, lambda tensor: tensor.to(device), log)
+        names = frozenset(name for name in sorted(names) if is_right(name, dtype))
     use_only(vllm_config, names)
     _prefer_in_ir(names)
     _register_layers()

@@ -5,15 +5,15 @@ from vllm_npu_prep.verify.rows import (
     attention,
     collectives,
     copies,
-    elementwise,
     engine,
+    fused,
     graphs,
 )
 
 ROWS: tuple[Row, ...] = (
     *copies.ROWS,
     *attention.ROWS,
-    *elementwise.ROWS,
+    *fused.ROWS,
     *graphs.ROWS,
     *collectives.ROWS,
     *engine.ROWS,
@@ -28,8 +28,8 @@ NO_ROW: dict[Record, str] = {
     ("fused attention", "fully masked rows"): "every token sees itself",
     ("fused attention", "query rows past a length"): "the last length is always T",
     ("npu_fusion_attention", "unsupported argument"): "the plugin passes none of them",
-    ("npu_fusion_attention", "no graphs"): "the plugin captures no encoder",
     ("npu_fusion_attention", "results for training"): "the plugin reads the first result alone",
+    ("npu_grouped_matmul", "inner limit"): "no model has rows of 65,536 elements",
     ("cache write", "compression"): "the plugin passes no compression",
 }
 """What to try first on hardware (docs/changing/operators.md) that no row tries, and why."""

@@ -1,22 +1,22 @@
-"""Each fused operator once at start-up, on a few numbers, beside a formula in float64.
+"""Each fused operator once, on a few numbers, beside a formula in float64.
 
-A wrong kernel gives wrong answers without an error, so an operator that differs isn't used.
+Rows of ``verify-device`` and the start-up of an engine make the same calls. A wrong kernel gives
+wrong answers without an error, so an engine doesn't use an operator that differs.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.probe import probe_operator
 
 Put = Callable[[torch.Tensor], torch.Tensor]
 Results = tuple[torch.Tensor, ...]
 
 EPSILON = 0.3
 """Large, so that a norm that leaves it out differs."""
-
-TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.06}
-"""Absolute and relative; values are of the order of 1."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,25 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
     npu = torch.ops.npu
     return {
         "rms_norm": Probe(
-            lambda put: npu.npu_rms_norm(put(x), put(weight), EPSILON)[:1],
-            lambda: (_rms_norm(x.double(), weight.double()),),
+            lambda put: (
+                npu.npu_rms_norm(put(x), put(weight), EPSILON)[0],
+                npu.npu_rms_norm(_heads(put(x)), put(weight)[:32], EPSILON)[0],
+            ),
+            lambda: (
+                formulas.rms_norm(x, weight, EPSILON),
+                formulas.rms_norm(_heads(x), weight[:32], EPSILON),
+            ),
         ),
         "add_rms_norm": Probe(
             lambda put: npu.npu_add_rms_norm(put(x), put(y), put(weight), EPSILON)[::2],
-            lambda: (_rms_norm(x.double() + y.double(), weight.double()), x.double() + y.double()),
+            lambda: (
+                formulas.rms_norm(x.double() + y.double(), weight, EPSILON),
+                x.double() + y.double(),
+            ),
         ),
         "gemma_rms_norm": Probe(
             lambda put: npu.npu_gemma_rms_norm(put(x), put(weight), EPSILON)[:1],
-            lambda: (_rms_norm(x.double(), 1 + weight.double()),),
+            lambda: (formulas.rms_norm(x, 1 + weight.double(), EPSILON),),
         ),
         "rotary": _rotary(dtype),
         "mrope": _mrope(dtype),
@@ -59,7 +68,7 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
         "qkv": _projection(dtype),
         "swiglu": Probe(
             lambda put: (npu.npu_swiglu(put(x), -1),),
-            lambda: (_silu(x[:, :64].double()) * x[:, 64:].double(),),
+            lambda: (formulas.swiglu(x),),
         ),
         "geglu": Probe(
             lambda put: npu.npu_geglu(put(x), -1, 0, activate_left=True)[:1],
@@ -73,55 +82,22 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
     }
 
 
-def differing(
-    names: Iterable[str],
-    dtype: torch.dtype,
-    put: Put,
-    log: Callable[[str], None],
-) -> frozenset[str]:
-    """Those operators that differ from their formula or fail, with a line for each.
+def is_right(name: str, dtype: torch.dtype, put: Put, log: Callable[[str], object]) -> bool:
+    """Whether an operator gives what its formula says; if not, a line says why it is off.
 
     Parameters
     ----------
-    names
-        Switches.
+    name
+        Switch.
     dtype
         Of the model.
     put
         Puts a tensor on the device.
     log
-        Gets the lines.
+        Gets the line.
     """
-    found, tolerance = set(), TOLERANCE.get(dtype, 0.01)
-    of_switch = probes(dtype)
-    for name in sorted(names):
-        try:
-            got = [result.cpu().double() for result in of_switch[name].call(put)]
-        except RuntimeError as error:
-            first = str(error).strip().partition("\n")[0]
-            log(f"fused operator {name} is off: it fails on this device ({first})")
-            found.add(name)
-            continue
-        pairs = zip(got, of_switch[name].expected(), strict=True)
-        wrong = [
-            (float(mine), float(formula))
-            for result, expected in pairs
-            for mine, formula in zip(result.flatten(), expected.flatten(), strict=True)
-            if not _agree(float(mine), float(formula), tolerance)
-        ]
-        if wrong:
-            log(
-                f"fused operator {name} is off: this device computes it wrongly "
-                f"({wrong[0][0]:.4f} in place of {wrong[0][1]:.4f}, {len(wrong)} differ)"
-            )
-            found.add(name)
-    return frozenset(found)
-
-
-def _agree(got: float, expected: float, tolerance: float) -> bool:
-    if math.isinf(expected) or math.isinf(got):
-        return got == expected
-    return abs(got - expected) <= tolerance * (1 + abs(expected))
+    probe = probes(dtype)[name]
+    return probe_operator(f"fused operator {name}", lambda: probe.call(put), probe.expected, log)
 
 
 def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -130,12 +106,9 @@ def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torc
     return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
 
 
-def _rms_norm(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return x / ((x * x).mean(-1, keepdim=True) + EPSILON).sqrt() * factors
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + (-x).exp())
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """Heads of a slice of a projection ``[5, 128]``, as norms of q and k get them."""
+    return x[:, 32:96].view(5, 2, 32)
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +163,7 @@ def _rotary(dtype: torch.dtype) -> Probe:
     def expected() -> Results:
         heads = projected.view(5, 8, 64)
         return tuple(
-            _turned(heads[:, part], table[positions], interleaved)
+            _turned(heads[:, part], table[positions], interleaved).flatten(1)
             for interleaved in (False, True)
             for part in (slice(0, 4), slice(4, 6))
         )
@@ -212,7 +185,8 @@ def _mrope(dtype: torch.dtype) -> Probe:
     def expected() -> Results:
         section = torch.repeat_interleave(torch.arange(3), torch.tensor(sections)).repeat(2)
         rows = table[positions[section].T, torch.arange(128)]
-        return _turned(query.view(3, 2, 128), rows, False), _turned(key[:, None], rows, False)
+        heads = query.view(3, 2, 128), key[:, None]
+        return tuple(_turned(each, rows, False).flatten(1) for each in heads)
 
     return Probe(call, expected)
 
@@ -251,15 +225,31 @@ def _projection(dtype: torch.dtype) -> Probe:
 
 
 def _limits() -> Probe:
-    """Probabilities 0.4, 0.3, 0.2, 0.1 and others that top-k leaves out."""
-    logits = torch.tensor([0.3, 0.01, 0.1, 0.4, 0.02, 0.2]).log().repeat(3, 1)
-    k = torch.tensor([4, 2, 6], dtype=torch.int32)
-    p = torch.tensor([0.65, 1.0, 0.95])
-    kept = torch.tensor(
-        [[1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1]], dtype=torch.bool
+    """Probabilities 0.4, 0.3, 0.2, 0.1 and small ones; a row whose best four are alike.
+
+    Logits are float32 whatever the model's dtype.
+    """
+    mixed = [0.3, 0.01, 0.1, 0.4, 0.02, 0.2]
+    logits = torch.tensor([mixed, mixed, mixed, [0.2, 0.1, 0.2, 0.2, 0.1, 0.2]]).log()
+    k = torch.tensor([4, 2, 6, 2], dtype=torch.int32)
+    p = torch.tensor([0.65, 1.0, 0.95, 1.0])
+    best_two, best_four, every = [1, 0, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1], [1] * 6
+    kept = (
+        [best_two, best_two, best_four, best_four],  # by both
+        [best_four, best_two, every, best_four],  # by k
+        [best_two, every, best_four, every],  # by p
     )
 
     def call(put: Put) -> Results:
-        return (torch.ops.npu.npu_top_k_top_p(put(logits), put(p), put(k)),)
+        limit = torch.ops.npu.npu_top_k_top_p
+        return (
+            limit(put(logits), put(p), put(k)),
+            limit(put(logits), None, put(k)),
+            limit(put(logits), put(p), None),
+        )
 
-    return Probe(call, lambda: (logits.double().masked_fill(~kept, float("-inf")),))
+    def expected() -> Results:
+        removed = [torch.tensor(each) == 0 for each in kept]
+        return tuple(logits.double().masked_fill(each, float("-inf")) for each in removed)
+
+    return Probe(call, expected)
