@@ -104,7 +104,7 @@ def test_sizes_that_changed_are_asked_for_again():
     ("dummy_run", "answer", "uniform_decode", "expected"),
     [
         (DummyRun(False), NONE, False, None),
-        (DummyRun(False), PIECEWISE, False, Padding(16, 1, mode=GraphMode.PIECEWISE)),
+        (DummyRun(False), PIECEWISE, False, Padding(16, 0, mode=GraphMode.PIECEWISE)),
         (DummyRun(False), FULL, True, full_padding(8, 8, 3)),
         (DummyRun(True), NONE, True, full_padding(6, 2, 3)),
         (DummyRun(True), NONE, False, full_padding(6, 2, 0)),

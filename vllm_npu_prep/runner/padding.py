@@ -210,7 +210,8 @@ class StepPadding:
             None for a dummy run that upstream prepares itself.
         """
         if dispatched[0] != CUDAGraphMode.NONE:
-            return self._padding_of(dispatched, 1)
+            # Between pieces, attention sees requests without padding: here, none
+            return self._padding_of(dispatched, 0)
         if dummy_run.attends:
             decode_query_len = self.decode_query_len if uniform_decode else 0
             return full_padding(num_tokens, num_reqs, decode_query_len)
