@@ -50,7 +50,7 @@ class RecordSettings(_Strict):
         Of each run of placeholders.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2  # `vllm_npu_prep.inspect.record.FORMAT`
     step: Annotated[int, Field(ge=0, lt=1 << 62)]
     req_ids: Annotated[list[Text], Field(min_length=1, max_length=1 << 16)]
     max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
