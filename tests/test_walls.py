@@ -272,7 +272,7 @@ WALLS: dict[str, set[str]] = {
     "compat": {"compat", "server"},
     "compat.activation": {"compat", "device", "server", "torchvision_import"},
     "device": {"compat.torch_names", "device", "prep"},
-    "ops": {"compat.kernels", "ops"},
+    "ops": {"compat.kernels", "config", "ops"},
     "attention": {"attention", "config", "device", "prep"},
     "graph": {"attention", "config", "device", "driver", "graph", "prep"},
     "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
@@ -287,7 +287,8 @@ WALLS: dict[str, set[str]] = {
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"startup.asked"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "prep", "verify"},
+    "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "ops.fused"}
+    | {"prep", "verify"},
     "inspect": {"inspect", "prep", "validation"},
     # They ask an installation, and vLLM's own runner
     "inspect.doctor": {

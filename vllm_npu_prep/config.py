@@ -94,6 +94,45 @@ class RecordConfig(BaseModel):
         return int(match["last"] or 0)
 
 
+class FusedConfig(BaseModel):
+    """Which fused operators of torch_npu stand in for vLLM's layers on NPUs.
+
+    ``"fused": false`` switches all of them off. What each replaces: `vllm_npu_prep.ops.fused`.
+
+    Attributes
+    ----------
+    rms_norm, add_rms_norm, gemma_rms_norm
+        Norms: RMSNorm, the residual's addition and RMSNorm, and Gemma's.
+    rotary, mrope, vision_rotary
+        Rotary embeddings, those with positions of images, and those of vision towers.
+    qkv
+        The projection to Q, K and V.
+    swiglu, geglu, gelu
+        Activations.
+    top_k_top_p
+        Limits of sampling.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    rms_norm: bool = True
+    add_rms_norm: bool = True
+    gemma_rms_norm: bool = True
+    rotary: bool = True
+    mrope: bool = True
+    vision_rotary: bool = True
+    qkv: bool = True
+    swiglu: bool = True
+    geglu: bool = True
+    gelu: bool = True
+    top_k_top_p: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the operators that are on."""
+        return frozenset(name for name in type(self).model_fields if getattr(self, name))
+
+
 class PrepConfig(BaseModel):
     """``--additional-config '{"npu_prep": {...}}'``, parsed once, every key validated.
 
@@ -122,6 +161,8 @@ class PrepConfig(BaseModel):
         only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
     cpu_binding
         Whether each rank runs on the CPUs of its NPU's NUMA node.
+    fused
+        Fused operators, each of them or all together.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -135,6 +176,18 @@ class PrepConfig(BaseModel):
     probe: bool = True
     kernel_rules: Literal["release", "documented"] = "release"
     cpu_binding: bool = True
+    fused: FusedConfig = FusedConfig()
+
+    @field_validator("fused", mode="before")
+    @classmethod
+    def _all_or_none(cls, fused: object) -> object:
+        if isinstance(fused, bool):
+            return FusedConfig(**dict.fromkeys(FusedConfig.model_fields, fused))
+        return fused
+
+
+PARTS: Mapping[str, type[BaseModel]] = {"record": RecordConfig, "fused": FusedConfig}
+"""Options that have keys of their own."""
 
 
 def parse_config(additional_config: object) -> PrepConfig:
@@ -166,11 +219,11 @@ def parse_config(additional_config: object) -> PrepConfig:
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])
-        is_of_record = detail["loc"][0] == "record"
-        if is_of_record:
-            allowed = list(RecordConfig.model_fields)
+        part = str(detail["loc"][0])
+        if part in PARTS:
+            allowed = list(PARTS[part].model_fields)
         if detail["type"] == "extra_forbidden":
-            section_name = f"{SECTION}.record" if is_of_record else SECTION
+            section_name = f"{SECTION}.{part}" if part in PARTS else SECTION
             key = str(detail["loc"][-1])
             raise PrepError(
                 f'--additional-config: "{section_name}" has no key "{key}"'
@@ -333,6 +386,13 @@ def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
         max(1, len(set(_layer_types(vllm_config)))),
         graphs_need_masks(vllm_config),
     )
+
+
+def fused_operators(vllm_config: "VllmConfig") -> frozenset[str]:
+    """Names of the fused operators that an engine uses; none on the CPU fallback."""
+    if vllm_config.device_config.device_type != "npu":
+        return frozenset()
+    return parse_config(vllm_config.additional_config).fused.names
 
 
 def graphs_need_masks(vllm_config: "VllmConfig") -> bool:

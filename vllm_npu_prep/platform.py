@@ -11,9 +11,16 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.attention.fused_calls import rules_of
-from vllm_npu_prep.config import Decisions, decisions_of, parse_config, parse_flag
+from vllm_npu_prep.config import (
+    Decisions,
+    decisions_of,
+    fused_operators,
+    parse_config,
+    parse_flag,
+)
 from vllm_npu_prep.device import (
     CPU_KIND,
+    NPU_KIND,
     cann_version,
     choose_device,
     device_name,
@@ -31,6 +38,7 @@ from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -62,6 +70,27 @@ class NPUPlatform(Platform):
     @classmethod
     def import_kernels(cls) -> None:
         """Does nothing: upstream would warn about a missing ``vllm._C``."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        """Register implementations of vLLM's IR operators: vLLM's own, and ours on NPUs."""
+        super().import_ir_kernels()
+        if KIND == NPU_KIND:
+            from vllm_npu_prep.ops.fused_norms import register_implementations
+
+            register_implementations()
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
+        """Our implementations of IR operators before vLLM's, where options leave them on."""
+        priorities = super().get_default_ir_op_priority(vllm_config)
+        if KIND == NPU_KIND:
+            from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER
+
+            names = parse_config(vllm_config.additional_config).fused.names
+            for name in names & IR_OPERATORS.keys():
+                getattr(priorities, IR_OPERATORS[name]).insert(0, PROVIDER)
+        return priorities
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -299,6 +328,8 @@ def _log_start_up(
         f"check         {config.check}",
         f"probe         {_describe_probe(config.probe)}",
     ]
+    if KIND == NPU_KIND:
+        lines.append(f"fused         {_used_operators(vllm_config)}")
     parallel = vllm_config.parallel_config
     if parallel.use_ray or parallel.world_size_across_dp > 1:
         sizes = (
@@ -326,3 +357,12 @@ def _log_start_up(
     lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
+
+
+def _used_operators(vllm_config: "VllmConfig") -> str:
+    """Fused operators that are on and that torch_npu has, in the order of the options."""
+    from vllm_npu_prep.ops.fused import OPERATORS, missing_operators
+
+    names = fused_operators(vllm_config)
+    missing = missing_operators(names)
+    return ", ".join(name for name in OPERATORS if name in names - missing.keys()) or "none"

@@ -22,10 +22,12 @@ from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
-from vllm_npu_prep.ops import register_overrides
+from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
+from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.probe import probe_attention, probed_layers
 from vllm_npu_prep.wording import counted
 
@@ -46,6 +48,7 @@ class NPUWorker(Worker):
         if vllm_config.profiler_config.profiler is not None:
             kernels.let_profiler_run(vllm_config.device_config.device_type)
         super().__init__(vllm_config, *args, **kwargs)
+        self._outputs = OutputsInFlight()
 
     def init_device(self) -> None:
         """Set up kernels, the device and the process group, then build the runner.
@@ -63,10 +66,14 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        if parse_config(self.vllm_config.additional_config).cpu_binding:
+        options = parse_config(self.vllm_config.additional_config)
+        if options.cpu_binding:
             bound = self.prep_device.bind_cpus()
             if bound:
                 logger.info("Rank %d runs on %s (cpu_binding).", self.rank, bound)
+        register_fused(
+            self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
+        )
         with log_while_waiting(
             f"Joining {counted(self.parallel_config.world_size, 'rank')}", logger.info
         ):
@@ -79,6 +86,10 @@ class NPUWorker(Worker):
             )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
+
+    def _computes_rightly(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a fused operator gives what its formula says on this device."""
+        return is_right(name, dtype, lambda tensor: tensor.to(self.device), logger.warning)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model; upstream then limits the host to one thread, which is enough for devices.
@@ -201,7 +212,7 @@ class NPUWorker(Worker):
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
         try:
-            return super().execute_model(*args, **kwargs)
+            return self._keep(super().execute_model(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
             raise
@@ -209,10 +220,15 @@ class NPUWorker(Worker):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; what was recorded is written when it fails."""
         try:
-            return super().sample_tokens(*args, **kwargs)
+            return self._keep(super().sample_tokens(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
             raise
+
+    def _keep(self, output: Any) -> Any:
+        if not self.prep_device.computes_on_host:  # else copies are complete when they return
+            self._outputs.keep(output)
+        return output
 
     def _save_steps(self, error: BaseException) -> None:
         if self.model_runner.recorder is not None:

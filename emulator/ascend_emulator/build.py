@@ -25,9 +25,11 @@ SITE = Path(sys.prefix) / "npu-emulator"
 SUPPORTED_TORCH_NPU = ("2.13.0",)
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 RUNTIME_LIBRARY = "libascendcl.so"
+HCCL_LIBRARY = "libhccl.so"
+HCCL_OTHER_NAME = "libhcomm.so"  # from which torch_npu takes the calls that begin and end a group
 LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
 # torch_npu is linked against these, too; one library stands for all of them.
-OTHER_NAMES = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+OTHER_NAMES = ("opapi", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
 LARGEST_PAUSE = 30.0
 """Longest time between two lines about a build, in seconds; it doubles from line to line."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
@@ -174,6 +176,7 @@ def _key(target: Target) -> str:
 def _build(target: Target, out: Path) -> None:
     runtime = sorted((NATIVE / "runtime").glob("*.cpp"))
     launcher = sorted((NATIVE / "launcher").glob("*.cpp"))
+    hccl = sorted((NATIVE / "hccl").glob("*.cpp"))
     includes = [
         f"-I{target.torch / 'include'}",
         f"-I{target.torch / 'include/torch/csrc/api/include'}",
@@ -182,18 +185,22 @@ def _build(target: Target, out: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         launcher_jobs = [pool.submit(_compile, target, path, out, includes) for path in launcher]
         runtime_jobs = [pool.submit(_compile, target, path, out, []) for path in runtime]
-        jobs, start = [*launcher_jobs, *runtime_jobs], time.monotonic()
+        hccl_jobs = [pool.submit(_compile, target, path, out, []) for path in hccl]
+        jobs, start = [*launcher_jobs, *runtime_jobs, *hccl_jobs], time.monotonic()
         runtime_objects = _results(runtime_jobs, jobs, start)
         runtime_objects.append(_traps(target, runtime_objects, out))
         _link(target, out / RUNTIME_LIBRARY, runtime_objects, ["-lpthread"])
         for name in OTHER_NAMES:
             (out / f"lib{name}.so").symlink_to(RUNTIME_LIBRARY)
+        hccl_objects = _results(hccl_jobs, jobs, start)
+        _link(target, out / HCCL_LIBRARY, hccl_objects, [f"-L{out}", "-lascendcl", "-lpthread"])
+        (out / HCCL_OTHER_NAME).symlink_to(HCCL_LIBRARY)
         launcher_objects = _results(launcher_jobs, jobs, start)
     libraries = [f"-L{target.torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-L{out}", "-lascendcl"]
     # torch_npu is in the process before the launcher is loaded, and so is Python.
     libraries += [f"-L{target.torch_npu / 'lib'}", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
     _link(target, out / LAUNCHER_LIBRARY, launcher_objects, libraries)
-    for path in (*runtime_objects, *launcher_objects):
+    for path in (*runtime_objects, *hccl_objects, *launcher_objects):
         path.unlink()
 
 

@@ -31,8 +31,8 @@ HAZARD_EXIT_CODE = 3
 """Exit code if the command itself succeeded but a hazard remained that no sync reported."""
 
 LIMITS = (
-    "numerics, speed, alignment and layout limits of real kernels, HCCL and custom operators "
-    "are not covered; operator references are a reading of the documentation"
+    "numerics, speed, alignment and layout limits of real kernels, speed and rounding of HCCL, and "
+    "custom operators are not covered; operator references are a reading of the documentation"
 )
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

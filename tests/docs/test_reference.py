@@ -16,7 +16,7 @@ from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, code_of
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
-from vllm_npu_prep.config import PrepConfig, RecordConfig
+from vllm_npu_prep.config import FusedConfig, PrepConfig, RecordConfig
 from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, ScenarioRequest
 from vllm_npu_prep.observe.metrics import COUNTERS, PREFIX, PREPARE_TIME
 from vllm_npu_prep.startup.document import render
@@ -34,7 +34,7 @@ def row_of(page: str, name: str) -> list[str]:
 
 
 def options() -> list[tuple[str, FieldInfo]]:
-    models = (PrepConfig, RecordConfig)
+    models = (PrepConfig, RecordConfig, FusedConfig)
     return [(name, field) for model in models for name, field in model.model_fields.items()]
 
 
@@ -48,6 +48,10 @@ def test_options_have_their_values_and_default(name, field):
             assert not hasattr(bound, limit) or str(getattr(bound, limit)) in values
     if field.default is PydanticUndefined:
         assert default == "required"
+    elif isinstance(field.default, bool):
+        assert default.strip("`") == str(field.default).lower()
+    elif isinstance(field.default, FusedConfig):
+        assert default == "all on"
     else:
         shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
         assert default.strip("`") == ("none" if shown is None else str(shown))
@@ -142,7 +146,16 @@ BASES = (
     INSTALLED,
 )
 """Where a path on a page may begin."""
-WRITTEN = {"try.py", "step.html", "report.json", "manifest.json", "config.json", "steps/", "site/"}
+WRITTEN = {
+    "try.py",
+    "ddp.py",
+    "step.html",
+    "report.json",
+    "manifest.json",
+    "config.json",
+    "steps/",
+    "site/",
+}
 """Files that the pages tell of, and that are made."""
 
 

@@ -52,13 +52,20 @@ class Run:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
-class Template:
-    """A process of `tests.emulator.template` for scripts with one setting of ``--delay``."""
+FORKED_OPTIONS = ("--delay", "--devices", "--hang-seconds")
+"""Scripts with no other options are forked from a template."""
 
-    def __init__(self, delay: str) -> None:
-        self.options = Options(delay=delay)
+
+class Template:
+    """A process of `tests.emulator.template` for scripts with the same options."""
+
+    def __init__(self, options: tuple[str, ...]) -> None:
+        given = dict(zip(options[::2], options[1::2]))
+        self.options = Options(
+            delay=given.get("--delay", "none"), devices=int(given.get("--devices", 1))
+        )
         self.process = subprocess.Popen(
-            [*TOOL, "--quiet", "--delay", delay, "--", sys.executable, "-m", TEMPLATE],
+            [*TOOL, "--quiet", *options, "--", sys.executable, "-m", TEMPLATE],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -104,9 +111,9 @@ def _needs_torch_npu():
 
 
 @pytest.fixture(scope="session")
-def templates() -> Iterator[dict[str, Template]]:
-    """Templates by delay, made when they are first needed."""
-    made: dict[str, Template] = {}
+def templates() -> Iterator[dict[tuple[str, ...], Template]]:
+    """Templates by options, made when they are first needed."""
+    made: dict[tuple[str, ...], Template] = {}
     yield made
     for template in made.values():
         template.end()
@@ -116,8 +123,8 @@ def templates() -> Iterator[dict[str, Template]]:
 def emulate(tmp_path, templates):
     """Run a script; it must succeed unless the expected exit code says otherwise.
 
-    Scripts with other options than ``--delay``, and those that are to end badly, are run by the
-    command itself.
+    Scripts with other options than `FORKED_OPTIONS`, and those that are to end badly, are run by
+    the command itself.
     """
 
     def run(script: str, *options: str, expect_code: int | None = 0) -> Run:
@@ -125,11 +132,10 @@ def emulate(tmp_path, templates):
         folder.mkdir()
         path = folder / "script.py"
         path.write_text(PROLOGUE + textwrap.dedent(script))
-        if expect_code == 0 and (not options or (options[0], len(options)) == ("--delay", 2)):
-            delay = options[1] if options else "none"
-            if delay not in templates:
-                templates[delay] = Template(delay)
-            outcome = templates[delay].run(path, folder)
+        if expect_code == 0 and all(name in FORKED_OPTIONS for name in options[::2]):
+            if options not in templates:
+                templates[options] = Template(options)
+            outcome = templates[options].run(path, folder)
         else:
             outcome = run_by_command(path, folder / "report.json", options)
         assert expect_code is None or outcome.code == expect_code, str(outcome)

@@ -1,5 +1,6 @@
 """What the emulated device is asked to do while a step is prepared."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -31,3 +32,31 @@ class PreparationCounts:
 
         runner._prepare_inputs = counted_prepare_inputs
         runner._model_forward = counted_model_forward
+
+
+class ModuleCounts:
+    """Counts of a model's modules, by name, in the last forward that called them.
+
+    A module's own counts include those of the modules in it.
+    """
+
+    def __init__(self, model: Any, names: Iterable[str]) -> None:
+        self.counts: dict[str, dict[str, int]] = {}
+        for name in names:
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_hook(self._after(name), always_call=True)
+
+    def _before(self, name: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            self.counts[name] = asdict(ascend_emulator.counters())
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            end, start = asdict(ascend_emulator.counters()), self.counts[name]
+            counts = {key: end[key] - start[key] for key in start if key != "peak_memory_bytes"}
+            self.counts[name] = {key: count for key, count in counts.items() if count}
+
+        return hook

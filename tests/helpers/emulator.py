@@ -32,7 +32,9 @@ def import_path(*first: Path) -> str:
     return os.pathsep.join(map(str, [*first, ROOT, ROOT / "emulator"]))
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess:
     """Run a command at the root of the project."""
     return subprocess.run(
         command,
@@ -40,17 +42,17 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=timeout,
     )
 
 
 def emulate(
-    *command: str, options: tuple[str, ...] = (), **environment: str
+    *command: str, options: tuple[str, ...] = (), timeout: float = 600, **environment: str
 ) -> subprocess.CompletedProcess:
     """Run Python with arguments on emulated devices, where hazards are errors."""
     cli = [sys.executable, "-m", "ascend_emulator", "--hazards", "error", *options]
     environment = {"NPU_PREP_DEVICE": "npu", **environment}
-    return run([*cli, "--", sys.executable, *command], **environment)
+    return run([*cli, "--", sys.executable, *command], timeout, **environment)
 
 
 def selected(request: pytest.FixtureRequest, test: Callable[..., Any]) -> list[dict[str, Any]]:

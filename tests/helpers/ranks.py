@@ -37,15 +37,17 @@ DEFAULTS = {
 PRELOADED = ["vllm.v1.engine.async_llm", "vllm_npu_prep.worker", "tests.helpers.ranks"]
 
 
-def in_a_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+def in_a_fresh_process(function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
     """What a function of this module returns in a fork of a process that only imported vLLM."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        return pool.submit(function, *args).result(SECONDS)
+        return pool.submit(function, *args).result(seconds)
 
 
-def serve_on_ranks(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
+def serve_on_ranks(
+    model: Path, settings: dict[str, Any], traffic: Callable[..., Any], seconds: float = SECONDS
+) -> Any:
     """Start an engine as a server does, and let an async function talk to it.
 
     Parameters
@@ -56,8 +58,10 @@ def serve_on_ranks(model: Path, settings: dict[str, Any], traffic: Callable[...,
         Of the engine.
     traffic
         Called with `Ranks`; what it returns is returned.
+    seconds
+        Time limit.
     """
-    return in_a_fresh_process(_serve, model, settings, traffic)
+    return in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
 
 
 def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
@@ -88,15 +92,38 @@ class Ranks:
         self.llm, self._num_requests = llm, 0
 
     async def generate(
-        self, prompts: list[list[int]], max_tokens: int, engine: int | None = None, **params: Any
+        self,
+        prompts: list[Any],
+        max_tokens: int,
+        engine: int | None = None,
+        loras: list[Any] | None = None,
+        **params: Any,
     ) -> list[list[int]]:
-        """Greedy tokens of all prompts together; `engine` is one of data parallelism."""
+        """Greedy tokens of all prompts together.
+
+        Parameters
+        ----------
+        prompts
+            Token ids of each, or what `LLM.generate` takes.
+        max_tokens
+            How many tokens each request gets.
+        engine
+            One of data parallelism.
+        loras
+            Adapter of each prompt, or None.
+        params
+            Of the sampling.
+        """
+        loras = loras or [None] * len(prompts)
         return await asyncio.gather(
-            *(self._generate(prompt, max_tokens, engine, params) for prompt in prompts)
+            *(
+                self._generate(prompt, max_tokens, engine, lora, params)
+                for prompt, lora in zip(prompts, loras, strict=True)
+            )
         )
 
     async def _generate(
-        self, prompt: list[int], max_tokens: int, engine: int | None, params: dict[str, Any]
+        self, prompt: Any, max_tokens: int, engine: int | None, lora: Any, params: dict[str, Any]
     ) -> list[int]:
         from vllm import SamplingParams
 
@@ -106,9 +133,10 @@ class Ranks:
         )
         self._num_requests += 1
         stream = self.llm.generate(
-            {"prompt_token_ids": prompt},
+            prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt},
             sampling,
             request_id=str(self._num_requests),
+            lora_request=lora,
             data_parallel_rank=engine,
         )
         tokens: list[int] = []

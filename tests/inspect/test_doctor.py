@@ -148,6 +148,10 @@ def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
         ("HCCL_IF_IP", "eth0", "failure", "IP address"),
         ("VLLM_HOST_IP", "fe80::1", "ok", ""),
         ("HCCL_SOCKET_FAMILY", "ipv6", "failure", "AF_INET or AF_INET6"),
+        ("HCCL_DETERMINISTIC", "STRICT", "ok", ""),
+        ("HCCL_DETERMINISTIC", "1", "failure", "false, true or strict"),
+        ("HCCL_OP_EXPANSION_MODE", "AIV", "ok", ""),
+        ("HCCL_OP_EXPANSION_MODE", "aiv", "failure", "AICPU_CacheDisable or AIV"),
         ("HCCL_SOCKET_IFNAME", "enp", "ok", ""),
         ("HCCL_SOCKET_IFNAME", "=enp1s0,eth9", "ok", ""),
         ("HCCL_SOCKET_IFNAME", "=enp", "failure", "enp1s0, lo"),
@@ -161,6 +165,15 @@ def test_environment_variables(variable, value, status, said, tmp_path):
     finding = changed(tmp_path, environment=hosts.SOURCED | {variable: value})[variable]
     assert finding.status == status
     assert said in finding.do
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status"), [("0.05", "ok"), ("1091", "ok"), ("0", "failure"), ("1092", "failure")]
+)
+def test_timeouts_of_the_vector_cores_are_short_and_may_be_fractions(tmp_path, seconds, status):
+    environment = {"HCCL_EXEC_TIMEOUT": seconds, "HCCL_OP_EXPANSION_MODE": "AIV"}
+    found = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_EXEC_TIMEOUT"]
+    assert found.status == status
 
 
 def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):

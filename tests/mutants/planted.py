@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+FUSED = ("tests/npu/test_suites_on_device.py::test_on_the_device[fused]",)
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
 BOOKS = ("tests/runner/test_bookkeeping.py",)
@@ -56,6 +57,48 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "rotary pairs of the other form",
+        "ops/fused_rotary.py",
+        '"half" if is_neox_style else "interleave"',
+        '"interleave" if is_neox_style else "half"',
+        FUSED,
+    ),
+    Mutant(
+        "a norm without its epsilon",
+        "ops/fused_norms.py",
+        "    if first is None:\n        return operator(x, weight, epsilon)[0]",
+        "    if first is None:\n        return operator(x, weight, 0.0)[0]",
+        FUSED,
+    ),
+    Mutant(
+        "a residual that is not updated",
+        "ops/fused_norms.py",
+        "    return output, total\n",
+        "    return output, x_residual\n",
+        FUSED,
+    ),
+    Mutant(
+        "heads of a slice one place further",
+        "ops/fused_norms.py",
+        "[:, first : first + heads]",
+        "[:, first - 1 : first - 1 + heads]",
+        FUSED,
+    ),
+    Mutant(
+        "GeGLU activates the other half",
+        "ops/fused_activations.py",
+        "activate_left=True",
+        "activate_left=False",
+        FUSED,
+    ),
+    Mutant(
+        "an operator that computes wrongly stays on",
+        "verify/probe.py",
+        "        if outcome.verdict.is_bad:\n            log(",
+        "        if False:\n            log(",
+        FUSED,
+    ),
     Mutant(
         "positions start at zero in every chunk",
         "prep/fused_pass.py",
@@ -1380,5 +1423,19 @@ MUTANTS = [
         'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))',
         'update(("HCCL_IF_IP",))',
         ("tests/startup/test_ray_cluster.py",),
+    ),
+    Mutant(
+        "outputs are let go while they are copied",
+        "runner/outputs.py",
+        "while self._kept and self._kept[0][0].query():",
+        "while self._kept:",
+        ("tests/runner/test_outputs.py",),
+    ),
+    Mutant(
+        "HCCL takes a mode that it does not know",
+        "inspect/doctor/collectives.py",
+        "    if given in choices:\n",
+        "    if given:\n",
+        ("tests/inspect/test_doctor.py",),
     ),
 ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ascend_emulator.operators import fused_route
-from tests.helpers.emulator import emulate
+from tests.helpers.emulator import emulate, import_path
 from tests.helpers.engine import make_model
 from vllm_npu_prep.attention.families import FIA
 from vllm_npu_prep.attention.fused_releases import (
@@ -216,5 +216,6 @@ def test_many_requests_that_share_a_prefix_are_served_where_their_blocks_are_lim
     model = make_model(tmp_path / "model", **sizes)
     script = tmp_path / "shared_prefix.py"
     script.write_text(SHARED_PREFIX)
-    result = emulate(str(script), str(model), json.dumps(options), options=("--profile", profile))
+    arguments = str(script), str(model), json.dumps(options)
+    result = emulate(*arguments, options=("--profile", profile), PYTHONPATH=import_path())
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -1,7 +1,7 @@
 """The plugin on npu:0: the unmodified torch_npu on the emulated Ascend runtime.
 
 Each test starts a process under ``vllm-npu-prep emulate``, where hazards are errors. What only
-hardware can show (numerics, speed, layout limits of real kernels, HCCL) is not shown here.
+hardware can show (numerics, speed, layout limits of real kernels) is not shown here.
 """
 
 import json
@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
+from tests.helpers.huggingface import logits_of
+from tests.helpers.step_logits import close_calls
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.npu import generate
 
@@ -133,6 +135,19 @@ REPLAYED = {
 }
 
 
+CLOSE = 0.1
+"""Margin of two tokens, in standard deviations of logits, within which bfloat16 may take either."""
+
+
+def same_but_close_calls(model: Path, scheduling: str, ours: dict, theirs: dict) -> None:
+    """Tokens part in one prompt of four at most, and only where float32 hardly prefers one."""
+    given = generate.prompts(scheduling)
+    parted = close_calls(
+        logits_of(model), given[:1] + given, ours["tokens"], theirs["tokens"], CLOSE
+    )
+    assert parted <= len(given) // 4
+
+
 @pytest.mark.parametrize(
     ("attention", "delay", "cases"),
     [
@@ -173,7 +188,10 @@ def test_tokens_equal_the_reference_family(model, reference, on_npu, attention, 
         if delay == OLD_DRIVER:
             mode = WITHOUT_FULL[mode]
         theirs = reference(dtype, scheduling)
-        assert ours["tokens"] == theirs["tokens"], case
+        if dtype == "bfloat16":  # fused operators round elsewhere: close calls may fall otherwise
+            same_but_close_calls(model, scheduling, ours, theirs)
+        else:
+            assert ours["tokens"] == theirs["tokens"], case
         replayed = {kind for kind in ours["steps"] if not kind.startswith("eager")}
         if (attention, mode, method) == ("atb", "FULL_AND_PIECEWISE", ["ngram"]):
             assert replayed == {"piecewise graphs"}, "dense masks of drafts stay out of graphs"
@@ -204,7 +222,7 @@ def test_windows_beside_full_attention(
     """Three groups, or layers that share K and V; in bfloat16: vLLM refuses float16 for Gemma 3."""
     model, case = request.getfixturevalue(which), f"bfloat16/windows/{mode}"
     ours = on_npu(model, "skewed", attention, [case])[case]
-    assert ours["tokens"] == reference("bfloat16", "windows", model)["tokens"]
+    same_but_close_calls(model, "windows", ours, reference("bfloat16", "windows", model))
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(ours["states"])
     assert ("DecodeOnly" in ours["states"]) == (mode != "FULL")
     assert {kind for kind in ours["steps"] if not kind.startswith("eager")} == replayed
@@ -233,7 +251,6 @@ REFUSED = {
         "enable_chunked_prefill": False,
     },
     "4 ranks on this host: 2 NPUs are visible": {"data_parallel_size": 4},
-    "no HcclGetRootInfo": {"pipeline_parallel_size": 2},
 }
 
 CONFIGURE = """

@@ -38,6 +38,8 @@ ON_DEVICE = {
         ],
         "8G",
     ),
+    "fused": (["tests/npu/on_device/test_fused.py"], "8G"),
+    "fused families": (["tests/npu/on_device/test_fused_families.py"], "8G"),
     "profile": (["tests/npu/on_device/test_profile.py"], "8G"),
     "windows": (["tests/npu/on_device/test_windows.py"], "8G"),
     "memory": (["tests/npu/on_device/test_memory.py"], "170M"),

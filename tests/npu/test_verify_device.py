@@ -39,14 +39,35 @@ def test_the_command_finds_what_is_wrong_and_nothing_else(how, tmp_path):
     code, rows = rows_of("--markdown", str(page), *some, options=tuple(how.split()))
     wrong = {name for name in rows if is_wrong and name.startswith(tuple(STALE))}
     verdicts = {name: row["verdict"] for name, row in rows.items()}
+    teams = {name for name in rows if name.startswith("hccl-")}  # which need two devices
+    assert {verdicts[name] for name in teams} <= {"left out"}
+    verdicts |= dict.fromkeys(teams, "same")
     if "docs" in how:  # by the documentation, blocks have 128 tokens
         left_out = {name for name in rows if verdicts[name] == "left out"}
+        left_out -= teams
         assert left_out == {"fia-block-256", "fia-block-384", "fia-block-512"}
         verdicts |= dict.fromkeys(left_out, "same")
     assert verdicts == {name: "DIFFERS" if name in wrong else "same" for name in rows}, rows
     assert code == int(is_wrong)
     assert all("eager is right" in rows[name]["got"] for name in wrong)
     assert f"{len(wrong)} DIFFERS" in page.read_text() if wrong else "engine-graphs" in rows
+
+
+SOME = ("hccl-gather-lists", "hccl-graph")
+
+
+@pytest.mark.parametrize("names", [SOME, ("hccl",)], ids=["some", "all"])
+def test_rows_of_several_ranks_compare_collectives(names):
+    """Speed is told for each pair of devices, and judged by nobody."""
+    only = [word for name in names for word in ("--only", name)]
+    code, rows = rows_of(*only, options=("--devices", "4", "--hang-seconds", "60"))
+    left_out = {name for name in rows if name in ("hccl-pairs-8", "hccl-pairs-16")}
+    for name, row in rows.items():
+        assert row["verdict"] == ("left out" if name in left_out else "same"), row
+    assert code == 0 and rows.keys() >= set(SOME)
+    if names == ("hccl",):
+        assert len(rows) == 12 and len(left_out) == 2
+        assert "GB/s, latency" in rows["hccl-pairs-4"]["got"]
 
 
 def test_without_an_npu_there_is_one_line_and_exit_code_2(tmp_path):

@@ -78,7 +78,8 @@ class MaskCache:
             return matrix[:max_seq_len, :max_seq_len].contiguous()  # kernels take no strides
         if plan.attention_chunk_size is not None:
             positions = positions % plan.attention_chunk_size
-        rows = matrix[:, :max_seq_len].index_select(0, positions)
+        # A strided input is copied first: no more of it than positions can reach.
+        rows = matrix[:max_seq_len, :max_seq_len].index_select(0, positions)
         padding = num_rows - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
 

@@ -1,7 +1,8 @@
 """Collectives of vLLM's process groups that torch lacks: pieces of unequal size.
 
 NPUs (HCCL) and the CPU fallback (gloo) run the same code: torch's collectives on pieces that are
-padded to one size, which both backends support. HCCL was never tried.
+padded to one size, which both backends support. HCCL has uneven gathers of its own,
+but not on every product and topology.
 """
 
 from typing import Any

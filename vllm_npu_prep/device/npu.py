@@ -26,14 +26,14 @@ def has_collectives() -> bool:
         return True
 
 
+def set_device(device: torch.device) -> None:
+    """Make an NPU that of the calling thread."""
+    torch_npu.npu.set_device(device)
+
+
 def soc_name(device_id: int = 0) -> str:
     """Name of the chip, such as ``Ascend910B1``."""
     return torch_npu.npu.get_device_name(device_id)
-
-
-def set_device(device: torch.device) -> None:
-    """Make a device the calling thread's."""
-    torch_npu.npu.set_device(device)
 
 
 def total_memory(device_id: int = 0) -> int:

@@ -30,7 +30,10 @@ vllm-project/vllm-ascend sizes its graphs (9596, 3869, 9691)."""
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
     """Turn off fusion passes, for which vLLM has no kernels here; `settle_mode` reports those that
-    the user asked for."""
+    the user asked for. Turn on layers that aren't traced into: without Inductor, which fuses what
+    it traces, they cost fewer launches."""
+    if not {"all", "none"} & set(vllm_config.compilation_config.custom_ops):
+        vllm_config.compilation_config.custom_ops.append("all")
     passes = vllm_config.compilation_config.pass_config
     for name in _fusions(vllm_config.compilation_config):
         if getattr(passes, name) is None:
@@ -65,6 +68,8 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     if not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         # Only piecewise graphs need a traced model; for others, tracing wastes seconds.
         compilation.mode = CompilationMode.NONE
+    # Implementations of IR operators look at memory, which tracing can't.
+    compilation.ir_enable_torch_wrap = compilation.mode != CompilationMode.NONE
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         compilation.cudagraph_capture_sizes = []
         compilation.max_cudagraph_capture_size = 0

@@ -1,8 +1,14 @@
-"""Replacements for vLLM's Triton kernels, experts and routing, registered through its own hooks."""
+"""What stands in for vLLM's kernels and layers, registered through its own hooks."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_npu_prep.compat import kernels
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import VllmConfig
 
 
 def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
@@ -47,3 +53,93 @@ def replace_triton_kernels() -> None:
             f"{sampler}.sample_recovered_tokens_kernel": rejection.sample_recovered_tokens,
         }
     )
+
+
+def register_fused(
+    vllm_config: "VllmConfig",
+    log: Callable[[str], object],
+    is_right: "Callable[[str, torch.dtype], bool] | None" = None,
+) -> None:
+    """Let fused operators stand in for layers, in a worker whose model isn't made yet.
+
+    Parameters
+    ----------
+    vllm_config
+        The engine's config; afterwards it says which operators are used.
+    log
+        Gets a line for each operator that was asked for and isn't used.
+    is_right
+        Gets a switch and the model's dtype: whether the device computes the operator rightly, and
+        logs a line if not. None: all are trusted.
+    """
+    import torch
+
+    from vllm_npu_prep.config import fused_operators
+    from vllm_npu_prep.ops.fused import missing_operators, use_only
+
+    names = fused_operators(vllm_config)
+    if not names:
+        return
+    missing = missing_operators(names)
+    for name, operator in missing.items():
+        log(f"fused operator {name} is switched off: the installed torch_npu has no {operator}")
+    names -= missing.keys()
+    if is_right is not None:
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by now
+        names = frozenset(name for name in sorted(names) if is_right(name, dtype))
+    use_only(vllm_config, names)
+    _prefer_in_ir(names)
+    _register_layers()
+
+
+def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
+    """Let fused operators stand in for modules of a loaded model for which vLLM has no hook."""
+    from vllm_npu_prep.config import fused_operators
+    from vllm_npu_prep.ops.fused_rotary import replace_long_rotary
+
+    if "rotary" in fused_operators(vllm_config):
+        replace_long_rotary(model)
+
+
+def _prefer_in_ir(names: frozenset[str]) -> None:
+    """Let vLLM's IR operators take our implementations first, where they are used."""
+    from vllm import ir
+
+    from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER, register_implementations
+
+    register_implementations()
+    for name, operator in IR_OPERATORS.items():
+        ours = [PROVIDER] if name in names else []
+        getattr(ir.ops, operator).set_default([*ours, "native"])
+
+
+def _register_layers() -> None:
+    """Register our layers for vLLM's; each finds in its engine's config whether it is used."""
+    from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
+
+    from vllm_npu_prep.ops import fused_activations as activations
+    from vllm_npu_prep.ops import fused_norms as norms
+    from vllm_npu_prep.ops import fused_projection as projection
+    from vllm_npu_prep.ops import fused_rotary as rotary
+
+    layers: list[type[Any]] = [
+        norms.FusedGemmaRMSNorm,
+        activations.FusedSiluAndMul,
+        activations.FusedGeluAndMul,
+        activations.FusedGELU,
+        activations.FusedGELUTanh,
+        activations.FusedNewGELU,
+        activations.FusedFastGELU,
+        *rotary.ROTARY.values(),
+        rotary.FusedMRotaryEmbedding,
+        rotary.FusedApplyRotaryEmb,
+        projection.FusedQKVParallelLinear,
+    ]
+    for layer in layers:
+        replaced = layer.__name__.removeprefix("Fused")
+        if replaced not in op_registry_oot:
+            kind = CustomOp if issubclass(layer, CustomOp) else PluggableLayer
+            switch = layer.name  # by which users switch vLLM's layer
+            kind.register_oot(layer, name=replaced)
+            layer.name = switch

@@ -33,7 +33,7 @@ from vllm_npu_prep.attention.kv_cache import (
 )
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.config import fused_operators, parse_config
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
@@ -41,6 +41,8 @@ from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
+from vllm_npu_prep.ops import replace_modules
+from vllm_npu_prep.ops.fused_sampling import FusedTopKTopPSampler
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.prep.padding import Padding
@@ -120,6 +122,9 @@ class NPUModelRunner(GPUModelRunner):
         self.prep_device = prep_device
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
+        if "top_k_top_p" in fused_operators(vllm_config):
+            limited = FusedTopKTopPSampler(self.sampler.topk_topp_sampler)
+            self.sampler.topk_topp_sampler = limited
         # Upstream would give the model embeddings in every step, which graphs can't read.
         self.enable_prompt_embeds = False
         self._end_step()
@@ -627,6 +632,7 @@ class NPUModelRunner(GPUModelRunner):
         """As upstream's, with this plugin's full graphs instead of CUDA's, and one backend for all
         layers, set before vLLM asks each layer for its preferred block size."""
         super().load_model(*args, **kwargs)
+        replace_modules(self.get_model(), self.vllm_config)
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
         layers = self.compilation_config.static_forward_context

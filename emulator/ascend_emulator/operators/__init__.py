@@ -14,6 +14,10 @@ from ascend_emulator.operators import (
     elementwise,
     fused_attention,
     fusion_attention,
+    gelu,
+    grouped_matmul,
+    rotary_cache,
+    sampling,
 )
 from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
 from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
@@ -78,8 +82,16 @@ REFERENCES = (
     Reference(atb_attention.SPLITFUSE, "", atb_attention.paged_attention_splitfuse),
     Reference(elementwise.RMS_NORM, "", elementwise.rms_norm),
     Reference(elementwise.ADD_RMS_NORM, "", elementwise.add_rms_norm),
+    Reference(elementwise.GEMMA_RMS_NORM, "", elementwise.gemma_rms_norm),
     Reference(elementwise.SWIGLU, "", elementwise.swiglu),
+    Reference(gelu.GELU, "", gelu.gelu),
+    Reference(gelu.GEGLU, "", gelu.geglu),
     Reference(elementwise.ROTARY_MUL, "", elementwise.rotary_mul),
+    Reference(
+        rotary_cache.MROPE, "", rotary_cache.mrope, contiguous=rotary_cache.COPIED_IF_STRIDED
+    ),
+    Reference(grouped_matmul.GROUPED_MATMUL, "", grouped_matmul.grouped_matmul, contiguous=()),
+    Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
 )
 """Every reference; an operator that is not here has none."""
 
@@ -91,7 +103,11 @@ FAMILIES = (
     ATB_ATTENTION,
     elementwise.NORMS,
     elementwise.SWIGLU_RULES,
+    gelu.GELU_RULES,
     elementwise.ROTARY,
+    rotary_cache.MROPE_RULES,
+    grouped_matmul.GROUPED_MATMUL_RULES,
+    sampling.TOP_K_TOP_P_RULES,
     PLACEMENT,
 )
 

@@ -14,6 +14,7 @@ from ascend_emulator.operators.constraint import (
 
 RMS_NORM = "npu::npu_rms_norm"
 ADD_RMS_NORM = "npu::npu_add_rms_norm"
+GEMMA_RMS_NORM = "npu::npu_gemma_rms_norm"
 SWIGLU = "npu::npu_swiglu"
 ROTARY_MUL = "npu::npu_rotary_mul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,7 +25,7 @@ swiglu_record = partial(Constraint, SWIGLU_NAME)
 rotary = partial(Constraint, ROTARY_NAME)
 AGREED, DOCSTRING, READING = Enforced.AGREED, Enforced.DOCSTRING, Enforced.READING
 UNKNOWN, NO_SOURCE = "not known", "none found"
-ADD = "; no docstring for npu_add_rms_norm"
+ADD = "; no docstring for npu_add_rms_norm and npu_gemma_rms_norm"
 
 # In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
 NORMS = Family(
@@ -84,6 +85,17 @@ NORMS = Family(
             NO_SOURCE,
             READING,
             "the returned x is what the norm saw",
+            refused=False,
+        ),
+        norm(
+            "gamma",
+            "one is added to gamma",
+            "factors of 1 + gamma, added in float32 (npu_gemma_rms_norm)",
+            "no docstring",
+            "1 + gamma",
+            "cann/ops-nn 9.1.0, `aclnnGemmaRmsNorm`",
+            Enforced.PRACTICE,
+            "the documentation doesn't say in which dtype",
             refused=False,
         ),
     ],
@@ -248,6 +260,14 @@ def add_rms_norm(
     total = (x1.float() + x2.float()).to(x1.dtype)
     normed, reciprocal = _normalise(total, gamma, epsilon)
     return normed, reciprocal, total
+
+
+def gemma_rms_norm(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm with factors of ``1 + gamma``, and its reciprocal."""
+    _check_norm(NORMS.call(GEMMA_RMS_NORM), input, gamma)
+    return _normalise(input, gamma.float() + 1, epsilon)
 
 
 def _check_norm(call: Call, x: torch.Tensor, gamma: torch.Tensor) -> None:

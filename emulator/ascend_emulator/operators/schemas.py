@@ -51,6 +51,15 @@ PAGED_ATTENTION = (
     "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, int num_heads, "
     "float scale_value, Tensor block_table, Tensor context_lens, Tensor(a!) out"
 )
+GROUPED_MATMUL = (
+    "Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+    "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+    "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+    "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, "
+    "int? split_item=0, int? group_type=None, int? group_list_type=0, int? act_type=0, "
+    "int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, "
+    "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None"
+)
 OUT = ", Tensor? workspace=None, Tensor[] out) -> (Tensor, Tensor)"
 
 SCHEMAS = {
@@ -100,7 +109,22 @@ SCHEMAS = {
         "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    ("npu::npu_gemma_rms_norm", ""): (
+        "(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)"
+    ),
     ("npu::npu_swiglu", ""): "(Tensor input, int dim=-1) -> Tensor",
+    ("npu::npu_gelu", ""): '(Tensor input, *, str approximate="none") -> Tensor',
+    ("npu::npu_geglu", ""): (
+        "(Tensor input, int dim=-1, int approximate=1, bool activate_left=False) "
+        "-> (Tensor, Tensor)"
+    ),
+    ("npu::npu_mrope", ""): (
+        "(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
+        'int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") '
+        "-> (Tensor, Tensor)"
+    ),
+    ("npu::npu_grouped_matmul", ""): f"({GROUPED_MATMUL}) -> Tensor[]",
+    ("npu::npu_top_k_top_p", ""): ("(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor"),
     ("npu::npu_rotary_mul", ""): (
         '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
         "-> Tensor"

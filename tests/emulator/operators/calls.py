@@ -235,6 +235,41 @@ def scatter_arguments(seed=0, dtype=torch.float16, **changes):
     return cache_arguments(seed, dtype, "slot_mapping", **({"cache_mode": "Norm"} | changes))
 
 
+def mrope_arguments(seed=0, dtype=torch.float16, **changes):
+    """Arguments of ``npu_mrope``: five tokens, four heads of 128 in Q, two in K."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "positions": torch.tensor([3, 0, 7, 63, 3]),
+        "query": random(5, 512),
+        "key": random(5, 256),
+        "cos_sin_cache": random(64, 128),
+        "head_size": 128,
+        **changes,
+    }
+
+
+def matmul_arguments(seed=0, dtype=torch.float16, **changes):
+    """Arguments of ``npu_grouped_matmul``: one x, two transposed weights, two biases."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    of_bias = torch.float16 if dtype == torch.float16 else torch.float32
+    return {
+        "x": [random(5, 8)] * 2,
+        "weight": [random(6, 8).t(), random(4, 8).t()],
+        "bias": [random(6).to(of_bias), random(4).to(of_bias)],
+        "split_item": 0,
+        "group_type": -1,
+        **changes,
+    }
+
+
 def strided(tensor):
     """Same shape and values, not contiguous."""
     doubled = torch.stack([tensor, tensor], -1)[..., 0]

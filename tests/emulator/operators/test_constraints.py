@@ -15,6 +15,7 @@ from tests.emulator.operators import (
     test_cache_write,
     test_elementwise,
     test_fused_attention,
+    test_fused_layers,
     test_fused_route,
     test_fusion_attention,
 )
@@ -111,6 +112,11 @@ SHOWN_BY = {
         test_atb_attention.test_a_decode_without_context_is_zero
     ),
     ("norms", "rounding of the sum"): test_elementwise.test_add_rms_norm,
+    ("norms", "one is added to gamma"): test_fused_layers.test_gemma_rms_norm,
+    ("gelu", "activated half"): test_fused_layers.test_geglu,
+    ("npu_mrope", "rows with gaps"): test_fused_layers.test_rotary_of_slices_of_a_projection,
+    ("npu_top_k_top_p", "order of sums"): test_fused_layers.test_top_p_keeps_the_smallest_set,
+    ("npu_top_k_top_p", "ties at k"): test_fused_layers.test_ties_at_k_are_kept,
     ("npu_rotary_mul", "range of r1 and r2"): test_factors_above_one_are_taken,
 }
 """The test that shows each reading."""

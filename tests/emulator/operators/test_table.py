@@ -23,6 +23,8 @@ from tests.emulator.operators.calls import (
     cache_arguments,
     decode_arguments,
     flash_arguments,
+    matmul_arguments,
+    mrope_arguments,
     scatter_arguments,
     splitfuse_arguments,
 )
@@ -128,7 +130,13 @@ def every_call():
         ("atb::_npu_paged_attention_splitfuse", ""): splitfuse_arguments()[0],
         ("npu::npu_rms_norm", ""): {"input": rows, "gamma": gamma},
         ("npu::npu_add_rms_norm", ""): {"x1": rows, "x2": rows, "gamma": gamma},
+        ("npu::npu_gemma_rms_norm", ""): {"input": rows, "gamma": gamma},
         ("npu::npu_swiglu", ""): {"input": rows},
+        ("npu::npu_gelu", ""): {"input": rows},
+        ("npu::npu_geglu", ""): {"input": rows},
+        ("npu::npu_mrope", ""): mrope_arguments(),
+        ("npu::npu_grouped_matmul", ""): matmul_arguments(),
+        ("npu::npu_top_k_top_p", ""): {"logits": rows, "p": torch.full((3,), 0.5)},
         ("npu::npu_rotary_mul", ""): {"input": heads, "r1": heads, "r2": heads},
     }
 

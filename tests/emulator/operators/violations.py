@@ -13,6 +13,8 @@ from tests.emulator.operators.calls import (
     call,
     decode_arguments,
     flash_arguments,
+    matmul_arguments,
+    mrope_arguments,
     scatter_arguments,
     splitfuse_arguments,
     spoiled,
@@ -256,6 +258,121 @@ ROTARY_VIOLATIONS = {
     "equal shapes": [rotary(r2=torch.ones(2, 3, 1, 8))],
     "rotate": [rotary(rotate=torch.ones(8)), rotary(rotate=torch.ones(8, 4))],
 }
+
+
+def gelu(name="npu_gelu", rows=(3, 8), dtype=torch.float32, **changes):
+    return lambda: call(f"npu::{name}", {"input": torch.ones(rows, dtype=dtype)} | changes)
+
+
+GELU_VIOLATIONS = {
+    "dtype": [gelu(dtype=torch.float64), gelu("npu_geglu", dtype=torch.int32)],
+    "rank": [gelu(rows=()), gelu("npu_geglu", rows=[2] * 9)],
+    "approximate": [gelu(approximate="erf"), gelu("npu_geglu", approximate=2)],
+    "dim": [gelu("npu_geglu", dim=2)],
+    "even": [gelu("npu_geglu", dim=0)],
+}
+
+
+def mrope(**functions):
+    return lambda: call("npu::npu_mrope", spoiled(mrope_arguments(), **functions))
+
+
+def sections(*sizes, positions=3, **changes):
+    arguments = mrope_arguments(positions=torch.ones(positions, 5, dtype=torch.int64))
+    return lambda: call("npu::npu_mrope", arguments | {"mrope_section": list(sizes)} | changes)
+
+
+def instead(value):
+    return lambda _: value
+
+
+MROPE_VIOLATIONS = {
+    "dtype": [
+        mrope(**dict.fromkeys(("query", "key", "cos_sin_cache"), torch.Tensor.double)),
+    ],
+    "same dtype": [mrope(key=torch.Tensor.float), mrope(cos_sin_cache=torch.Tensor.float)],
+    "positions dtype": [mrope(positions=torch.Tensor.short)],
+    "rank": [mrope(query=lambda q: q.view(5, 4, 128)), mrope(cos_sin_cache=lambda c: c[None])],
+    "positions shape": [
+        mrope(positions=lambda p: p[None]),
+        sections(16, 24, 24, positions=4),
+        lambda: call("npu::npu_mrope", mrope_arguments(mrope_section=[16, 24, 24])),
+    ],
+    "token count": [
+        mrope(positions=lambda p: p[:4]),
+        mrope(key=lambda k: k[:4]),
+        mrope(**dict.fromkeys(("positions", "query", "key"), lambda each: each[:0])),
+    ],
+    "whole heads": [mrope(key=lambda k: k[:, :-32].contiguous())],
+    "head size": [mrope(head_size=instead(16)), mrope(head_size=instead(0))],
+    "rotary size": [
+        mrope(cos_sin_cache=lambda c: c[:, :16].contiguous()),
+        mrope(head_size=instead(64)),
+    ],
+    "dense rows": [mrope(query=strided)],
+    "rotary_mode": [lambda: call("npu::npu_mrope", mrope_arguments(rotary_mode="interleaved"))],
+    "cache_mode": [
+        lambda: call("npu::npu_mrope", mrope_arguments(cache_mode="interleave")),
+        sections(16, 16, 16, 16, positions=4, cache_mode="interleave"),
+    ],
+    "mrope_section": [sections(16, 16, 32), sections(8, 12, 12)],
+    "positions range": [
+        mrope(positions=lambda p: p + 60),
+        mrope(positions=lambda p: p - 9),
+    ],
+}
+
+
+def limits(logits=None, **changes):
+    rows = torch.zeros(3, 9) if logits is None else logits
+    good = {"logits": rows, "p": torch.full((3,), 0.5), "k": torch.full((3,), 4).int()}
+    return lambda: call("npu::npu_top_k_top_p", good | changes)
+
+
+TOP_K_TOP_P_VIOLATIONS = {
+    "dtype": [limits(torch.zeros(3, 9).double())],
+    "rank": [limits(torch.zeros(3, 3, 9))],
+    "limits": [limits(p=None, k=None)],
+    "limit dtype": [limits(p=torch.ones(3).half()), limits(k=torch.full((3,), 4))],
+    "limit shape": [limits(p=torch.ones(3, 1)), limits(k=torch.ones(2).int())],
+    "p range": [limits(p=torch.full((3,), 1.5)), limits(p=torch.full((3,), float("nan")))],
+    "k range": [limits(k=torch.zeros(3).int()), limits(k=torch.full((3,), 10).int())],
+}
+
+
+def matmuls(**functions):
+    return lambda: call("npu::npu_grouped_matmul", spoiled(matmul_arguments(), **functions))
+
+
+def first(function):
+    return lambda tensors: [function(tensors[0]), *tensors[1:]]
+
+
+GROUPED_MATMUL_VIOLATIONS = {
+    "not grouped": [
+        matmuls(group_type=instead(0)),
+        matmuls(split_item=instead(2)),
+        lambda: call(
+            "npu::npu_grouped_matmul", matmul_arguments() | {"group_list": torch.tensor([2, 3])}
+        ),
+    ],
+    "tensor count": [matmuls(x=lambda x: x[:1]), matmuls(bias=lambda b: b[:1])],
+    "dtype": [
+        matmuls(weight=first(torch.Tensor.float)),
+        matmuls(x=lambda x: [each.double() for each in x]),
+    ],
+    "shapes": [matmuls(x=first(lambda x: x[:, :4].contiguous())), matmuls(x=first(lambda x: x[0]))],
+    "contiguous": [matmuls(x=first(strided))],
+    "transposed alike": [matmuls(weight=first(torch.Tensor.contiguous))],
+    "inner limit": [
+        matmuls(
+            x=lambda _: [torch.zeros(1, 65536).half()] * 2,
+            weight=lambda _: [torch.zeros(4, 65536).half().t()] * 2,
+            bias=instead(None),
+        )
+    ],
+    "bias": [matmuls(bias=first(torch.Tensor.float)), matmuls(bias=first(lambda b: b[:1]))],
+}
 PLACEMENT_VIOLATIONS = {
     "host tensor": [
         lambda: check_placement("atb::_npu_flash_attention", {"query": False, "seq_len": False}),
@@ -276,6 +393,10 @@ VIOLATIONS = {
         NORMS: NORM_VIOLATIONS,
         SWIGLU: SWIGLU_VIOLATIONS,
         ROTARY: ROTARY_VIOLATIONS,
+        "gelu": GELU_VIOLATIONS,
+        "npu_mrope": MROPE_VIOLATIONS,
+        "npu_top_k_top_p": TOP_K_TOP_P_VIOLATIONS,
+        "npu_grouped_matmul": GROUPED_MATMUL_VIOLATIONS,
         PLACEMENT: PLACEMENT_VIOLATIONS,
         "npu_fusion_attention": FUSION_VIOLATIONS,
     }.items()

@@ -79,6 +79,9 @@ def test_tokens_and_what_a_step_asks_of_the_device(
         launches = step.pop("launches")
         if index and (attention == "fia" or state == "DecodeOnly"):  # the first makes the constant
             seen.add(launches)
+        # Dense masks, one for each kind of layer, are gathered from columns of a larger matrix.
+        masks = 2 if attention == "atb" and state != "DecodeOnly" else 0
+        assert step.pop("hidden_copies", 0) <= masks, (state, step)
         left = set(step) - {"h2d_bytes", "peak_memory_bytes"}
         assert not left, (state, step)  # no sync, no copy to the host or on the device
     # One gathers block tables, one places new blocks now and then, and one the last step's samples.

@@ -1,7 +1,8 @@
 """Environment variables of collectives: HCCL between NPUs, gloo between hosts' processes.
 
 Forms and ranges are those of CANN 9.0's reference of environment variables
-(``maintenref/envvar``, ``envref_07_0074`` to ``0080``); those of gloo are torch's.
+(``maintenref/envvar``, ``envref_07_0074`` to ``0080``) and HCCL's user guide (``hccl_env``); those
+of gloo are torch's.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,18 @@ RANGES = {
 }
 """Whole numbers, their limits, and what they are."""
 
-FAMILIES = ("AF_INET", "AF_INET6")
+CHOICES = {
+    "HCCL_SOCKET_FAMILY": (("AF_INET", "AF_INET6"), "of the addresses that hosts use"),
+    "HCCL_DETERMINISTIC": (("false", "true", "strict"), "whether sums are the same in every run"),
+    "HCCL_OP_EXPANSION_MODE": (
+        ("HOST", "HOST_TS", "AI_CPU", "AICPU_CacheDisable", "AIV"),
+        "where a collective is laid out; A2: HOST unless given, A3: AI_CPU",
+    ),
+}
+"""Words, and what they choose. HCCL takes its default for any other, without a word. torch_npu
+reads the second in any case."""
+
+LONGEST_AIV = 1091
 ADDRESSES = ("HCCL_IF_IP", "VLLM_HOST_IP")
 
 
@@ -32,13 +44,14 @@ def collective_findings(host: Host) -> Iterator[Finding]:
     for name in sorted(environment):
         bad = bad_if(host.needs_npu) if name.startswith("HCCL_") else failure
         value = environment[name].strip()
-        if name in RANGES:
+        if name == "HCCL_EXEC_TIMEOUT" and environment.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+            yield _seconds_of_aiv(name, value, bad)
+        elif name in RANGES:
             yield _number(name, value, bad)
         elif name in ADDRESSES:
             yield _address(name, value, bad)
-        elif name == "HCCL_SOCKET_FAMILY":
-            do = f"set it to {' or '.join(FAMILIES)}"
-            yield ok(name, value) if value in FAMILIES else bad(name, repr(value), do)
+        elif name in CHOICES:
+            yield _choice(name, value, bad)
         elif name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             yield _interfaces(host, name, value, bad)
         elif name.startswith("HCCL_"):
@@ -57,6 +70,26 @@ def _number(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> F
     if is_allowed:
         return ok(name, f"{value} ({what})")
     return bad(name, repr(value), f"set it to a whole number {limits}: {what}")
+
+
+def _seconds_of_aiv(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> Finding:
+    """With ``AIV``, fractions are allowed, and 0 or more than 1091 means 1091."""
+    try:
+        is_allowed = 0 < float(value) <= LONGEST_AIV
+    except ValueError:
+        is_allowed = False
+    what = "seconds that a collective waits for a rank, with HCCL_OP_EXPANSION_MODE=AIV"
+    if is_allowed:
+        return ok(name, f"{value} ({what})")
+    return bad(name, repr(value), f"set it to a number above 0, up to {LONGEST_AIV}: {what}")
+
+
+def _choice(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> Finding:
+    choices, what = CHOICES[name]
+    given = value.lower() if name == "HCCL_DETERMINISTIC" else value
+    if given in choices:
+        return ok(name, f"{value} ({what})")
+    return bad(name, repr(value), f"set it to {', '.join(choices[:-1])} or {choices[-1]}: {what}")
 
 
 def _address(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> Finding:

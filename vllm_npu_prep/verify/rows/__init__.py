@@ -1,13 +1,21 @@
 """Every row of ``verify-device``: the list of what the plugin asks of a device."""
 
 from vllm_npu_prep.verify.row import Record, Row
-from vllm_npu_prep.verify.rows import attention, copies, elementwise, engine, graphs
+from vllm_npu_prep.verify.rows import (
+    attention,
+    collectives,
+    copies,
+    engine,
+    fused,
+    graphs,
+)
 
 ROWS: tuple[Row, ...] = (
     *copies.ROWS,
     *attention.ROWS,
-    *elementwise.ROWS,
+    *fused.ROWS,
     *graphs.ROWS,
+    *collectives.ROWS,
     *engine.ROWS,
 )
 """All rows, in the order in which they run: what others build on comes first."""
@@ -20,8 +28,8 @@ NO_ROW: dict[Record, str] = {
     ("fused attention", "fully masked rows"): "every token sees itself",
     ("fused attention", "query rows past a length"): "the last length is always T",
     ("npu_fusion_attention", "unsupported argument"): "the plugin passes none of them",
-    ("npu_fusion_attention", "no graphs"): "the plugin captures no encoder",
     ("npu_fusion_attention", "results for training"): "the plugin reads the first result alone",
+    ("npu_grouped_matmul", "inner limit"): "no model has rows of 65,536 elements",
     ("cache write", "compression"): "the plugin passes no compression",
 }
 """What to try first on hardware (docs/changing/operators.md) that no row tries, and why."""

@@ -234,6 +234,7 @@ bool is_within_allocation(const void* address, size_t size) {
 std::string describe_address(const void* address) {
   auto& m = memory();
   if (!is_device(address)) {
+    if (const auto name = name_of_object(address); !name.empty()) return name;
     char text[40];
     std::snprintf(text, sizeof text, "host address %p", address);
     return text;

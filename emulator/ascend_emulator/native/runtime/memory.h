@@ -21,6 +21,7 @@ bool is_alias(const void* address);
 bool is_within_allocation(const void* address, size_t size);
 
 std::string describe_address(const void* address);
+std::string name_of_object(const void* address);  // see hooks.cpp; empty if it has none
 
 // Memory that is allocated now: what the program has to free itself, a line each, and what
 // torch_npu's allocators keep for tensors and graphs.

@@ -194,6 +194,11 @@ aclError take_fault() {
   return status;
 }
 
+bool fault_is_pending() {
+  std::lock_guard lock(log().mutex);
+  return log().fault_status != acl::kSuccess;
+}
+
 void count_kernel(const std::string& name) {
   ++counters().launches;
   if (options().trace) say("launch %s", name.c_str());

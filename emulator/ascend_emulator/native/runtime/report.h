@@ -54,6 +54,7 @@ void hazard(const std::string& message);
 // A kernel failed on a worker; devices report that at the next sync, and so does this one.
 void fault(acl::Status status, const std::string& message);
 aclError take_fault();
+bool fault_is_pending();  // one that no sync has returned yet
 
 void count_kernel(const std::string& name);
 void count_hidden_copy(const std::string& name);  // that an operator makes of a strided tensor

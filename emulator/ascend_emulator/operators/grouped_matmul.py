@@ -1,0 +1,178 @@
+"""Reference of the operator that multiplies several pairs of matrices, where nothing is grouped."""
+
+from functools import partial
+
+import torch
+
+from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+
+GROUPED_MATMUL = "npu::npu_grouped_matmul"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INNER_LIMIT = 65536
+MAX_TENSORS = 128
+
+NAME = "npu_grouped_matmul"
+record = partial(Constraint, NAME)
+AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
+DOCUMENTATION = (
+    "Ascend/op-plugin, its page of `npu_grouped_matmul`; cann/ops-transformer 9.1.0, "
+    "`aclnnGroupedMatmulV4`"
+)
+
+# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
+GROUPED_MATMUL_RULES = Family(
+    NAME,
+    [
+        record(
+            "group_type, split_item",
+            "not grouped",
+            "group_type -1 and split_item 0, without a group_list and what quantisation takes",
+            "other forms too",
+            "the only form that the plugin uses",
+            "none needed",
+            READING,
+            "other forms are outside of this reference",
+        ),
+        record(
+            "x, weight, bias",
+            "tensor count",
+            "as many of each, at most 128",
+            "one bias for each weight, at most 128",
+            "the same",
+            DOCUMENTATION,
+            AGREED,
+        ),
+        record(
+            "x, weight",
+            "dtype",
+            "float16, bfloat16 or float32, the same for all",
+            "these three unless quantised",
+            "the same",
+            DOCUMENTATION,
+            AGREED,
+        ),
+        record(
+            "x, weight",
+            "shapes",
+            "[m, k] and [k, n] of each pair",
+            "weights with 2 dimensions, x with 2 to 6",
+            "x with 2 dimensions in this form",
+            DOCUMENTATION,
+            PRACTICE,
+        ),
+        record(
+            "x",
+            "contiguous",
+            "contiguous inputs",
+            "x is not transposed in this form",
+            "not transposed",
+            DOCUMENTATION,
+            AGREED,
+        ),
+        record(
+            "weight",
+            "transposed alike",
+            "all weights contiguous, or all of them transposed",
+            "transposed weights are supported, all or none",
+            "the same",
+            DOCUMENTATION,
+            AGREED,
+        ),
+        record(
+            "x, weight",
+            "inner limit",
+            "less than 65536 elements in a row",
+            "the limit has a name only",
+            "less than 65536",
+            DOCUMENTATION,
+            PRACTICE,
+        ),
+        record(
+            "bias",
+            "bias",
+            "[n] of each pair, in float16 for float16, else in float32",
+            "1 dimension; float16, float32 or int32",
+            "the same",
+            DOCUMENTATION,
+            AGREED,
+        ),
+    ],
+)
+
+
+def grouped_matmul(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    *,
+    bias: list[torch.Tensor] | None = None,
+    scale: list[torch.Tensor] | None = None,
+    offset: list[torch.Tensor] | None = None,
+    antiquant_scale: list[torch.Tensor] | None = None,
+    antiquant_offset: list[torch.Tensor] | None = None,
+    per_token_scale: list[torch.Tensor] | None = None,
+    group_list: torch.Tensor | None = None,
+    activation_input: list[torch.Tensor] | None = None,
+    activation_quant_scale: list[torch.Tensor] | None = None,
+    activation_quant_offset: list[torch.Tensor] | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    tuning_config: list[int] | None = None,
+    output_dtype: int | None = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    per_token_scale_dtype: int | None = None,
+) -> list[torch.Tensor]:
+    """``x[i] @ weight[i] + bias[i]`` for each i."""
+    others = {
+        "scale": scale,
+        "offset": offset,
+        "antiquant_scale": antiquant_scale,
+        "antiquant_offset": antiquant_offset,
+        "per_token_scale": per_token_scale,
+        "group_list": group_list,
+        "activation_input": activation_input,
+        "activation_quant_scale": activation_quant_scale,
+        "activation_quant_offset": activation_quant_offset,
+        "group_list_type": group_list_type or None,
+        "act_type": act_type or None,
+        "tuning_config": tuning_config,
+        "output_dtype": output_dtype,
+        "x_dtype": x_dtype,
+        "weight_dtype": weight_dtype,
+        "scale_dtype": scale_dtype,
+        "per_token_scale_dtype": per_token_scale_dtype,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    demand = GROUPED_MATMUL_RULES.call(GROUPED_MATMUL).demand
+    is_apart = (group_type, split_item) == (-1, 0) and not given
+    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {given}")
+    biases: list[torch.Tensor | None] = [*bias] if bias else [None] * len(weight)
+    counts = f"{len(x)}, {len(weight)} and {len(biases)}"
+    same_count = 0 < len(x) == len(weight) == len(biases) <= MAX_TENSORS
+    demand("tensor count", same_count, counts)
+    dtype = x[0].dtype
+    transposed = set()
+    for rows, columns, added in zip(x, weight, biases):
+        dtypes = f"{rows.dtype} and {columns.dtype}"
+        demand("dtype", dtype in DTYPES and rows.dtype == columns.dtype == dtype, dtypes)
+        shapes = f"{shape_of(rows)} and {shape_of(columns)}"
+        fits = rows.dim() == columns.dim() == 2 and rows.shape[1] == columns.shape[0]
+        demand("shapes", fits, shapes)
+        demand("contiguous", rows.is_contiguous(), f"strides {rows.stride()}")
+        transposed.add((columns.is_contiguous(), columns.t().is_contiguous()))
+        inner = max(rows.shape[1], columns.shape[0 if columns.stride(0) == 1 else 1])
+        demand("inner limit", inner < INNER_LIMIT, inner)
+        if added is not None:
+            wanted = torch.float16 if dtype == torch.float16 else torch.float32
+            ok = added.dtype == wanted and shape_of(added) == (columns.shape[1],)
+            demand("bias", ok, f"{added.dtype} {shape_of(added)}")
+    alike = all(plain for plain, _ in transposed) or all(turned for _, turned in transposed)
+    demand("transposed alike", alike, [columns.stride() for columns in weight])
+    outputs = []
+    for rows, columns, added in zip(x, weight, biases):
+        product = rows.float() @ columns.float()
+        outputs.append((product if added is None else product + added.float()).to(dtype))
+    return outputs

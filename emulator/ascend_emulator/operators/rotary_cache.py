@@ -1,0 +1,269 @@
+"""Reference of the rotary operator that gathers cosines and sines by position."""
+
+from functools import partial
+
+import torch
+
+from ascend_emulator.operators.constraint import (
+    Call,
+    Constraint,
+    Enforced,
+    Family,
+    shape_of,
+)
+
+MROPE = "npu::npu_mrope"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ALIGNMENT = 64
+"""Bytes of which heads, and the part of a head that is rotated, are multiples."""
+COPIED_IF_STRIDED = ("positions", "cos_sin_cache")
+"""The others go to the kernel with the strides of their rows (``aclnnRopeWithSinCosCache``
+of CANN 9.1; 8.5 copies cos_sin_cache alone, and reads positions one after another)."""
+SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
+
+NAME = "npu_mrope"
+record = partial(Constraint, NAME)
+AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
+OPS = "cann/ops-transformer 9.1.0, `rope_with_sin_cos_cache`"
+TILING = f"{OPS}: `TilingCompute`"
+CHECKS = f"{OPS}: `CheckParams` of its aclnn function"
+SAME = "the same"
+
+# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
+MROPE_RULES = Family(
+    NAME,
+    [
+        record(
+            "query",
+            "dtype",
+            "float16, bfloat16 or float32",
+            "these three",
+            SAME,
+            CHECKS,
+            AGREED,
+        ),
+        record(
+            "key, cos_sin_cache",
+            "same dtype",
+            "the dtype of query",
+            "not stated; op-plugin's documentation: the same",
+            SAME,
+            CHECKS,
+            PRACTICE,
+        ),
+        record(
+            "positions",
+            "positions dtype",
+            "int32 or int64",
+            "these two",
+            SAME,
+            CHECKS,
+            AGREED,
+        ),
+        record(
+            "query, key, cos_sin_cache",
+            "rank",
+            "rank 2",
+            "2 dimensions",
+            SAME,
+            CHECKS,
+            AGREED,
+        ),
+        record(
+            "positions",
+            "positions shape",
+            "[tokens], or [sections, tokens] with an mrope_section",
+            "[tokens], or [3, tokens]",
+            "4 sections too",
+            OPS,
+            PRACTICE,
+        ),
+        record(
+            "key, positions",
+            "token count",
+            "at least one token, and the tokens of query",
+            "empty tensors are supported",
+            "empty ones are refused",
+            CHECKS,
+            PRACTICE,
+        ),
+        record(
+            "query, key",
+            "whole heads",
+            "columns that are a multiple of head_size",
+            "num_heads * head_size",
+            SAME,
+            CHECKS,
+            AGREED,
+        ),
+        record(
+            "head_size",
+            "head size",
+            "a multiple of 64 bytes",
+            "not stated; op-plugin's documentation: multiples of 32, of 16 in float32",
+            SAME,
+            TILING,
+            PRACTICE,
+        ),
+        record(
+            "cos_sin_cache",
+            "rotary size",
+            "columns that are a multiple of 64 bytes and at most head_size",
+            "a multiple of 32, of 16 in float32",
+            "also at most head_size",
+            TILING,
+            AGREED,
+        ),
+        record(
+            "query, key",
+            "dense rows",
+            "rows without gaps between their elements",
+            "tensors that are not contiguous are supported",
+            "the distance of rows is passed to the kernel, that of elements is not",
+            OPS,
+            PRACTICE,
+        ),
+        record(
+            "rotary_mode",
+            "rotary_mode",
+            "'half' or 'interleave'",
+            "these two; op-plugin's documentation: 'interleaved'",
+            "'interleaved' is refused",
+            "Ascend/op-plugin, its source of `npu_mrope`",
+            AGREED,
+        ),
+        record(
+            "cache_mode",
+            "cache_mode",
+            "'default', or 'interleave' with three sections",
+            "these two",
+            "'interleave' not with four sections; without sections not documented",
+            OPS,
+            AGREED,
+        ),
+        record(
+            "mrope_section",
+            "mrope_section",
+            "[0, 0, 0], or one of [16, 24, 24], [24, 20, 20], [8, 12, 12] and [16, 16, 16, 16], "
+            "which add up to half of the rotated size",
+            "three that add up to half of rotary_dim",
+            "no others than these four",
+            CHECKS,
+            PRACTICE,
+        ),
+        record(
+            "positions",
+            "positions range",
+            "0 to the rows of cos_sin_cache - 1",
+            "an error past the rows",
+            SAME,
+            "none needed",
+            AGREED,
+        ),
+        record(
+            "query, key",
+            "rows with gaps",
+            "slices of a wider tensor, without a copy",
+            "tensors that are not contiguous are supported",
+            "the strides of rows go to the kernel, and `Contiguous` is not called",
+            OPS,
+            PRACTICE,
+            "what q and k of one fused projection are",
+            refused=False,
+        ),
+    ],
+)
+
+
+def mrope(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_size: int,
+    *,
+    mrope_section: list[int] | None = None,
+    rotary_mode: str | None = "half",
+    cache_mode: str | None = "default",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate heads of query and key ``[T, N * D]`` by the cosines and sines of their positions."""
+    sections = tuple(mrope_section or (0, 0, 0))
+    _check(positions, query, key, cos_sin_cache, head_size, sections, rotary_mode, cache_mode)
+    cos, sin = cos_sin_cache.float()[positions.long()].chunk(2, -1)
+    if sections[0]:
+        which = _sections_of(sections, cache_mode == "interleave")
+        cos, sin = (_merged(factors, which) for factors in (cos, sin))
+    rotate = _rotate_half if rotary_mode == "half" else _rotate_interleaved
+    size = cos_sin_cache.shape[1]
+    results = []
+    for x in (query, key):
+        heads = x.float().reshape(len(x), -1, head_size)
+        rotated = rotate(heads[..., :size], cos[:, None], sin[:, None])
+        whole = torch.cat((rotated, heads[..., size:]), -1)
+        results.append(whole.reshape(x.shape).to(x.dtype))
+    return results[0], results[1]
+
+
+def _sections_of(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
+    """Row of `positions` that each frequency follows, int64 ``[rotary_dim / 2]``."""
+    if not interleaved:
+        return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
+    which = torch.zeros(sum(sections), dtype=torch.int64)
+    for row in (1, 2):
+        which[row : 3 * sections[row] : 3] = row
+    return which
+
+
+def _merged(factors: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """From ``[sections, T, F]`` the row of each frequency, ``[T, F]``."""
+    return factors.gather(0, which.expand(1, *factors.shape[1:]))[0]
+
+
+def _rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def _check(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cache: torch.Tensor,
+    head_size: int,
+    sections: tuple[int, ...],
+    rotary_mode: str | None,
+    cache_mode: str | None,
+) -> None:
+    call: Call = MROPE_RULES.call(MROPE)
+    demand = call.demand
+    tensors = {"query": query, "key": key, "cos_sin_cache": cache}
+    demand("dtype", query.dtype in DTYPES, query.dtype)
+    demand("positions dtype", positions.dtype in (torch.int32, torch.int64), positions.dtype)
+    for argument, tensor in tensors.items():
+        demand("rank", tensor.dim() == 2, shape_of(tensor), argument)
+        demand("same dtype", tensor.dtype == query.dtype, tensor.dtype, argument)
+    demand("rotary_mode", rotary_mode in ("half", "interleave"), repr(rotary_mode))
+    modes = ("default", "interleave") if sections[0] and len(sections) == 3 else ("default",)
+    size = cache.shape[1]
+    known = sections == (0, 0, 0) or (sections in SECTIONS and 2 * sum(sections) == size)
+    demand("mrope_section", known, f"{list(sections)} for {size} columns")
+    demand("cache_mode", cache_mode in modes, f"{cache_mode!r} with sections {list(sections)}")
+    shape = (len(sections), len(query)) if sections[0] else (len(query),)
+    rank_is_right = positions.dim() == len(shape) and shape_of(positions)[:-1] == shape[:-1]
+    demand("positions shape", rank_is_right, shape_of(positions))
+    counts = f"{positions.shape[-1]}, {len(query)} and {len(key)}"
+    same = 0 < len(query) == len(key) == positions.shape[-1]
+    demand("token count", same, counts, "positions, query and key")
+    aligned = ALIGNMENT // query.element_size()
+    demand("head size", head_size > 0 and head_size % aligned == 0, head_size)
+    demand("rotary size", size % aligned == 0 and 0 < size <= head_size, size)
+    for argument, tensor in list(tensors.items())[:2]:
+        demand("whole heads", tensor.shape[1] % head_size == 0, shape_of(tensor), argument)
+        demand("dense rows", tensor.stride(1) == 1, f"strides {tensor.stride()}", argument)
+    outside = positions[(positions < 0) | (positions >= len(cache))]
+    demand("positions range", not outside.numel(), f"{outside.tolist()} of {len(cache)} rows")

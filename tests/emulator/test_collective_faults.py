@@ -1,0 +1,337 @@
+"""What real HCCL reports badly or not at all: each mistake gives one fault that names who did what.
+
+Each test plants a mistake in forked ranks, and reads what their next sync raises.
+"""
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+OPTIONS = ("--devices", "4", "--hang-seconds", "3")
+SETUP = """
+import ctypes, os, signal, time
+import torch.distributed as dist
+from tests.emulator.ranks import run_ranks, sync_error
+
+def ones(n=8, dtype=torch.float32):
+    return torch.ones(n, dtype=dtype, device="npu")
+
+def cause(message):
+    assert "HCCL, communicator" in message, message
+    return message.split("HCCL, communicator", 1)[1].splitlines()[0]
+"""
+
+
+@pytest.fixture
+def ranks(emulate):
+    """Run a script with four devices, in which a stuck collective is reported after 3 seconds."""
+    return lambda script: emulate(SETUP + textwrap.dedent(script), *OPTIONS)
+
+
+def test_ranks_that_disagree_get_one_fault_that_names_both_calls(ranks):
+    """Another collective, count, dtype, reduction or root, and another order."""
+    ranks(
+        """
+        def out(n):
+            return torch.empty(n, device="npu")
+
+        CASES = {
+            "collective": (lambda: dist.all_reduce(ones()), lambda: dist.broadcast(ones(), 0),
+                           "rank 0 calls HcclAllReduce #2 (8 of float32, sum), "
+                           "rank 1 calls HcclBroadcast #2 (8 of float32, root 0)"),
+            "count": (lambda: dist.all_reduce(ones(4)), lambda: dist.all_reduce(ones(5)),
+                      "rank 0 calls HcclAllReduce #2 (4 of float32, sum), "
+                      "rank 1 calls HcclAllReduce #2 (5 of float32, sum)"),
+            "dtype": (lambda: dist.all_reduce(ones(4)),
+                      lambda: dist.all_reduce(ones(4, torch.float16)),
+                      "(4 of float32, sum), rank 1 calls HcclAllReduce #2 (4 of float16, sum)"),
+            "reduction": (lambda: dist.all_reduce(ones(), dist.ReduceOp.MAX),
+                          lambda: dist.all_reduce(ones()),
+                          "(8 of float32, max), rank 1 calls HcclAllReduce #2 (8 of float32, sum)"),
+            "root": (lambda: dist.broadcast(ones(), 0), lambda: dist.broadcast(ones(), 1),
+                     "rank 0 calls HcclBroadcast #2 (8 of float32, root 0), "
+                     "rank 1 calls HcclBroadcast #2 (8 of float32, root 1)"),
+            "order": (lambda: (dist.all_reduce(ones()), dist.all_gather_single(out(16), ones())),
+                      lambda: (dist.all_gather_single(out(16), ones()), dist.all_reduce(ones())),
+                      "rank 0 calls HcclAllReduce #2 (8 of float32, sum), "
+                      "rank 1 calls HcclAllGather #2 (8 of float32)"),
+            "counts": (lambda: dist.all_to_all_single(out(5), ones(4), [2, 3], [2, 2]),
+                       lambda: dist.all_to_all_single(out(4), ones(4), [2, 2], [2, 2]),
+                       "counts of HcclAlltoAllV #2 (float32, counts for each rank) disagree: "
+                       "rank 1 gives rank 0 8 bytes, rank 0 expects 12 bytes of it"),
+        }
+
+        def rank_main(rank):
+            dist.all_reduce(ones())
+            calls[rank]()
+            return sync_error()
+
+        for name, (*calls, text) in CASES.items():
+            messages = run_ranks(rank_main)
+            assert cause(messages[0]) == cause(messages[1]), messages
+            assert text in messages[0], (name, text, messages[0])
+        """
+    )
+
+
+def test_a_send_and_its_receive_must_match(ranks):
+    ranks(
+        """
+        def rank_main(rank):
+            dist.send(ones(4), 1) if rank == 0 else dist.recv(ones(4, torch.int32), 0)
+            return sync_error()
+
+        messages = run_ranks(rank_main)
+        assert cause(messages[0]) == cause(messages[1]), messages
+        assert ("rank 0 calls HcclSend #1 (4 of float32, with rank 1), "
+                "rank 1 calls HcclRecv #1 (4 of int32, with rank 0)") in messages[0], messages[0]
+        """
+    )
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_its_last(ranks):
+    ranks(
+        """
+        def rank_main(rank):
+            dist.all_reduce(ones())
+            dist.broadcast(ones(3), 0)
+            torch.npu.synchronize()
+            if rank == 1:                # the bug: it skips one
+                time.sleep(4)
+                return ""
+            dist.all_reduce(ones())
+            return sync_error()
+
+        message = run_ranks(rank_main)[0]
+        assert "rank 1 (process " in message and "did not come in 3 s" in message, message
+        assert ("it is in no collective; its last was HcclBroadcast #2 (3 of float32, root 0) "
+                "(2 calls so far); rank 0 is in HcclAllReduce #3 (8 of float32, sum)"
+                ) in message, message
+        """
+    )
+
+
+def test_two_ranks_that_both_send_first_are_named(ranks):
+    """Such sends end on no device, unless the payload happens to fit into its buffers."""
+    ranks(
+        """
+        def rank_main(rank):
+            dist.send(ones(), 1 - rank)
+            dist.recv(ones(), 1 - rank)
+            return sync_error()
+
+        messages = run_ranks(rank_main)
+        assert cause(messages[0]) == cause(messages[1]), messages
+        assert messages[0].count("is in HcclSend #1 (8 of float32, with rank") == 2, messages[0]
+        """
+    )
+
+
+def test_a_rank_that_dies_is_named_at_once_and_leaves_nothing(ranks):
+    """By SIGKILL, in the middle of a collective: nothing is left in /dev/shm or in TMPDIR."""
+    folders = [Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))]
+
+    def left():
+        return {
+            path
+            for folder in folders
+            for path in folder.iterdir()
+            if "hccl" in path.name.lower() or "npu-emulator-hccl" in path.name
+        }
+
+    before = left()
+    ranks(
+        """
+        def rank_main(rank):
+            dist.all_reduce(ones())
+            torch.npu.synchronize()
+            if rank == 1:
+                work = dist.broadcast(ones(), 2, async_op=True)  # rank 2 never comes
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+            if rank == 0:
+                dist.broadcast(ones(), 2)
+                return sync_error(), time.monotonic() - start
+            time.sleep(1)
+            dist.broadcast(ones(), 2)
+            return sync_error(), 0.0
+
+        (first, seconds), _, (third, _) = run_ranks(rank_main, 3, codes=[0, -9, 0])
+        assert "rank 1 (process " in third and "died while it was waited for" in third, third
+        assert "it is in HcclBroadcast #2 (8 of float32, root 2)" in third, third
+        assert cause(first) == cause(third) and seconds < 3, (first, seconds)
+
+        def all_die(rank):
+            dist.all_reduce(ones())
+            torch.npu.synchronize()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        run_ranks(all_die, codes=-9)
+        """
+    )
+    assert left() == before
+
+
+def test_a_group_destroyed_early_is_named(ranks):
+    """By another rank that still waits, and by the rank's own graph."""
+    ranks(
+        """
+        def rank_main(rank):
+            dist.all_reduce(ones())
+            torch.npu.synchronize()
+            if rank == 1:
+                dist.destroy_process_group()
+                time.sleep(1)
+                return ""
+            dist.all_reduce(ones())
+            return sync_error()
+
+        message = run_ranks(rank_main)[0]
+        assert "rank 1 destroyed the communicator while it was waited for" in message, message
+        assert "rank 0 is in HcclAllReduce #2" in message, message
+
+        def replays(rank):
+            x = ones()
+            dist.all_reduce(x)
+            graph = torch.npu.NPUGraph()
+            with torch.npu.graph(graph):
+                dist.all_reduce(x)
+            torch.npu.synchronize()
+            dist.destroy_process_group()
+            graph.replay()
+            return sync_error()
+
+        for rank, message in enumerate(run_ranks(replays)):
+            assert f"rank {rank} runs HcclAllReduce #2" in message, message
+            assert "captured as #1) after having destroyed the communicator" in message, message
+        """
+    )
+
+
+def test_graphs_of_different_captures_do_not_pair(ranks):
+    """HCCL's constraint: all ranks replay the graph of one and the same capture."""
+    ranks(
+        """
+        def rank_main(rank):
+            x = ones()
+            dist.all_reduce(x)
+            graphs = [torch.npu.NPUGraph(), torch.npu.NPUGraph()]
+            for graph in graphs:
+                with torch.npu.graph(graph):
+                    dist.all_reduce(x)
+            graphs[rank].replay()          # the bug: each its own
+            first = sync_error()
+            return first
+
+        messages = run_ranks(rank_main)
+        assert cause(messages[0]) == cause(messages[1]), messages
+        assert ("sum, captured as #1), rank 1 calls HcclAllReduce #2 (8 of float32, sum, "
+                "captured as #2)") in messages[0], messages
+        """
+    )
+
+
+def test_what_a_communicator_needs_is_checked_when_it_is_made(ranks):
+    run = ranks(
+        """
+        hccl = ctypes.CDLL("libhccl.so")
+        root = ctypes.create_string_buffer(4108)
+
+        def join(rank, count=2, device=None, info=root):
+            torch.npu.set_device(rank if device is None else device)
+            torch.empty(1, device="npu")
+            handle = ctypes.c_void_p()
+            return hccl.HcclCommInitRootInfo(count, info, rank, ctypes.byref(handle))
+
+        assert hccl.HcclGetRootInfo(root) == 0
+        elsewhere = ctypes.create_string_buffer(
+            bytes(root)[:16] + bytes(root)[16:].replace(b"-", b"+"), 4108)
+        codes = run_ranks(lambda rank: join(rank, info=elsewhere), group=False)
+        assert codes == [5, 5], codes                               # another host's boot id
+        assert run_ranks(lambda rank: join(rank, device=0), group=False) == [1, 1]
+        hccl.HcclGetRootInfo(root)
+        assert all(run_ranks(lambda rank: join(rank, count=2 + rank), group=False))
+        hccl.HcclGetRootInfo(root)
+        absent = run_ranks(lambda rank: rank or join(rank), group=False)
+        assert absent == [9, 1], absent
+        os.environ["HCCL_BUFFSIZE"] = "9000"                        # of a card with 8 GiB
+        hccl.HcclGetRootInfo(root)
+        assert run_ranks(lambda rank: join(rank), group=False) == [24, 24]
+        """
+    )
+    errors = "\n".join(run.report["errors"])
+    for part in (
+        "emulated devices communicate within one host only",
+        "ranks 0 and 1 are both on npu:0; each needs a device of its own (torch.npu.set_device)",
+        "joins a group of 3, another rank one of 2",
+        "rank 1 did not come in 3 s; it has not joined",
+        "needs 2 x 9000 MB of npu:0, which has less left: lower HCCL_BUFFSIZE",
+    ):
+        assert part in errors, (part, errors)
+
+
+def test_arguments_are_checked_at_the_call(ranks):
+    """What HCCL's reference demands for A2 and A3, and what would touch other memory."""
+    ranks(
+        """
+        hccl = ctypes.CDLL("libhccl.so")
+        root = ctypes.create_string_buffer(4108)
+        F32, BF16, FP64, SUM, PROD = 4, 11, 10, 0, 1
+
+        def rank_main(rank):
+            handle = ctypes.c_void_p()
+            assert hccl.HcclCommInitRootInfo(2, root, rank, ctypes.byref(handle)) == 0
+            x = ones(8)
+            stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+
+            def reduce(address, count=8, dtype=F32, op=SUM):
+                address = ctypes.c_void_p(address)
+                return hccl.HcclAllReduce(address, address, ctypes.c_uint64(count), dtype, op,
+                                          handle, stream)
+
+            host = torch.ones(8)
+            outcomes = [
+                reduce(x.data_ptr()),
+                reduce(host.data_ptr()),
+                reduce(x.data_ptr(), 1 << 28),
+                reduce(x.data_ptr() + 2, 4),
+                reduce(x.data_ptr(), dtype=13),
+                reduce(x.data_ptr(), 4, FP64),
+                reduce(x.data_ptr(), 8, BF16, PROD),
+                hccl.HcclBroadcast(ctypes.c_void_p(x.data_ptr()), ctypes.c_uint64(8), F32, 2,
+                                   handle, stream),
+                hccl.HcclSend(ctypes.c_void_p(x.data_ptr()), ctypes.c_uint64(8), F32, rank,
+                              handle, stream),
+            ]
+            torch.npu.synchronize()
+            assert x.cpu().eq(2).all()
+            assert hccl.HcclCommDestroy(handle) == 0 and hccl.HcclCommDestroy(handle) == 1
+            assert reduce(x.data_ptr()) == 1
+            return outcomes
+
+        hccl.HcclGetRootInfo(root)
+        zero, one = run_ranks(rank_main, group=False)
+        assert zero == one == [0, 2, 2, 1, 1, 5, 5, 1, 1], zero
+        """
+    )
+
+
+def test_a_failure_that_no_sync_reports_ends_the_process(ranks):
+    """torch_npu's watchdog asks for asynchronous errors every second."""
+    run = ranks(
+        """
+        def rank_main(rank):
+            dist.all_reduce(ones())
+            torch.npu.synchronize()
+            dist.all_reduce(ones()) if rank else dist.broadcast(ones(), 0)
+            time.sleep(30)               # waits for something else
+
+        start = time.monotonic()
+        run_ranks(rank_main, codes=[-6, -6])
+        assert time.monotonic() - start < 20
+        """
+    )
+    assert "rank 0 calls HcclBroadcast #2" in run.err

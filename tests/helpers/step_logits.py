@@ -1,0 +1,110 @@
+"""Logits of each step of an engine, and how far those of two engines lie apart."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.helpers.engine import generate, greedy, runner_of
+
+
+@dataclass
+class Steps:
+    """Greedy tokens of each prompt, and the logits that chose them, ``[tokens, vocab_size]``."""
+
+    tokens: list[list[int]]
+    logits: list[torch.Tensor]
+
+
+def greedy_steps(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steps:
+    """Run prompts that fit one step each; the logits that the sampler gets, in float32."""
+    runner = runner_of(llm)
+    rows: dict[str, list[torch.Tensor]] = {}
+    sample = runner.sampler.forward
+
+    def recorded(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for req_id, row in zip(runner.input_batch.req_ids, logits.float().cpu()):
+            rows.setdefault(req_id, []).append(row)
+        return sample(logits, *args, **kwargs)
+
+    runner.sampler.forward = recorded
+    try:
+        tokens = generate(llm, prompts, greedy(max_tokens))
+    finally:
+        runner.sampler.forward = sample
+    in_order = sorted(rows, key=lambda req_id: int(req_id.partition("-")[0]))
+    return Steps(tokens, [torch.stack(rows[req_id]) for req_id in in_order])
+
+
+@dataclass
+class Difference:
+    """How two engines differ on the steps that they share.
+
+    Attributes
+    ----------
+    largest
+        Largest difference of a logit, in units of the logits' standard deviation.
+    compared, excluded
+        Tokens that were compared, and steps whose two best logits are closer than `bound`.
+    wrong
+        Tokens that differ although the margin exceeds the bound.
+    """
+
+    bound: float
+    largest: float = 0.0
+    compared: int = 0
+    excluded: int = 0
+    wrong: list[tuple[int, int]] = field(default_factory=list)
+
+
+def difference(ours: Steps, theirs: Steps, bound: float) -> Difference:
+    """Compare until the tokens of a prompt part; `bound` is in standard deviations of logits."""
+    out = Difference(bound)
+    for prompt, (mine, other) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        for step, (got, expected) in enumerate(zip(mine, other, strict=True)):
+            scale = float(expected.std())
+            out.largest = max(out.largest, float((got - expected).abs().max()) / scale)
+            best = expected.topk(2).values
+            is_clear = float(best[0] - best[1]) / scale > 2 * bound
+            out.compared += is_clear
+            out.excluded += not is_clear
+            if ours.tokens[prompt][step] != theirs.tokens[prompt][step]:
+                if is_clear:
+                    out.wrong.append((prompt, step))
+                break
+    return out
+
+
+def close_calls(
+    logits_of: Callable[[list[int]], np.ndarray],
+    prompts: list[list[int]],
+    ours: list[list[int]],
+    theirs: list[list[int]],
+    bound: float,
+) -> int:
+    """Number of prompts whose tokens part where the model itself hardly prefers one of the two.
+
+    Parameters
+    ----------
+    logits_of
+        The model in float32 (`tests.helpers.huggingface.logits_of`).
+    bound
+        How close, in standard deviations of the logits.
+
+    Raises
+    ------
+    AssertionError
+        If tokens part anywhere else.
+    """
+    parted = 0
+    for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
+        if mine == other:
+            continue
+        step = next(i for i, pair in enumerate(zip(mine, other)) if pair[0] != pair[1])
+        logits = logits_of(prompt + mine[:step])[-1]
+        margin = abs(logits[mine[step]] - logits[other[step]]) / logits.std()
+        assert margin < bound, f"step {step}: {mine[step]}, not {other[step]}: {margin:.3f} apart"
+        parted += 1
+    return parted

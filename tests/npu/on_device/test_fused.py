@@ -1,0 +1,308 @@
+"""Fused operators: how many launches are left, and that the results are those of vLLM's code."""
+
+import contextlib
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers import activation, layernorm, rotary_embedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+import ascend_emulator
+from ascend_emulator import operators
+from tests.helpers.counting import ModuleCounts
+from tests.helpers.engine import (
+    engine,
+    engine_config,
+    generate,
+    greedy,
+    make_model,
+    runner_of,
+)
+from tests.helpers.fused import MODEL, compare_paths, forget_rotary_embeddings, settings
+from vllm_npu_prep.ops import register_fused
+from vllm_npu_prep.ops.fused import OPERATORS
+from vllm_npu_prep.verify.fused import is_right
+
+BUDGET = {"Qwen3": 12, "Llama": 10}
+"""Launches of a layer, with the copies that operators make of strided inputs."""
+
+ROTARY = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+"""Parameters of rotary embeddings, by what is special about them."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), **MODEL)
+
+
+@pytest.mark.parametrize("family", BUDGET)
+def test_a_layer_stays_within_its_budget(qwen3, tmp_path, family):
+    model = qwen3 if family == "Qwen3" else make_model(tmp_path / "model", family, **MODEL)
+    forget_rotary_embeddings()
+    with engine(model, **settings()) as llm:
+        runner, sampling = runner_of(llm), {}
+        counted = ModuleCounts(runner.get_model(), ["model.layers.1"])
+        sample = runner.sampler.forward
+
+        def counted_sample(logits, sampling_metadata, **kwargs):
+            with ascend_emulator.count() as c:
+                output = sample(logits, sampling_metadata, **kwargs)
+            kind = "greedy" if sampling_metadata.all_greedy else "random"
+            sampling[kind] = c.launches + c.hidden_copies
+            return output
+
+        runner.sampler.forward = counted_sample
+        limits = SamplingParams(temperature=0.7, top_k=9, top_p=0.9, max_tokens=3, detokenize=False)
+        generate(llm, [[5, 6, 7], [8], [9, 10]], greedy(3))
+        (layer,) = counted.counts.values()
+        generate(llm, [[5, 6, 7], [8]], limits)
+    assert set(layer) == {"launches"}, "no copies, hidden or not, and no syncs"
+    assert layer["launches"] == BUDGET[family]
+    assert sampling["greedy"] <= 8
+    assert sampling["random"] <= 12
+
+
+@pytest.fixture(scope="module")
+def configs(qwen3):
+    """Configs with and without fused operators, whose layers are registered."""
+    made = {}
+    for fused in (True, False):
+        made[fused] = engine_config(qwen3, **settings(fused=fused))
+    register_fused(made[True], print)
+    return made
+
+
+def pair(configs, make, **weights):
+    """A fused layer and vLLM's own, with one set of random weights, on the device."""
+    layers = []
+    for fused in (True, False):
+        forget_rotary_embeddings()
+        with set_current_vllm_config(configs[fused]), torch.device("npu"):
+            layer = make()
+        layers.append(layer.to("npu"))
+    for mine, theirs in zip(layers[0].parameters(), layers[1].parameters()):
+        values = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1)) / 4 + 0.5
+        mine.data.copy_(values)
+        theirs.data.copy_(values)
+    return layers
+
+
+def run(layer, *arguments):
+    """Results on the host, and how many launches they took."""
+    with torch.inference_mode(), ascend_emulator.count() as c:
+        results = layer(*arguments)
+    results = results if isinstance(results, tuple) else (results,)
+    return [None if each is None else each.float().cpu() for each in results], c
+
+
+def check(layers, *arguments, launches, more_than=1, tolerance=0.02):
+    results, counts = zip(*(run(layer, *arguments) for layer in layers))
+    for ours, theirs in zip(*results, strict=True):
+        if theirs is None:
+            assert ours is None
+            continue
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(scale, 1e-3))
+    assert counts[0].launches + counts[0].hidden_copies == launches
+    assert counts[1].launches + counts[1].hidden_copies >= more_than + launches
+
+
+def on_device(*shape, dtype=torch.float16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).npu()
+
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("is_neox", [True, False], ids=["half", "interleaved"])
+def test_rotary_embeddings(configs, name, is_neox, dtype, seed):
+    parameters = {"rope_theta": 10000.0, **ROTARY[name]}
+    layers = pair(
+        configs,
+        lambda: rotary_embedding.get_rope(64, 256, is_neox, parameters, dtype),
+    )
+    projected = on_device(9, 64 * 8, dtype=dtype, seed=seed)
+    query, key, _ = projected.split([256, 128, 128], -1)
+    positions = torch.tensor([0, 1, 2, 200, 3, 64, 5, 6, 120]).npu()
+    check(layers, positions, query, key, launches=1)
+    check(layers, positions, query, None, launches=1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("sections", "launches"), [((16, 24, 24), 1), ((40, 12, 12), 5)])
+def test_rotary_embeddings_of_images(configs, sections, interleaved, launches, seed):
+    parameters = {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "mrope_section": list(sections),
+        "mrope_interleaved": interleaved,
+    }
+    layers = pair(
+        configs,
+        lambda: rotary_embedding.get_rope(128, 64, True, parameters, torch.float16),
+    )
+    query, key = on_device(5, 512, seed=seed), on_device(5, 256, seed=seed + 1)
+    positions = torch.tensor([[0, 9, 9, 9, 20], [0, 3, 4, 5, 20], [0, 7, 2, 1, 20]]).npu()
+    check(layers, positions, query, key, launches=launches)
+    check(layers, positions[0], query, key, launches=1)
+
+
+@pytest.mark.parametrize("is_neox", [True, False], ids=["half", "interleaved"])
+def test_rotary_embeddings_of_vision_towers(configs, is_neox, seed):
+    layers = pair(configs, lambda: ApplyRotaryEmb(is_neox_style=is_neox))
+    x, angles = on_device(2, 9, 3, 80, seed=seed), on_device(9, 40, seed=seed + 1)
+    cos, sin = angles.cos(), angles.sin()
+    # Factors of whole heads are made of halves: by one launch each, or by two where they alternate.
+    check(layers, x, cos, sin, launches=3)
+    check(layers, x[0], cos, sin, launches=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [layernorm.RMSNorm, layernorm.GemmaRMSNorm])
+def test_norms(configs, kind, dtype, seed):
+    torch.set_default_dtype(dtype)
+    try:
+        layers = pair(configs, lambda: kind(64, 0.5))  # an epsilon that shows
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x, residual = on_device(7, 64, dtype=dtype, seed=seed), on_device(7, 64, dtype=dtype, seed=9)
+    layers = [by_ir(configs[fused], layer) for fused, layer in zip((True, False), layers)]
+    check(layers, x, launches=1)
+    check(layers, x, residual, launches=1 if kind is layernorm.RMSNorm else 2)
+    heads = on_device(5, 512, dtype=dtype, seed=seed).split([256, 128, 128], -1)[1]
+    check(layers, heads.view(5, 2, 64), launches=1)  # a slice that nothing copies
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        activation.SiluAndMul,
+        lambda: activation.GeluAndMul("tanh"),
+        lambda: activation.GeluAndMul("none"),
+        activation.GELU,
+        activation.GELUTanh,
+        activation.NewGELU,
+        activation.FastGELU,
+    ],
+    ids=["silu", "geglu-tanh", "geglu", "gelu", "gelu-tanh", "gelu-new", "gelu-fast"],
+)
+def test_activations(configs, make, seed):
+    layers = pair(configs, make)
+    is_one_anyway = make in (activation.GELU, activation.GELUTanh)
+    x = on_device(5, 96, seed=seed) * 2
+    check(layers, x, launches=1, more_than=0 if is_one_anyway else 1)
+
+
+def planted(name, wrong):
+    """A reference that gets one thing wrong, until the context ends."""
+
+    @contextlib.contextmanager
+    def plant():
+        (right,) = [r for r in operators.REFERENCES if r.name == f"npu::{name}"]
+        ascend_emulator.register_reference(right.name, wrong(right.function))
+        try:
+            yield
+        finally:
+            ascend_emulator.register_reference(
+                right.name, right.function, contiguous=right.contiguous
+            )
+
+    return plant()
+
+
+def halves_swapped(right):
+    def mrope(positions, query, key, cos_sin_cache, head_size, *, mrope_section=None,
+              rotary_mode="half", cache_mode="default"):  # fmt: skip
+        other = "interleave" if rotary_mode == "half" else "half"
+        return right(positions, query, key, cos_sin_cache, head_size,
+                     mrope_section=mrope_section, rotary_mode=other)  # fmt: skip
+
+    return mrope
+
+
+def no_epsilon(right):
+    def rms_norm(input, gamma, epsilon=1e-6):
+        return right(input, gamma, 0.0)
+
+    return rms_norm
+
+
+def residual_not_updated(right):
+    def add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+        output, reciprocal, _ = right(x1, x2, gamma, epsilon)
+        return output, reciprocal, x2
+
+    return add_rms_norm
+
+
+def one_token_more(right):
+    def top_k_top_p(logits, p=None, k=None):
+        kept = right(logits, p, k)
+        left = logits.masked_fill(kept.isfinite(), float("-inf"))
+        more = left.argmax(-1, keepdim=True)
+        return kept.scatter(1, more, logits.gather(1, more))
+
+    return top_k_top_p
+
+
+PLANTED = {
+    "a swapped rotary half": ("npu_mrope", halves_swapped, {"rotary", "mrope"}),
+    "no epsilon": ("npu_rms_norm", no_epsilon, {"rms_norm"}),
+    "a residual that isn't updated": ("npu_add_rms_norm", residual_not_updated, {"add_rms_norm"}),
+    "top-p off by one": ("npu_top_k_top_p", one_token_more, {"top_k_top_p"}),
+}
+
+
+def differing(dtype, lines):
+    """Switches whose probe says no."""
+    right = {name: is_right(name, dtype, torch.Tensor.npu, lines.append) for name in OPERATORS}
+    return {name for name in right if not right[name]}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_an_operator_that_computes_wrongly_is_switched_off(configs, bug):
+    name, wrong, switches = PLANTED[bug]
+    lines = []
+    with planted(name, wrong):
+        found = differing(torch.float16, lines)
+    assert found == switches
+    assert len(lines) == len(found)
+    assert all("is switched off: this device computes it wrongly" in line for line in lines)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probes_agree_with_operators_that_compute_rightly(configs, dtype):
+    lines = []
+    assert not differing(dtype, lines), lines
+
+
+def by_ir(config, layer):
+    """A layer under the order in which a config's IR operators choose implementations."""
+
+    def run_layer(*arguments):
+        with config.kernel_config.ir_op_priority.set_priority():
+            return layer(*arguments)
+
+    return run_layer
+
+
+def test_logits_in_graphs_are_those_of_the_unfused_path(qwen3, seed):
+    compare_paths(qwen3, "Qwen3", "float16", "FULL_AND_PIECEWISE", seed)

@@ -1,0 +1,121 @@
+"""Engines of several ranks on emulated NPUs: tokens, steps and copies of every rank, as JSON.
+
+python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat16/pp2/sync/eager
+
+A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
+images. Prompts and settings are those of `tests.npu.generate`.
+"""
+
+import argparse
+import json
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.counting import PreparationCounts
+from tests.helpers.engine import graphs
+from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
+from tests.npu.generate import SCHEDULING, adapters_of, drafts_of, prompts
+
+LAYOUTS = {
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "dp2tp2": {"data_parallel_size": 2, "tensor_parallel_size": 2},
+}
+SEED = 20240607
+SECONDS = 480
+"""Time limit of an engine: hosts may have fewer cores than it has ranks."""
+
+
+class NPURankProbe(RankProbe):
+    """Adds what each step asks of the rank's device."""
+
+    def probe_count(self) -> None:
+        """From now on, count each step's preparation."""
+        self.probe_preparations = PreparationCounts(self.model_runner)
+
+    def probe_copies(self) -> list[int]:
+        """Host-to-device copies of each step that was counted."""
+        return [step.get("h2d_copies", 0) for step in self.probe_preparations.steps]
+
+    def probe_kept(self) -> int:
+        """Outputs whose copies this rank waits for."""
+        return len(self._outputs)
+
+
+def image_requests() -> list[Any]:
+    """Requests with and without images."""
+    from tests.helpers.vision import chat, make_image
+
+    first, question = make_image(SEED), "What is a slot mapping?"
+    second = chat(make_image(SEED + 1, 90, 60), " or ", first, question)
+    return [chat(first, question), chat(question), second]
+
+
+async def traffic(ranks: Ranks, inputs: list[Any], loras: list[Any] | None) -> dict[str, Any]:
+    """Tokens, undisturbed; then copies of some steps, then their arrays."""
+    tokens = await ranks.generate(inputs[:1], 4)  # without an adapter, as the reference
+    tokens += await ranks.generate(inputs, 12, loras=loras)
+    told = {"facts": await ranks.ask("probe_facts"), "counts": await ranks.ask("probe_counts")}
+    await ranks.ask("probe_count")
+    await ranks.generate(inputs[:3], 8, loras=loras and loras[:3])
+    told |= {"copies": await ranks.ask("probe_copies"), "kept": await ranks.ask("probe_kept")}
+    await ranks.ask("probe_watch")
+    await ranks.generate(inputs[:3], 8, loras=loras and loras[:3])
+    return {"tokens": tokens, **told, "noted": await ranks.ask("probe_noted")}
+
+
+def run(model: Path, case: str) -> dict[str, Any]:
+    dtype, layout, scheduling, mode, *features = case.split("/")
+    feature = features[0] if features else ""
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "block_size": 128,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 32 << 20,
+        "worker_extension_cls": "tests.npu.on_ranks.NPURankProbe",
+        "additional_config": {"npu_prep": {"check": "cheap"}},
+        **LAYOUTS[layout],
+        **SCHEDULING[scheduling],
+        **({} if mode == "eager" else {"enforce_eager": False, **graphs(mode, 4, 16)}),
+    }
+    loras = None
+    if feature == "lora":
+        settings |= SCHEDULING["lora"]
+        if "pp2" in layout:
+            # With batches in flight, vLLM 0.32's scheduler asserts that running requests have no
+            # more adapters than a step may have, and lets more come in (Scheduler.schedule).
+            settings["max_loras"] = 3
+        loras = adapters_of(model)
+    elif feature == "images":
+        settings["skip_tokenizer_init"] = False
+    elif feature:
+        settings |= drafts_of(model, feature)
+    if feature == "images":
+        inputs: list[Any] = [each.prompt() for each in image_requests()]
+    else:
+        inputs = prompts(scheduling)
+    talk = partial(traffic, inputs=inputs, loras=loras)
+    return serve_on_ranks(model, settings, talk, seconds=SECONDS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path, help="file of the result, as JSON")
+    parser.add_argument("cases", nargs="+", metavar="MODEL:CASE", help="what to run")
+    args = parser.parse_args()
+    results = {}
+    for name in args.cases:
+        model, case = name.split(":")
+        try:
+            results[name] = run(Path(model), case)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    args.out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Engines of several ranks, each on an emulated NPU: tokens are those of the CPU fallback.
+
+Hazards are errors, and streams are slow in different ways. Prompts and models are those of
+`test_on_emulated_npu`; the reference is one process of the CPU fallback.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.emulator import emulate, selected, why_no_emulator
+from tests.helpers.engine import REPLAYED, make_model
+from tests.npu import generate
+from tests.npu.on_ranks import SECONDS
+
+pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
+
+CASES = [
+    "float16/tp2/async/FULL_AND_PIECEWISE",
+    "bfloat16/pp2/sync/eager",
+    "float16/tp2/sync/PIECEWISE/lora",
+    "bfloat16/tp2/async/eager",
+    "float16/tp2/async/FULL_AND_PIECEWISE/eagle",
+    "bfloat16/tp2/sync/FULL_DECODE_ONLY",
+    "float16/tp2/async/PIECEWISE/images",
+    "float16/pp2/sync/FULL_AND_PIECEWISE",
+    "float16/pp2/sync/PIECEWISE/lora",
+    "bfloat16/tp2pp2/sync/PIECEWISE",
+    "float16/tp2pp2/sync/eager",
+    "float16/dp2tp2/async/FULL_AND_PIECEWISE",
+    "bfloat16/dp2tp2/sync/eager",
+]
+"""Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return make_model(folder / "model", spread=0.1, embedding_scale=20)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """Function of a dtype and a feature: tokens of one process of the CPU fallback, eagerly."""
+
+    @cache
+    def tokens(dtype: str, feature: str) -> list[list[int]]:
+        scheduling = "lora" if feature == "lora" else "sync"
+        return generate.run(model, "reference", dtype, scheduling, "eager")["tokens"]
+
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def on_ranks(request, folder, model, tmp_path_factory):
+    """Function of a case: what its engine gave. All cases of this run share a command."""
+
+    @cache
+    def run_all() -> dict[str, dict]:
+        names = []
+        for params in selected(request, test_tokens_are_those_of_the_cpu_fallback):
+            case = params["case"]
+            of = (
+                request.getfixturevalue("vision_models") / "qwen2_5_vl"
+                if "images" in case
+                else model
+            )
+            names.append(f"{of}:{case}")
+        out = tmp_path_factory.mktemp("on_ranks") / "tokens.json"
+        report = out.with_name("report.json")
+        options = ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120")
+        result = emulate(
+            *("-m", "tests.npu.on_ranks", str(out), *names),
+            options=(*options, "--report", str(report)),
+            timeout=60 + SECONDS * len(names),
+        )
+        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+        found = json.loads(report.read_text())
+        assert found["hazards"] == []
+        assert any(name.startswith("Hccl") for name in found["kernels"])
+        return {name.split(":")[1]: got for name, got in json.loads(out.read_text()).items()}
+
+    return lambda case: run_all()[case]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.replace("/", "-") for case in CASES])
+def test_tokens_are_those_of_the_cpu_fallback(request, reference, on_ranks, case):
+    """And every rank of an engine prepared the same arrays in every step, with one copy each."""
+    got = on_ranks(case)
+    assert "error" not in got, got["error"]
+    dtype, layout, _, mode, *features = case.split("/")
+    feature = features[0] if features else ""
+    if feature == "images":
+        expected = tokens_of_transformers(request.getfixturevalue("vision_models") / "qwen2_5_vl")
+    else:
+        expected = reference(dtype, feature)
+    assert got["tokens"] == expected
+
+    num_ranks = 4 if layout in ("tp2pp2", "dp2tp2") else 2
+    per_engine = 2 if layout == "dp2tp2" else num_ranks
+    devices = [fact["device"] for fact in got["facts"]]
+    assert devices == [f"npu:{rank}" for rank in range(num_ranks)]
+    replayed = REPLAYED[mode] if mode != "eager" else set()
+    for counts in got["counts"]:
+        assert replayed <= set(counts)
+    for first in range(0, num_ranks, per_engine):
+        steps = got["noted"][first : first + per_engine]
+        assert len(steps[0]) >= 8
+        assert all(other == steps[0] for other in steps[1:])
+    for copies in got["copies"]:
+        assert len(copies) >= 8
+        if feature == "lora":  # which rows have which adapter is a copy of its own, if it changed
+            assert set(copies) <= {1, 2}
+        elif feature == "images":  # which have copies of their own
+            assert min(copies) == 1
+        else:
+            assert set(copies) == {1}
+
+
+def tokens_of_transformers(folder: Path) -> list[list[int]]:
+    import torch
+
+    from tests.helpers.vision import Reference
+    from tests.npu.on_ranks import image_requests
+
+    requests = image_requests()
+    made = Reference(folder, torch.float16)
+    return [
+        made.answers(requests[:1], 4)[0].tokens,
+        *(a.tokens for a in made.answers(requests, 12)),
+    ]

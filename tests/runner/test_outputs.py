@@ -1,0 +1,46 @@
+"""Outputs that are copied to the host stay until their copies are complete."""
+
+import gc
+import weakref
+
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from vllm_npu_prep.runner.outputs import OutputsInFlight
+
+
+class Event:
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Output(AsyncModelRunnerOutput):
+    """As vLLM's, which lets go of its tensors once its answer was taken."""
+
+    def __init__(self) -> None:
+        self.async_copy_ready_event = Event()
+        self._sampled_token_ids = torch.zeros(4)
+        self._logprobs_tensors = None
+
+    def get_output(self):
+        raise AssertionError("nobody asks on a rank that returns nothing")
+
+
+def test_tensors_of_a_dropped_output_live_until_their_copy_is_complete():
+    outputs, first, second = OutputsInFlight(), Output(), Output()
+    tensors = [weakref.ref(each._sampled_token_ids) for each in (first, second)]
+    events = [each.async_copy_ready_event for each in (first, second)]
+    outputs.keep(first)
+    outputs.keep(second)
+    del first, second
+    gc.collect()
+    assert all(tensor() is not None for tensor in tensors)
+    events[0].done = True
+    outputs.keep(None)  # a step that returns nothing
+    assert tensors[0]() is None and tensors[1]() is not None
+    assert len(outputs) == 1
+    events[1].done = True
+    outputs.keep(None)
+    assert tensors[1]() is None and len(outputs) == 0

@@ -1,0 +1,54 @@
+"""Fused operators of torch_npu: what each replaces, and which of them an engine uses.
+
+An engine asks for them by its options; an operator that the installed torch_npu lacks is left out.
+What is used stands in the engine's config, where layers find it when they are made.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_npu_prep.config import SECTION, FusedConfig, fused_operators
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPERATORS: Mapping[str, str] = {
+    "rms_norm": "npu_rms_norm",
+    "add_rms_norm": "npu_add_rms_norm",
+    "gemma_rms_norm": "npu_gemma_rms_norm",
+    "rotary": "npu_mrope",
+    "mrope": "npu_mrope",
+    "vision_rotary": "npu_rotary_mul",
+    "qkv": "npu_grouped_matmul",
+    "swiglu": "npu_swiglu",
+    "geglu": "npu_geglu",
+    "gelu": "npu_gelu",
+    "top_k_top_p": "npu_top_k_top_p",
+}
+"""The operator of torch_npu of each switch."""
+
+assert OPERATORS.keys() == FusedConfig.model_fields.keys()
+
+
+def missing_operators(names: Iterable[str]) -> dict[str, str]:
+    """Which of these switches the installed torch_npu can't serve: the operator that it lacks."""
+    return {name: OPERATORS[name] for name in names if not hasattr(torch.ops.npu, OPERATORS[name])}
+
+
+def is_fused(name: str) -> bool:
+    """Whether the engine that is being built uses a fused operator."""
+    from vllm.config import get_current_vllm_config
+
+    return name in fused_operators(get_current_vllm_config())
+
+
+def use_only(vllm_config: "VllmConfig", names: Iterable[str]) -> None:
+    """Write into an engine's config which fused operators it uses, before its layers are made."""
+    kept = frozenset(names)
+    given = vllm_config.additional_config
+    options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+    switches = {name: name in kept for name in FusedConfig.model_fields}
+    options[SECTION] = {**options.get(SECTION, {}), "fused": switches}
+    vllm_config.additional_config = options

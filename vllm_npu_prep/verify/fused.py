@@ -1,0 +1,255 @@
+"""Each fused operator once, on a few numbers, beside a formula in float64.
+
+Rows of ``verify-device`` and the start-up of an engine make the same calls. A wrong kernel gives
+wrong answers without an error, so an engine doesn't use an operator that differs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.probe import probe_operator
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+Results = tuple[torch.Tensor, ...]
+
+EPSILON = 0.3
+"""Large, so that a norm that leaves it out differs."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One call of an operator.
+
+    Attributes
+    ----------
+    call
+        Gets a function that puts a tensor on the device; returns results on the device.
+    expected
+        The same by a formula, in float64 on the host.
+    """
+
+    call: Callable[[Put], Results]
+    expected: Callable[[], Results]
+
+
+def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
+    """The probe of each switch, for models of a dtype."""
+    x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
+    weight = _numbers(128, 1, dtype, 2)[:, 0]
+    npu = torch.ops.npu
+    return {
+        "rms_norm": Probe(
+            lambda put: (
+                npu.npu_rms_norm(put(x), put(weight), EPSILON)[0],
+                npu.npu_rms_norm(_heads(put(x)), put(weight)[:32], EPSILON)[0],
+            ),
+            lambda: (
+                formulas.rms_norm(x, weight, EPSILON),
+                formulas.rms_norm(_heads(x), weight[:32], EPSILON),
+            ),
+        ),
+        "add_rms_norm": Probe(
+            lambda put: npu.npu_add_rms_norm(put(x), put(y), put(weight), EPSILON)[::2],
+            lambda: (
+                formulas.rms_norm(x.double() + y.double(), weight, EPSILON),
+                x.double() + y.double(),
+            ),
+        ),
+        "gemma_rms_norm": Probe(
+            lambda put: npu.npu_gemma_rms_norm(put(x), put(weight), EPSILON)[:1],
+            lambda: (formulas.rms_norm(x, 1 + weight.double(), EPSILON),),
+        ),
+        "rotary": _rotary(dtype),
+        "mrope": _mrope(dtype),
+        "vision_rotary": _vision_rotary(dtype),
+        "qkv": _projection(dtype),
+        "swiglu": Probe(
+            lambda put: (npu.npu_swiglu(put(x), -1),),
+            lambda: (formulas.swiglu(x),),
+        ),
+        "geglu": Probe(
+            lambda put: npu.npu_geglu(put(x), -1, 0, activate_left=True)[:1],
+            lambda: (_gelu(x[:, :64].double()) * x[:, 64:].double(),),
+        ),
+        "gelu": Probe(
+            lambda put: (npu.npu_gelu(put(x), approximate="none"),),
+            lambda: (_gelu(x.double()),),
+        ),
+        "top_k_top_p": _limits(),
+    }
+
+
+def is_right(name: str, dtype: torch.dtype, put: Put, log: Callable[[str], object]) -> bool:
+    """Whether an operator gives what its formula says; if not, a line says why it is off.
+
+    Parameters
+    ----------
+    name
+        Switch.
+    dtype
+        Of the model.
+    put
+        Puts a tensor on the device.
+    log
+        Gets the line.
+    """
+    probe = probes(dtype)[name]
+    return probe_operator(f"fused operator {name}", lambda: probe.call(put), probe.expected, log)
+
+
+def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Numbers between -2 and 2 without a pattern that a wrong operator could keep."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """Heads of a slice of a projection ``[5, 128]``, as norms of q and k get them."""
+    return x[:, 32:96].view(5, 2, 32)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return x / 2 * (1 + torch.erf(x / 2**0.5))
+
+
+def _angles(rows: int, frequencies: int) -> torch.Tensor:
+    """Angle of each position and frequency, float64."""
+    position, index = torch.arange(rows).double(), torch.arange(frequencies).double()
+    return position[:, None] / 50 ** (index / frequencies)
+
+
+def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+
+
+def _turned(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Each pair of a head by its angle; `rows` are cosines and sines, ``[T, rotary_dim]``."""
+    half = rows.shape[1] // 2
+    cos, sin = rows[:, None, :half].double(), rows[:, None, half:].double()
+    out = x.double().clone()
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    one, other = x[..., first].double(), x[..., second].double()
+    out[..., first], out[..., second] = one * cos - other * sin, other * cos + one * sin
+    return out
+
+
+def _rotary(dtype: torch.dtype) -> Probe:
+    """Slices of a projection, half of each head rotated, pairs in both forms."""
+    projected = _numbers(5, 512, dtype)
+    positions, table = torch.tensor([3, 0, 7, 5, 3]), _cos_sin(_angles(8, 16), dtype)
+
+    def call(put: Put) -> Results:
+        query, key, _ = put(projected).split([256, 128, 128], -1)
+        return tuple(
+            part
+            for mode in ("half", "interleave")
+            for part in torch.ops.npu.npu_mrope(
+                put(positions),
+                query,
+                key,
+                put(table),
+                64,
+                mrope_section=[0, 0, 0],
+                rotary_mode=mode,
+            )
+        )
+
+    def expected() -> Results:
+        heads = projected.view(5, 8, 64)
+        return tuple(
+            _turned(heads[:, part], table[positions], interleaved).flatten(1)
+            for interleaved in (False, True)
+            for part in (slice(0, 4), slice(4, 6))
+        )
+
+    return Probe(call, expected)
+
+
+def _mrope(dtype: torch.dtype) -> Probe:
+    """Positions of an image, by sections of time, height and width."""
+    query, key = _numbers(3, 256, dtype), _numbers(3, 128, dtype, 1)
+    positions = torch.tensor([[1, 1, 4], [1, 2, 4], [1, 3, 4]])
+    table, sections = _cos_sin(_angles(8, 64), dtype), [16, 24, 24]
+
+    def call(put: Put) -> Results:
+        return torch.ops.npu.npu_mrope(
+            put(positions), put(query), put(key), put(table), 128, mrope_section=sections
+        )
+
+    def expected() -> Results:
+        section = torch.repeat_interleave(torch.arange(3), torch.tensor(sections)).repeat(2)
+        rows = table[positions[section].T, torch.arange(128)]
+        heads = query.view(3, 2, 128), key[:, None]
+        return tuple(_turned(each, rows, False).flatten(1) for each in heads)
+
+    return Probe(call, expected)
+
+
+def _vision_rotary(dtype: torch.dtype) -> Probe:
+    """Heads of 80, as vision towers have."""
+    x, angles = _numbers(5, 240, dtype).view(1, 5, 3, 80), _angles(5, 40)
+    factors = [torch.cat((f, f), -1)[None, :, None].to(dtype) for f in (angles.cos(), angles.sin())]
+
+    def call(put: Put) -> Results:
+        return (torch.ops.npu.npu_rotary_mul(put(x), *map(put, factors), "half"),)
+
+    return Probe(call, lambda: (_turned(x[0], _cos_sin(angles, dtype), False)[None],))
+
+
+def _projection(dtype: torch.dtype) -> Probe:
+    """Three transposed weights of different widths, with biases."""
+    x, weight = _numbers(5, 64, dtype) / 4, _numbers(64, 64, dtype, 1) / 4
+    bias = _numbers(64, 1, torch.float16 if dtype == torch.float16 else torch.float32, 2)[:, 0]
+    sizes = [32, 16, 16]
+
+    def call(put: Put) -> Results:
+        weights = [part.t() for part in put(weight).split(sizes)]
+        biases = list(put(bias).split(sizes))
+        inputs = [put(x)] * len(sizes)
+        return tuple(
+            torch.ops.npu.npu_grouped_matmul(
+                inputs, weights, bias=biases, split_item=0, group_type=-1
+            )
+        )
+
+    def expected() -> Results:
+        return (x.double() @ weight.double().T + bias.double()).split(sizes, -1)
+
+    return Probe(call, expected)
+
+
+def _limits() -> Probe:
+    """Probabilities 0.4, 0.3, 0.2, 0.1 and small ones; a row whose best four are alike.
+
+    Logits are float32 whatever the model's dtype.
+    """
+    mixed = [0.3, 0.01, 0.1, 0.4, 0.02, 0.2]
+    logits = torch.tensor([mixed, mixed, mixed, [0.2, 0.1, 0.2, 0.2, 0.1, 0.2]]).log()
+    k = torch.tensor([4, 2, 6, 2], dtype=torch.int32)
+    p = torch.tensor([0.65, 1.0, 0.95, 1.0])
+    best_two, best_four, every = [1, 0, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1], [1] * 6
+    kept = (
+        [best_two, best_two, best_four, best_four],  # by both
+        [best_four, best_two, every, best_four],  # by k
+        [best_two, every, best_four, every],  # by p
+    )
+
+    def call(put: Put) -> Results:
+        limit = torch.ops.npu.npu_top_k_top_p
+        return (
+            limit(put(logits), put(p), put(k)),
+            limit(put(logits), None, put(k)),
+            limit(put(logits), put(p), None),
+        )
+
+    def expected() -> Results:
+        removed = [torch.tensor(each) == 0 for each in kept]
+        return tuple(logits.double().masked_fill(each, float("-inf")) for each in removed)
+
+    return Probe(call, expected)

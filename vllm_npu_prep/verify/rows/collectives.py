@@ -1,0 +1,287 @@
+"""Rows of collectives: each operator of HCCL that process groups use, on every dtype.
+
+Two ranks suffice to show what an operator does. The rows of more ranks send between each pair of
+devices, and report how fast; they judge only whether the bytes arrive.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch_npu
+
+from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict, compare, worst_of
+
+REDUCED = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32),
+)
+"""What HCCL reduces on A2 and A3."""
+MOVED = (*REDUCED, torch.uint8, torch.bool, torch.float64)
+NO_PRODUCT = (torch.int16, torch.bfloat16)
+"""HCCL's reference excludes products of these."""
+SIZES = (1, 1000, 300_000)
+OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+}
+TEAMS = (2, 4, 8, 16)
+Result = tuple[torch.Tensor, torch.Tensor]
+"""What the device gives, and what is expected of it."""
+Results = Iterator[Result]
+LATENCY_CALLS, BANDWIDTH_CALLS = 50, 5
+BANDWIDTH_BYTES = 64 << 20
+
+
+@contextmanager
+def team(bench: Bench) -> Iterator[None]:
+    """A process group of all ranks of the row."""
+    dist.init_process_group(
+        "hccl", init_method=bench.rendezvous, rank=bench.rank, world_size=bench.num_ranks
+    )
+    try:
+        yield
+        bench.device.synchronize()
+    finally:
+        dist.destroy_process_group()
+
+
+def of_rank(bench: Bench, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank contributes, on the host: small numbers, so that integers don't overflow."""
+    numbers = bench.random(size, seed=rank)
+    if dtype.is_floating_point:
+        return numbers.to(dtype)
+    return (numbers * 3).round().clamp(-9, 9).abs().to(dtype)
+
+
+def of_all(bench: Bench, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What every rank contributes."""
+    return [of_rank(bench, rank, size, dtype) for rank in range(bench.num_ranks)]
+
+
+def reduced(parts: list[torch.Tensor], name: str) -> torch.Tensor:
+    """Their reduction in float64; integers are exact."""
+    wide = torch.float64 if parts[0].dtype.is_floating_point else torch.int64
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = OPERATIONS[name](total, part.to(wide))
+    return total
+
+
+def _reduction(bench: Bench, run: Callable[..., Results]) -> Outcome:
+    outcomes, operations = [], 0
+    with team(bench):
+        for dtype in REDUCED:
+            for name in OPERATIONS:
+                if name == "PRODUCT" and dtype in NO_PRODUCT:
+                    continue
+                for size in SIZES:
+                    for got, expected in run(bench, dtype, name, size):
+                        given = f"{name} of {size:,} {str(dtype).removeprefix('torch.')}"
+                        got = got if dtype.is_floating_point else got.to(torch.int64)
+                        outcomes.append(compare(got, expected, given, where=("element",)))
+                        operations += 1
+    return worst_of(outcomes, f"{operations} reductions, {bench.num_ranks} ranks")
+
+
+def all_reduce(bench: Bench) -> Outcome:
+    """Sums, products, maxima and minima on every rank."""
+
+    def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
+        parts = of_all(bench, size, dtype)
+        mine = bench.put(parts[bench.rank])
+        dist.all_reduce(mine, getattr(dist.ReduceOp, name))
+        yield mine, reduced(parts, name)
+
+    return _reduction(bench, run)
+
+
+def reduce(bench: Bench) -> Outcome:
+    """The same on one rank, each rank in turn."""
+
+    def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
+        parts = of_all(bench, size, dtype)
+        for root in range(bench.num_ranks):
+            mine = bench.put(parts[bench.rank])
+            dist.reduce(mine, root, getattr(dist.ReduceOp, name))
+            if root == bench.rank:
+                yield mine, reduced(parts, name)
+
+    return _reduction(bench, run)
+
+
+def reduce_scatter(bench: Bench) -> Outcome:
+    """Each rank gets its part of the result."""
+
+    def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
+        parts = of_all(bench, size * bench.num_ranks, dtype)
+        mine = torch.empty(size, dtype=dtype, device=bench.device.device)
+        whole = bench.put(parts[bench.rank])
+        dist.reduce_scatter_single(mine, whole, getattr(dist.ReduceOp, name))
+        yield mine, reduced(parts, name).chunk(bench.num_ranks)[bench.rank]
+
+    return _reduction(bench, run)
+
+
+def _moved(
+    bench: Bench, run: Callable[..., Result], dtypes: tuple[torch.dtype, ...] = MOVED
+) -> Outcome:
+    outcomes = []
+    with team(bench):
+        for dtype in dtypes:
+            for size in SIZES:
+                got, expected = run(bench, dtype, size)
+                given = f"{size:,} {str(dtype).removeprefix('torch.')}"
+                outcomes.append(compare(got, expected, given, tolerance=0.0, where=("element",)))
+    return worst_of(outcomes, f"{len(dtypes)} dtypes, {bench.num_ranks} ranks")
+
+
+def all_gather(bench: Bench) -> Outcome:
+    """Every rank gets what all ranks have."""
+
+    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
+        parts = of_all(bench, size, dtype)
+        got = torch.empty(size * bench.num_ranks, dtype=dtype, device=bench.device.device)
+        dist.all_gather_single(got, bench.put(parts[bench.rank]))
+        return got, torch.cat(parts)
+
+    return _moved(bench, run)
+
+
+def gather_lists(bench: Bench) -> Outcome:
+    """A gather into a list, which torch_npu pads to 512 bytes; bool is not used in the plugin."""
+
+    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
+        parts = of_all(bench, size, dtype)
+        device = bench.device.device
+        got = [torch.empty(size, dtype=dtype, device=device) for _ in parts]
+        dist.all_gather(got, bench.put(parts[bench.rank]))
+        return torch.cat(got), torch.cat(parts)
+
+    return _moved(bench, run, tuple(dtype for dtype in MOVED if dtype != torch.bool))
+
+
+def broadcast(bench: Bench) -> Outcome:
+    """From the last rank."""
+
+    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
+        root = bench.num_ranks - 1
+        got = bench.put(of_rank(bench, bench.rank, size, dtype))
+        dist.broadcast(got, root)
+        return got, of_rank(bench, root, size, dtype)
+
+    return _moved(bench, run)
+
+
+def all_to_all(bench: Bench) -> Outcome:
+    """Rank a sends a + b + 1 pieces to rank b."""
+
+    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
+        ranks = range(bench.num_ranks)
+        sizes = [[(a + b + 1) * size for b in ranks] for a in ranks]
+        parts = [of_rank(bench, a, sum(sizes[a]), dtype) for a in ranks]
+        received = [sizes[a][bench.rank] for a in ranks]
+        got = torch.empty(sum(received), dtype=dtype, device=bench.device.device)
+        dist.all_to_all_single(got, bench.put(parts[bench.rank]), received, sizes[bench.rank])
+        return got, torch.cat([parts[a].split(sizes[a])[bench.rank] for a in ranks])
+
+    return _moved(bench, run)
+
+
+def in_a_graph(bench: Bench) -> Outcome:
+    """A captured sum, replayed with new numbers."""
+    outcomes = []
+    with team(bench):
+        x = torch.zeros(1000, device=bench.device.device)
+        dist.all_reduce(x)  # makes the communicator
+        graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(graph):
+            y = x + bench.rank
+            dist.all_reduce(y)
+        for value in (0.0, 3.0, -2.0):
+            x.fill_(value)
+            graph.replay()
+            total = bench.num_ranks * value + sum(range(bench.num_ranks))
+            expected = torch.full((1000,), total, dtype=torch.float64)
+            outcomes.append(compare(y.clone(), expected, f"replay with {value:g}"))
+        del graph
+    return worst_of(outcomes, f"3 replays of a sum, {bench.num_ranks} ranks")
+
+
+def pairs(bench: Bench) -> Outcome:
+    """Each rank sends to each other rank; how fast is reported, and judged by nobody."""
+    outcomes, speeds, rank = [], [], bench.rank
+    with team(bench):
+        small = torch.zeros(1, device=bench.device.device)
+        for first in range(bench.num_ranks):
+            for second in range(first + 1, bench.num_ranks):
+                group = dist.new_group([first, second])
+                if rank not in (first, second):
+                    continue
+                peer = second if rank == first else first
+                large = bench.put(of_rank(bench, rank, BANDWIDTH_BYTES // 4, torch.float32))
+                got = torch.empty_like(large)
+                for sender in (first, second):
+                    if rank == sender:
+                        dist.send(large, peer, group=group)
+                    else:
+                        dist.recv(got, peer, group=group)
+                given = f"ranks {first} and {second}"
+                expected = of_rank(bench, peer, BANDWIDTH_BYTES // 4, torch.float32)
+                outcomes.append(compare(got, expected, given, tolerance=0.0))
+                slow = _seconds(
+                    bench, partial(_there_and_back, small, first, peer, group), LATENCY_CALLS
+                )
+                long = _seconds(
+                    bench, partial(_there_and_back, large, first, peer, group), BANDWIDTH_CALLS
+                )
+                speeds.append((2 * BANDWIDTH_BYTES / long / 1e9, slow / 2 * 1e6))
+        bench.device.synchronize()
+        dist.barrier()
+    judged = worst_of(outcomes, f"{len(outcomes)} pairs of {bench.num_ranks} ranks")
+    if judged.verdict != Verdict.SAME:
+        return judged
+    slowest, latest = min(speed for speed, _ in speeds), max(wait for _, wait in speeds)
+    got_text = f"equal; rank {rank}'s slowest pair {slowest:.2f} GB/s, latency {latest:.0f} us"
+    return Outcome(judged.given, judged.expected, got_text, Verdict.SAME)
+
+
+def _there_and_back(tensor: torch.Tensor, first: int, peer: int, group: dist.ProcessGroup) -> None:
+    if dist.get_rank() == first:
+        dist.send(tensor, peer, group=group)
+        dist.recv(tensor, peer, group=group)
+    else:
+        dist.recv(tensor, peer, group=group)
+        dist.send(tensor, peer, group=group)
+
+
+def _seconds(bench: Bench, call: Callable[[], None], calls: int) -> float:
+    """Mean time of a call, all of them issued at once."""
+    call()
+    bench.device.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    bench.device.synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+ROWS = (
+    Row("hccl-all-reduce", "sums, products, maxima, minima; every dtype", all_reduce, ranks=2),
+    Row("hccl-reduce", "the same on one rank", reduce, ranks=2),
+    Row("hccl-reduce-scatter", "the same, each rank its part", reduce_scatter, ranks=2),
+    Row("hccl-all-gather", "what all ranks have; every dtype", all_gather, ranks=2),
+    Row("hccl-gather-lists", "the same into a list of tensors", gather_lists, ranks=2),
+    Row("hccl-broadcast", "from one rank to all", broadcast, ranks=2),
+    Row("hccl-all-to-all", "pieces of unequal size", all_to_all, ranks=2),
+    Row("hccl-graph", "a sum inside a captured graph", in_a_graph, ranks=2),
+    *(
+        Row(f"hccl-pairs-{ranks}", "send and receive between each pair", pairs, ranks=ranks)
+        for ranks in TEAMS
+    ),
+)

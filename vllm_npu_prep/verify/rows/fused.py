@@ -1,0 +1,65 @@
+"""Rows of fused operators that replace torch's own: the calls that start-up makes, too."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+
+from vllm_npu_prep.ops.fused import OPERATORS
+from vllm_npu_prep.verify.fused import probes
+from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, compare, worst_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+COVERS: Mapping[str, tuple[Record, ...]] = {
+    "rms_norm": (("norms", "gamma shape"),),
+    "add_rms_norm": (("norms", "equal shapes"), ("norms", "rounding of the sum")),
+    "gemma_rms_norm": (("norms", "one is added to gamma"),),
+    "rotary": (
+        ("npu_mrope", "dense rows"),
+        ("npu_mrope", "rows with gaps"),
+        ("npu_mrope", "head size"),
+        ("npu_mrope", "same dtype"),
+        ("npu_mrope", "token count"),
+    ),
+    "mrope": (("npu_mrope", "mrope_section"), ("npu_mrope", "positions shape")),
+    "vision_rotary": (("npu_rotary_mul", "same dtype"), ("npu_rotary_mul", "range of r1 and r2")),
+    "qkv": (("npu_grouped_matmul", "not grouped"), ("npu_grouped_matmul", "shapes")),
+    "geglu": (("gelu", "activated half"),),
+    "top_k_top_p": (
+        ("npu_top_k_top_p", "dtype"),
+        ("npu_top_k_top_p", "k range"),
+        ("npu_top_k_top_p", "limit dtype"),
+        ("npu_top_k_top_p", "limit shape"),
+        ("npu_top_k_top_p", "limits"),
+        ("npu_top_k_top_p", "order of sums"),
+        ("npu_top_k_top_p", "p range"),
+        ("npu_top_k_top_p", "rank"),
+        ("npu_top_k_top_p", "ties at k"),
+    ),
+}
+"""What to try first on hardware, by the switch whose call tries it."""
+
+
+def fused(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+    """Every result of an operator's call, as start-up compares them."""
+    probe = probes(dtype)[name]
+    given = f"{OPERATORS[name]}, {dtype}"
+    results = zip(probe.call(bench.put), probe.expected(), strict=True)
+    where = ("row",)
+    return worst_of([compare(got, formula, given, where=where) for got, formula in results], given)
+
+
+def _rows() -> Iterator[Row]:
+    for switch, operator in OPERATORS.items():
+        for short, dtype in DTYPES.items():
+            yield Row(
+                f"fused-{switch.replace('_', '-')}-{short}",
+                operator,
+                partial(fused, switch, dtype),
+                COVERS.get(switch, ()),
+            )
+
+
+ROWS: tuple[Row, ...] = tuple(_rows())
+"""Rows of this file."""
