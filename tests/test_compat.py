@@ -293,5 +293,5 @@ def test_a_release_that_does_not_exist_is_one_line_with_those_that_do(tmp_path):
     )
     assert run.returncode == 1
     (line,) = run.stderr.splitlines()
-    assert line == "compat: the package index has no source of vLLM 9.2.0; it has 9.1.0"
+    assert line == "compat: the package index has no source of vLLM 9.2.0; available: 9.1.0"
     assert not (tmp_path / "environment").exists()

@@ -137,7 +137,7 @@ def test_a_step_is_chosen_by_its_number(tmp_path, capsys):
     for path, flags, expected in [
         (tmp_path, [], "2 records, step-000007.npz to step-000008.npz; name one, or choose"),
         (tmp_path, ["--step", "9"], "holds steps 7 to 8"),
-        (first, ["--step", "8"], "a record of another one"),
+        (first, ["--step", "8"], "is the record of another step"),
         (scenario, ["--step", "8"], "is a scenario, which has one step"),
     ]:
         assert main(["explain", str(path), *flags]) == 2
