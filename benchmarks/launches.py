@@ -152,7 +152,13 @@ def measure(folder: Path, fused: bool) -> tuple[dict[str, Part], int]:
 def main() -> None:
     """Print a table for each model, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["Qwen3", "Llama"], metavar="FAMILY")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["Qwen3", "Llama"],
+        metavar="FAMILY",
+        help="families of models to count",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     found: dict[str, Any] = {}

@@ -23,7 +23,9 @@ def test_keys_are_read():
     given["check"] = "full"
     parsed = parse_config({"npu_prep": given}).model_dump()
     assert set(parsed.pop("fused").values()) == {True}
-    assert parsed == {"attention": "auto", "record": None, **given}
+    defaults = {"attention": "auto", "record": None}
+    defaults |= {"probe": True, "kernel_rules": "release", "cpu_binding": True}
+    assert parsed == {**defaults, **given}
 
 
 def test_steps_to_record_are_read():

@@ -175,7 +175,7 @@ def test_the_largest_decode_stays_within_the_token_budget(configure):
 
 def test_decodes_beyond_the_token_budget_are_refused(configure):
     many = {"method": "ngram", "num_speculative_tokens": 20, "prompt_lookup_max": 2}
-    with pytest.raises(PrepError, match=r"--max-num-batched-tokens 16.*has 21"):
+    with pytest.raises(PrepError, match=r"--max-num-batched-tokens 16.*needs 21 tokens"):
         configure(max_num_batched_tokens=16, speculative_config=many)
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
-from tests.helpers.huggingface import logits_of
-from tests.helpers.step_logits import close_calls
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.npu import generate
+from tests.npu.close_calls import same_but_close_calls
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -133,19 +132,6 @@ REPLAYED = {
     "FULL_AND_PIECEWISE": {"full graph", "piecewise graphs"},
     "FULL": {"full graph"},
 }
-
-
-CLOSE = 0.1
-"""Margin of two tokens, in standard deviations of logits, within which bfloat16 may take either."""
-
-
-def same_but_close_calls(model: Path, scheduling: str, ours: dict, theirs: dict) -> None:
-    """Tokens part in one prompt of four at most, and only where float32 hardly prefers one."""
-    given = generate.prompts(scheduling)
-    parted = close_calls(
-        logits_of(model), given[:1] + given, ours["tokens"], theirs["tokens"], CLOSE
-    )
-    assert parted <= len(given) // 4
 
 
 @pytest.mark.parametrize(

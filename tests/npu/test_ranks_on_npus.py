@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import REPLAYED, make_model
 from tests.npu import generate
+from tests.npu.close_calls import same_but_close_calls
 from tests.npu.on_ranks import SECONDS
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
@@ -90,7 +91,7 @@ def on_ranks(request, folder, model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.replace("/", "-") for case in CASES])
-def test_tokens_are_those_of_the_cpu_fallback(request, reference, on_ranks, case):
+def test_tokens_are_those_of_the_cpu_fallback(request, model, reference, on_ranks, case):
     """And every rank of an engine prepared the same arrays in every step, with one copy each."""
     got = on_ranks(case)
     assert "error" not in got, got["error"]
@@ -100,7 +101,10 @@ def test_tokens_are_those_of_the_cpu_fallback(request, reference, on_ranks, case
         expected = tokens_of_transformers(request.getfixturevalue("vision_models") / "qwen2_5_vl")
     else:
         expected = reference(dtype, feature)
-    assert got["tokens"] == expected
+    if dtype == "bfloat16":  # fused operators round elsewhere: close calls may fall otherwise
+        same_but_close_calls(model, "sync", got, {"tokens": expected})
+    else:
+        assert got["tokens"] == expected
 
     num_ranks = 4 if layout in ("tp2pp2", "dp2tp2") else 2
     per_engine = 2 if layout == "dp2tp2" else num_ranks

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch_npu
 
 from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict, compare, worst_of
+from vllm_npu_prep.wording import counted
 
 REDUCED = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -86,7 +87,7 @@ def _reduction(bench: Bench, run: Callable[..., Results]) -> Outcome:
                         got = got if dtype.is_floating_point else got.to(torch.int64)
                         outcomes.append(compare(got, expected, given, where=("element",)))
                         operations += 1
-    return worst_of(outcomes, f"{operations} reductions, {bench.num_ranks} ranks")
+    return worst_of(outcomes, f"{operations} reductions, {counted(bench.num_ranks, 'rank')}")
 
 
 def all_reduce(bench: Bench) -> Outcome:
@@ -138,7 +139,7 @@ def _moved(
                 got, expected = run(bench, dtype, size)
                 given = f"{size:,} {str(dtype).removeprefix('torch.')}"
                 outcomes.append(compare(got, expected, given, tolerance=0.0, where=("element",)))
-    return worst_of(outcomes, f"{len(dtypes)} dtypes, {bench.num_ranks} ranks")
+    return worst_of(outcomes, f"{len(dtypes)} dtypes, {counted(bench.num_ranks, 'rank')}")
 
 
 def all_gather(bench: Bench) -> Outcome:
@@ -210,7 +211,7 @@ def in_a_graph(bench: Bench) -> Outcome:
             expected = torch.full((1000,), total, dtype=torch.float64)
             outcomes.append(compare(y.clone(), expected, f"replay with {value:g}"))
         del graph
-    return worst_of(outcomes, f"3 replays of a sum, {bench.num_ranks} ranks")
+    return worst_of(outcomes, f"3 replays of a sum, {counted(bench.num_ranks, 'rank')}")
 
 
 def pairs(bench: Bench) -> Outcome:
@@ -243,7 +244,7 @@ def pairs(bench: Bench) -> Outcome:
                 speeds.append((2 * BANDWIDTH_BYTES / long / 1e9, slow / 2 * 1e6))
         bench.device.synchronize()
         dist.barrier()
-    judged = worst_of(outcomes, f"{len(outcomes)} pairs of {bench.num_ranks} ranks")
+    judged = worst_of(outcomes, f"{len(outcomes)} pairs of {counted(bench.num_ranks, 'rank')}")
     if judged.verdict != Verdict.SAME:
         return judged
     slowest, latest = min(speed for speed, _ in speeds), max(wait for _, wait in speeds)
