@@ -17,7 +17,7 @@ SIZES = [1, 64, 256, 512, 1024]
 def model(tmp_path_factory):
     """Activations of 1024 tokens take tens of MiB."""
     folder = tmp_path_factory.mktemp("wide")
-    return make_model(folder, num_hidden_layers=1, intermediate_size=8192)
+    return make_model(folder, num_hidden_layers=1, intermediate_size=12288)
 
 
 def settings(mode: str, **others) -> dict:
