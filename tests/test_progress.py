@@ -54,11 +54,11 @@ def test_a_wait_that_fails_is_not_waited_for_any_longer(hurried):
 
 def test_code_that_is_compiled_is_counted_while_it_lasts(hurried):
     """A first start compiles for ten seconds and more; later ones load what it compiled."""
-    functions = [numba.njit(lambda x, y=y: x * y + x**y) for y in range(8)]
+    functions = [numba.njit(lambda x, y=y: x * y + x**y) for y in range(24)]
     for expected in (True, False):
         said = []
         with progress.log_while_compiling(said.append):
-            assert [function(3) for function in functions] == [3 * y + 3**y for y in range(8)]
+            assert [function(3) for function in functions] == [3 * y + 3**y for y in range(24)]
         counts = [int(n) for line in said for n in re.findall(r", (\d+) functions so far", line)]
         assert (len(counts) > 1 and counts[-1] > counts[0]) == expected
 
