@@ -115,6 +115,17 @@ def test_a_batch_with_more_blocks_than_the_cache_is_served_by_several_calls(
     assert all(blocks_of(call) <= 6 for call in fia.calls)
 
 
+@pytest.mark.parametrize("num_reqs", [6, 7])  # one call, and two
+def test_a_step_is_planned_once_for_all_layers(fia, monkeypatch, num_reqs):
+    planned, split = [], fia.module._split
+    monkeypatch.setattr(fia.module, "_split", lambda *of: planned.append(of) or split(*of))
+    metadata = step([1] * num_reqs, [1] * num_reqs)
+    kernels = fia.module.FiaKernels(BatchLimits(apply=True))
+    for _ in range(3):  # layers
+        attend(kernels, metadata)
+    assert len(planned) == 1
+
+
 def test_prompts_are_split_by_their_number_alone(fia, monkeypatch):
     monkeypatch.setattr(fia.module, "MAX_LENGTHS", 2)
     lengths = [9, 12, 8]

@@ -114,14 +114,14 @@ class FiaKernels:
 
         Of a full graph there is one call: `vllm_npu_prep.runner.padding` keeps other steps out.
         """
-        parts = _plan(metadata)
-        if self.limits.apply and len(parts) == 1 and not metadata.in_full_graph:
+        unplanned = metadata.kernel_plan is None
+        if unplanned and self.limits.apply and not metadata.in_full_graph:
             block_size, most_blocks = 1, 1 << 62
             if not _is_fresh(key, metadata):
                 cache = self._planes(kv_cache)[0]
                 block_size, most_blocks = cache.shape[1], cache.shape[0]
-            parts = metadata.kernel_plan = _split(metadata, MAX_LENGTHS, block_size, most_blocks)
-        return parts
+            metadata.kernel_plan = _split(metadata, MAX_LENGTHS, block_size, most_blocks)
+        return _plan(metadata)
 
     def _arguments(
         self,
@@ -200,9 +200,8 @@ def _encode(
     output: torch.Tensor,
 ) -> None:
     """Attend both ways over the step's own K and V: encoders, which are never captured."""
-    parts = _plan(metadata)
-    if len(parts) == 1 and len(parts[0].query_ends) > MAX_ENCODED:
-        parts = metadata.kernel_plan = _split(metadata, MAX_ENCODED)
+    if metadata.kernel_plan is None:
+        metadata.kernel_plan = _split(metadata, MAX_ENCODED)
     band: dict[str, Any] = {}
     if metadata.sliding_window is not None:
         assert metadata.attn_mask is not None
@@ -210,7 +209,7 @@ def _encode(
         mask = metadata.attn_mask.view(torch.bool)  # of int8, which this operator doesn't take
         band = {"atten_mask": mask, "pre_tockens": reach, "next_tockens": reach}
         band["sparse_mode"] = BAND_MODE
-    for part in parts:
+    for part in _plan(metadata):
         tokens = slice(None) if part.tokens is None else part.tokens
         attended = torch_npu.npu_fusion_attention(
             query[tokens],
@@ -229,9 +228,13 @@ def _encode(
 def _plan(metadata: AscendMetadata) -> list[Part]:
     """Lengths as lists, made once for all layers of a step; one part, unless a step was split."""
     if metadata.kernel_plan is None:
-        lengths = metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist()
-        metadata.kernel_plan = [Part(*lengths)]
+        metadata.kernel_plan = [_whole(metadata)]
     return metadata.kernel_plan
+
+
+def _whole(metadata: AscendMetadata) -> Part:
+    """All requests of a step."""
+    return Part(metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist())
 
 
 def _split(
@@ -256,11 +259,11 @@ def _split(
     Returns
     -------
     list of Part
-        The plan as it is if one call serves the step.
+        One if one call serves the step.
     """
     blocks = (-(-metadata.seq_lens_np // block_size)).tolist()
     if len(blocks) <= most_requests and sum(blocks) <= most_blocks:
-        return _plan(metadata)
+        return [_whole(metadata)]
     starts, seq_lens = metadata.query_start_loc_np.tolist(), metadata.seq_lens_np.tolist()
 
     def parts() -> Iterator[Part]:
