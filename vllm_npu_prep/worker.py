@@ -226,7 +226,8 @@ class NPUWorker(Worker):
             raise
 
     def _keep(self, output: Any) -> Any:
-        if not self.prep_device.computes_on_host:  # else copies are complete when they return
+        # Of one rank, vLLM reads each output; and the fallback's copies are complete at once.
+        if self.parallel_config.world_size > 1 and not self.prep_device.computes_on_host:
             self._outputs.keep(output)
         return output
 
