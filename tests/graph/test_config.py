@@ -1,10 +1,13 @@
 """What vLLM's switches make of graphs, before any process starts."""
 
+from types import SimpleNamespace
+
 import pytest
 from vllm.config import CUDAGraphMode
 
 from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep import platform
+from vllm_npu_prep.attention import fused_calls
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND
@@ -295,3 +298,20 @@ def test_full_graphs_for_too_many_requests_are_off(configure, monkeypatch):
     mode = {"cudagraph_mode": "FULL_DECODE_ONLY"}
     config = configure(max_num_seqs=4097, max_num_batched_tokens=8192, compilation_config=mode)
     assert mode_of(config) == "NONE"
+
+
+def test_a_drafter_limits_batches_as_the_model_does(configure, monkeypatch, tmp_path):
+    """On CANN 8.5, heads of 192 that share no K and V reach the kernel that counts blocks."""
+    monkeypatch.setattr(
+        fused_calls, "decisions_of", lambda config: SimpleNamespace(attention="fia")
+    )
+    monkeypatch.setattr(fused_calls, "cann_version", lambda device_type: "8.5.0")
+    target = configure(
+        make_model(tmp_path / "a", head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    )
+    assert not fused_calls.batch_limits(target).apply
+    drafter = make_model(tmp_path / "b", head_dim=192, num_attention_heads=2, num_key_value_heads=2)
+    assert fused_calls.batch_limits(configure(drafter)).apply
+    draft_config = configure(drafter).model_config
+    target.speculative_config = SimpleNamespace(draft_model_config=draft_config)
+    assert fused_calls.batch_limits(target).apply

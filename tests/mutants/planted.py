@@ -464,8 +464,8 @@ MUTANTS = [
     Mutant(
         "a full graph with more blocks than the cache",
         "runner/padding.py",
-        "return blocks <= self.num_blocks and",
-        "return",
+        "return blocks <= self.num_blocks",
+        "return True",
         ("tests/runner/test_padding.py",),
     ),
     Mutant(

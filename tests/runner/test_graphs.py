@@ -27,7 +27,14 @@ class Dispatcher:
         self.initialized = None
 
     def get_capture_descs(self):
-        return [(mode, [BatchDescriptor(size) for size in self.sizes]) for mode in MODES]
+        # A full graph of decodes has a request for each token.
+        return [
+            (
+                mode,
+                [BatchDescriptor(size, size if mode == MODES[1] else None) for size in self.sizes],
+            )
+            for mode in MODES
+        ]
 
     def initialize_cudagraph_keys(self, mode, decode_query_len):
         self.initialized = mode, decode_query_len
@@ -86,6 +93,15 @@ def test_what_a_size_lacks_is_given_up_for_all_kinds_but_not_the_largest_decode(
     assert graphs.dispatcher.initialized == (CUDAGraphMode.FULL_AND_PIECEWISE, 2)
     assert not any(graphs.dispatcher.cudagraph_keys.values())
     assert any(words in line and "Not tried after that: 6, 1" in line for line in lines)
+
+
+def test_sizes_with_more_requests_than_attention_takes_are_not_tried(monkeypatch):
+    lines = record_logs(monkeypatch)
+    graphs = graphs_of([8, 4, 2])
+    graphs.most_rows = 4
+    assert {size for _, size in capture(graphs)} == {4, 2}
+    assert graphs.captured() == (GraphMode.FULL_AND_PIECEWISE, 4)
+    assert any("Graphs of 8 tokens are left out" in line for line in lines)
 
 
 def test_another_error_ends_a_capture():

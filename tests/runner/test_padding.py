@@ -145,5 +145,3 @@ def test_a_request_that_no_call_can_serve_is_refused_at_start_up():
     limits.refuse_long_requests(64)
     with pytest.raises(PrepError, match=r"--max-model-len 65.*give at most 64"):
         limits.refuse_long_requests(65)
-    assert limits.most_rows == 4
-    assert CacheLimits(10_000, 16).most_rows == 4096

@@ -706,7 +706,8 @@ class NPUModelRunner(GPUModelRunner):
             limits = CacheLimits(kv_cache_config.num_blocks, block_size)
             if not kwargs.get("is_profiling"):  # whose cache is small
                 limits.refuse_long_requests(self.max_model_len)
-            self.padding.cache_limits, self.graphs.most_rows = limits, limits.most_rows
+            self.padding.cache_limits = limits
+            self.graphs.most_rows = limits.num_blocks  # each has one block at least
         self.recorder = make_recorder(
             self.vllm_config, self.preparer.tables, builders, self.recorder
         )

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.counts import EAGER, StepCounts
 from vllm_npu_prep.prep.batch import StepBatch
@@ -37,17 +36,16 @@ class CacheLimits(NamedTuple):
     num_blocks: int
     block_size: int
 
-    @property
-    def most_rows(self) -> int:
-        """Most requests of a full graph, each of which has one block at least."""
-        return min(self.num_blocks, MAX_LENGTHS)
-
     def allow(self, batch: StepBatch, padding: Padding) -> bool:
-        """Whether one call may serve a batch, with padding requests of one block each."""
+        """Whether one call may serve a batch, with padding requests of one block each.
+
+        Engines for more requests than a call takes have no full graphs at all
+        (`vllm_npu_prep.graph.config`).
+        """
         num_reqs, rows = batch.num_reqs, padding.num_reqs_padded
         seq_lens = batch.tables.num_computed_tokens[:num_reqs] + batch.num_scheduled_tokens
         blocks = int((-(-seq_lens // self.block_size)).sum()) + rows - num_reqs
-        return blocks <= self.num_blocks and rows <= MAX_LENGTHS
+        return blocks <= self.num_blocks
 
     def refuse_long_requests(self, max_model_len: int) -> None:
         """Refuse a cache that is too small for one request, which can't be split.
