@@ -132,6 +132,12 @@ FAULTS = {
             lambda request: 0,
         ),
         Fault(
+            "ignored-rope",
+            "fused attention leaves the rotated parts of query and key out of its scores",
+            "query_rope",
+            lambda query_rope: query_rope * 0,
+        ),
+        Fault(
             "whole-block-read",
             "keys are read, and seen, to the end of a request's last block",
             "read length",

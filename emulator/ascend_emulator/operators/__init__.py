@@ -16,13 +16,22 @@ from ascend_emulator.operators import (
     fusion_attention,
     gelu,
     grouped_matmul,
+    int8,
+    int8_fused,
+    latent_rows,
+    moe_gating,
+    moe_routing,
     rotary_cache,
     sampling,
+    transpose_matmul,
 )
 from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
 from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
 from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
 from ascend_emulator.operators.fused_kernel_constraints import KERNEL_FAMILIES
+from ascend_emulator.operators.fused_rope import ROPE_RULES
+from ascend_emulator.operators.grouped_int8 import GROUPED_INT8_RULES
+from ascend_emulator.operators.grouped_rows import GROUPED_ROWS_RULES
 from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
 
 __all__ = [
@@ -91,13 +100,32 @@ REFERENCES = (
         rotary_cache.MROPE, "", rotary_cache.mrope, contiguous=rotary_cache.COPIED_IF_STRIDED
     ),
     Reference(grouped_matmul.GROUPED_MATMUL, "", grouped_matmul.grouped_matmul, contiguous=()),
+    Reference(moe_gating.GATING_TOP_K, "", moe_gating.gating_top_k),
+    Reference(moe_gating.GATING_TOP_K_SOFTMAX, "", moe_gating.gating_top_k_softmax),
+    Reference(moe_routing.INIT_ROUTING, "", moe_routing.init_routing_v2),
+    Reference(moe_routing.TOKEN_UNPERMUTE, "", moe_routing.token_unpermute),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
+    Reference(
+        transpose_matmul.TRANSPOSE_MATMUL,
+        "",
+        transpose_matmul.transpose_batchmatmul,
+        contiguous=(),
+    ),
+    Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache),
+    Reference(latent_rows.UPDATE, "", latent_rows.attention_update),
+    Reference(int8.DYNAMIC_QUANT, "", int8.dynamic_quant),
+    Reference(int8.QUANTIZE, "", int8.quantize),
+    Reference(int8.QUANT_MATMUL, "", int8.quant_matmul, contiguous=int8.COPIED_IF_STRIDED),
+    Reference(int8_fused.ADD_RMS_NORM_DYNAMIC_QUANT, "", int8_fused.add_rms_norm_dynamic_quant),
+    Reference(int8_fused.ADD_RMS_NORM_QUANT, "", int8_fused.add_rms_norm_quant),
+    Reference(int8_fused.DEQUANT_SWIGLU_QUANT, "", int8_fused.dequant_swiglu_quant),
 )
 """Every reference; an operator that is not here has none."""
 
 FAMILIES = (
     FUSED_ATTENTION,
     *KERNEL_FAMILIES,
+    ROPE_RULES,
     fusion_attention.FUSION_ATTENTION_RULES,
     cache_write.CACHE_WRITE,
     ATB_ATTENTION,
@@ -107,7 +135,21 @@ FAMILIES = (
     elementwise.ROTARY,
     rotary_cache.MROPE_RULES,
     grouped_matmul.GROUPED_MATMUL_RULES,
+    GROUPED_ROWS_RULES,
+    GROUPED_INT8_RULES,
+    moe_gating.GATING_RULES,
+    moe_gating.GATING_SOFTMAX_RULES,
+    moe_routing.INIT_ROUTING_RULES,
+    moe_routing.TOKEN_UNPERMUTE_RULES,
     sampling.TOP_K_TOP_P_RULES,
+    transpose_matmul.TRANSPOSE_MATMUL_RULES,
+    latent_rows.GATHER_RULES,
+    latent_rows.UPDATE_RULES,
+    int8.DYNAMIC_QUANT_RULES,
+    int8.QUANTIZE_RULES,
+    int8.QUANT_MATMUL_RULES,
+    int8_fused.INT8_NORMS,
+    int8_fused.INT8_SWIGLU,
     PLACEMENT,
 )
 

@@ -22,10 +22,14 @@ V2_NAMES = {
     "softmax_lse_flag": "return_softmax_lse",
 }
 """Names of the second version where they differ."""
+LATENT_HEAD_SIZE = 512
+"""Head size of latent attention over rows of the cache."""
+
 HANDLED = (
     *("query", "key", "value", "atten_mask", "actual_seq_lengths", "actual_seq_lengths_kv"),
     *("block_table", "num_heads", "scale", "pre_tokens", "next_tokens", "input_layout"),
     *("num_key_value_heads", "sparse_mode", "inner_precise", "block_size", "softmax_lse_flag"),
+    *("query_rope", "key_rope"),
 )
 """Arguments that the references read; every other one has to keep its default."""
 
@@ -56,12 +60,24 @@ class FusedAttention:
     inner_precise: int
     block_size: int
     softmax_lse_flag: bool
+    query_rope: torch.Tensor | None
+    key_rope: torch.Tensor | None
     unsupported: dict[str, object]
 
     @property
     def is_tnd(self) -> bool:
         """Whether requests are concatenated instead of padded side by side."""
-        return self.input_layout == "TND"
+        return self.input_layout in ("TND", "TND_NTD")
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether rotated parts of query and key are given beside them (latent attention)."""
+        return self.query_rope is not None or self.key_rope is not None
+
+    @property
+    def is_absorbed(self) -> bool:
+        """Whether keys are latent rows, which are values, too."""
+        return self.has_rope and self.head_size == LATENT_HEAD_SIZE
 
     @property
     def is_paged(self) -> bool:
@@ -130,7 +146,7 @@ class FusedAttention:
     def cache_rows(self, cache: torch.Tensor) -> torch.Tensor:
         """View of a cache of either form as ``[num_blocks, block_size, Nkv, D]``."""
         if cache.dim() == 3:
-            return cache.unflatten(2, (self.kv_heads, -1))
+            return cache.unflatten(2, (self.kv_heads, -1))  # of key, value and key_rope alike
         return cache.transpose(1, 2)
 
     def query_lengths(self) -> list[int]:
@@ -154,6 +170,8 @@ class FusedAttention:
         shape = tuple(self.query.shape)
         if self.input_layout == "BNSD_BSND":
             return shape[0], shape[2], shape[1], shape[3]
+        if self.input_layout == "TND_NTD":
+            return shape[1], shape[0], shape[2]
         return shape
 
     @property

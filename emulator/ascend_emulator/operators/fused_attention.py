@@ -36,11 +36,17 @@ def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
     output = torch.zeros(fused.output_shape, dtype=fused.query.dtype)
     lse = torch.full(fused.lse_shape, float("inf"))
     # The same rows as the query's, seen by request.
-    output_rows = (
-        output if fused.input_layout == "BNSD_BSND" else fused.by_request(output, fused.num_heads)
-    )
+    if fused.input_layout == "BNSD_BSND":
+        output_rows = output
+    elif fused.input_layout == "TND_NTD":
+        output_rows = output.transpose(0, 1)
+    else:
+        output_rows = fused.by_request(output, fused.num_heads)
     lse_rows = lse[..., 0] if fused.is_tnd else lse[..., 0].transpose(1, 2)
     queries = fused.by_request(fused.query, fused.num_heads)
+    if fused.query_rope is not None:
+        rope = faults.apply("query_rope", fused.query_rope)
+        queries = torch.cat((queries, fused.by_request(rope, fused.num_heads)), -1)
     scale = fused.scale
     if fused.is_tnd and not fused.is_paged and fused.atten_mask is None:
         scale = faults.apply("scale of fresh keys without a mask", scale)
@@ -66,7 +72,7 @@ def _requests(
     kv_lens = fused.actual_seq_lengths_kv
     if fused.is_paged:
         assert fused.block_table is not None and kv_lens is not None
-        caches = fused.cache_rows(fused.key), fused.cache_rows(fused.value)
+        caches = [fused.cache_rows(plane) for plane in _planes(fused)]
         lengths = list(kv_lens) if fused.is_tnd else fused.kv_lengths(0)
         planes = (
             [
@@ -76,7 +82,7 @@ def _requests(
             for request, length in enumerate(lengths)
         )
     else:
-        fresh = [fused.by_request(plane, fused.kv_heads) for plane in (fused.key, fused.value)]
+        fresh = [fused.by_request(plane, fused.kv_heads) for plane in _planes(fused)]
         if fused.is_tnd:
             ends = [0, *(kv_lens or ())]
             lengths = fused.packed_kv_lengths
@@ -89,8 +95,15 @@ def _requests(
     else:
         query_lens = fused.query_lengths()
         rows = [(request, slice(0, length)) for request, length in enumerate(query_lens)]
-    for request, (keys, values) in enumerate(planes):
+    for request, (keys, values, *ropes) in enumerate(planes):
+        keys = torch.cat((keys, *ropes), -1)
         yield request, rows[request], keys, values, lengths[request]
+
+
+def _planes(fused: FusedAttention) -> list[torch.Tensor]:
+    """Key, value and, if it is given, the rotated part of key."""
+    planes = [fused.key, fused.value]
+    return planes if fused.key_rope is None else [*planes, fused.key_rope]
 
 
 def _mask(

@@ -8,8 +8,9 @@ from ascend_emulator.operators.attention import COMPRESSED_SIZE
 from ascend_emulator.operators.constraint import shape_of
 from ascend_emulator.operators.fused_arguments import FusedAttention
 from ascend_emulator.operators.fused_kernel_checks import check_kernel
+from ascend_emulator.operators.fused_rope import check_rope
 
-RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "TND": 3}
+RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "TND": 3, "TND_NTD": 3}
 DTYPES = (torch.float16, torch.bfloat16)
 MASK_DTYPES = (torch.bool, torch.int8, torch.uint8)
 COMPRESSED_MODES = (2, 3, 4)
@@ -27,6 +28,7 @@ def check(fused: FusedAttention) -> None:
     _check_modes(fused)
     _check_tensors(fused)
     _check_heads(fused)
+    check_rope(fused)
     if fused.is_tnd:
         _check_packed_lengths(fused)
     else:
@@ -76,7 +78,7 @@ def _check_tensors(fused: FusedAttention) -> None:
 def _check_heads(fused: FusedAttention) -> None:
     demand = fused.call.demand
     heads, kv_heads = fused.num_heads, fused.kv_heads
-    axis = {"BSND": 2, "TND": 1}.get(fused.input_layout, 1)
+    axis = {"BSND": 2}.get(fused.input_layout, 1)
     if fused.input_layout == "BSH":
         width = fused.query.shape[2]
         demand("num_heads", heads > 0 and width % heads == 0, f"{heads} for H {width}")
@@ -87,7 +89,7 @@ def _check_heads(fused: FusedAttention) -> None:
     demand("head limit", heads <= 256, heads)
     demand(
         "num_key_value_heads",
-        kv_heads > 0 and heads % kv_heads == 0 and heads // kv_heads <= 64,
+        kv_heads > 0 and heads % kv_heads == 0 and (heads // kv_heads <= 64 or fused.is_absorbed),
         f"{kv_heads} for {heads} heads",
     )
     demand("head size", 0 < head_size <= 512 and head_size % 16 == 0, head_size)
@@ -171,7 +173,7 @@ def _check_cache(fused: FusedAttention) -> None:
     head_size = fused.head_size
     width = fused.kv_heads * head_size
     forms: dict[int, tuple[int, ...]] = {3: (shape[0], size, width)}
-    if fused.input_layout in ("BNSD", "BNSD_BSND", "TND"):
+    if fused.input_layout in ("BNSD", "BNSD_BSND", "TND", "TND_NTD"):
         forms[4] = (shape[0], fused.kv_heads, size, head_size)
     expected = " or ".join(str(("num_blocks", *form[1:])) for form in forms.values())
     demand("cache form", forms.get(len(shape)) == shape, f"{shape}, expected {expected}")

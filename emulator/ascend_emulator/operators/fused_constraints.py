@@ -53,8 +53,8 @@ _TENSORS = [
     record(
         "input_layout",
         "layout",
-        "BSH, BSND, BNSD, BNSD_BSND or TND",
-        "these five, and layouts for latent attention alone (v1, v2)",
+        "BSH, BSND, BNSD, BNSD_BSND, TND or, for latent attention, TND_NTD",
+        "these, and more layouts for latent attention alone (v1, v2)",
         SAME,
         "torch_npu's Meta function accepts any string: only the kernel refuses",
         AGREED,
@@ -62,7 +62,7 @@ _TENSORS = [
     record(
         "query",
         "rank",
-        "the rank of input_layout: 3 for BSH and TND, else 4",
+        "the rank of input_layout: 3 for BSH, TND and TND_NTD, else 4",
         "shapes per layout (v2)",
         SAME,
         "none needed",
@@ -105,7 +105,7 @@ _TENSORS = [
         DOCSTRING,
     ),
     record(
-        "pse_shift, quantisation, rope, padding sizes, shared prefix, sinks",
+        "pse_shift, quantisation, padding sizes, shared prefix, sinks",
         "unsupported argument",
         "the default: this reference covers plain attention",
         "described at length (v1, v2)",
@@ -149,7 +149,7 @@ _HEADS = [
     record(
         "num_key_value_heads",
         "num_key_value_heads",
-        "a divisor of num_heads, at most 64 query heads for each",
+        "a divisor of num_heads, at most 64 query heads for each without rope",
         "num_heads divisible by it, ratio at most 64; 0 means num_heads (v1, v2)",
         SAME,
         "none needed",

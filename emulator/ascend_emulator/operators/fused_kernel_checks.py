@@ -11,6 +11,7 @@ from ascend_emulator import profiles
 from ascend_emulator.operators.constraint import Family
 from ascend_emulator.operators.fused_arguments import FusedAttention
 from ascend_emulator.operators.fused_kernel_constraints import DOCUMENTATION, KERNELS, ROUTE
+from ascend_emulator.operators.fused_rope import check_documented_rope
 from ascend_emulator.operators.fused_route import divides_by_zero, route
 
 Demand = Callable[..., None]
@@ -33,6 +34,7 @@ def check_kernel(fused: FusedAttention) -> str:
     CHECKS[kernel](fused, _demand(fused, KERNELS[kernel]))
     if profile.documentation:
         _check_documentation(fused, _demand(fused, DOCUMENTATION))
+        check_documented_rope(fused)
     return kernel
 
 
@@ -46,6 +48,8 @@ def _check_fai(fused: FusedAttention, demand: Demand) -> None:
 
 def _check_v3(fused: FusedAttention, demand: Demand) -> None:
     size = fused.head_size
+    if fused.has_rope:
+        return  # `fused_rope` has what it demands with rope
     if fused.is_tnd:
         allowed = (64, 128) if profiles.current().release == "8.5" else (64, 128, 192)
         demand("head size of V3", size in allowed, size)
@@ -106,7 +110,7 @@ def _check_documentation(fused: FusedAttention, demand: Demand) -> None:
         pairs = list(zip(fused.packed_query_lengths, fused.packed_kv_lengths))
         enough = all(query <= keys for query, keys in pairs)
         demand("keys for every query of mode 3", enough, f"{pairs} (query, key)")
-    if fused.is_paged:
+    if fused.is_paged and not fused.has_rope:
         block = fused.block_size
         fits = block % 16 == 0 and 0 < block <= 128
         fits = fits and (fused.query_width <= 1 or block == 128)

@@ -2,9 +2,9 @@
 
 Read from ``TilingFusedInferAttentionScore``, ``RouteToFia``, ``CheckSpecConditions``,
 ``IsUsingFAI`` and ``IsUsingIFA`` in CANN's published ops-transformer: tag v8.5.0 for 8.5, branch
-9.1.0 for 9.1 (9.0.0 routes TND as 9.1 does). Only calls without rope, sinks and quantisation come
-here, in float16 or bfloat16 with K and V of the query's dtype; the references refuse all others.
-Kernels are tried in this order: V3, FAI, IFA, PFA.
+9.1.0 for 9.1 (9.0.0 routes TND as 9.1 does). Only calls without sinks and quantisation come here,
+in float16 or bfloat16 with K and V of the query's dtype; the references refuse all others. Kernels
+are tried in this order: V3, FAI, IFA, PFA. Calls with rope (latent attention) are V3's.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,14 @@ import torch
 
 from ascend_emulator import profiles
 from ascend_emulator.operators.constraint import KernelRefusalError
-from ascend_emulator.operators.fused_arguments import V2_NAMES, FusedAttention, bind
+from ascend_emulator.operators.fused_arguments import (
+    LATENT_HEAD_SIZE,
+    V2_NAMES,
+    FusedAttention,
+    bind,
+)
 
 FAI, V3, PFA, IFA = "FAI", "V3", "PFA", "IFA"
-LATENT_HEAD_SIZE = 512
-"""Head size of latent attention, which 8.5 sends to IFA in TND."""
 
 
 def route(fused: FusedAttention, release: str | None = None) -> str:
@@ -36,6 +39,8 @@ def route(fused: FusedAttention, release: str | None = None) -> str:
         ``FAI``, ``V3``, ``PFA`` or ``IFA``.
     """
     release = release or profiles.current().release
+    if fused.has_rope:  # `isNotLegacyGQA` sends it there before anything else is asked
+        return V3
     return _route_of_85(fused) if release == "8.5" else _route_of_91(fused)
 
 
@@ -43,6 +48,7 @@ def divides_by_zero(fused: FusedAttention) -> bool:
     """Whether choosing a kernel divides by ``num_key_value_heads``, given as 0, on 9.1."""
     return (
         fused.is_paged
+        and not fused.has_rope
         and fused.num_key_value_heads == 0
         and fused.key.dim() == 3
         and fused.is_tnd

@@ -1,15 +1,22 @@
-"""Reference of the operator that multiplies several pairs of matrices, where nothing is grouped."""
+"""Reference of the operator that multiplies several pairs of matrices.
+
+This file has the form in which nothing is grouped; `grouped_rows` the one that groups rows.
+"""
 
 from functools import partial
 
 import torch
 
 from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.grouped_int8 import GROUPED_INT8_RULES, grouped_int8
+from ascend_emulator.operators.grouped_rows import GROUPED_ROWS_RULES, grouped_rows
 
 GROUPED_MATMUL = "npu::npu_grouped_matmul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INNER_LIMIT = 65536
 MAX_TENSORS = 128
+GROUPED_BY_ROWS = 0
+"""``group_type`` with which each group of rows has a weight."""
 
 NAME = "npu_grouped_matmul"
 record = partial(Constraint, NAME)
@@ -28,7 +35,7 @@ GROUPED_MATMUL_RULES = Family(
             "not grouped",
             "group_type -1 and split_item 0, without a group_list and what quantisation takes",
             "other forms too",
-            "the only form that the plugin uses",
+            "this form, and the one that groups rows",
             "none needed",
             READING,
             "other forms are outside of this reference",
@@ -125,18 +132,16 @@ def grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[torch.Tensor]:
-    """``x[i] @ weight[i] + bias[i]`` for each i."""
-    others = {
+    """``x[i] @ weight[i] + bias[i]`` for each i, or rows in groups with a weight each."""
+    others: dict[str, object] = {
         "scale": scale,
         "offset": offset,
         "antiquant_scale": antiquant_scale,
         "antiquant_offset": antiquant_offset,
         "per_token_scale": per_token_scale,
-        "group_list": group_list,
         "activation_input": activation_input,
         "activation_quant_scale": activation_quant_scale,
         "activation_quant_offset": activation_quant_offset,
-        "group_list_type": group_list_type or None,
         "act_type": act_type or None,
         "tuning_config": tuning_config,
         "output_dtype": output_dtype,
@@ -145,6 +150,27 @@ def grouped_matmul(
         "scale_dtype": scale_dtype,
         "per_token_scale_dtype": per_token_scale_dtype,
     }
+    if group_type == GROUPED_BY_ROWS and x[0].dtype == torch.int8:
+        of_weights = ("scale", "per_token_scale", "output_dtype")
+        rest = {name: value for name, value in others.items() if name not in of_weights}
+        return grouped_int8(
+            GROUPED_INT8_RULES.call(GROUPED_MATMUL),
+            x,
+            weight,
+            scale,
+            per_token_scale,
+            group_list,
+            group_list_type or 0,
+            split_item or 0,
+            output_dtype,
+            rest | {"bias": bias or None},
+        )
+    if group_type == GROUPED_BY_ROWS:
+        call = GROUPED_ROWS_RULES.call(GROUPED_MATMUL)
+        others["bias"] = bias or None
+        listed_as, split = group_list_type or 0, split_item or 0
+        return grouped_rows(call, x, weight, group_list, listed_as, split, others)
+    others |= {"group_list": group_list, "group_list_type": group_list_type or None}
     given = [name for name, value in others.items() if value is not None]
     demand = GROUPED_MATMUL_RULES.call(GROUPED_MATMUL).demand
     is_apart = (group_type, split_item) == (-1, 0) and not given

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ascend_emulator import profiles
 from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
 
 TOP_K_TOP_P = "npu::npu_top_k_top_p"
@@ -79,12 +80,12 @@ TOP_K_TOP_P_RULES = Family(
         record(
             "k",
             "k range",
-            "1 to the columns of logits",
+            "1 to the columns of logits; at most 1024 in profiles 8.5 and docs",
             NO_DOCSTRING,
-            "the same since CANN 9.0; before, and in op-plugin's documentation, at most 1024",
-            DOCUMENTATION,
+            "the columns since CANN 9.0; before, and in op-plugin's documentation, at most 1024",
+            f"{DOCUMENTATION} (v8.5.0: 1024, v9.0.0: the columns)",
             PRACTICE,
-            "kernels up to CANN 8.5 reserve room for 1024",
+            "code of 8.5 checks nothing: its kernel has room for 1024 and reads past it",
         ),
         record(
             "p",
@@ -111,6 +112,13 @@ TOP_K_TOP_P_RULES = Family(
 )
 
 
+def largest_k(num_tokens: int) -> int:
+    """Largest k of the profile for logits of so many columns."""
+    profile = profiles.current()
+    is_limited = profile.release == "8.5" or profile.documentation
+    return min(num_tokens, 1024) if is_limited else num_tokens
+
+
 def top_k_top_p(
     logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -126,7 +134,7 @@ def top_k_top_p(
     num_tokens = logits.shape[1]
     values, indices = logits.float().sort(dim=-1, stable=True)
     if k is not None:
-        outside = k[(k < 1) | (k > num_tokens)]
+        outside = k[(k < 1) | (k > largest_k(num_tokens))]
         demand("k range", not outside.numel(), f"{outside.tolist()} of {num_tokens}")
         threshold = values.gather(1, (num_tokens - k.long())[:, None])
         values = values.masked_fill(values < threshold, float("-inf"))

@@ -125,9 +125,77 @@ SCHEMAS = {
     ),
     ("npu::npu_grouped_matmul", ""): f"({GROUPED_MATMUL}) -> Tensor[]",
     ("npu::npu_top_k_top_p", ""): ("(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor"),
+    ("npu::npu_dynamic_quant", ""): (
+        "(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
+        'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)'
+    ),
+    ("npu::npu_quantize", ""): (
+        "(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
+        "bool div_mode=True) -> Tensor"
+    ),
+    ("npu::npu_quant_matmul", ""): (
+        "(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
+        "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, "
+        "int? x1_dtype=None, int? x2_dtype=None, int? pertoken_scale_dtype=None, "
+        "int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor"
+    ),
+    ("npu::npu_add_rms_norm_dynamic_quant", ""): (
+        "(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None, "
+        "Tensor? smooth_scale2=None, Tensor? beta=None, float epsilon=9.9999999999999995e-07, "
+        "bool[2]? output_mask=None, int? y_dtype=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    ("npu::npu_add_rms_norm_quant", ""): (
+        "(Tensor x1, Tensor x2, Tensor gamma, Tensor scales1, Tensor? zero_points1, "
+        "Tensor? beta=None, Tensor? scales2=None, Tensor? zero_points2=None, *, int axis=-1, "
+        "float epsilon=9.9999999999999995e-07, bool div_mode=True, int? dst_type=None) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    ("npu::npu_dequant_swiglu_quant", ""): (
+        "(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, "
+        "Tensor? bias=None, Tensor? quant_scale=None, Tensor? quant_offset=None, "
+        "Tensor? group_index=None, bool activate_left=False, int quant_mode=0, "
+        "int? dst_type=None, int? round_mode=None, int? activate_dim=None, int swiglu_mode=0, "
+        "float clamp_limit=7., float glu_alpha=1.702, float glu_bias=1.) -> (Tensor, Tensor)"
+    ),
+    ("npu::npu_moe_init_routing_v2", ""): (
+        "(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
+        "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, "
+        "int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1, "
+        "int[2] active_expert_range=[], int row_idx_type=0, int? x_dtype=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    ("npu::_npu_moe_token_unpermute", ""): (
+        "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
+        "bool padded_mode=False, int[]? restore_shape=None) "
+        "-> (Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)"
+    ),
+    ("npu::npu_moe_gating_top_k", ""): (
+        "(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, "
+        "int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "
+        "int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., "
+        "float eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)"
+    ),
+    ("npu::npu_moe_gating_top_k_softmax_v2", ""): (
+        "(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, "
+        "bool? output_softmax=False) -> (Tensor, Tensor, Tensor)"
+    ),
     ("npu::npu_rotary_mul", ""): (
         '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
         "-> Tensor"
+    ),
+    ("npu::npu_transpose_batchmatmul", ""): (
+        "(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
+        "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, "
+        "int? batch_split_factor=1) -> Tensor"
+    ),
+    ("npu::npu_gather_pa_kv_cache", ""): (
+        "(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+        "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, "
+        "bool is_seq_lens_cumsum=False) -> ()"
+    ),
+    ("npu::npu_attention_update", ""): (
+        "(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)"
     ),
 }
 """Arguments and results by (name, overload)."""

@@ -14,10 +14,13 @@ from tests.emulator.operators import (
     test_atb_attention,
     test_cache_write,
     test_elementwise,
+    test_experts,
     test_fused_attention,
     test_fused_layers,
     test_fused_route,
     test_fusion_attention,
+    test_int8,
+    test_latent,
 )
 from tests.emulator.operators.calls import Batch, cache_arguments, call, fused
 from tests.emulator.operators.violations import VIOLATIONS
@@ -94,6 +97,7 @@ SHOWN_BY = {
     ("fused attention, FAI", "rows without keys in the decode kernel"): (
         test_fused_route.test_the_decode_kernel_leaves_rows_without_keys_undefined
     ),
+    ("fused attention, rope", "latent rows twice"): test_latent.test_attention_over_latent_rows,
     ("npu_fusion_attention", "results for training"): (
         test_fusion_attention.test_results_that_only_training_reads_are_nan
     ),
@@ -117,6 +121,39 @@ SHOWN_BY = {
     ("npu_mrope", "rows with gaps"): test_fused_layers.test_rotary_of_slices_of_a_projection,
     ("npu_top_k_top_p", "order of sums"): test_fused_layers.test_top_p_keeps_the_smallest_set,
     ("npu_top_k_top_p", "ties at k"): test_fused_layers.test_ties_at_k_are_kept,
+    ("npu_grouped_matmul, int8 rows", "rows of no group"): (
+        test_int8.test_products_of_grouped_rows
+    ),
+    ("npu_dynamic_quant", "rows of zeros"): test_int8.test_a_row_of_zeros_stays_zero,
+    ("npu_quant_matmul", "order of sums"): test_int8.test_products,
+    ("norms to int8", "rounding before int8"): test_int8.test_norms,
+    ("npu_dequant_swiglu_quant", "direction"): test_int8.test_activations,
+    ("npu_dequant_swiglu_quant", "activated half"): test_int8.test_activations,
+    **{
+        ("npu_moe_init_routing_v2", name): (
+            test_experts.test_rows_are_sorted_by_expert_and_inactive_ones_are_undefined
+        )
+        for name in ("inactive rows", "inactive pairs", "order")
+    },
+    **{
+        ("npu_moe_token_unpermute", name): (
+            test_experts.test_rows_of_a_token_are_weighted_and_summed
+        )
+        for name in ("index past the rows", "probability of 0")
+    },
+    ("npu_grouped_matmul, rows", "rows of no group"): (
+        test_experts.test_each_group_has_its_weight_and_rows_of_none_are_undefined
+    ),
+    **{
+        ("npu_moe_gating_top_k", name): test_experts.test_experts_are_chosen_within_the_best_groups
+        for name in ("division by the sum", "bias chooses")
+    },
+    ("npu_moe_gating_top_k_softmax_v2", "finished rows"): (
+        test_experts.test_a_finished_row_gets_the_number_of_experts
+    ),
+    ("npu_moe_gating_top_k_softmax_v2", "order of softmax"): (
+        test_experts.test_softmax_of_the_best_or_the_best_of_the_softmax
+    ),
     ("npu_rotary_mul", "range of r1 and r2"): test_factors_above_one_are_taken,
 }
 """The test that shows each reading."""

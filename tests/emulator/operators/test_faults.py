@@ -22,6 +22,8 @@ from tests.emulator.operators.calls import (
     triangle,
 )
 from tests.emulator.operators.fusion_calls import band, fusion
+from tests.emulator.operators.latent_calls import absorbed, projected
+from tests.emulator.operators.latent_calls import fused as fused_latent
 
 PAGE = Path(__file__).parents[3] / "docs" / "changing" / "emulator.md"
 NO_MASK = {"sparse_mode": 0, "atten_mask": None}
@@ -75,6 +77,10 @@ def of_write(operator):
     return run
 
 
+def of_latent(make):
+    return lambda: fused_latent(make())[0]
+
+
 PAGED_DECODE = of_atb("atb::_npu_paged_attention", decode_arguments)
 SPLITFUSE = of_atb("atb::_npu_paged_attention_splitfuse", splitfuse_arguments)
 FLASH = of_atb("atb::_npu_flash_attention", flash_arguments)
@@ -102,6 +108,7 @@ CHANGED = {
         PAGED_DECODE,
         SPLITFUSE,
     ],
+    "ignored-rope": [of_latent(absorbed), of_latent(projected)],
     "padding-slot-written": [of_write(operator) for operator in WRITERS],
     "transposed-cache": [of_write(operator) for operator in WRITERS],
     "added-flags": [FLASH],

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from ascend_emulator import profiles
+from ascend_emulator.operators import KernelRefusalError
 from tests.emulator.operators.calls import call, matmul_arguments, mrope_arguments
 from tests.emulator.operators.formula import assert_close
 from tests.emulator.operators.test_elementwise import DTYPES, norm_by_hand, random
@@ -149,6 +151,15 @@ def test_ties_at_k_are_kept():
     arguments = {"logits": logits, "k": torch.tensor([2], dtype=torch.int32)}
     output = call("npu::npu_top_k_top_p", arguments)
     assert output.isfinite().tolist() == [[False, True, True, True, False]]
+
+
+@pytest.mark.parametrize(("profile", "largest"), [("9.1", 1500), ("8.5", 1024), ("docs", 1024)])
+def test_k_has_a_limit_in_older_releases_and_in_the_documentation(profile, largest):
+    arguments = {"logits": torch.zeros(1, 1500), "k": torch.tensor([largest], dtype=torch.int32)}
+    with profiles.using(profile):
+        assert call("npu::npu_top_k_top_p", arguments).isfinite().all()
+        with pytest.raises(KernelRefusalError, match="k range"):
+            call("npu::npu_top_k_top_p", arguments | {"k": arguments["k"] + 1})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ascend_emulator.operators import CONSTRAINTS, REFERENCES, install
 from ascend_emulator.operators.document import render
 from ascend_emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
+from tests.emulator.operators import int8_calls
 from tests.emulator.operators.calls import (
     FUNCTIONS,
     MIXED,
@@ -27,6 +28,20 @@ from tests.emulator.operators.calls import (
     mrope_arguments,
     scatter_arguments,
     splitfuse_arguments,
+)
+from tests.emulator.operators.expert_calls import (
+    gating_arguments,
+    routing_arguments,
+    softmax_arguments,
+    unpermute_arguments,
+)
+from tests.emulator.operators.latent_calls import (
+    GATHER,
+    TRANSPOSE,
+    UPDATE,
+    gather_arguments,
+    matmul_of_heads,
+    update_arguments,
 )
 from tests.helpers.emulator import import_path
 
@@ -136,8 +151,21 @@ def every_call():
         ("npu::npu_geglu", ""): {"input": rows},
         ("npu::npu_mrope", ""): mrope_arguments(),
         ("npu::npu_grouped_matmul", ""): matmul_arguments(),
+        ("npu::npu_moe_init_routing_v2", ""): routing_arguments(),
+        ("npu::_npu_moe_token_unpermute", ""): unpermute_arguments(),
+        ("npu::npu_moe_gating_top_k", ""): gating_arguments(),
+        ("npu::npu_moe_gating_top_k_softmax_v2", ""): softmax_arguments(),
         ("npu::npu_top_k_top_p", ""): {"logits": rows, "p": torch.full((3,), 0.5)},
+        (int8_calls.DYNAMIC, ""): int8_calls.dynamic_arguments(),
+        (int8_calls.QUANTIZE, ""): int8_calls.quantize_arguments(),
+        (int8_calls.MATMUL, ""): int8_calls.matmul_arguments(),
+        (int8_calls.NORM, ""): int8_calls.norm_arguments(),
+        (int8_calls.STATIC_NORM, ""): int8_calls.static_norm_arguments(),
+        (int8_calls.SWIGLU, ""): int8_calls.swiglu_arguments(),
         ("npu::npu_rotary_mul", ""): {"input": heads, "r1": heads, "r2": heads},
+        (TRANSPOSE, ""): matmul_of_heads(),
+        (GATHER, ""): gather_arguments(),
+        (UPDATE, ""): update_arguments(),
     }
 
 

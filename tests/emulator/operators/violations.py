@@ -20,9 +20,17 @@ from tests.emulator.operators.calls import (
     spoiled,
     strided,
 )
+from tests.emulator.operators.expert_calls import EXPERT_VIOLATIONS
 from tests.emulator.operators.fused_violations import FUSED_VIOLATIONS
 from tests.emulator.operators.fusion_calls import FUSION_VIOLATIONS
+from tests.emulator.operators.int8_calls import INT8_VIOLATIONS
 from tests.emulator.operators.kernel_violations import KERNEL_VIOLATIONS
+from tests.emulator.operators.latent_calls import (
+    GATHER_VIOLATIONS,
+    ROPE_VIOLATIONS,
+    TRANSPOSE_VIOLATIONS,
+    UPDATE_VIOLATIONS,
+)
 
 FUSED, CACHE, ATB = "fused attention", "cache write", "atb attention"
 NORMS, SWIGLU, ROTARY, PLACEMENT = "norms", "npu_swiglu", "npu_rotary_mul", "placement"
@@ -350,7 +358,7 @@ def first(function):
 
 GROUPED_MATMUL_VIOLATIONS = {
     "not grouped": [
-        matmuls(group_type=instead(0)),
+        matmuls(group_type=instead(2)),
         matmuls(split_item=instead(2)),
         lambda: call(
             "npu::npu_grouped_matmul", matmul_arguments() | {"group_list": torch.tensor([2, 3])}
@@ -399,6 +407,12 @@ VIOLATIONS = {
         "npu_grouped_matmul": GROUPED_MATMUL_VIOLATIONS,
         PLACEMENT: PLACEMENT_VIOLATIONS,
         "npu_fusion_attention": FUSION_VIOLATIONS,
+        "fused attention, rope": ROPE_VIOLATIONS,
+        "npu_gather_pa_kv_cache": GATHER_VIOLATIONS,
+        "npu_attention_update": UPDATE_VIOLATIONS,
+        "npu_transpose_batchmatmul": TRANSPOSE_VIOLATIONS,
+        **EXPERT_VIOLATIONS,
+        **INT8_VIOLATIONS,
     }.items()
     for name, calls in table.items()
 } | {

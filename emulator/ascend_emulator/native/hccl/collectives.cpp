@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "../runtime_api.h"
 #include "communicator.h"
 #include "elements.h"
-#include "runtime_api.h"
 
 namespace hccl {
 namespace {

@@ -8,8 +8,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "../runtime_api.h"
 #include "elements.h"
-#include "runtime_api.h"
 
 namespace hccl {
 namespace {

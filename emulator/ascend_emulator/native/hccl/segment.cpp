@@ -19,8 +19,8 @@
 #include <mutex>
 #include <sstream>
 
+#include "../runtime_api.h"
 #include "elements.h"
-#include "runtime_api.h"
 
 namespace hccl {
 namespace {

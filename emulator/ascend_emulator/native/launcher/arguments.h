@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "runtime_api.h"
+#include "../runtime_api.h"
 
 namespace launcher {
 

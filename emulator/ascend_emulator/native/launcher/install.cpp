@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "../runtime_api.h"
 #include "copies.h"
 #include "hidden_copies.h"
 #include "launch.h"
-#include "runtime_api.h"
 
 namespace launcher {
 namespace {

@@ -16,6 +16,7 @@
 
 #include "hidden_copies.h"
 #include "random.h"
+#include "torch_npu_api.h"
 
 namespace launcher {
 namespace {

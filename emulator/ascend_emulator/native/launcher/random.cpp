@@ -4,6 +4,8 @@
 
 #include <mutex>
 
+#include "torch_npu_api.h"
+
 namespace launcher {
 namespace {
 

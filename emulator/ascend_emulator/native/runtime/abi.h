@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#define ACL_API extern "C" __attribute__((visibility("default")))
+#include "../runtime_api.h"
+
+#define ACL_API EMULATOR_API
 
 using aclError = int;
 using aclrtStream = void*;

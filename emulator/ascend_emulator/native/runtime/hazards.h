@@ -5,15 +5,12 @@
 #include <string>
 #include <vector>
 
+#include "abi.h"
 #include "clock.h"
 
 namespace emulator {
 
-struct Access {
-  const char* begin;
-  size_t size;
-  bool write;
-};
+using Access = emulator_access;
 
 // Notes the accesses of one task and reports those that conflict with an unordered earlier one.
 void check_accesses(const std::vector<Access>& accesses, const Epoch& epoch,

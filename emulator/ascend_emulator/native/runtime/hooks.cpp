@@ -1,4 +1,4 @@
-// What HCCL, a library of its own, uses of the runtime (declared in hccl/runtime_api.h).
+// What HCCL uses of the runtime and no other file here defines (declared in ../runtime_api.h).
 #include <map>
 #include <mutex>
 #include <string>
@@ -34,13 +34,11 @@ std::string name_of_object(const void* address) {
 
 using namespace emulator;
 
-// An object of the host that tasks access as they do device memory, and its name in messages.
 ACL_API void emulator_name_object(const void* address, const char* name) {
   std::lock_guard lock(names().mutex);
   names().by_address[address] = name;
 }
 
-// A kernel that is counted under one name and appears in messages under another.
 ACL_API aclError emulator_launch_collective(aclrtStream handle, const char* kernel,
                                             const char* name, void (*run)(void*),
                                             void (*destroy)(void*), void* argument,

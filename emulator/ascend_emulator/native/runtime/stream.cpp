@@ -258,7 +258,6 @@ ACL_API void emulator_set_wait_hooks(void* (*release)(), void (*reacquire)(void*
   reacquire_hook = reacquire;
 }
 
-// A kernel: `run(argument)` on the worker, `destroy(argument)` with its last use.
 ACL_API aclError emulator_launch(aclrtStream handle, const char* name, void (*run)(void*),
                                  void (*destroy)(void*), void* argument, const Access* accesses,
                                  size_t access_count) {

@@ -18,11 +18,3 @@ void give_streams(int device, int count, StreamUse use);
 int free_streams(int device);
 
 }  // namespace emulator
-
-// For the collectives. `emulator_take_streams` holds streams outside of graphs until they are given
-// back. `emulator_note_communication` is to be called before an operation of `group` (any address
-// that stands for it) is put onto a stream: if that stream is captured, the graph takes the group's
-// streams (--hccl-streams) once and holds them until it is destroyed.
-ACL_API aclError emulator_take_streams(int device, int count, const char* wanted_for);
-ACL_API void emulator_give_streams(int device, int count);
-ACL_API aclError emulator_note_communication(aclrtStream stream, const void* group);

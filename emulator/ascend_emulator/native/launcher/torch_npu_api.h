@@ -1,31 +1,13 @@
-// What the launcher uses of the emulated runtime (a library of its own) and of torch_npu.
+// What the launcher uses of torch_npu, whose headers for these four functions include CANN's: their
+// declarations are enough.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
 #include <c10/core/Stream.h>
 
-#include <cstddef>
 #include <cstdint>
 
-extern "C" {
-struct emulator_access {  // the layout of emulator::Access
-  const char* begin;
-  size_t size;
-  bool write;
-};
-void* emulator_alias(void* address);
-void emulator_count_hidden_copy(const char* name);
-void emulator_fault(const char* message);
-int emulator_is_capturing(void* stream);
-int emulator_launch(void* stream, const char* name, void (*run)(void*), void (*destroy)(void*),
-                    void* argument, const emulator_access* accesses, size_t access_count);
-void emulator_set_wait_hooks(void* (*release)(), void (*reacquire)(void*));
-int aclrtSynchronizeStream(void* stream);
-const char* aclGetRecentErrMsg();
-}
-
-// torch_npu's headers for these four functions include CANN's; their declarations are enough.
 namespace c10_npu {
 class NPUStream {
  public:

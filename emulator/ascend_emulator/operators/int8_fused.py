@@ -1,0 +1,351 @@
+"""References of norms and activations that round their results to int8."""
+
+from functools import partial
+
+import torch
+
+from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.int8 import round_all, round_tokens
+
+ADD_RMS_NORM_DYNAMIC_QUANT = "npu::npu_add_rms_norm_dynamic_quant"
+ADD_RMS_NORM_QUANT = "npu::npu_add_rms_norm_quant"
+DEQUANT_SWIGLU_QUANT = "npu::npu_dequant_swiglu_quant"
+
+HALF = (torch.float16, torch.bfloat16)
+
+NORM_NAME, SWIGLU_NAME = "norms to int8", "npu_dequant_swiglu_quant"
+norm = partial(Constraint, NORM_NAME)
+swiglu = partial(Constraint, SWIGLU_NAME)
+AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
+SOURCES, READING = Enforced.SOURCES, Enforced.READING
+OF_NORMS = (
+    "Ascend/op-plugin, its pages of `npu_add_rms_norm_dynamic_quant` and "
+    "`npu_add_rms_norm_quant`; cann/ops-nn 9.1.0, `aclnnAddRmsNormDynamicQuantV2`"
+)
+OF_SWIGLU = (
+    "Ascend/op-plugin, its page of `npu_dequant_swiglu_quant`; cann/ops-nn 9.1.0, "
+    "`aclnnDequantSwigluQuantV2`, dequant_swiglu_quant_tiling_base.cpp"
+)
+
+# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
+INT8_NORMS = Family(
+    NORM_NAME,
+    [
+        norm("x1", "dtype", "float16 or bfloat16", "these two", "the same", OF_NORMS, AGREED),
+        norm(
+            "x1",
+            "rank",
+            "2 to 8 dimensions; with a static scale 1 to 8",
+            "these",
+            "the same",
+            OF_NORMS,
+            AGREED,
+        ),
+        norm(
+            "x2",
+            "equal shapes",
+            "the shape and dtype of x1",
+            "the same",
+            "the same",
+            OF_NORMS,
+            AGREED,
+        ),
+        norm(
+            "gamma",
+            "gamma",
+            "[n] in the dtype of x1, n being the last dimension",
+            "the same",
+            "the same",
+            OF_NORMS,
+            AGREED,
+        ),
+        norm(
+            "epsilon",
+            "epsilon",
+            "above 0, of npu_add_rms_norm_dynamic_quant",
+            "a small positive number",
+            "above 0",
+            "cann/ops-nn 9.1.0, add_rms_norm_dynamic_quant_tiling.cpp",
+            SOURCES,
+        ),
+        norm(
+            "smooth_scale1, smooth_scale2, beta, output_mask, y_dtype, scales2, zero_points2, "
+            "axis, div_mode, dst_type",
+            "form",
+            "one int8 result, without factors or a shift; axis -1, divided by the scale",
+            "other forms too",
+            "the only form that the plugin uses",
+            "none needed",
+            READING,
+            "other forms are outside of this reference",
+        ),
+        norm(
+            "scales1",
+            "scale dtype",
+            "float32 for float16, bfloat16 for bfloat16",
+            "float32 or bfloat16, by a table",
+            "CANN takes float32 for bfloat16, too",
+            OF_NORMS,
+            DOCSTRING,
+        ),
+        norm(
+            "zero_points1",
+            "offset dtype",
+            "int32 for float16, bfloat16 for bfloat16",
+            "int32 or bfloat16, by a table",
+            "the same",
+            OF_NORMS,
+            AGREED,
+        ),
+        norm(
+            "scales1, zero_points1",
+            "static shapes",
+            "the shape of gamma",
+            "the shape of gamma",
+            "the same",
+            OF_NORMS,
+            AGREED,
+        ),
+        norm(
+            "y1",
+            "rounding before int8",
+            "the norm's float32 result is rounded to int8 at once",
+            "not stated",
+            "not known",
+            "none found",
+            READING,
+            "a kernel that rounds to the input's dtype in between differs by a level now and then",
+            refused=False,
+        ),
+    ],
+)
+
+INT8_SWIGLU = Family(
+    SWIGLU_NAME,
+    [
+        swiglu(
+            "x",
+            "dtype",
+            "float16 or bfloat16",
+            "these two, and int32 with scales",
+            "the same",
+            OF_SWIGLU,
+            AGREED,
+            "int32 is outside of this reference",
+        ),
+        swiglu(
+            "x",
+            "shape",
+            "at least 2 dimensions, the last of even size",
+            "[tokens, 2 H]",
+            "more than one dimension",
+            OF_SWIGLU,
+            AGREED,
+        ),
+        swiglu(
+            "weight_scale, activation_scale, bias, group_index",
+            "form",
+            "none of them",
+            "None for inputs that are not int32",
+            "the same; groups are for experts",
+            OF_SWIGLU,
+            AGREED,
+        ),
+        swiglu(
+            "dst_type, round_mode, activate_dim, swiglu_mode",
+            "mode",
+            "int8 by SwiGLU along the last dimension",
+            "variants too",
+            "the only form that the plugin uses",
+            "none needed",
+            READING,
+            "other forms are outside of this reference",
+        ),
+        swiglu(
+            "quant_mode", "quant_mode", "0 (static) or 1 (dynamic)", "these two", "the same",
+            OF_SWIGLU, AGREED,
+        ),
+        swiglu(
+            "quant_scale, quant_offset",
+            "static scales",
+            "float32 of 1 or H elements, both with a static scale, none with a dynamic one",
+            "float32 with a static scale",
+            "1 or H elements",
+            OF_SWIGLU,
+            SOURCES,
+        ),
+        swiglu(
+            "quant_scale",
+            "direction",
+            "a static quant_scale divides",
+            "not stated: the page has the dynamic formula only",
+            "the kernel divides, or multiplies by the reciprocal of a single scale",
+            "cann/ops-nn 9.1.0, `dequant_swiglu_quant_static_base.hpp`",
+            SOURCES,
+            refused=False,
+        ),
+        swiglu(
+            "activate_left",
+            "activated half",
+            "the first half if true, else the second",
+            "the same",
+            "the same",
+            OF_SWIGLU,
+            AGREED,
+            refused=False,
+        ),
+    ],
+)  # fmt: skip
+
+
+def add_rms_norm_dynamic_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    *,
+    smooth_scale1: torch.Tensor | None = None,
+    smooth_scale2: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    output_mask: list[bool] | None = None,
+    y_dtype: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """int8 norm of ``x1 + x2``, that sum, and a scale for each row; results two and five are empty.
+
+    The sum is rounded to the dtype of `x1` before it is normalised, as in `npu_add_rms_norm`.
+    """
+    call = INT8_NORMS.call(ADD_RMS_NORM_DYNAMIC_QUANT)
+    _check_norm(call, x1, x2, gamma, 2)
+    call.demand("epsilon", epsilon > 0, epsilon)
+    others = {
+        "smooth_scale1": smooth_scale1 is not None,
+        "smooth_scale2": smooth_scale2 is not None,
+        "beta": beta is not None,
+        f"output_mask {output_mask}": output_mask is not None,
+        f"y_dtype {y_dtype}": y_dtype not in (None, 1),
+    }
+    _check_form(call, others)
+    normed, total = _normalise(x1, x2, gamma, epsilon)
+    values, scale = round_tokens(normed)
+    return values, torch.empty(0, dtype=torch.int8), total, scale, torch.empty(0)
+
+
+def add_rms_norm_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    scales1: torch.Tensor,
+    zero_points1: torch.Tensor | None,
+    beta: torch.Tensor | None = None,
+    scales2: torch.Tensor | None = None,
+    zero_points2: torch.Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-6,
+    div_mode: bool = True,
+    dst_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """int8 norm of ``x1 + x2`` with given scales, an undefined result, and that sum."""
+    call = INT8_NORMS.call(ADD_RMS_NORM_QUANT)
+    _check_norm(call, x1, x2, gamma, 1)
+    others = {
+        "beta": beta is not None,
+        "scales2": scales2 is not None,
+        "zero_points2": zero_points2 is not None,
+        f"axis {axis}": axis != -1,
+        f"div_mode {div_mode}": not div_mode,
+        f"dst_type {dst_type}": dst_type not in (None, 1),
+    }
+    _check_form(call, others)
+    of_scale = torch.float32 if x1.dtype == torch.float16 else torch.bfloat16
+    of_offset = torch.int32 if x1.dtype == torch.float16 else torch.bfloat16
+    call.demand("scale dtype", scales1.dtype == of_scale, f"{scales1.dtype} for {x1.dtype}")
+    fits = scales1.shape == gamma.shape
+    call.demand("static shapes", fits, shape_of(scales1), "scales1")
+    if zero_points1 is not None:
+        is_right = zero_points1.dtype == of_offset
+        call.demand("offset dtype", is_right, f"{zero_points1.dtype} for {x1.dtype}")
+        fits = zero_points1.shape == gamma.shape
+        call.demand("static shapes", fits, shape_of(zero_points1), "zero_points1")
+    normed, total = _normalise(x1, x2, gamma, epsilon)
+    undefined = torch.full(x1.shape, -128, dtype=torch.int8)
+    return round_all(normed, scales1, zero_points1), undefined, total
+
+
+def _check_norm(
+    call: Call, x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, least: int
+) -> None:
+    call.demand("dtype", x1.dtype in HALF, x1.dtype)
+    call.demand("rank", least <= x1.dim() <= 8, shape_of(x1))
+    same = x1.shape == x2.shape and x1.dtype == x2.dtype
+    given = f"{shape_of(x2)} {x2.dtype} for {shape_of(x1)} {x1.dtype}"
+    call.demand("equal shapes", same, given)
+    fits = shape_of(gamma) == (x1.shape[-1],) and gamma.dtype == x1.dtype
+    call.demand("gamma", fits, f"{shape_of(gamma)} {gamma.dtype} for {shape_of(x1)} {x1.dtype}")
+
+
+def _check_form(call: Call, others: dict[str, bool]) -> None:
+    given = [name for name, applies in others.items() if applies]
+    call.demand("form", not given, given)
+
+
+def _normalise(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm in float32, and the sum in the dtype of the inputs."""
+    total = (x1.float() + x2.float()).to(x1.dtype)
+    reciprocal = (total.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return total.float() * reciprocal * gamma.float(), total
+
+
+def dequant_swiglu_quant(
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    dst_type: int | None = None,
+    round_mode: int | None = None,
+    activate_dim: int | None = None,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 7.0,
+    glu_alpha: float = 1.702,
+    glu_bias: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``silu(a) * b`` of two halves in int8, and a float32 scale for each row if dynamic."""
+    call = INT8_SWIGLU.call(DEQUANT_SWIGLU_QUANT)
+    call.demand("dtype", x.dtype in HALF, x.dtype)
+    call.demand("shape", x.dim() >= 2 and x.shape[-1] % 2 == 0, shape_of(x))
+    given = {
+        "weight_scale": weight_scale,
+        "activation_scale": activation_scale,
+        "bias": bias,
+        "group_index": group_index,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    call.demand("form", not named, named)
+    mode = dst_type in (None, 1) and round_mode in (None, 0) and activate_dim in (None, -1)
+    told = f"{dst_type}, {round_mode}, {activate_dim}, {swiglu_mode}"
+    call.demand("mode", mode and swiglu_mode == 0, told)
+    call.demand("quant_mode", quant_mode in (0, 1), quant_mode)
+    halves = x.float().chunk(2, -1)
+    gate, up = halves if activate_left else halves[::-1]
+    result = torch.nn.functional.silu(gate) * up
+    scales = {"quant_scale": quant_scale, "quant_offset": quant_offset}
+    for name, tensor in scales.items():
+        fits = (tensor is None) == (quant_mode == 1)
+        if tensor is not None:
+            sizes = (1, result.shape[-1])
+            fits = fits and tensor.dtype == torch.float32 and tensor.numel() in sizes
+        shown = None if tensor is None else f"{shape_of(tensor)} {tensor.dtype}"
+        call.demand("static scales", fits, f"{shown} with quant_mode {quant_mode}", name)
+    if quant_mode == 1:
+        return round_tokens(result)
+    assert quant_scale is not None
+    undefined = torch.full(result.shape[:-1], torch.nan)
+    return round_all(result, quant_scale, quant_offset), undefined

@@ -1,0 +1,108 @@
+"""Reference of the operator that multiplies batches of matrices and transposes around it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+
+TRANSPOSE_MATMUL = "npu::npu_transpose_batchmatmul"
+NAME = "npu_transpose_batchmatmul"
+record = partial(Constraint, NAME)
+DOCUMENTATION = "Ascend/op-plugin's documentation of npu_transpose_batchmatmul"
+NO_DOCSTRING, SAME, PRACTICE = "no docstring", "the same", Enforced.PRACTICE
+LIMIT = 65536
+
+# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
+TRANSPOSE_MATMUL_RULES = Family(
+    NAME,
+    [
+        record(
+            "input, weight",
+            "dtype",
+            "float16, bfloat16 or float32, the same for both",
+            NO_DOCSTRING,
+            SAME,
+            DOCUMENTATION,
+            PRACTICE,
+        ),
+        record(
+            "input, weight",
+            "shapes",
+            "rank 3, with as many batches and an inner size that agree",
+            NO_DOCSTRING,
+            SAME,
+            DOCUMENTATION,
+            PRACTICE,
+        ),
+        record(
+            "perm_x1, perm_x2, perm_y",
+            "permutations",
+            "[0, 1, 2] or [1, 0, 2] for input, [0, 1, 2] for weight, [1, 0, 2] for the result",
+            NO_DOCSTRING,
+            SAME,
+            DOCUMENTATION,
+            PRACTICE,
+        ),
+        record(
+            "input, weight",
+            "sizes",
+            "inner and last sizes that are multiples of 16; inner size times batches below 65536 "
+            "if input is transposed, else inner size below 65536",
+            NO_DOCSTRING,
+            SAME,
+            DOCUMENTATION,
+            PRACTICE,
+        ),
+        record(
+            "bias, scale, batch_split_factor",
+            "unused arguments",
+            "the default",
+            NO_DOCSTRING,
+            "not used by the plugin",
+            DOCUMENTATION,
+            Enforced.READING,
+        ),
+    ],
+)
+
+
+def transpose_batchmatmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    perm_x1: Sequence[int] | None = None,
+    perm_x2: Sequence[int] | None = None,
+    perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> torch.Tensor:
+    """``[M, B, N]``: each batch of input times its weight, summed in float32."""
+    demand = TRANSPOSE_MATMUL_RULES.call(TRANSPOSE_MATMUL).demand
+    dtypes = {input.dtype, weight.dtype}
+    allowed = {torch.float16, torch.bfloat16, torch.float32}
+    demand("dtype", len(dtypes) == 1 and dtypes <= allowed, dtypes, "input")
+    first, second, last = (
+        list(perm or default)
+        for perm, default in (
+            (perm_x1, (0, 1, 2)),
+            (perm_x2, (0, 1, 2)),
+            (perm_y, (1, 0, 2)),
+        )
+    )
+    fits = first in ([0, 1, 2], [1, 0, 2]) and second == [0, 1, 2] and last == [1, 0, 2]
+    demand("permutations", fits, f"{first}, {second}, {last}")
+    fits = input.dim() == weight.dim() == 3
+    batches = input.permute(first) if fits else input
+    fits = fits and batches.shape[0] == weight.shape[0] and batches.shape[2] == weight.shape[1]
+    demand("shapes", fits, f"{shape_of(input)} and {shape_of(weight)}")
+    count, inner, columns = weight.shape
+    fits = inner % 16 == 0 and columns % 16 == 0
+    fits = fits and (inner * count if first == [1, 0, 2] else inner) < LIMIT
+    demand("sizes", fits, f"{count} batches, inner size {inner}, last size {columns}")
+    unused = bias is None and scale is None and batch_split_factor == 1
+    demand("unused arguments", unused, f"{bias}, {scale}, {batch_split_factor}")
+    result = torch.bmm(batches.float(), weight.float()).to(input.dtype)
+    return result.transpose(0, 1).contiguous()
