@@ -20,4 +20,7 @@ def register_general() -> None:
     """Entry point ``vllm.general_plugins``: what must run in every process of an engine."""
     from vllm_npu_prep.compat import activation
 
-    activation.prepare_process()
+    if activation.prepare_process():
+        from vllm_npu_prep import quantization
+
+        quantization.register_formats()

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -250,6 +251,7 @@ def _is_recorded(path: Path) -> bool:
 
 def _view_of(path: Path, step: int | None) -> "StepView":
     """The step of a scenario, of a record, or of one of a folder's records."""
+    from vllm_npu_prep.inspect.expert_counts import read_expert_counts
     from vllm_npu_prep.inspect.record_file import read_record, record_of
     from vllm_npu_prep.inspect.scenario import read_scenario
     from vllm_npu_prep.inspect.view import StepView
@@ -261,9 +263,10 @@ def _view_of(path: Path, step: int | None) -> "StepView":
     file = record_of(path, step)
     record = read_record(file)
     try:
-        return StepView.of_record(record, f"step {record.number} of {file}")
+        view = StepView.of_record(record, f"step {record.number} of {file}")
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
+    return replace(view, tokens_per_expert=read_expert_counts(file))
 
 
 def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:

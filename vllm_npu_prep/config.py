@@ -42,6 +42,9 @@ class RecordConfig(BaseModel):
         Most bytes of the files, or of the memory.
     request_ids
         Whether records name requests by a salted hash, or by the engine's ids.
+    expert_tokens
+        Whether a file beside each record says how many tokens each expert got. The host waits for
+        the device in each step that is recorded.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -50,6 +53,7 @@ class RecordConfig(BaseModel):
     steps: str = "last 64"
     max_bytes: int = Field(default=256 << 20, ge=1 << 16, le=1 << 40)
     request_ids: Literal["hashed", "plain"] = "hashed"
+    expert_tokens: bool = False
 
     @field_validator("steps")
     @classmethod
@@ -103,14 +107,23 @@ class FusedConfig(BaseModel):
     ----------
     rms_norm, add_rms_norm, gemma_rms_norm
         Norms: RMSNorm, the residual's addition and RMSNorm, and Gemma's.
-    rotary, mrope, vision_rotary
-        Rotary embeddings, those with positions of images, and those of vision towers.
+    rotary, mrope
+        Rotary embeddings, and those with positions of images.
+    vision_attention, vision_rotary
+        Attention and rotary embeddings of vision towers.
     qkv
         The projection to Q, K and V.
     swiglu, geglu, gelu
         Activations.
+    latent
+        The projections of latent attention, and its products with latent weights.
+    experts, gating, gating_softmax
+        Experts of a mixture, and the choice of a token's experts: by scores with a bias and groups,
+        and by a softmax.
     top_k_top_p
         Limits of sampling.
+    int8_norm, int8_swiglu
+        Norms and SwiGLU that round their results for quantised layers.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -120,17 +133,28 @@ class FusedConfig(BaseModel):
     gemma_rms_norm: bool = True
     rotary: bool = True
     mrope: bool = True
+    vision_attention: bool = True
     vision_rotary: bool = True
     qkv: bool = True
     swiglu: bool = True
     geglu: bool = True
     gelu: bool = True
+    latent: bool = True
+    experts: bool = True
+    gating: bool = True
+    gating_softmax: bool = True
     top_k_top_p: bool = True
+    int8_norm: bool = True
+    int8_swiglu: bool = True
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the operators that are on."""
         return frozenset(name for name in type(self).model_fields if getattr(self, name))
+
+
+OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
+"""Fused operators that models without quantised layers don't use."""
 
 
 class PrepConfig(BaseModel):
@@ -161,8 +185,14 @@ class PrepConfig(BaseModel):
         only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
     cpu_binding
         Whether each rank runs on the CPUs of its NPU's NUMA node.
+    latent_prefill
+        How prefills of latent attention attend: over K and V projected from latent rows, or over
+        these rows as decodes do, on the CPU fallback only (`vllm_npu_prep.attention.mla`).
     fused
         Fused operators, each of them or all together.
+    scheduler
+        Whether vLLM's scheduler handles plain requests in bulk (`vllm_npu_prep.scheduling`), or is
+        left as it is.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -176,7 +206,9 @@ class PrepConfig(BaseModel):
     probe: bool = True
     kernel_rules: Literal["release", "documented"] = "release"
     cpu_binding: bool = True
+    latent_prefill: Literal["projected", "absorbed"] = "projected"
     fused: FusedConfig = FusedConfig()
+    scheduler: Literal["batched", "upstream"] = "batched"
 
     @field_validator("fused", mode="before")
     @classmethod
@@ -392,7 +424,8 @@ def fused_operators(vllm_config: "VllmConfig") -> frozenset[str]:
     """Names of the fused operators that an engine uses; none on the CPU fallback."""
     if vllm_config.device_config.device_type != "npu":
         return frozenset()
-    return parse_config(vllm_config.additional_config).fused.names
+    names = parse_config(vllm_config.additional_config).fused.names
+    return names if vllm_config.model_config.quantization else names - OF_QUANTIZED_MODELS
 
 
 def graphs_need_masks(vllm_config: "VllmConfig") -> bool:

@@ -29,6 +29,8 @@ from vllm_npu_prep.device import (
     total_memory,
 )
 from vllm_npu_prep.graph import config as graph_config
+from vllm_npu_prep.quantization.formats import describe, find_description
+from vllm_npu_prep.scheduling.choice import choose_scheduler
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.startup import ray_cluster
 from vllm_npu_prep.startup.asked import multimodal_inputs
@@ -233,6 +235,7 @@ class NPUPlatform(Platform):
         if vllm_config.model_config is None:  # tests of vLLM's own
             return
         family = KERNEL_FAMILIES[decisions_of(vllm_config).attention]
+        find_description(vllm_config)
         refuse_unsupported(vllm_config, family, KIND)
         switched_off = graph_config.settle_mode(vllm_config) + _switch_off(vllm_config)
         decisions = decisions_of(vllm_config)  # with the graph mode that was settled
@@ -245,6 +248,8 @@ class NPUPlatform(Platform):
             vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
+        wanted = parse_config(vllm_config.additional_config).scheduler
+        scheduling = choose_scheduler(vllm_config, wanted)
         if multiprocessing.parent_process() is None:  # vLLM checks again in its engine process
             from vllm_npu_prep.observe.metrics import share_folder
 
@@ -255,7 +260,7 @@ class NPUPlatform(Platform):
             one_line.share_file()
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
-            _log_start_up(vllm_config, decisions, notes, switched_off)
+            _log_start_up(vllm_config, decisions, scheduling, notes, switched_off)
 
 
 def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
@@ -310,7 +315,11 @@ def _describe_probe(wanted: bool) -> str:
 
 
 def _log_start_up(
-    vllm_config: "VllmConfig", decisions: Decisions, notes: list[str], switched_off: list[str]
+    vllm_config: "VllmConfig",
+    decisions: Decisions,
+    scheduling: str,
+    notes: list[str],
+    switched_off: list[str],
 ) -> None:
     """Log one short block: device, kernel family, mask form, graphs, and what was turned off."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -324,10 +333,12 @@ def _log_start_up(
         f"graph mode    {graph_config.describe(vllm_config)}",
         f"sizes         {counted(scheduler.max_num_seqs, 'request')}, "
         f"{scheduler.max_num_batched_tokens} tokens a step, max_model_len {model.max_model_len}",
-        f"scheduling    {'asynchronous' if scheduler.async_scheduling else 'synchronous'}",
+        f"scheduling    {scheduling}",
         f"check         {config.check}",
         f"probe         {_describe_probe(config.probe)}",
     ]
+    if model.quantization is not None:
+        lines.append(f"quantised     {describe(model, KIND == NPU_KIND)}")
     if KIND == NPU_KIND:
         lines.append(f"fused         {_used_operators(vllm_config)}")
     parallel = vllm_config.parallel_config

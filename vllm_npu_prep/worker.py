@@ -24,11 +24,18 @@ from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
+from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.outputs import OutputsInFlight
 from vllm_npu_prep.verify.fused import is_right
-from vllm_npu_prep.verify.probe import probe_attention, probed_layers
+from vllm_npu_prep.verify.int8 import refuse_wrong
+from vllm_npu_prep.verify.probe import (
+    probe_attention,
+    probe_latent,
+    probed_latent_layers,
+    probed_layers,
+)
 from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
@@ -60,6 +67,7 @@ class NPUWorker(Worker):
         if self.parallel_config.use_ray:  # vLLM's other processes do so from their start
             survive_signals()
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
+        register_kernels()
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
             set_assigned_physical_gpu_ids(assigned)
@@ -71,6 +79,9 @@ class NPUWorker(Worker):
             bound = self.prep_device.bind_cpus()
             if bound:
                 logger.info("Rank %d runs on %s (cpu_binding).", self.rank, bound)
+        if options.probe and self.device.type == "npu" and self.model_config.quantization:
+            assert isinstance(self.model_config.dtype, torch.dtype)
+            refuse_wrong(self.model_config.dtype, lambda tensor: tensor.to(self.device))
         register_fused(
             self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
         )
@@ -190,13 +201,14 @@ class NPUWorker(Worker):
             return
         assert isinstance(self.model_config.dtype, torch.dtype)
         compilation = self.vllm_config.compilation_config
-        kinds = probed_layers(
-            self.model_runner.attn_groups,
-            compilation.static_forward_context,
-            self.model_config.dtype,
-        )
+        groups, layers = self.model_runner.attn_groups, compilation.static_forward_context
+        kinds = probed_layers(groups, layers, self.model_config.dtype)
+        latent = probed_latent_layers(groups, layers, self.model_config.dtype)
         mode = compilation.cudagraph_mode
         with log_while_waiting("Probing attention", logger.info):
+            if latent:
+                probe_latent(latent, self.prep_device, logger.info)
+                return
             probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
@@ -105,24 +106,31 @@ class AttendedRequests(NamedTuple):
     max_seq_len: int
 
 
-def attended_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests:
-    """The step's requests; the layout has exactly the rows that attention sees."""
-    arrays, host = staged.device, staged.np
-    return AttendedRequests(
-        arrays.query_start_loc,
-        host.query_start_loc,
-        arrays.seq_lens,
-        host.seq_lens,
-        arrays.num_computed_tokens,
-        step.num_reqs,
-        step.max_query_len,
-        step.max_seq_len,
-    )
+def attended_requests(
+    step: PreparedStep, staged: StagedArrays, are_virtual: bool
+) -> AttendedRequests:
+    """The step's requests; the layout has exactly the rows that attention sees.
 
-
-def local_requests(step: PreparedStep, staged: StagedArrays) -> AttendedRequests:
-    """The step's virtual requests; only full graphs see the padding rows after them."""
+    Parameters
+    ----------
+    step, staged
+        The prepared step and its arrays.
+    are_virtual
+        Whether layers see virtual requests (`vllm_npu_prep.prep.local_attention`); only full
+        graphs see the padding rows after these.
+    """
     arrays, host, local = staged.device, staged.np, step.local
+    if not are_virtual:
+        return AttendedRequests(
+            arrays.query_start_loc,
+            host.query_start_loc,
+            arrays.seq_lens,
+            host.seq_lens,
+            arrays.num_computed_tokens,
+            step.batch.num_reqs,
+            step.max_query_len,
+            step.max_seq_len,
+        )
     assert local is not None
     in_full_graph = step.padding.mode is GraphMode.FULL
     num_rows = len(host.chunk_local_seq_lens) if in_full_graph else local.num_reqs
@@ -143,7 +151,14 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
 
     `build_step` serves the steps that the runner prepared; `build` serves vLLM's own callers (dummy
     runs, drafters), which know a step only as `CommonAttentionMetadata`.
+
+    Attributes
+    ----------
+    latent
+        How steps are split for latent attention; None without it, and if prefills are absorbed.
     """
+
+    latent: LatentSplit | None = None
 
     def __init__(
         self,
@@ -232,31 +247,30 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         masks
             Masks that other groups made for this step; this group's mask is added.
         """
-        arrays = staged.device
-        if self.attention_chunk_size is None:
-            requests = attended_requests(step, staged)
-        else:
-            requests = local_requests(step, staged)
+        arrays, num_input_tokens = staged.device, step.padding.num_input_tokens
+        has_chunks = self.attention_chunk_size is not None
+        requests = attended_requests(step, staged, has_chunks)
+        if has_chunks:
             assert block_table is not None
             block_table = block_table[: len(requests.seq_lens_np)]
         plan = self._plans_of_any_size[step.attn_state]
         if plan is not None:
             mask = self.masks.constant() if plan.kind is MaskKind.COMPRESSED else None
         else:
-            sizes = step.num_input_tokens, requests.max_seq_len
+            sizes = num_input_tokens, requests.max_seq_len
             plan = self._plan(step.attn_state, *sizes, self.causal)
             mask = masks.get(plan)
             if mask is None:
                 positions = arrays.positions[: step.total_num_scheduled_tokens]
                 mask = masks[plan] = self.masks.build(plan, positions)
         return AscendMetadata(
-            attn_state=step.attn_state,
-            attn_mask=mask,
-            block_tables=block_table,
-            slot_mapping=None if block_table is None else arrays.slot_mappings[group],
-            **requests._asdict(),
-            num_actual_tokens=step.total_num_scheduled_tokens,
-            num_input_tokens=step.num_input_tokens,
+            step.attn_state,
+            mask,
+            block_table,
+            None if block_table is None else arrays.slot_mappings[group],
+            *requests,  # in the order of its fields: by name, this takes three times as long
+            num_actual_tokens=step.batch.total_num_scheduled_tokens,
+            num_input_tokens=num_input_tokens,
             sliding_window=plan.sliding_window,
             attention_chunk_size=self.attention_chunk_size,
             causal=self.causal,

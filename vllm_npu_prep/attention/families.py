@@ -31,8 +31,8 @@ class KernelFamily:
         Head sizes it takes.
     logits_soft_cap, kv_sharing
         Whether it supports them.
-    experts, mla
-        Whether its device computes the experts of a mixture, and attention over latent rows.
+    mla
+        Whether its device computes attention over latent rows.
     kv_connectors
         KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`).
     mask_values
@@ -50,7 +50,6 @@ class KernelFamily:
     max_head_size: int
     logits_soft_cap: bool
     kv_sharing: bool
-    experts: bool
     mla: bool
     kv_connectors: tuple[str, ...] = ()
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
@@ -72,7 +71,6 @@ REFERENCE = KernelFamily(
     max_head_size=576,  # latent rows of DeepSeek: 512 and a rotated key of 64
     logits_soft_cap=True,
     kv_sharing=True,
-    experts=True,
     mla=True,
     kv_connectors=("ExampleConnector",),
 )
@@ -88,8 +86,7 @@ FIA = KernelFamily(
     max_head_size=256,
     logits_soft_cap=False,
     kv_sharing=True,
-    experts=False,
-    mla=False,
+    mla=True,
 )
 
 ATB = KernelFamily(
@@ -103,7 +100,6 @@ ATB = KernelFamily(
     max_head_size=128,  # block size times head size is at most 128 * 128
     logits_soft_cap=False,
     kv_sharing=False,
-    experts=False,
     mla=False,
     # In bfloat16, flash attention takes its mask as flags; splitfuse adds its mask to the scores.
     mask_values={

@@ -8,7 +8,7 @@ release      kernels for calls without rope and quantisation, in the layout TND
 9.0 and 9.1  FAI: any heads of up to 256; in a cache, blocks of 16 to 512. V3: everything else
 8.5          V3: heads of 64 and 128, except what is FAI's. FAI: grouped queries without a window,
              heads of up to 256; in a cache, blocks of 16 to 512. PFA: everything else
-8.3          PFA: everything
+8.3          PFA: everything; read only
 ===========  ======================================================================================
 
 Sources: CANN's published ops-transformer (GitHub ``mirror-cann/ops-transformer``), tags v8.5.0,
@@ -16,8 +16,10 @@ v9.0.0 and v9.1.0.pre and branch 9.1.0: ``RouteToFia``, ``CheckSpecConditions``,
 ``CheckFAISinglePara`` for the choice and for FAI; ``CheckFeatureHeadDim``,
 ``CheckFeatureNoquantBlockSize`` and ``ValidateNoRopeLayoutDim`` for V3;
 ``CheckInputShapeWhenLayoutIsTND``, ``CheckPAWhenBaseApi`` and ``checkPABlockSizeAndBlockTable`` for
-PFA. Of 8.3 only vllm-project/vllm-ascend tells (5425, 7729, 9632). Start-up, ``doctor`` and the
-split of batches read this table; nothing was run on hardware.
+PFA. For 8.3: GitHub ``hicann/ops-transformer``, commit b8cad11 of October 2025, which calls itself
+8.3: ``RouteToFia`` takes calls with rope alone, and PFA checks what it checks in 8.5;
+vllm-project/vllm-ascend saw the same (5425, 7729, 9632). No test runs 8.3. Start-up, ``doctor``
+and the split of batches read this table; nothing was run on hardware.
 """
 
 import re

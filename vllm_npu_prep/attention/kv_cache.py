@@ -1,10 +1,11 @@
-"""The KV cache: K and V as two contiguous planes for each layer; MLA's latent rows as one.
+"""The KV cache: two contiguous planes for each layer, K and V, or latent rows and rotated keys.
 
 A layer's cache is ``(2, num_blocks, block_size, num_kv_heads, head_size)``, because Ascend kernels
-take K and V each as a contiguous ``(num_blocks, block_size, ...)``. MLA's latent row is both key
-and value, so its cache has the same shape with one plane. vLLM plans the bytes (which layers, how
-many blocks, where in the one allocation) and interleaves K and V inside a block; we view the same
-bytes as planes.
+take K and V each as a contiguous ``(num_blocks, block_size, ...)``. Planes of latent attention have
+unequal widths, which no single tensor has: its cache is ``(num_blocks, page)``, whose memory is one
+plane after the other (`vllm_npu_prep.attention.kernels.latent.planes_of`). vLLM plans the bytes
+(which layers, how many blocks, where in the one allocation) and interleaves K and V inside a block;
+we view the same bytes as planes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_npu_prep.attention.kernels.latent import planes_of
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 
@@ -38,7 +40,8 @@ PLANE_SPECS = {
     ChunkedLocalAttentionSpec: 2,
     MLAAttentionSpec: 1,
 }
-"""Supported kinds of KV cache, all planes of whole blocks, with their number of planes."""
+"""Supported kinds of KV cache, all planes of whole blocks. The number tells how often a page has
+``head_size`` elements of each token: a latent row and its rotated key have them together."""
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Attributes of layers and specs that narrow attention."""
@@ -129,7 +132,8 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
     Returns
     -------
     dict
-        Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``; 1 for MLA.
+        Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``, or to
+        ``(num_blocks, page)`` for latent attention.
 
     Raises
     ------
@@ -166,8 +170,12 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                 )
             if start not in regions:
                 regions[start], buffers[start] = (start + size, planes), device.zeros(size)
+            cache = buffers[start].view(spec.dtype)
+            if isinstance(spec, MLAAttentionSpec):
+                caches[layer_name] = cache.view(config.num_blocks, -1)
+                continue
             shape = (planes, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-            caches[layer_name] = buffers[start].view(spec.dtype).view(shape)
+            caches[layer_name] = cache.view(shape)
     return caches
 
 
@@ -195,6 +203,28 @@ def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
             "each (padded and quantised caches are not supported)"
         )
     return spec
+
+
+def single_planes(
+    kv_caches: Iterable[torch.Tensor], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The planes of all layers, each of which has a block in each row of its first dimension.
+
+    Parameters
+    ----------
+    kv_caches
+        Caches in the order of layers.
+    caches, layers
+        Caches and attention layers by name.
+    """
+    shapes: dict[int, Any] = {
+        id(cache): getattr(layers[name].impl, "shape", None) for name, cache in caches.items()
+    }
+    return [
+        plane
+        for cache in kv_caches
+        for plane in (cache if cache.dim() > 2 else planes_of(cache, shapes[id(cache)]))
+    ]
 
 
 def zero_blocks(planes: Iterable[torch.Tensor], block_ids: list[int]) -> None:

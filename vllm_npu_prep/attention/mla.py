@@ -1,33 +1,61 @@
-"""MLA in its absorbed form: attention of many query heads over one head of latent rows.
+"""Latent attention (MLA): decodes over latent rows, prefills over K and V projected from them.
 
-The cache keeps one row for each token, its latent vector and its rotated key side by side. vLLM's
-layer projects queries into the space of these rows, and the result out of it. In between is plain
-attention with one K/V head, whose value is the latent part of the same row. So the states, masks
-and kernels of standard attention serve MLA, for prompts and decodes. (vLLM's own backends expand
-the latent rows of prompts instead, which takes fewer operations for long prompts.)
+The cache keeps for each token its latent vector and its rotated key, as two planes. vLLM's layer
+projects the queries of *decodes* into the space of latent rows and the result out of it; in between
+is attention of many query heads over one K/V head, the *absorbed* form. *Prefills* project latent
+rows to K and V of every head, which takes fewer operations for many queries: first those of the
+step's own tokens, then their context, chunk by chunk (`vllm_npu_prep.prep.latent`), merged by their
+log-sum-exp. With ``{"npu_prep": {"latent_prefill": "absorbed"}}`` all requests take the path of
+decodes: the reference that prefills are held against.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
+    AttentionCGSupport,
     AttentionImplBase,
     AttentionMetadata,
     AttentionType,
     CommonAttentionMetadata,
     MLAAttentionImpl,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend, AscendMetadataBuilder
-from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
+from vllm_npu_prep.attention.kernels.latent import (
+    Attended,
+    LatentCall,
+    LatentKernels,
+    LatentShape,
+    Planes,
+    Projected,
+    make_latent_kernels,
+    planes_of,
+)
+from vllm_npu_prep.attention.latent import (
+    Halves,
+    LatentArrays,
+    Prefills,
+    absorbs_prefills,
+    make_latent_split,
+    split_metadata,
+)
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import decisions_of
+from vllm_npu_prep.device.staging import StagedArrays
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.latent import LatentSplit, split_prefills
+from vllm_npu_prep.prep.mask import MaskPlan
 
 
 @dataclass
 class MLALayerMetadata(AttentionMetadata):
-    """A step as vLLM's MLA layer reads it: every token takes the path of decodes.
+    """A step as vLLM's MLA layer reads it.
 
     The layer cuts its tensors at ``num_actual_tokens`` and doesn't write the rest of its output. We
     report all tokens, so nothing is cut: the step decides which tokens attention sees, and the
@@ -35,7 +63,11 @@ class MLALayerMetadata(AttentionMetadata):
     """
 
     step: AscendMetadata
-    num_prefills: int = 0
+    tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
+
+    @property
+    def _halves(self) -> Halves | None:
+        return self.step.halves
 
     @property
     def num_actual_tokens(self) -> int:
@@ -44,18 +76,28 @@ class MLALayerMetadata(AttentionMetadata):
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens that take the path of decodes: all."""
-        return self.step.num_input_tokens
+        """Tokens that take the path of decodes; without prefills all, padding included."""
+        return self.step.num_input_tokens if self.prefill is None else self.prefill.first_token
 
     @property
     def num_decodes(self) -> int:
-        """Requests that attention sees."""
-        return len(self.step.seq_lens_np)
+        """Requests that take the path of decodes."""
+        return 0 if self.decode is None else len(self.decode.seq_lens_np)
 
     @property
-    def decode(self) -> AscendMetadata:
-        """The layer takes the path of decodes if this is not None."""
-        return self.step
+    def num_prefills(self) -> int:
+        """Requests that take the path of prefills."""
+        return 0 if self.prefill is None else len(self.prefill.query_ends)
+
+    @property
+    def decode(self) -> AscendMetadata | None:
+        """The decodes; all requests if there are no prefills."""
+        return self.step if self._halves is None else self._halves.decodes
+
+    @property
+    def prefill(self) -> Prefills | None:
+        """The prefills, if there are any."""
+        return None if self._halves is None else self._halves.prefills
 
 
 class AscendMLABackend(AscendAttentionBackend):
@@ -90,11 +132,57 @@ class AscendMLABackend(AscendAttentionBackend):
 
 
 class AscendMLAMetadataBuilder(AscendMetadataBuilder):
-    """Builds the same `AscendMetadata`; layers get it as `MLALayerMetadata`."""
+    """Builds the same `AscendMetadata`, split; layers get it as `MLALayerMetadata`."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._device = device
+        if absorbs_prefills(vllm_config):  # the order of requests doesn't matter then
+            return
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        assert self.reorder_batch_threshold is not None
+        sizes = self.reorder_batch_threshold, kv_cache_spec.block_size
+        self.latent = make_latent_split(vllm_config, *sizes)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Full graphs contain decodes alone, with or without drafts: prefills need the host."""
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if absorbs_prefills(vllm_config):
+            return support
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
     def for_layers(self, metadata: AscendMetadata) -> MLALayerMetadata:
         """The metadata of a prepared step in the form that MLA layers read."""
         return MLALayerMetadata(metadata)
+
+    def build_step(
+        self,
+        step: PreparedStep,
+        group: int,
+        staged: StagedArrays,
+        block_table: torch.Tensor | None,
+        masks: dict[MaskPlan, torch.Tensor | None],
+    ) -> AscendMetadata:
+        """Metadata of a prepared step, with its halves if it has prefills."""
+        metadata = super().build_step(step, group, staged, block_table, masks)
+        latent = step.latent
+        if latent is not None and latent.num_prefills and not metadata.in_full_graph:
+            sizes = latent.num_prefills + 1, *(latent.num_pieces,) * 4
+            host, device = (
+                LatentArrays(*(getattr(each, n)[:size] for n, size in zip(LATENT_ARRAYS, sizes)))
+                for each in (staged.np, staged.device)
+            )
+            metadata.halves = split_metadata(metadata, latent.num_decodes, host, device)
+        return metadata
 
     def build(
         self,
@@ -104,7 +192,83 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
     ) -> Any:
         """Metadata from vLLM's common metadata, as a `MLALayerMetadata`."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.latent is not None:
+            num_decodes, arrays = split_common(metadata, self.latent)
+            if num_decodes < len(metadata.seq_lens_np):
+                tensors = [torch.from_numpy(each).to(self._device) for each in arrays]
+                device = LatentArrays(*tensors)
+                metadata.halves = split_metadata(metadata, num_decodes, arrays, device)
         return self.for_layers(metadata)
+
+
+LATENT_ARRAYS = LatentArrays._fields
+
+
+def split_common(
+    metadata: AscendMetadata, latent: LatentSplit
+) -> tuple[int, LatentArrays[np.ndarray]]:
+    """Split a step that the runner has not prepared: a dummy run's.
+
+    Returns
+    -------
+    num_decodes
+        Leading requests that are decodes.
+    LatentArrays
+        On the host, without padding.
+    """
+    num_reqs = len(metadata.seq_lens_np)
+    most = latent.max_pieces(metadata.num_input_tokens, num_reqs)
+    arrays = [np.empty(num_reqs + 1, np.int32), *(np.empty(most, np.int32) for _ in range(4))]
+    computed = (metadata.seq_lens_np - metadata.query_lens).astype(np.int32)
+    num_decodes, _, num_prefills, num_pieces, _ = split_prefills(
+        num_reqs,
+        latent.decode_threshold,
+        latent.workspace_tokens,
+        latent.block_size,
+        metadata.query_start_loc_np,
+        computed,
+        *arrays,
+    )
+    sizes = num_prefills + 1, *(num_pieces,) * 4
+    return num_decodes, LatentArrays(*(each[:size] for each, size in zip(arrays, sizes)))
+
+
+def attend_prefills(
+    kernels: LatentKernels,
+    shape: LatentShape,
+    planes: Planes,
+    own: Projected,
+    prefills: Prefills,
+    metadata: AscendMetadata,
+    output: torch.Tensor,  # [num_tokens, num_heads, v_head_dim], written
+    project: Callable[..., Projected],
+) -> None:
+    """Attend over a step's own K and V, then over contexts, which are merged chunk by chunk.
+
+    Parameters
+    ----------
+    kernels, shape, planes
+        Of the layer.
+    own
+        Queries, keys and values of the prefills' tokens.
+    prefills, metadata
+        Of the step.
+    output
+        ``[num_tokens, num_heads, v_head_dim]``, written.
+    project
+        Makes keys and values of latent rows ``[S, kv_lora_rank]`` and rotated keys, beside both
+        parts of given queries.
+    """
+    wants_lse = bool(prefills.chunks)
+    attended = kernels.attend_prompts(own, prefills, metadata, shape, output, wants_lse)
+    for chunk in prefills.chunks:
+        latent, rope = kernels.gather(planes, chunk)
+        queries = own.query[chunk.tokens], own.query_rope[chunk.tokens]
+        given = project(*queries, latent.flatten(1), rope)
+        context = kernels.attend_context(given, chunk, shape)
+        so_far = Attended(attended.output[chunk.tokens], attended.lse[chunk.tokens])
+        for part, merged in zip(so_far, kernels.merge(so_far, context)):
+            part.copy_(merged)
 
 
 class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
@@ -122,10 +286,16 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         logits_soft_cap: float | None,
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
         kv_lora_rank: int,
-        **dimensions: Any,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: Any = None,
     ) -> None:
-        del dimensions  # vLLM's layer projects
+        del q_lora_rank, qk_head_dim, indexer  # vLLM's layer projects; start-up refuses indexers
         assert num_kv_heads == 1 and attn_type == AttentionType.DECODER
         extras = alibi_slopes, sliding_window, logits_soft_cap, kv_sharing_target_layer_name
         assert extras == (None,) * 4, "vLLM's MLA layer has none of these"
@@ -134,15 +304,23 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         self.scale = scale
         self.num_kv_heads = 1
         self.kv_cache_dtype = kv_cache_dtype
-        self.kv_lora_rank = kv_lora_rank
-        self.layer_shape = LayerShape(num_heads, 1, head_size, scale)
-        self.kernels = make_kernels(decisions_of(None).attention)
+        self.kv_b_proj = kv_b_proj
+        self.shape = LatentShape(
+            num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale
+        )
+        self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
+        self._kv_cache: torch.Tensor | None = None
+
+    def _planes(self, kv_cache: torch.Tensor) -> Planes:
+        if self._kv_cache is not kv_cache:  # views cost a device's host several microseconds each
+            self._kv_cache, self._of_cache = kv_cache, planes_of(kv_cache, self.shape)
+        return self._of_cache
 
     def do_kv_cache_update(
         self,
         kv_c_normed: torch.Tensor,  # [num_input_tokens, kv_lora_rank]
         k_pe: torch.Tensor,  # [num_input_tokens, 1, qk_rope_head_dim]
-        kv_cache: torch.Tensor,  # [1, num_blocks, block_size, 1, head_size]
+        kv_cache: torch.Tensor,  # see `planes_of`
         slot_mapping: torch.Tensor,  # [num_input_tokens], padding below 0
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
@@ -151,33 +329,105 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         del kv_cache_dtype, k_scale
         if kv_cache.numel() == 0:  # no cache exists yet
             return
-        rows = torch.cat([kv_c_normed.unsqueeze(1), k_pe], dim=-1)
-        self.kernels.write_kv(rows, rows, kv_cache, slot_mapping.to(torch.int32))
+        latent, rope = kv_c_normed.unsqueeze(1).contiguous(), k_pe.contiguous()
+        self.kernels.write(latent, rope, self._planes(kv_cache), slot_mapping.to(torch.int32))
 
     def forward_mqa(
         self,
-        # [num_input_tokens, num_heads, kv_lora_rank] and rope; one tensor on other backends only
+        # [num_decode_tokens, num_heads, kv_lora_rank] and rope; one tensor on other backends only
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,  # [1, num_blocks, block_size, 1, head_size]
+        kv_c_and_k_pe_cache: torch.Tensor,  # see `planes_of`
         attn_metadata: MLALayerMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend over the cache, which has the step's own rows already.
+        """Decodes: attend over the cache, which has the step's own rows already.
 
         Returns
         -------
         torch.Tensor
-            ``[num_input_tokens, num_heads, kv_lora_rank]``, zero where attention sees no token.
+            ``[num_decode_tokens, num_heads, kv_lora_rank]``, zero where attention sees no token.
         None
             No log-sum-exp: nothing is merged.
         """
-        del layer
-        step = attn_metadata.step
         assert isinstance(q, tuple)
-        query = torch.cat(q, dim=-1)
-        output = torch.zeros_like(query)
-        seen = slice(0, step.num_attended_tokens)
-        self.kernels.attend(
-            query[seen], None, None, kv_c_and_k_pe_cache, step, self.layer_shape, output[seen]
+        step = attn_metadata.decode
+        assert step is not None
+        query, query_rope = q[0].contiguous(), q[1].contiguous()
+        output, seen = torch.empty_like(query), step.num_attended_tokens
+        planes = self._planes(kv_c_and_k_pe_cache)
+        call = LatentCall(
+            str(layer.layer_name),
+            self.kernels,
+            query[:seen],
+            query_rope[:seen],
+            planes,
+            self.shape,
+            output[:seen],
         )
-        return output[..., : self.kv_lora_rank], None
+        if attn_metadata.tasks is not None:
+            attn_metadata.tasks.capture(call, attn_metadata)
+        else:
+            call(attn_metadata)
+        if seen < len(output):
+            output[seen:].zero_()
+        return output, None
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,  # [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]
+        kv_c_normed: torch.Tensor,  # [num_tokens, kv_lora_rank]
+        k_pe: torch.Tensor,  # [num_tokens, 1, qk_rope_head_dim]
+        kv_c_and_k_pe_cache: torch.Tensor,  # see `planes_of`
+        attn_metadata: MLALayerMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,  # [num_tokens, num_heads * v_head_dim], written
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Prefills, as vLLM's layer hands them over."""
+        del k_scale, output_scale
+        sizes = [self.shape.qk_nope_head_dim, self.shape.qk_rope_head_dim]
+        query, query_rope = q.split(sizes, -1)
+        self.attend_prefills(
+            query, query_rope, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, output
+        )
+
+    def attend_prefills(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, qk_nope_head_dim]
+        query_rope: torch.Tensor,  # [num_tokens, num_heads, qk_rope_head_dim]
+        latent: torch.Tensor,  # [num_tokens, kv_lora_rank]
+        rope: torch.Tensor,  # [num_tokens, 1, qk_rope_head_dim]
+        kv_cache: torch.Tensor,  # see `planes_of`
+        attn_metadata: MLALayerMetadata,
+        output: torch.Tensor,  # [num_tokens, num_heads * v_head_dim], written
+    ) -> None:
+        """Prefills: attend over their own K and V, then over their contexts, chunk by chunk."""
+        prefills, shape = attn_metadata.prefill, self.shape
+        assert prefills is not None
+        seen = prefills.num_tokens  # padding tokens come after them
+        if seen < len(output):
+            output[seen:].zero_()
+        queries = query[:seen].contiguous(), query_rope[:seen].contiguous()
+        attend_prefills(
+            self.kernels,
+            shape,
+            self._planes(kv_cache),
+            self._project(*queries, latent[:seen], rope[:seen]),
+            prefills,
+            attn_metadata.step,
+            output[:seen].view(seen, shape.num_heads, -1),
+            self._project,
+        )
+
+    def _project(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+    ) -> Projected:
+        """Queries, and K and V that latent rows stand for."""
+        shape = self.shape
+        projected = self.kv_b_proj(latent)[0].unflatten(1, (shape.num_heads, -1))
+        key, value = projected.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
+        return Projected(query, query_rope, key, rope, value)

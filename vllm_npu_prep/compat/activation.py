@@ -12,7 +12,7 @@ import sys
 from importlib import metadata
 
 from vllm_npu_prep import torchvision_import
-from vllm_npu_prep.compat import hosts, models, processes, server, torch_names
+from vllm_npu_prep.compat import hosts, models, processes, schedulers, server, torch_names
 from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.server import one_line
@@ -77,15 +77,23 @@ def activate_platform() -> str | None:
     return PLATFORM_CLASS
 
 
-def prepare_process() -> None:
-    """Apply the patches that every process of an engine needs; the platform is known by now."""
+def prepare_process() -> bool:
+    """Apply the patches that every process of an engine needs; the platform is known by now.
+
+    Returns
+    -------
+    bool
+        Whether the platform is this plugin's.
+    """
     from vllm.platforms import current_platform
 
     _freeze_modules()
     kind = type(current_platform)
-    if f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS:
+    is_ours = f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS
+    if is_ours:
         torch_names.silence_accelerator_calls()
         models.refuse_vision_without_torchvision()
+        schedulers.get_our_schedulers_quietly()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
@@ -94,6 +102,7 @@ def prepare_process() -> None:
         hosts.refuse_ray_where_it_is_missing()
         hosts.keep_addresses_on_their_host()
         hosts.wake_who_reads_from_another_host()
+    return is_ours
 
 
 def _freeze_modules() -> None:

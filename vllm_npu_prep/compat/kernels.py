@@ -27,6 +27,23 @@ def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
             sys.modules["llvmlite.binding.ffi"] = llvmlite_ffi
 
 
+def limit_drafts_by(limit: Callable[..., Any] | None) -> None:
+    """Let the rejection sampler apply top-k and top-p by another function; None: by vLLM's own.
+
+    It imports the function by name and takes no other.
+
+    Parameters
+    ----------
+    limit
+        Gets logits ``[num_drafts, vocab_size]``, k and p ``[num_drafts]`` or None, and returns the
+        logits with -inf for tokens that are left out.
+    """
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    rejection_sampler.apply_top_k_top_p = limit or apply_top_k_top_p
+
+
 def let_profiler_run(device_type: str) -> None:
     """Let vLLM's profiler run on devices that it refuses: torch's records the host on any.
 

@@ -11,6 +11,23 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.parallel_state import get_world_group
+
+
+def union_over_ranks(items: set[int]) -> set[int]:
+    """What any rank of the engine has, told by way of the host; every rank has to call it.
+
+    Parameters
+    ----------
+    items
+        What this rank has.
+    """
+    world = get_world_group()
+    if world.world_size == 1:
+        return items
+    gathered: list[set[int]] = [set()] * world.world_size
+    dist.all_gather_object(gathered, items, group=world.cpu_group)
+    return set().union(*gathered)
 
 
 class NPUCommunicator(DeviceCommunicatorBase):

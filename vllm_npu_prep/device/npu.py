@@ -26,6 +26,19 @@ def has_collectives() -> bool:
         return True
 
 
+def free_streams() -> int | None:
+    """Streams that the current device has left; None if CANN doesn't tell.
+
+    torch_npu has no function for it. Source: CANN's reference of ``aclrtGetStreamAvailableNum``.
+    """
+    try:
+        ask = ctypes.CDLL("libascendcl.so").aclrtGetStreamAvailableNum
+    except (OSError, AttributeError):  # torch_npu found the library elsewhere, or it is older
+        return None
+    count = ctypes.c_uint32()
+    return count.value if ask(ctypes.byref(count)) == 0 else None
+
+
 def set_device(device: torch.device) -> None:
     """Make an NPU that of the calling thread."""
     torch_npu.npu.set_device(device)

@@ -147,7 +147,8 @@ class StagingRing:
             int32 ``[num_targets]``: the last step's samples if they are on the device only
             (asynchronous scheduling), in the order of ``sampled_token_targets``.
         """
-        self.submit(step.nbytes)
+        nbytes = step.layout.nbytes(step.batch.num_targets, step.num_block_changes)
+        self.submit(nbytes)
         if last_samples is not None:
             self._scatter_samples(step.layout, last_samples)
         if step.num_block_changes:

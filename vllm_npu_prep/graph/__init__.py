@@ -39,6 +39,10 @@ class GraphCall:
         return self.run(*self.args, **self.kwargs)
 
 
+class OutOfStreamsError(RuntimeError):
+    """The device has too few streams left for a capture, which was not begun."""
+
+
 class CaptureNotBegunError(RuntimeError):
     """A capture could not begin, and no other one can in the memory that it was to use."""
 
@@ -71,7 +75,7 @@ class GraphPool(Protocol):
         """No more graphs will be captured."""
 
 
-def make_pool(device_type: str, memory_pool: Any) -> GraphPool:
+def make_pool(device_type: str, memory_pool: Any, num_streams: int = 1) -> GraphPool:
     """Make the pool for the kind of graph that a device has.
 
     Parameters
@@ -80,9 +84,11 @@ def make_pool(device_type: str, memory_pool: Any) -> GraphPool:
         As in vLLM's device config.
     memory_pool
         vLLM's handle of the memory that all graphs share; None on the CPU fallback.
+    num_streams
+        Streams of the device that a capture may take (`vllm_npu_prep.graph.config`).
     """
     if device_type == "npu":
-        return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool)
+        return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool, num_streams)
     return importlib.import_module(f"{__name__}.fake_graph").CheckedGraphPool()
 
 

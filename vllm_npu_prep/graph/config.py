@@ -210,6 +210,11 @@ def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> 
     return kinds * (pieces + mode.has_full_cudagraphs())
 
 
+def streams_of_a_capture(vllm_config: "VllmConfig") -> int:
+    """Streams that one capture may take: its own and, for each group, torch_npu's and HCCL's."""
+    return 1 + (1 + STREAMS_PER_GROUP) * _communication_groups(vllm_config)
+
+
 def _communication_groups(vllm_config: "VllmConfig") -> int:
     """Groups of more than one rank whose collectives may be captured: tensor, data and expert."""
     parallel = vllm_config.parallel_config

@@ -17,7 +17,8 @@ import torch_npu
 
 from vllm_npu_prep.attention.kernels import AttentionCall
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall
+from vllm_npu_prep.device.npu import free_streams
+from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall, OutOfStreamsError
 
 weak_reference = torch_npu._C._weak_ref_tensor
 """A tensor over the same memory that doesn't keep it alive, so graphs of other sizes can use it."""
@@ -131,10 +132,12 @@ class NPUGraphPool:
     ----------
     memory_pool
         ``torch.npu.graph_pool_handle()``.
+    num_streams
+        Streams that a capture may take: one, and those of communication in it.
     """
 
-    def __init__(self, memory_pool: Any) -> None:
-        self.memory_pool = memory_pool
+    def __init__(self, memory_pool: Any, num_streams: int = 1) -> None:
+        self.memory_pool, self.num_streams = memory_pool, num_streams
         self.workspaces = Workspaces()
         # Failed captures are kept until start-up is over: deleting the last graph would delete the
         # memory pool, and no other graph could be captured.
@@ -178,10 +181,17 @@ class NPUGraph:
 
         Raises
         ------
+        OutOfStreamsError
+            If fewer streams are left than the capture may take. They are counted before: without a
+            stream for a fork inside of the capture, the thread of torch_npu's task queue would end,
+            and copies to the device would no longer happen.
         CaptureNotBegunError
             With torch_npu's message, if the device has no stream left, for example. torch_npu then
             counts the memory pool as in use by a capture for good ("already recording").
         """
+        left, wanted = free_streams(), self.pool.num_streams
+        if left is not None and left < wanted:
+            raise OutOfStreamsError(f"{left} left on the device, a capture may take {wanted}")
         try:
             self.graph.capture_begin(pool=self.pool.memory_pool)
         except RuntimeError as error:

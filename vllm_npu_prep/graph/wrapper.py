@@ -9,6 +9,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 
 from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall, GraphPool, make_pool
+from vllm_npu_prep.graph.config import streams_of_a_capture
 
 
 class GraphWrapper(CUDAGraphWrapper):
@@ -39,7 +40,8 @@ class GraphWrapper(CUDAGraphWrapper):
         validate_cudagraph_capturing_enabled()
         if self.graph_pool not in self._pools:
             device_type = self.vllm_config.device_config.device_type
-            self._pools[self.graph_pool] = make_pool(device_type, self.graph_pool)
+            num_streams = streams_of_a_capture(self.vllm_config)
+            self._pools[self.graph_pool] = make_pool(device_type, self.graph_pool, num_streams)
         graph = self._pools[self.graph_pool].new_graph()
         try:
             outputs = graph.capture(call)

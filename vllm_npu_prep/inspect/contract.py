@@ -1,11 +1,13 @@
 """A prepared step as arrays by the keys of the JSON contract."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Level, PaddingRule, Shown
 from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
 
@@ -73,6 +75,11 @@ LOCAL_ARRAYS = (
         if line.level is Level.CHUNK and len(line.dims) == 1
     ),
 )
+LATENT_SCALARS = tuple(item.name for item in fields(LatentStep))
+LATENT_LINES = tuple(
+    line for line in STEP_ARRAYS.values() if line.level in (Level.PREFILL, Level.PIECE)
+)
+"""Arrays of latent attention; records of other engines don't have them."""
 MASK_ARRAYS = (
     "shape",
     "form",
@@ -96,6 +103,14 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGrou
     )
 
 
+def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
+    """Decodes, prefills and context chunks of latent attention; empty without it."""
+    if step.latent is None:
+        return {}
+    out = {name: np.array(getattr(step.latent, name), np.int64) for name in LATENT_SCALARS}
+    return out | {line.name: getattr(step, line.name) for line in LATENT_LINES}
+
+
 def group_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
     """A KV-cache group's own arrays, by the names of `GROUP_LEVEL`."""
     found = {name: getattr(step, name) for name in GROUP_LEVEL}
@@ -107,6 +122,8 @@ def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, n
     staged = {}
     for name, line in STEP_ARRAYS.items():
         array = getattr(arrays, name)
+        if line in LATENT_LINES and not array.size:
+            continue
         if not line.by_group:
             staged[line.recorded_as] = array
             continue
@@ -138,11 +155,17 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
     scalars["num_reqs_padded"] = step.padding.num_reqs_padded
     if step.local is not None:
         scalars |= {f"local_requests.{n}": getattr(step.local, n) for n in LOCAL_SCALARS}
+    if step.latent is not None:
+        scalars |= {f"latent.{n}": getattr(step.latent, n) for n in LATENT_SCALARS}
     out |= {name: np.array(value, np.int64) for name, value in scalars.items()}
     out["model_input"] = np.array("inputs_embeds" if step.batch.takes_embeds else "input_ids", "S")
     out |= {n: a for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
     out |= staged_arrays(step.arrays, settings)
-    out |= {line.recorded_as: _without_leftovers(step, line) for line in UNDEFINED_PADDING}
+    out |= {
+        line.recorded_as: _without_leftovers(step, line)
+        for line in UNDEFINED_PADDING
+        if line.recorded_as in out
+    }
     if step.batch.num_sampled_rows:
         targets = step.arrays.variable_int64[: step.batch.num_targets]
         out["sampled_token_targets"] = targets
@@ -161,6 +184,7 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
     names |= {*REQUEST_LEVEL, *TOKEN_LEVEL, *SEVERAL_PER_TOKEN, *SCALARS}
     names |= {"attn_state", "model_input", "num_reqs_padded"}
     names |= {"sampled_token_targets", "is_on_device"}
+    names |= {f"latent.{name}" for name in LATENT_SCALARS}
     return names | {line.recorded_as for line in STEP_ARRAYS.values()}
 
 

@@ -19,10 +19,12 @@ from vllm_npu_prep.inspect.contract import (
     SEVERAL_PER_TOKEN,
     TOKEN_LEVEL,
     group_variables,
+    latent_variables,
     mask_arrays,
 )
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
+from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.wording import counted
 
@@ -63,6 +65,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out |= {name: getattr(step, name).tolist() for name in REQUEST_LEVEL}
     out |= {name: int(getattr(step, name)) for name in SCALARS}
     out["attn_state"] = step.attn_state.name
+    if view.tokens_per_expert:
+        out["tokens_per_expert"] = view.tokens_per_expert
     out["attn_mask"] = _mask_json(view.groups[0].plan, step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
@@ -77,6 +81,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
+    if step.latent is not None:
+        out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
     if any(request.items for request in view.requests):
         out["model_input"] = view.model_input
         out["multimodal"] = view.spans()
@@ -190,6 +196,8 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
         where = f"group {index}: " if len(view.groups) > 1 else ""
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
+    if step.latent is not None:
+        lines.append(("latent", latent_halves(step.latent)))
     tokens = step.num_input_tokens - step.total_num_scheduled_tokens
     requests = padding.num_reqs_padded - step.num_reqs
     return [
@@ -284,6 +292,43 @@ def local_table(view: StepView, index: int) -> StepTable:
     return StepTable(f"system level{group_title(view, index)}: virtual requests", names, rows)
 
 
+def latent_halves(latent: LatentStep) -> str:
+    """Both halves of a step of latent attention, in words."""
+    decodes = (
+        f"{counted(latent.num_decodes, 'decode')} of {counted(latent.num_decode_tokens, 'token')} "
+        "over latent rows"
+    )
+    prefills = f"{counted(latent.num_prefills, 'prefill')} over projected K and V"
+    if not latent.num_chunks:
+        return f"{decodes}; {prefills}, without context"
+    chunks, pieces = counted(latent.num_chunks, "chunk"), counted(latent.num_pieces, "piece")
+    return f"{decodes}; {prefills}, whose contexts are read in {chunks} ({pieces})"
+
+
+def latent_table(view: StepView, selection: Selection) -> StepTable:
+    """The half of latent attention that each request is in, and how its context is read."""
+    step, latent = view.step, view.step.latent
+    assert latent is not None
+    pieces: dict[int, list[str]] = {}
+    columns = (step.context_piece_reqs, step.context_piece_chunks)
+    for req, chunk, first, length in zip(
+        *columns, step.context_piece_starts, step.context_piece_lens
+    ):
+        pieces.setdefault(int(req), []).append(f"{chunk} ({first}:{first + length})")
+    starts = step.prefill_query_start_loc.tolist()
+    rows: list[list[object]] = []
+    for row in selection.requests:
+        name, prefill = view.requests[row].req_id, row - latent.num_decodes
+        context = int(step.num_computed_tokens[row])
+        if prefill < 0:
+            rows.append([name, "decode", "-", context, "latent rows"])
+            continue
+        queries = f"{starts[prefill]}:{starts[prefill + 1]}"
+        rows.append([name, "prefill", queries, context, "; ".join(pieces.get(row, ["-"]))])
+    names = ["req_id", "half", "prefill_query_start_loc", "context_len", "chunk (positions)"]
+    return StepTable("latent attention", names, rows)
+
+
 def explain_text(
     view: StepView,
     console: Console,
@@ -311,6 +356,8 @@ def explain_text(
     for name, text in summary(view):
         print_line(console, f"{name:<8}", text)
     print_folded(console, request_table(view, selection))
+    if view.step.latent is not None:
+        print_folded(console, latent_table(view, selection))
     items = item_table(view, selection)
     if items.rows:
         print_folded(console, items)
@@ -320,6 +367,16 @@ def explain_text(
         print_folded(console, block_table(view, selection, index))
         if group.attention_chunk_size is not None and req_id is None:
             print_folded(console, local_table(view, index))
+    if view.tokens_per_expert and req_id is None:
+        print_folded(console, expert_table(view))
+
+
+def expert_table(view: StepView) -> StepTable:
+    """Tokens that each expert got, layer by layer."""
+    rows: list[list[object]] = [
+        [layer, " ".join(map(str, tokens))] for layer, tokens in view.tokens_per_expert.items()
+    ]
+    return StepTable("tokens of each expert", ["layer", "tokens"], rows)
 
 
 def _list(blocks: np.ndarray) -> str:

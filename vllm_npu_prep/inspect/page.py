@@ -21,6 +21,7 @@ from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,
     item_table,
+    latent_table,
     local_table,
     request_table,
     select,
@@ -239,6 +240,9 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
     requests = request_table(view, selection)
     lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
     yield _table(requests, lines)
+    if view.step.latent is not None:
+        halves = latent_table(view, selection)
+        yield _table(halves, [Line(cells) for cells in halves.rows])
     items = item_table(view, selection)
     if items.rows:
         yield _table(items, [Line(cells) for cells in items.rows])

@@ -23,11 +23,12 @@ from functools import cached_property
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import LOCAL_SCALARS, mask_plan, staged_arrays
+from vllm_npu_prep.inspect.contract import LATENT_SCALARS, LOCAL_SCALARS, mask_plan, staged_arrays
 from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
+from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT
 from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mask import MaskPlan
@@ -197,6 +198,7 @@ class StepRecord:
             chunked_prefill=settings.chunked_prefill,
             mrope=self._mrope_tables(),
             local=settings.local,
+            latent=settings.latent_split,
         )
 
     def _mrope_tables(self) -> MropeTables | None:
@@ -258,6 +260,12 @@ class StepRecord:
             num_chunks = len(batch.tables.block_table_flat) // settings.local.blocks_per_chunk
             rows = arrays.chunk_local_table_rows
             rows.clip(0, num_chunks - 1, out=rows)
+        latent = None
+        if settings.latent is not None:
+            num_reqs, room = settings.num_reqs, layout.dims["C"]
+            limits = num_reqs, layout.num_input_tokens, num_reqs, room, room
+            named = zip(LATENT_SCALARS, limits)
+            latent = LatentStep(*(self._scalar(f"latent.{n}", m) for n, m in named))
         state = self._array("attn_state").tobytes().decode("ascii", "replace")
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")
@@ -272,6 +280,7 @@ class StepRecord:
             min(self._array("logits_indices").size, settings.max_logits),
             0,
             local,
+            latent,
         )
 
     def _array(self, name: str, like: np.ndarray | None = None) -> np.ndarray:

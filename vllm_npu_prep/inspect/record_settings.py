@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
@@ -21,6 +22,30 @@ class RecordGroup(_Strict):
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
+
+
+class RecordLatent(_Strict):
+    """How steps are split for latent attention (`vllm_npu_prep.prep.latent.LatentSplit`)."""
+
+    decode_threshold: Positive
+    workspace_tokens: Positive
+    block_size: BlockSize
+
+    def split(self, max_model_len: int) -> LatentSplit:
+        """The same as the pure core has it.
+
+        Raises
+        ------
+        ValueError
+            If chunks are not whole blocks.
+        """
+        sizes = self.decode_threshold, self.workspace_tokens, self.block_size
+        return LatentSplit(*sizes, max_model_len)
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> "RecordLatent":
+        self.split(1)
+        return self
 
 
 class RecordSettings(_Strict):
@@ -48,6 +73,8 @@ class RecordSettings(_Strict):
         What was decided (`vllm_npu_prep.prep.embeds`).
     modalities
         Of each run of placeholders.
+    latent
+        How steps are split for latent attention; None without it.
     """
 
     format: Literal[2] = 2  # `vllm_npu_prep.inspect.record.FORMAT`
@@ -74,6 +101,12 @@ class RecordSettings(_Strict):
     num_sampled_drafts: Annotated[int, Field(ge=0, le=1 << 10)]
     takes_embeds: bool
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]
+    latent: RecordLatent | None = None
+
+    @property
+    def latent_split(self) -> LatentSplit | None:
+        """How steps are split for latent attention."""
+        return None if self.latent is None else self.latent.split(self.max_model_len)
 
     @property
     def num_reqs(self) -> int:
@@ -107,6 +140,7 @@ class RecordSettings(_Strict):
             self.max_drafts,
             self.mrope_dims,
             self.local,
+            self.latent_split,
         )
 
     @property

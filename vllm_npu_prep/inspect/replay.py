@@ -180,6 +180,8 @@ def _oracle_arrays(
             out[name] = np.array(values)
     if not prefix:
         _leave_out_samples(record, out, total)
+        if settings.latent is not None:
+            out |= _oracle_latent(record, requests)
     if group.attention_chunk_size is not None:
         if total * group.attention_chunk_size <= ORACLE_CELLS:
             local = oracle_local_requests(
@@ -193,6 +195,22 @@ def _oracle_arrays(
             out[f"{prefix}attn_mask.shape"] = np.empty(0, np.int64)
         elif f"{prefix}attn_mask.masked" in record.prepared and mask != "compressed":
             out[f"{prefix}attn_mask.masked"] = np.array(mask, bool)
+    return out
+
+
+def _oracle_latent(
+    record: "StepRecord", requests: Sequence["OracleRequest"]
+) -> dict[str, np.ndarray]:
+    """Decodes, prefills and context chunks of latent attention, by a record's names."""
+    from vllm_npu_prep.prep.oracle import oracle_latent_step
+
+    latent, out = record.settings.latent, {}
+    assert latent is not None
+    for name, value in oracle_latent_step(requests, **latent.model_dump()).items():
+        if isinstance(value, int):
+            out[f"latent.{name}"] = np.array(value)
+        else:
+            out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", value)
     return out
 
 

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import (
@@ -101,6 +102,13 @@ class ScenarioRequest(_Strict):
         return self.num_computed_tokens + self.num_scheduled_tokens
 
 
+class ScenarioLatent(_Strict):
+    """How a step is split for latent attention (`vllm_npu_prep.prep.latent`)."""
+
+    decode_threshold: Positive = 1
+    workspace_blocks: Positive = 1
+
+
 class Scenario(_Strict):
     """A batch, and the settings under which it is prepared."""
 
@@ -117,6 +125,7 @@ class Scenario(_Strict):
     attention_chunk_size: Positive | None = None
     chunked_prefill: bool = True
     mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
+    latent: ScenarioLatent | None = None
     more_kv_cache_groups: Annotated[list[ScenarioGroup], Field(max_length=15)] = []
 
     @property
@@ -140,6 +149,14 @@ class Scenario(_Strict):
         assert group.attention_chunk_size is not None
         blocks = group.attention_chunk_size // group.block_size
         return LocalGroups(group.attention_chunk_size, blocks, tuple(chunked))
+
+
+def _latent_split(scenario: Scenario) -> LatentSplit | None:
+    latent, size = scenario.latent, scenario.block_size
+    if latent is None:
+        return None
+    sizes = latent.decode_threshold, latent.workspace_blocks * size, size
+    return LatentSplit(*sizes, scenario.max_model_len)
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -456,6 +473,7 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         chunked_prefill=scenario.chunked_prefill,
         mrope=mrope,
         local=local,
+        latent=_latent_split(scenario),
         **device_has_all(block_tables),
     )
     num_scheduled_tokens = column("num_scheduled_tokens")

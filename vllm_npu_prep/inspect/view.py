@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_npu_prep.inspect.expert_counts import ExpertTokens
 from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
@@ -108,6 +109,8 @@ class StepView:
         Which graph it replays or why it runs eagerly, in a few words.
     padded
         Whether the device sees other sizes than the scheduler's.
+    tokens_per_expert
+        By layer: tokens of each expert, if the record was asked for them.
     """
 
     name: str
@@ -116,6 +119,7 @@ class StepView:
     groups: list[GroupView]
     graph: str
     padded: bool
+    tokens_per_expert: ExpertTokens = field(default_factory=dict)
 
     @classmethod
     def of_scenario(cls, scenario: Scenario) -> "StepView":

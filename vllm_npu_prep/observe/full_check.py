@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_npu_prep.inspect.contract import REQUEST_LEVEL, TOKEN_LEVEL, group_variables
+from vllm_npu_prep.inspect.contract import (
+    REQUEST_LEVEL,
+    TOKEN_LEVEL,
+    group_variables,
+    latent_variables,
+)
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
 from vllm_npu_prep.observe.violation import expect, given_allowed
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
-from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests, oracle_step
+from vllm_npu_prep.prep.oracle import (
+    OracleRequest,
+    oracle_latent_step,
+    oracle_local_requests,
+    oracle_step,
+)
 from vllm_npu_prep.prep.padding import GraphMode
 
 if TYPE_CHECKING:
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
 
     from vllm_npu_prep.device.staging import StagedArrays
     from vllm_npu_prep.prep.batch import PreparedStep
+    from vllm_npu_prep.prep.latent import LatentSplit
 
 MAX_MASK_ENTRIES = 1 << 24
 """Most entries of a dense mask that are compared; for larger masks only the shape is."""
@@ -141,6 +152,8 @@ class FullCheck(StepCheck):
             for name in (*TOKEN_LEVEL, *REQUEST_LEVEL):
                 if name not in STEP_ARRAYS or not STEP_ARRAYS[name].sampled:
                     self._compare(step, name, getattr(step, name), expected[name])
+            if tables.latent is not None:
+                self._check_latent(step, requests, tables.latent)
             if runner.inputs.mrope_dims:
                 for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
                     self._compare(step, "mrope_positions", given, row)
@@ -195,6 +208,25 @@ class FullCheck(StepCheck):
             draft_token_ids=token_ids[seq_len - drafts : seq_len],
             **mrope,
         )
+
+    def _check_latent(
+        self, step: "PreparedStep", requests: list[OracleRequest], latent: "LatentSplit"
+    ) -> None:
+        """Compare the split of latent attention and its context chunks."""
+        expected = oracle_latent_step(
+            requests,
+            decode_threshold=latent.decode_threshold,
+            workspace_tokens=latent.workspace_tokens,
+            block_size=latent.block_size,
+        )
+        for name, given in latent_variables(step).items():
+            if given.tolist() != expected[name]:
+                raise given_allowed(
+                    f"latent {name}",
+                    f"{name} of latent attention are the oracle's",
+                    given.tolist(),
+                    expected[name],
+                )
 
     def _check_local(
         self, step: "PreparedStep", requests: list[OracleRequest], group: int, block_size: int

@@ -59,8 +59,9 @@ BOUNDS = (
 )
 """Upper bounds of the histogram's buckets, in seconds."""
 
-Value: TypeAlias = "memoryview[float]"
-"""One count, float64 ``[1]``."""
+Values: TypeAlias = "memoryview[float]"
+"""All counts of a file, float64. One object for all of them: each object that a step touches was
+evicted from the processor's cache since the last one."""
 
 _made_by_this_process: list[str] = []
 _exposed: set[str] = set()
@@ -117,8 +118,10 @@ class StepMetrics:
                 self._files = {kind: _open(folder, kind) for kind in ("counter", "histogram")}
             except OSError as error:
                 logger.warning("Metrics of steps are off: %s.", error)
+        self._counts: Values  # of the two files, as `_value` makes them
+        self._times: Values
         self._states = [self._counter("steps", attn_state=s.name) for s in AttentionState]
-        self._kinds: dict[str, Value] = {}
+        self._kinds: dict[str, int] = {}
         self._tokens, self._padding = self._counter("tokens"), self._counter("padding_tokens")
         self._waits, self._num_waits = self._counter("staging_waits"), 0
         self._sum = self._value("histogram", PREPARE_TIME, "_sum", PREPARE_TIME_HELP, {})
@@ -138,46 +141,52 @@ class StepMetrics:
         started
             `perf_counter` when its preparation began.
         """
-        if not step.num_reqs:
+        batch = step.batch
+        if not batch.num_reqs:
             return
-        num_tokens = step.total_num_scheduled_tokens
-        self._states[step.attn_state][0] += 1
-        try:
-            self._kinds[kind][0] += 1
-        except KeyError:
-            self._kinds[kind] = value = self._kind(kind)
-            value[0] += 1
-        self._tokens[0] += num_tokens
-        self._padding[0] += step.num_input_tokens - num_tokens
+        num_tokens = batch.total_num_scheduled_tokens
+        index = self._kinds.get(kind)
+        if index is None:
+            index = self._kinds[kind] = self._kind(kind)
+        counts, times = self._counts, self._times
+        counts[index] += 1
+        counts[self._states[step.attn_state]] += 1
+        counts[self._tokens] += num_tokens
+        counts[self._padding] += step.padding.num_input_tokens - num_tokens
         if num_waits != self._num_waits:
-            self._waits[0] += num_waits - self._num_waits
+            counts[self._waits] += num_waits - self._num_waits
             self._num_waits = num_waits
         seconds = perf_counter() - started
-        self._sum[0] += seconds
-        self._buckets[bisect_left(BOUNDS, seconds)][0] += 1
+        times[self._sum] += seconds
+        times[self._buckets[bisect_left(BOUNDS, seconds)]] += 1
 
-    def _kind(self, kind: str) -> Value:
+    def _kind(self, kind: str) -> int:
         if kind.startswith(EAGER):
             return self._counter("eager_steps", reason=kind.removeprefix(EAGER))
         return self._counter("graph_steps", graph=kind)
 
-    def _counter(self, name: str, **labels: str) -> Value:
+    def _counter(self, name: str, **labels: str) -> int:
         return self._value("counter", name, "_total", COUNTERS[name], labels)
 
-    def _bucket(self, bound: float) -> Value:
+    def _bucket(self, bound: float) -> int:
         labels = {"le": floatToGoString(bound)}
         return self._value("histogram", PREPARE_TIME, "_bucket", PREPARE_TIME_HELP, labels)
 
-    def _value(self, kind: str, name: str, suffix: str, text: str, labels: dict[str, str]) -> Value:
-        """One value in the file of its kind."""
+    def _value(self, kind: str, name: str, suffix: str, text: str, labels: dict[str, str]) -> int:
+        """Index of a value in the file of its kind; makes the value, which may enlarge the file."""
         if kind not in self._files:
-            return memoryview(bytearray(8)).cast("d")
+            self._counts = self._times = memoryview(bytearray(8)).cast("d")
+            return 0
         labels = self._labels | labels
         name, file = PREFIX + name, self._files[kind]
         key = mmap_key(name, name + suffix, list(labels), list(labels.values()), text)
         file.read_value(key)  # creates the value
-        start = file._positions[key]
-        return memoryview(file._m)[start : start + 8].cast("d")
+        values = memoryview(file._m).cast("d")
+        if kind == "counter":
+            self._counts = values
+        else:
+            self._times = values
+        return file._positions[key] // values.itemsize
 
 
 def _open(folder: str, kind: str) -> MmapedDict:

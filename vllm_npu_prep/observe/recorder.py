@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.expert_counts import write_expert_counts
 from vllm_npu_prep.inspect.files import write_whole
 from vllm_npu_prep.inspect.record import FORMAT
 from vllm_npu_prep.inspect.record_settings import RecordGroup
@@ -116,6 +117,9 @@ class StepRecorder:
         self._is_busy = self._is_asked = self._is_alone = False
         self._why_stopped = ""
         self._salt = os.urandom(16)
+        self.count_experts: Callable[[], dict[str, list[int]]] | None = None  # in the last step
+        self._uncounted: int | None = None  # step whose counts are not read yet
+        self._experts: dict[int, dict[str, list[int]]] = {}  # counts of the ring's steps
         if self._span is None:
             self._listen()
 
@@ -135,6 +139,7 @@ class StepRecorder:
         rows_with_embeds: Sequence[int] = (),
     ) -> None:
         """Note a step that was just prepared; see `StepSnapshot.of_step`. Names are copied."""
+        self._read_experts()
         number = self.steps
         self.steps = number + 1
         if self._why_stopped or (self._span is not None and number not in self._span):
@@ -150,6 +155,7 @@ class StepRecorder:
             )
             self._ring.append(snapshot)
             self._ring_bytes += snapshot.nbytes
+            self._uncounted = number
             if self._span is None:
                 while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
                     self._forget_oldest()
@@ -167,6 +173,7 @@ class StepRecorder:
 
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
+        self._experts.pop(oldest.number, None)
         self._ring_bytes -= oldest.nbytes
         assert self._past_tables is not None
         self._past_tables.advance(oldest)
@@ -182,6 +189,7 @@ class StepRecorder:
             Where they are, or why there are none.
         """
         self._is_busy = True
+        self._read_experts()
         try:
             count = self._write_new(reason)
         except Exception as error:
@@ -220,11 +228,30 @@ class StepRecorder:
         if self._span is not None and self._file_bytes > self.config.max_bytes:
             self._stop(f"step {snapshot.number} would exceed max_bytes {self.config.max_bytes:,}")
             return
-        path = self.folder / f"step-{snapshot.number:06d}.npz"
         try:
-            write_whole(path, content)
+            write_whole(self._path(snapshot.number), content)
+            if snapshot.number in self._experts:
+                write_expert_counts(self._path(snapshot.number), self._experts[snapshot.number])
         except PrepError as error:
             self._stop(str(error))
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"step-{number:06d}.npz"
+
+    def _read_experts(self) -> None:
+        """Read what the last step that was noted counted, now that its forward was launched."""
+        number, self._uncounted = self._uncounted, None
+        if number is None or self.count_experts is None:
+            return
+        try:
+            counts = self.count_experts()
+            if self._span is None:
+                self._experts[number] = counts
+            else:
+                write_expert_counts(self._path(number), counts)
+        except Exception as error:  # the device may be what failed
+            self.count_experts = None
+            logger.warning("Tokens of experts are no longer recorded: %s.", error)
 
     def _begin_folder(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -285,6 +312,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Stop listening."""
+        self._read_experts()
         if signal.getsignal(signal.SIGUSR1) == self._on_signal:
             signal.signal(signal.SIGUSR1, self._before)
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.record import RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
+from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordLatent, RecordSettings
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
 
@@ -219,6 +220,7 @@ class StepSnapshot:
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
+            latent=None if layout.latent is None else _latent_of(layout.latent),
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]
@@ -311,3 +313,11 @@ class PastBlockTables:
             _, indices, ids = parts
             # The copies begin with the buffer that was sent
             enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)
+
+
+def _latent_of(split: LatentSplit) -> RecordLatent:
+    return RecordLatent(
+        decode_threshold=split.decode_threshold,
+        workspace_tokens=split.workspace_tokens,
+        block_size=split.block_size,
+    )

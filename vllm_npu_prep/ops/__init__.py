@@ -97,9 +97,12 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
     """Let fused operators stand in for modules of a loaded model for which vLLM has no hook."""
     from vllm_npu_prep.config import fused_operators
     from vllm_npu_prep.ops.fused_rotary import replace_long_rotary
+    from vllm_npu_prep.ops.fused_routing import replace_routers
 
-    if "rotary" in fused_operators(vllm_config):
+    switches = fused_operators(vllm_config)
+    if "rotary" in switches:
         replace_long_rotary(model)
+    replace_routers(model, switches)
 
 
 def _prefer_in_ir(names: frozenset[str]) -> None:
@@ -119,9 +122,11 @@ def _register_layers() -> None:
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 
     from vllm_npu_prep.ops import fused_activations as activations
+    from vllm_npu_prep.ops import fused_latent as latent
     from vllm_npu_prep.ops import fused_norms as norms
     from vllm_npu_prep.ops import fused_projection as projection
     from vllm_npu_prep.ops import fused_rotary as rotary
+    from vllm_npu_prep.ops import fused_vision as vision
 
     layers: list[type[Any]] = [
         norms.FusedGemmaRMSNorm,
@@ -134,7 +139,9 @@ def _register_layers() -> None:
         *rotary.ROTARY.values(),
         rotary.FusedMRotaryEmbedding,
         rotary.FusedApplyRotaryEmb,
+        vision.FusedMMEncoderAttention,
         projection.FusedQKVParallelLinear,
+        latent.FusedMultiHeadLatentAttentionWrapper,
     ]
     for layer in layers:
         replaced = layer.__name__.removeprefix("Fused")

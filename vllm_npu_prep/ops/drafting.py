@@ -31,11 +31,14 @@ def eagle_step_slot_mapping_metadata(
     clamped_positions = torch.add(positions[:batch_size], 1, out=out_clamped_positions[:batch_size])
     exceeds_max = clamped_positions >= max_model_len  # [batch_size]
     clamped_positions.masked_fill_(exceeds_max, 0)
-    block_numbers = (clamped_positions // block_size).clamp_(max=n_blocks_per_req - 1)
+    block_numbers = clamped_positions // block_size
+    if n_blocks_per_req * block_size < max_model_len:
+        block_numbers.clamp_(max=n_blocks_per_req - 1)
     block_ids = block_table[:batch_size].gather(1, block_numbers[:, None]).squeeze(1)
     torch.add(clamped_positions % block_size, block_ids, alpha=block_size, out=slots)
     slots.masked_fill_(exceeds_max, PAD_ID)
-    out_slot_mapping[batch_size:] = PAD_ID
+    if len(out_slot_mapping) > batch_size:
+        out_slot_mapping[batch_size:].fill_(PAD_ID)
     seq_lens[:batch_size].add_(1).clamp_(max=max_model_len).masked_fill_(exceeds_max, 1)
 
 
@@ -48,13 +51,20 @@ def eagle_prepare_inputs_padded(
     num_reqs: int,
 ) -> None:
     """``eagle_prepare_inputs_padded_kernel``: each request's last token that wasn't rejected."""
-    num_draft_tokens = cu_num_draft_tokens[:num_reqs].clone()
-    num_draft_tokens[1:].sub_(cu_num_draft_tokens[: num_reqs - 1])
-    num_rejected_tokens = num_draft_tokens + 1 - valid_sampled_tokens_count[:num_reqs]
-    num_rejected_tokens.masked_fill_(num_draft_tokens <= 0, 0)
-    num_rejected_tokens_gpu[:num_reqs] = num_rejected_tokens
-    last_tokens = query_start_loc_gpu[1 : num_reqs + 1] - 1  # [num_reqs]
-    token_indices_to_sample[:num_reqs] = last_tokens - num_rejected_tokens
+    num_drafts = cu_num_draft_tokens[:num_reqs].clone()
+    num_drafts[1:].sub_(cu_num_draft_tokens[: num_reqs - 1])
+    has_drafts = num_drafts.clamp(max=1)  # 0 or 1
+    # has_drafts * (num_drafts + 1 - valid): requests without drafts have nothing to reject
+    num_rejected_tokens = torch.addcmul(
+        num_drafts.add_(has_drafts),
+        has_drafts,
+        valid_sampled_tokens_count[:num_reqs],
+        value=-1,
+        out=num_rejected_tokens_gpu[:num_reqs],
+    )
+    last_tokens = token_indices_to_sample[:num_reqs]
+    torch.sub(query_start_loc_gpu[1 : num_reqs + 1], num_rejected_tokens, out=last_tokens)
+    last_tokens.sub_(1)
 
 
 def eagle_prepare_next_token_padded(
@@ -75,15 +85,13 @@ def eagle_prepare_next_token_padded(
     """
     del stride_sampled_token_ids, BLOCK_SIZE_TOKENS
     tokens = sampled_token_ids[:num_reqs, :num_sampled_tokens_per_req]
-    is_valid = (tokens != -1) & (tokens < vocab_size) & ~discard_request_mask[:num_reqs, None]
-    valid_counts = is_valid.sum(1)  # [num_reqs]
-    columns = torch.arange(num_sampled_tokens_per_req, device=tokens.device)
-    last_valid = (is_valid * columns).amax(1)  # [num_reqs], 0 where none is valid
-    last_tokens = tokens.gather(1, last_valid[:, None]).squeeze(1)
-    next_token_ids[:num_reqs] = torch.where(
-        valid_counts > 0, last_tokens, backup_next_token_ids[:num_reqs]
-    )
-    valid_sampled_tokens_count[:num_reqs] = valid_counts
+    is_valid = tokens == tokens.clamp(min=0, max=vocab_size - 1)  # -1 is no token
+    is_valid.masked_fill_(discard_request_mask[:num_reqs, None], False)
+    torch.sum(is_valid, 1, dtype=torch.int32, out=valid_sampled_tokens_count[:num_reqs])
+    places = torch.arange(1, num_sampled_tokens_per_req + 1, device=tokens.device)
+    last_valid = (is_valid * places).amax(1, keepdim=True)  # [num_reqs, 1], 0: none is valid
+    choices = torch.cat((backup_next_token_ids[:num_reqs, None], tokens), 1)
+    torch.gather(choices, 1, last_valid, out=next_token_ids[:num_reqs, None])
 
 
 def copy_and_expand_eagle_inputs(
@@ -117,27 +125,34 @@ def copy_and_expand_eagle_inputs(
     added = num_slots - input_offset
     num_output_tokens = total_input_tokens + num_reqs * added
     query_start = query_start_loc[:num_reqs]
-    query_lens = query_start_loc[1 : num_reqs + 1].long() - query_start  # [num_reqs]
+    query_lens = query_start_loc[1 : num_reqs + 1] - query_start  # [num_reqs]
     requests = torch.arange(num_reqs, device=device)  # each one's rows move by `added` more
-    new_tokens = torch.add(query_end_loc + (1 - input_offset), requests, alpha=added)  # [num_reqs]
+    new_tokens = torch.add(query_end_loc, requests, alpha=added)  # [num_reqs]
+    if not shift_input_ids:
+        new_tokens.add_(1)
 
     rows = torch.arange(num_output_tokens, device=device)  # [num_output_tokens], as all below
     req_indices = torch.repeat_interleave(query_lens + added, output_size=num_output_tokens)
     offsets = rows - new_tokens[req_indices]  # 0: the sample; then num_slots - 1 parallel drafts
     is_rejected = torch.ge(offsets, num_slots, out=out_is_rejected_token_mask[:num_output_tokens])
-    is_masked = out_is_masked_token_mask[:num_output_tokens]
-    torch.logical_and(offsets > 0, ~is_rejected, out=is_masked)
-    sources = torch.sub(rows + input_offset, req_indices, alpha=added)
-    sources.clamp_(max=total_input_tokens - 1)
-    token_ids = torch.where(offsets == 0, next_token_ids[req_indices], target_token_ids[sources])
-    token_ids.masked_fill_(is_masked, parallel_drafting_token_id)
+    sources = torch.sub(rows, req_indices, alpha=added)  # less `input_offset`
+    token_ids = out_input_ids[:num_output_tokens]
+    shifted = target_token_ids[min(input_offset, total_input_tokens - 1) :]
+    torch.index_select(shifted, 0, sources.clamp(max=len(shifted) - 1), out=token_ids)
+    token_ids[new_tokens] = next_token_ids
     token_ids.masked_fill_(is_rejected, padding_token_id)
-    out_input_ids[:num_output_tokens] = token_ids
-    row_0 = torch.sub(target_positions[query_start] - query_start, requests, alpha=added)
-    positions = torch.add(row_0[req_indices], rows, out=out_positions[:num_output_tokens])
+    is_masked = out_is_masked_token_mask[:num_output_tokens]
+    if num_slots == 1:  # no drafts in parallel
+        is_masked.fill_(False)
+    else:
+        torch.logical_and(offsets > 0, ~is_rejected, out=is_masked)
+        token_ids.masked_fill_(is_masked, parallel_drafting_token_id)
+    row_0 = target_positions[query_start] - query_start  # less the moves of the request's rows
+    positions = torch.add(row_0[req_indices], sources, out=out_positions[:num_output_tokens])
     positions.masked_fill_(is_rejected, 0)
-    new_token_indices = new_tokens[:, None] + torch.arange(num_slots, device=device)
-    out_new_token_indices[: num_reqs * num_slots] = new_token_indices.flatten()
+    if num_slots > 1:
+        new_tokens = new_tokens[:, None] + torch.arange(num_slots, device=device)
+    out_new_token_indices[: num_reqs * num_slots] = new_tokens.flatten()
     if shift_input_ids:  # the drafter takes hidden states
         req_indices = torch.repeat_interleave(query_lens, output_size=total_input_tokens)
         out_hidden_state_mapping[:total_input_tokens] = torch.add(

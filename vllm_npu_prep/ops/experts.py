@@ -1,6 +1,10 @@
-"""Mixture of experts in torch: each expert computes its tokens' rows in one product."""
+"""Mixture of experts: vLLM's method for them, and its computation in torch for the CPU fallback.
+
+`fused_experts` computes them on NPUs.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +17,16 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.fused_experts import (
+    ONE_LAUNCH,
+    Activate,
+    ExpertWeights,
+    OwnedExperts,
+    UnquantisedExperts,
+    compute_experts,
+)
+from vllm_npu_prep.ops.fused_routing import padding_mask
 
 ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.SILU_NO_MUL: functional.silu,
@@ -21,6 +35,19 @@ ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.RELU2_NO_MUL: lambda x: functional.relu(x).square(),
 }
 """Activations by name, without gating; gated ones multiply the result by the second half."""
+
+
+def activation_of(activation: MoEActivation) -> Activate:
+    """What becomes of the rows of the first product; the first half of a gated one is its gate."""
+    activate = ACTIVATIONS[activation.without_mul()]
+    if not activation.is_gated:
+        return activate
+
+    def gated(hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        return activate(gate) * up
+
+    return gated
 
 
 def apply_experts(
@@ -64,7 +91,7 @@ def apply_experts(
     tokens = order // topk_ids.shape[1]
     weights = topk_weights.flatten()[order, None]  # [T * k, 1]
     elsewhere, *counts = torch.bincount(experts + 1, minlength=len(w13) + 1).tolist()
-    activate = ACTIVATIONS[activation.without_mul()]
+    activate = activation_of(activation)
     output = torch.zeros_like(x, dtype=torch.float32)
     end = elsewhere
     for expert, count in enumerate(counts):
@@ -75,12 +102,7 @@ def apply_experts(
         rows = x.index_select(0, mine)
         if apply_router_weight_on_input:
             rows = rows * weight.to(rows.dtype)
-        hidden = functional.linear(rows, w13[expert])
-        if activation.is_gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = activate(gate) * up
-        else:
-            hidden = activate(hidden)
+        hidden = activate(functional.linear(rows, w13[expert]))
         result = functional.linear(hidden, w2[expert]).float()
         if not apply_router_weight_on_input:
             result *= weight
@@ -88,16 +110,67 @@ def apply_experts(
     return output.to(x.dtype)
 
 
+@dataclass(frozen=True)
+class GroupedExperts:
+    """A layer's experts on this rank, computed by grouped products.
+
+    Attributes
+    ----------
+    weights
+        Of the layer, in their format.
+    owned
+        Which experts are here.
+    apply_router_weight_on_input
+        Weight the inputs of experts instead of their outputs.
+    """
+
+    weights: ExpertWeights
+    owned: OwnedExperts
+    apply_router_weight_on_input: bool
+
+    @classmethod
+    def of(cls, layer: Any, weights: ExpertWeights) -> "GroupedExperts":
+        """From vLLM's layer, after its weights were loaded."""
+        owned = OwnedExperts.of(layer.expert_map, layer.global_num_experts)
+        return cls(weights, owned, layer.apply_router_weight_on_input)
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [num_input_tokens, hidden_size]
+        topk_weights: torch.Tensor,  # [num_input_tokens, k] float32
+        topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
+    ) -> torch.Tensor:
+        """Each token's sum over its experts here; padding goes to none."""
+        return compute_experts(
+            x,
+            topk_weights,
+            topk_ids,
+            self.owned,
+            self.weights,
+            has_padding=padding_mask(len(x)) is not None,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+        )
+
+
 class TorchMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's unquantised experts, computed by `apply_experts`.
+    """vLLM's unquantised experts: by grouped products on NPUs, else by `apply_experts`.
 
     Raises
     ------
     PrepError
-        For unsupported activations, and for experts with biases.
+        For unsupported activations, for experts with biases, and on NPUs for graphs without the
+        grouped products.
     """
 
     is_monolithic = False  # vLLM's routers choose experts, and call shared ones
+    grouped: GroupedExperts | None = None
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        self._is_fused = is_fused("experts")
+        self._one_launch = {name for name in ("swiglu", "geglu") if is_fused(name)}
+        if not self._is_fused:
+            check_sync_is_possible()
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """As upstream's, after a check that `layer` can be computed."""
@@ -114,6 +187,15 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
                 raise PrepError(f"experts with {extra} ({layer.layer_name}) are not supported")
         super().create_weights(layer, *args, **kwargs)
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """As vLLM's; grouped products read weights in the layout in which they were loaded."""
+        super().process_weights_after_loading(layer)
+        if self._is_fused:
+            switch, activate = ONE_LAUNCH.get(layer.activation, (None, None))
+            if activate is None or switch not in self._one_launch:
+                activate = activation_of(layer.activation)
+            self.grouped = GroupedExperts.of(layer, UnquantisedExperts(layer, activate))
+
     def forward_native(
         self,
         layer: Any,
@@ -125,6 +207,8 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         """The routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
         del shared_experts, shared_experts_input
+        if self.grouped is not None:
+            return self.grouped(x, topk_weights, topk_ids)
         return apply_experts(
             x,
             layer.w13_weight,
@@ -134,6 +218,26 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
             layer.activation,
             layer.expert_map,
             layer.apply_router_weight_on_input,
+        )
+
+
+def check_sync_is_possible() -> None:
+    """Refuse graphs where experts are computed in a way that reads counts back.
+
+    Raises
+    ------
+    PrepError
+        On NPUs, for graphs while the switch ``experts`` is off.
+    """
+    from vllm.config import CUDAGraphMode, get_current_vllm_config
+
+    config = get_current_vllm_config()
+    on_device = config.device_config.device_type != "cpu"
+    if on_device and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        raise PrepError(
+            "a mixture of experts in graphs needs the fused operators of experts, which are "
+            'switched off: leave "experts" of {"npu_prep": {"fused": {...}}} on, or use '
+            "--enforce-eager"
         )
 
 

@@ -20,14 +20,21 @@ OPERATORS: Mapping[str, str] = {
     "gemma_rms_norm": "npu_gemma_rms_norm",
     "rotary": "npu_mrope",
     "mrope": "npu_mrope",
+    "vision_attention": "npu_fusion_attention",
     "vision_rotary": "npu_rotary_mul",
     "qkv": "npu_grouped_matmul",
     "swiglu": "npu_swiglu",
     "geglu": "npu_geglu",
     "gelu": "npu_gelu",
+    "latent": "npu_transpose_batchmatmul",
+    "experts": "npu_moe_init_routing_v2",
+    "gating": "npu_moe_gating_top_k",
+    "gating_softmax": "npu_moe_gating_top_k_softmax_v2",
     "top_k_top_p": "npu_top_k_top_p",
+    "int8_norm": "npu_add_rms_norm_dynamic_quant",
+    "int8_swiglu": "npu_dequant_swiglu_quant",
 }
-"""The operator of torch_npu of each switch."""
+"""The operator of torch_npu of each switch; of experts, which take several, the newest."""
 
 assert OPERATORS.keys() == FusedConfig.model_fields.keys()
 

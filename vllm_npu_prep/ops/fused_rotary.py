@@ -3,7 +3,7 @@
 The operator takes slices of the fused projection as they are, and writes contiguous Q and K.
 Variants of vLLM that only compute other tables of cosines and sines (Llama 3, YaRN, NTK, linear,
 proportional) are served by the same layer. Left to vLLM: tables by head (FoPE), positions in
-chunks (dual chunk attention), and the tables of DeepSeek, Ernie, Bailing and openPangu.
+chunks (dual chunk attention), and the tables of Ernie, Bailing and openPangu.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding import (
+    DeepseekScalingRotaryEmbedding,
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
     Gemma4RotaryEmbedding,
@@ -104,6 +105,7 @@ def _fused(base: type[RotaryEmbeddingBase]) -> type[RotaryEmbeddingBase]:
 ROTARY = {
     base: _fused(base)
     for base in (
+        DeepseekScalingRotaryEmbedding,
         DynamicNTKAlphaRotaryEmbedding,
         DynamicNTKScalingRotaryEmbedding,
         Gemma4RotaryEmbedding,
@@ -192,15 +194,25 @@ class FusedApplyRotaryEmb(ApplyRotaryEmb):
             return self.forward_native(x, cos, sin)
         batch = x if x.dim() == 4 else x[None]
         dtype = torch.float32 if self.enable_fp32_compute else x.dtype
-        factors = [self._whole_head(each).to(dtype)[None, :, None] for each in (cos, sin)]
+        factors = [self._whole_head(each, dtype) for each in (cos, sin)]
         mode = "half" if self.is_neox_style else "interleave"
         output = torch.ops.npu.npu_rotary_mul(batch.to(dtype), *factors, mode)
         return output.to(x.dtype).view(x.shape)
 
-    def _whole_head(self, factors: torch.Tensor) -> torch.Tensor:
-        if self.is_neox_style:
-            return torch.cat((factors, factors), -1)
-        return factors.repeat_interleave(2, -1)
+    def _whole_head(self, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``[1, S, 1, D]`` of ``[S, D / 2]``, made once for all layers of a tower.
+
+        All layers get one tensor of cosines; what is made of it stays on it as an attribute.
+        """
+        made: dict[Any, torch.Tensor] = factors.__dict__.setdefault("_whole_heads", {})
+        form = (self.is_neox_style, dtype)
+        if form not in made:
+            if self.is_neox_style:
+                whole = torch.cat((factors, factors), -1)
+            else:
+                whole = factors.repeat_interleave(2, -1)
+            made[form] = whole.to(dtype)[None, :, None]
+        return made[form]
 
 
 class FusedLongRotaryEmbedding(nn.Module):

@@ -1,17 +1,59 @@
 """Top-k and top-p by one operator."""
 
+from collections.abc import Callable
+
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+from vllm_npu_prep.compat import kernels
+
+OLDER_LARGEST_K = 1024
+"""Largest k of CANN 8.5's kernel, and in op-plugin's documentation (CANN's ops-nn, page of
+``aclnnApplyTopKTopP``: v8.5.0 and v9.0.0). The code refuses nothing, but has room for no more."""
+
+FIRST_WITHOUT_LIMIT = (9, 0)
+"""Version of CANN from which k may be as large as the vocabulary."""
+
+
+def largest_k_of(cann: tuple[int, int] | None, documented: bool) -> int | None:
+    """Largest k that the operator takes; None: the size of the vocabulary.
+
+    Parameters
+    ----------
+    cann
+        Major and minor version; one that can't be told counts as the newest.
+    documented
+        Whether the documentation's limits hold, too.
+    """
+    is_older = cann is not None and cann < FIRST_WITHOUT_LIMIT
+    return OLDER_LARGEST_K if is_older or documented else None
 
 
 class FusedTopKTopPSampler(TopKTopPSampler):
     """vLLM's sampler with its limits applied by ``npu_top_k_top_p``.
 
     torch's form sorts all logits in float32 and takes some fourteen launches.
+
+    Parameters
+    ----------
+    sampler
+        vLLM's.
+    largest_k
+        Of the operator; None: any.
+    k_of_step
+        Largest k of the requests of the step, known on the host; None if it isn't, in a dummy run.
+        Only asked if there is a limit. A request without top-k has the size of the vocabulary.
     """
 
-    def __init__(self, sampler: TopKTopPSampler) -> None:
+    def __init__(
+        self,
+        sampler: TopKTopPSampler,
+        largest_k: int | None,
+        k_of_step: Callable[[], int | None],
+    ) -> None:
         super().__init__(sampler.logprobs_mode, sampler.use_fp64_gumbel)
+        self._largest_k = largest_k
+        self._k_of_step = k_of_step
         self.forward = self._forward
 
     def _forward(
@@ -21,11 +63,37 @@ class FusedTopKTopPSampler(TopKTopPSampler):
         k: torch.Tensor | None,  # [num_reqs] int32
         p: torch.Tensor | None,  # [num_reqs] float32
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's, whose dummy runs have limits of other dtypes."""
-        if k is not None or p is not None:
-            logits = torch.ops.npu.npu_top_k_top_p(
-                logits,
-                None if p is None else p.to(logits.dtype),
-                None if k is None else k.to(torch.int32),
-            )
-        return self.forward_native(logits, generators, None, None)
+        """As vLLM's."""
+        return self.forward_native(self.limit(logits, k, p), generators, None, None)
+
+    def limit(
+        self,
+        logits: torch.Tensor,  # [rows, vocab_size] float32
+        k: torch.Tensor | None,  # [rows] int32
+        p: torch.Tensor | None,  # [rows] float32
+    ) -> torch.Tensor:
+        """Logits with -inf for tokens left out; rows are the step's requests, or their drafts.
+
+        vLLM's dummy runs have limits of other dtypes.
+        """
+        if (k is None and p is None) or not len(logits):
+            return logits
+        if not self._is_taken(k):
+            return apply_top_k_top_p(logits, k, p)
+        return torch.ops.npu.npu_top_k_top_p(
+            logits,
+            None if p is None else p.to(logits.dtype),
+            None if k is None else k.to(torch.int32),
+        )
+
+    def _is_taken(self, k: torch.Tensor | None) -> bool:
+        """Whether the operator takes the step's k."""
+        if k is None or self._largest_k is None:
+            return True
+        of_step = self._k_of_step()
+        return of_step is not None and of_step <= self._largest_k
+
+
+def limit_drafts_by(sampler: FusedTopKTopPSampler | None) -> None:
+    """Let the rejection sampler limit the logits of drafts as a sampler does; None: as vLLM's."""
+    kernels.limit_drafts_by(None if sampler is None else sampler.limit)

@@ -6,63 +6,53 @@ read back.
 """
 
 import torch
+from torch.nn import functional
+
+PLACEHOLDER = -1
+"""What vLLM fills the output with: the token of a place that nothing is written to."""
 
 
 def _lengths(
     ends: torch.Tensor,  # [num_reqs], cumulative
 ) -> torch.Tensor:
-    """Each request's number of tokens, int64 ``[num_reqs]``."""
-    lengths = ends.to(torch.int64, copy=True)
+    """Each request's number of tokens, ``[num_reqs]``."""
+    lengths = ends.clone()
     lengths[1:].sub_(ends[:-1])
     return lengths
 
 
-def _draft_grid(
+def _rows(
+    tokens: torch.Tensor,  # [num_drafts], what to write in each draft's place
+    rejected: torch.Tensor,  # [num_drafts] bool
+    bonus_token_ids: torch.Tensor,  # [num_reqs, 1] or [num_reqs]
     cu_num_draft_tokens: torch.Tensor,  # [num_reqs]
-    num_drafts: int,
-    max_spec_len: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each request's drafts as a row of one rectangular array, with room for the bonus token.
+    width: int,
+) -> torch.Tensor:
+    """Tokens up to and including the first rejected draft, or also the bonus if none was.
 
     Returns
     -------
-    index
-        int64 ``[num_reqs, max_spec_len + 1]`` into the flat draft arrays, clamped where there is no
-        draft.
-    is_draft
-        bool of the same shape.
+    torch.Tensor
+        ``[num_reqs, width]``, `PLACEHOLDER` after the last token of a request.
     """
-    num_draft_tokens = _lengths(cu_num_draft_tokens)[:, None]
-    columns = torch.arange(max_spec_len + 1, device=num_draft_tokens.device)
-    index = cu_num_draft_tokens[:, None] - num_draft_tokens + columns
-    return index.clamp_(max=num_drafts - 1), columns < num_draft_tokens
-
-
-def _write_bonus(
-    output: torch.Tensor,  # [num_reqs, max_spec_len + 1], written
-    bonus_token_ids: torch.Tensor,  # [num_reqs, 1] or [num_reqs]
-    requests: torch.Tensor | None,  # [num_reqs] bool, the requests to write; None: all
-) -> None:
-    """Write the bonus of a batch in which nothing was drafted."""
-    nowhere = torch.zeros_like(output, dtype=torch.bool)
-    _write_accepted(output, output, nowhere, nowhere, bonus_token_ids, requests)
-
-
-def _write_accepted(
-    output: torch.Tensor,  # [num_reqs, max_spec_len + 1], written
-    tokens: torch.Tensor,  # [num_reqs, max_spec_len + 1]
-    accepted: torch.Tensor,  # [num_reqs, max_spec_len + 1] bool, False where there is no draft
-    is_draft: torch.Tensor,  # [num_reqs, max_spec_len + 1] bool
-    bonus_token_ids: torch.Tensor,  # [num_reqs, 1] or [num_reqs]
-    requests: torch.Tensor | None,  # [num_reqs] bool, the requests to write; None: all
-) -> None:
-    """Write drafts up to and including the first rejected one, or the bonus if none was."""
-    num_accepted = accepted.long().cumprod(1).sum(1, keepdim=True)  # [num_reqs, 1]
-    write = torch.arange(output.shape[1], device=output.device) <= num_accepted
-    if requests is not None:
-        write &= requests[:, None]
-    values = torch.where(is_draft, tokens, bonus_token_ids.view(-1, 1))
-    output.copy_(torch.where(write, values, output))
+    num_reqs = len(cu_num_draft_tokens)
+    bonus = bonus_token_ids.view(num_reqs, 1)
+    if not len(tokens):
+        return functional.pad(bonus, (0, width - 1), value=PLACEHOLDER)
+    if len(tokens) == num_reqs * (width - 1):  # as many drafts for each request, the usual case
+        rows = torch.cat((tokens.view(num_reqs, width - 1), bonus), 1)
+        ends = functional.pad(rejected.view(num_reqs, width - 1), (0, 1))
+    else:
+        starts = functional.pad(cu_num_draft_tokens[:-1], (1, 0))
+        index = starts[:, None] + torch.arange(width, dtype=starts.dtype, device=starts.device)
+        is_past = index >= cu_num_draft_tokens[:, None]  # the bonus, and places after it
+        index.clamp_(max=len(tokens) - 1)
+        rows = torch.where(is_past, bonus, tokens[index])
+        ends = rejected[index].logical_or_(is_past)
+    # More ends up to a place than at it: one is before it. Counted by a sum of int8, because NPUs
+    # compute `cumprod` on their AI CPU, which is slow, and `aclnnCumsum` takes no bool.
+    num_ends = ends.view(torch.int8).cumsum(1, dtype=torch.int32)
+    return rows.masked_fill_(num_ends > ends, PLACEHOLDER)
 
 
 def rejection_greedy_sample(
@@ -80,13 +70,11 @@ def rejection_greedy_sample(
     """``rejection_greedy_sample_kernel``: accept drafts while they equal the target's argmax."""
     del uniform_probs, synthetic_conditional_rates
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
-    if not len(draft_token_ids):
-        _write_bonus(output_token_ids, bonus_token_ids, is_greedy)
-        return
-    index, is_draft = _draft_grid(cu_num_draft_tokens, len(draft_token_ids), max_spec_len)
-    target = target_argmax[index]
-    accepted = (draft_token_ids[index] == target) & is_draft
-    _write_accepted(output_token_ids, target, accepted, is_draft, bonus_token_ids, is_greedy)
+    rejected = draft_token_ids != target_argmax
+    rows = _rows(target_argmax, rejected, bonus_token_ids, cu_num_draft_tokens, max_spec_len + 1)
+    if is_greedy is not None:
+        rows = torch.where(is_greedy[:, None], rows, output_token_ids)
+    output_token_ids.copy_(rows)
 
 
 def rejection_random_sample(
@@ -106,24 +94,20 @@ def rejection_random_sample(
     SYNTHETIC_MODE: bool,  # noqa: N803
 ) -> None:
     """``rejection_random_sample_kernel``: accept a draft with probability target / draft."""
-    del synthetic_conditional_rates
+    del synthetic_conditional_rates, vocab_size
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
-    if not len(draft_token_ids):
-        _write_bonus(output_token_ids, bonus_token_ids, ~is_greedy)
-        return
-    index, is_draft = _draft_grid(cu_num_draft_tokens, len(draft_token_ids), max_spec_len)
-    drafts = draft_token_ids[index].long()
-    wanted = drafts.clamp(min=0)  # -1 pads drafts and is always rejected
-    accepted = is_draft & (drafts >= 0)
-    ratio = target_probs[index, wanted]
+    wanted = draft_token_ids.long().clamp_(min=0)[:, None]  # -1 pads drafts: always rejected
+    ratio = target_probs.gather(1, wanted)[:, 0]
+    accepted = draft_token_ids >= 0
     if not NO_DRAFT_PROBS:
         assert draft_probs is not None
-        draft = draft_probs[index, wanted]
-        accepted &= draft > 0
-        ratio = ratio / draft
-    accepted &= ratio >= uniform_probs[index]
-    tokens = torch.where(accepted, drafts, recovered_token_ids[index].long())
-    _write_accepted(output_token_ids, tokens, accepted, is_draft, bonus_token_ids, ~is_greedy)
+        draft = draft_probs.gather(1, wanted)[:, 0]
+        accepted = accepted.logical_and(draft)  # a draft that had no chance is rejected
+        ratio.div_(draft)
+    accepted.logical_and_(ratio >= uniform_probs)
+    tokens = torch.where(accepted, draft_token_ids, recovered_token_ids)
+    rows = _rows(tokens, ~accepted, bonus_token_ids, cu_num_draft_tokens, max_spec_len + 1)
+    output_token_ids.copy_(torch.where(is_greedy[:, None], output_token_ids, rows))
 
 
 def expand(
@@ -136,8 +120,9 @@ def expand(
 ) -> None:
     """``expand_kernel``: repeat each request's value for each of its tokens."""
     del MAX_NUM_TOKENS
-    values = input.masked_fill(input == replace_from, replace_to)
-    output.copy_(values.repeat_interleave(_lengths(cu_num_tokens), output_size=len(output)))
+    output.copy_(input.repeat_interleave(_lengths(cu_num_tokens), output_size=len(output)))
+    if replace_from != replace_to:
+        output.masked_fill_(output == replace_from, replace_to)
 
 
 def sample_recovered_tokens(
@@ -153,15 +138,14 @@ def sample_recovered_tokens(
     USE_FP64_GUMBEL: bool,  # noqa: N803
 ) -> None:
     """``sample_recovered_tokens_kernel``: a token of the target's excess over the draft."""
-    del BLOCK_SIZE, USE_FP64_GUMBEL, vocab_size
+    del BLOCK_SIZE, USE_FP64_GUMBEL
+    lengths = _lengths(cu_num_draft_tokens)
+    scores = inv_q.repeat_interleave(lengths, dim=0, output_size=len(draft_token_ids))
     if NO_DRAFT_PROBS:
-        drafts = draft_token_ids[:, None].long()
-        wanted = drafts.clamp(min=0)  # -1 is padding, and subtracts nothing
-        left = target_probs.gather(1, wanted).masked_fill_(drafts >= 0, 0.0)
-        excess = target_probs.scatter(1, wanted, left)
+        scores = scores.mul_(target_probs)
+        tokens = torch.arange(vocab_size, dtype=draft_token_ids.dtype, device=scores.device)
+        scores.masked_fill_(draft_token_ids[:, None] == tokens, 0)  # -1 is padding: no token
     else:
         assert draft_probs is not None
-        excess = (target_probs - draft_probs).clamp_(min=0.0)
-    lengths = _lengths(cu_num_draft_tokens)
-    inv_q = inv_q.repeat_interleave(lengths, dim=0, output_size=len(draft_token_ids))
-    output_token_ids.copy_((excess * inv_q).argmax(-1))
+        scores = scores.mul_((target_probs - draft_probs).clamp_(min=0))
+    output_token_ids.copy_(scores.argmax(-1))

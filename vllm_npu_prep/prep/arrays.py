@@ -17,6 +17,8 @@ D      ``max_drafts``
 S      R in an engine with speculation, else 0
 V      most virtual requests of chunked local attention, else 0; ``V + 1`` for their borders
 L      KV-cache groups whose layers see virtual requests
+Q      R in an engine with latent attention, else 0; ``Q + 1`` for borders of its prefills
+C      most pieces of contexts that prefills of latent attention read, else 0
 =====  ==========================================================================================
 """
 
@@ -48,6 +50,8 @@ class Level(Enum):
     LOGIT = "row of logits"  # a request has one for each of its drafts, and one after them
     DRAFT = "draft"
     CHUNK = "virtual request"  # of chunked local attention
+    PREFILL = "prefill"  # of latent attention: a request after the decodes
+    PIECE = "piece of a context"  # which a prefill of latent attention reads in one chunk
 
 
 class PaddingRule(Enum):
@@ -153,7 +157,7 @@ def array(
 
 
 A = TypeVar("A")
-TOKEN, REQUEST, LOGIT, DRAFT, CHUNK = Level
+TOKEN, REQUEST, LOGIT, DRAFT, CHUNK, PREFILL, PIECE = Level
 BY_RULE, UNDEFINED = PaddingRule
 NOTHING, BOTH = Shown.NOTHING, Shown.BATCH | Shown.PADDED
 
@@ -194,6 +198,14 @@ class Arrays(Generic[A]):
     chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
     chunk_local_table_rows: A = array(int32, "L, V", CHUNK, BY_RULE, NOTHING)
     discard_request_mask: A = array(bool_, "R", REQUEST, True, NOTHING)
+    # Latent attention (`prep.latent`): where the queries of prefills begin, counted from the first
+    # prefill's; and of each piece of their contexts the request, the first position, the length,
+    # and the chunk in which it is gathered.
+    prefill_query_start_loc: A = array(int32, "Q + 1", PREFILL, UNDEFINED, NOTHING)
+    context_piece_reqs: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
+    context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
+    context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
+    context_piece_chunks: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
 
 
 STEP_ARRAYS: dict[str, Array] = {

@@ -7,9 +7,14 @@ from operator import attrgetter
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Arrays, Level
-from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
+from vllm_npu_prep.prep.bookkeeping import (
+    append_sampled_tokens,
+    append_verified_tokens,
+    write_draft_tokens,
+)
 from vllm_npu_prep.prep.checks import find_fault
 from vllm_npu_prep.prep.fused_pass import fill_step_at
+from vllm_npu_prep.prep.latent import LatentSplit, LatentStep, split_prefills
 from vllm_npu_prep.prep.layout import (
     ALIGNMENT,
     StepArrays,
@@ -40,16 +45,16 @@ class StepBatch:
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 if they are not on the device
     num_sampled_drafts: int = 0  # drafts after the sample of each of these rows
     takes_embeds: bool = False  # the model gets embeddings (`vllm_npu_prep.prep.embeds`)
+    num_reqs: int = field(init=False)
 
-    @property
-    def num_reqs(self) -> int:
-        """Requests of the step."""
-        return self.num_scheduled_tokens.shape[0]
+    def __post_init__(self) -> None:
+        self.num_reqs = self.num_scheduled_tokens.shape[0]
 
     @property
     def num_targets(self) -> int:
         """Scatter targets of the last step's samples, those that nothing uses included."""
-        return self.num_sampled_rows * targets_per_row(self.num_sampled_drafts)
+        rows = self.num_sampled_rows
+        return rows * targets_per_row(self.num_sampled_drafts) if rows else 0
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class PreparedStep(Arrays[np.ndarray]):
     num_logits: int
     num_block_changes: int  # block-table entries that travel with the step
     local: LocalRequests | None = None  # virtual requests of chunked local attention
+    latent: LatentStep | None = None  # decodes, prefills and context chunks of latent attention
 
     # --- scalars
     @property
@@ -113,6 +119,16 @@ class PreparedStep(Arrays[np.ndarray]):
     def num_local_reqs(self) -> int:
         """Virtual requests of chunked local attention."""
         return 0 if self.local is None else self.local.num_reqs
+
+    @property
+    def num_prefills(self) -> int:
+        """Requests after the decodes of latent attention."""
+        return 0 if self.latent is None else self.latent.num_prefills
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of contexts that prefills of latent attention read."""
+        return 0 if self.latent is None else self.latent.num_pieces
 
     @property
     def query_lens(self) -> np.ndarray:
@@ -202,6 +218,8 @@ COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
     Level.LOGIT: attrgetter("num_logits"),
     Level.DRAFT: attrgetter("num_drafts"),
     Level.CHUNK: attrgetter("num_local_reqs"),
+    Level.PREFILL: attrgetter("num_prefills"),
+    Level.PIECE: attrgetter("num_pieces"),
 }
 """How many elements of each level the batch has."""
 
@@ -256,6 +274,7 @@ def prepare_step(
             1 + int(batch.num_draft_tokens.max(initial=0)),
             0 if tables.mrope is None else tables.mrope.num_dims,
             tables.local,
+            tables.latent,
         )
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_table_flat))
@@ -287,6 +306,7 @@ def prepare_step(
         num_logits,
         num_block_changes,
         _local_requests(batch, padding, arrays) if tables.local is not None else None,
+        _latent_step(batch, tables.latent, arrays) if tables.latent is not None else None,
     )
 
 
@@ -312,7 +332,27 @@ def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> L
     return LocalRequests(*sizes)
 
 
-def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> PreparedStep:
+def _latent_step(batch: StepBatch, latent: LatentSplit, arrays: StepArrays) -> LatentStep:
+    """Write the split of latent attention, computed from arrays that are written already."""
+    sizes = split_prefills(
+        batch.num_reqs,
+        latent.decode_threshold,
+        latent.workspace_tokens,
+        latent.block_size,
+        arrays.query_start_loc,
+        arrays.num_computed_tokens,
+        arrays.prefill_query_start_loc,
+        arrays.context_piece_reqs,
+        arrays.context_piece_starts,
+        arrays.context_piece_lens,
+        arrays.context_piece_chunks,
+    )
+    return LatentStep(*sizes)
+
+
+def warm_up(
+    mrope_dims: int = 0, local: LocalGroups | None = None, latent: LatentSplit | None = None
+) -> PreparedStep:
     """Compile or load the compiled code, for the types that runners use.
 
     Parameters
@@ -321,6 +361,8 @@ def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> PreparedSt
         Dimensions of the model's M-RoPE positions.
     local
         The engine's groups with chunked local attention.
+    latent
+        How the engine splits steps for latent attention.
 
     Returns
     -------
@@ -338,9 +380,13 @@ def warm_up(mrope_dims: int = 0, local: LocalGroups | None = None) -> PreparedSt
         block_sizes=np.full(1, 2, np.int32),
         mrope=MropeTables(mrope_dims, 1) if mrope_dims else None,
         local=local,
+        latent=latent,
         **device_has_all([table]),
     )
     step = prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))
     find_fault(step, np.zeros(2, np.int64))
-    append_sampled_tokens(np.zeros(1, np.int64), table[0] > 0, one.copy(), table.copy(), table > 0)
+    token_table = one.copy(), table.copy(), table > 0
+    append_sampled_tokens(np.zeros(1, np.int64), table[0] > 0, *token_table)
+    append_verified_tokens(table, table[0] > 0, 1, *token_table, one.copy(), np.zeros(2, np.int32))
+    write_draft_tokens(np.arange(1), one - 1, table[0, :0], *token_table)
     return step

@@ -163,12 +163,19 @@ def check_step_at(
         awaited = -1
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
             awaited = end - 1 - num_draft_tokens[req]
+        # Two loops: without an exit, the processor compares many tokens at once.
+        is_wrong = False
         for token in range(start, end):
             token_id = out.input_ids[token]
-            if out.positions[token] != first + token - start:
-                return POSITIONS, req, token, -1
-            if (token_id < 0 or token_id >= vocab_size) and token != awaited:
-                return VOCABULARY, req, token, -1
+            is_wrong |= out.positions[token] != first + token - start
+            is_wrong |= token_id < 0 or token_id >= vocab_size
+        if is_wrong:
+            for token in range(start, end):
+                token_id = out.input_ids[token]
+                if out.positions[token] != first + token - start:
+                    return POSITIONS, req, token, -1
+                if (token_id < 0 or token_id >= vocab_size) and token != awaited:
+                    return VOCABULARY, req, token, -1
         longest_query = max(longest_query, query_len)
         longest_seq = max(longest_seq, seq_len)
         start = end
@@ -188,10 +195,15 @@ def check_step_at(
             slot = t.block_table_flat[table + req * width + block] * block_size
             if out.slot_mapping[group, token] != slot + last - block * block_size:
                 return LAST_SLOT, req, token, group
+        is_wrong = False
         for token in range(start):
             slot = out.slot_mapping[group, token]
-            if slot < block_size or slot >= num_slots:  # below: the null block
-                return SLOTS, -1, token, group
+            is_wrong |= slot < block_size or slot >= num_slots  # below: the null block
+        if is_wrong:
+            for token in range(start):
+                slot = out.slot_mapping[group, token]
+                if slot < block_size or slot >= num_slots:
+                    return SLOTS, -1, token, group
         for token in range(start, num_input_tokens):
             if out.slot_mapping[group, token] >= 0:
                 return PADDING_TOKENS, -1, token, group

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -64,6 +65,22 @@ def pointer(typingctx, address):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
+
+
+@intrinsic
+def prefetch(typingctx, array, index):
+    """In compiled code: let the processor fetch an element, by its index in the flattened array."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
+        builder.call(fetch, [place, word(0), word(3), word(1)])  # to read, keep, data
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), codegen
 
 
 class ArrayTuple:

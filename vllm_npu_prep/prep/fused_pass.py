@@ -10,7 +10,7 @@ many requests at once. One loop over everything took twice the time.
 from collections import namedtuple
 
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, NULL_BLOCK_ID, PADDING_ROWS
-from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, write_padding
+from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
     SOME_DRAFTS,
@@ -108,6 +108,7 @@ def fill_step(t, step, out):
         query_len = step.num_scheduled_tokens[req]
         drafts = step.num_draft_tokens[req]
         first = t.num_computed_tokens[req]
+        prefetch(t.token_ids, req * t.token_ids.shape[1] + first)
         end = start + query_len
         seq_len = first + query_len
         out.query_start_loc[req + 1] = end

@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS, STEP_ARRAYS, Arrays
 from vllm_npu_prep.prep.compiled import STEP
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
 
 ALIGNMENT = 64
@@ -64,6 +65,8 @@ class StepLayout:
         Dimensions of M-RoPE positions; 0 for a model without them.
     local
         Groups with chunked local attention; None in an engine without any.
+    latent
+        How steps are split for latent attention; None in an engine without it.
 
     Notes
     -----
@@ -89,6 +92,7 @@ class StepLayout:
     max_drafts: int = 0
     mrope_dims: int = 0
     local: LocalGroups | None = None
+    latent: LatentSplit | None = None
 
     @property
     def local_sizes(self) -> tuple[int, int]:
@@ -103,6 +107,9 @@ class StepLayout:
         """Size of each dimension that `vllm_npu_prep.prep.arrays` names."""
         num_reqs = self.num_reqs_padded
         num_local, num_local_groups = self.local_sizes
+        num_pieces, latent = 0, self.latent
+        if latent is not None:
+            num_pieces = latent.max_pieces(self.num_input_tokens, num_reqs)
         return {
             "T": self.num_input_tokens,
             "R": num_reqs,
@@ -115,6 +122,9 @@ class StepLayout:
             "V": num_local,
             "V + 1": num_local + 1 if num_local else 0,
             "L": num_local_groups,
+            "Q": num_reqs if latent is not None else 0,
+            "Q + 1": num_reqs + 1 if latent is not None else 0,
+            "C": num_pieces,
         }
 
     @cached_property
@@ -229,12 +239,13 @@ def step_layout(
     max_logits_per_req: int = 1,
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
+    latent: LatentSplit | None = None,
 ) -> StepLayout:
     """The layout of these sizes: cached, so that its offsets are computed once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent
         See `StepLayout`.
     max_logits_per_req
         Most rows of logits of one request: one for each draft, and one after them.
@@ -242,9 +253,8 @@ def step_layout(
     # Each row of logits belongs to a token of the step: never more logits than tokens.
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
-    return StepLayout(
-        num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims, local
-    )
+    sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
+    return StepLayout(*sizes, local, latent)
 
 
 def targets_per_row(num_drafts: int) -> int:
@@ -260,6 +270,7 @@ def largest_step(
     num_block_table_entries: int,
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
+    latent: LatentSplit | None = None,
 ) -> int:
     """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
@@ -268,7 +279,7 @@ def largest_step(
     """
     num_rows = max_num_reqs + PADDING_ROWS
     layout = step_layout(
-        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local
+        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local, latent
     )
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)

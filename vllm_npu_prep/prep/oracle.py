@@ -360,3 +360,67 @@ def oracle_local_requests(
         "block_table": tables,
         "visible": visible,
     }
+
+
+def oracle_latent_step(
+    requests: Sequence[OracleRequest],
+    *,
+    decode_threshold: int,
+    workspace_tokens: int,
+    block_size: int,
+) -> dict[str, Any]:
+    """Decodes, prefills and context chunks of latent attention, padding excluded.
+
+    Parameters
+    ----------
+    requests
+        The batch in order.
+    decode_threshold
+        Most tokens of a decode.
+    workspace_tokens, block_size
+        Most rows of a chunk, and of a block; contexts are cut between blocks.
+
+    Returns
+    -------
+    dict
+        ``num_decodes``, ``num_decode_tokens``, ``num_prefills``, ``num_pieces``, ``num_chunks``,
+        ``prefill_query_start_loc``, and by the names of the table of arrays, for each piece of a
+        context its request, first position, length and chunk.
+    """
+    prefills = list(range(len(requests)))
+    while prefills and requests[prefills[0]].num_scheduled_tokens <= decode_threshold:
+        prefills.pop(0)
+    num_decodes = len(requests) - len(prefills)
+    starts = [0]
+    for index in prefills:
+        starts.append(starts[-1] + requests[index].num_scheduled_tokens)
+
+    chunks: list[list[tuple[int, int, int]]] = []
+    room = 0  # positions of the last chunk that are free
+    for index in prefills:
+        left = list(range(requests[index].num_computed_tokens))
+        if not left:
+            room = 0
+        while left:
+            taken = left[:room]
+            while len(taken) < len(left) and len(taken) % block_size:
+                taken.pop()
+            if not taken:
+                chunks.append([])
+                room = workspace_tokens
+                continue
+            chunks[-1].append((index, taken[0], len(taken)))
+            left = left[len(taken) :]
+            room = 0 if left else room - len(taken)
+    return {
+        "num_decodes": num_decodes,
+        "num_decode_tokens": sum(r.num_scheduled_tokens for r in requests[:num_decodes]),
+        "num_prefills": len(prefills),
+        "num_pieces": sum(len(chunk) for chunk in chunks),
+        "num_chunks": len(chunks),
+        "prefill_query_start_loc": starts,
+        "context_piece_reqs": [piece[0] for chunk in chunks for piece in chunk],
+        "context_piece_starts": [piece[1] for chunk in chunks for piece in chunk],
+        "context_piece_lens": [piece[2] for chunk in chunks for piece in chunk],
+        "context_piece_chunks": [i for i, chunk in enumerate(chunks) for _ in chunk],
+    }

@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS, ArrayType
 from vllm_npu_prep.prep.compiled import ArrayTuple
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
 
@@ -45,6 +46,7 @@ class BatchTables:
     chunked_prefill: bool = True
     mrope: MropeTables | None = None  # of a model with M-RoPE
     local: LocalGroups | None = None  # groups with chunked local attention
+    latent: LatentSplit | None = None  # how steps are split for latent attention
 
     def __post_init__(self) -> None:
         for name in TABLES:

@@ -1,37 +1,32 @@
-"""Updates requests before a step and appends sampled tokens after it, for many requests at once.
+"""Appends sampled tokens after a step, for many requests at once.
 
-Upstream does both one request at a time, with several numpy scalars each. Here ordinary requests
-are handled together; all others go to upstream's own methods.
+Upstream does it one request at a time, with several numpy scalars each. Here ordinary requests are
+handled together, drafts included; all others go to upstream's own method.
 """
 
-import copy
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm import envs
-from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_npu_prep.prep.batch import BatchTables
-from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
+from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens, append_verified_tokens
+from vllm_npu_prep.runner.request_updates import PLACEHOLDER
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+    from vllm_npu_prep.prep.latent import LatentSplit
     from vllm_npu_prep.prep.local_attention import LocalGroups
     from vllm_npu_prep.prep.mrope import MropeTables
 
-PLACEHOLDER = -1
-"""Token id of a sample that is not on the host yet."""
-
 
 class Bookkeeping:
-    """Fast paths for plain requests of upstream's input batch.
+    """Appends samples of plain requests to upstream's input batch together.
 
     Parameters
     ----------
@@ -39,9 +34,6 @@ class Bookkeeping:
         Of the engine.
     asynchronous
         True if samples are still on the device when they are appended (asynchronous scheduling).
-    requests_are_read
-        True if something reads ``num_computed_tokens`` or the tokens of a `CachedRequestState`, so
-        that updating the batch's tables is not enough (`requests_are_read`).
     read_back
         Copies samples, int ``[num_reqs, 1]``, to `samples_np` and returns them as lists. It waits
         for the device.
@@ -55,101 +47,53 @@ class Bookkeeping:
         max_model_len: int,
         *,
         asynchronous: bool,
-        requests_are_read: bool,
         read_back: Callable[[torch.Tensor], list[list[int]]],
         samples_np: np.ndarray,
     ) -> None:
         self.max_model_len, self.asynchronous = max_model_len, asynchronous
-        self.requests_are_read = requests_are_read
         self._read_back, self._samples_np = read_back, samples_np
-        self._rows = np.arange(max_num_reqs)
         self._placeholders = np.full(max_num_reqs, PLACEHOLDER, np.int64)
-
-    # ----------------------------------------------------------------- before a step
-
-    def can_batch_update(self, num_prompt_logprobs: Mapping[str, int]) -> bool:
-        """True if nothing reads `CachedRequestState`, so updating the batch's tables is enough.
-
-        Parameters
-        ----------
-        num_prompt_logprobs
-            Requests that want log-probabilities of their prompt, which read `CachedRequestState`.
-        """
-        return not (self.requests_are_read or num_prompt_logprobs)
-
-    def update_plain_requests(
-        self,
-        scheduler_output: "SchedulerOutput",
-        batch: InputBatch,
-        requests: Mapping[str, CachedRequestState],
-    ) -> "SchedulerOutput":
-        """Update the requests that stay in the batch and lost no tokens or blocks.
-
-        This changes their own rows only, so upstream may add and remove requests afterwards.
-
-        Returns
-        -------
-        SchedulerOutput
-            For upstream: the output without the requests that are done.
-        """
-        cached = scheduler_output.scheduled_cached_reqs
-        req_ids, rows_by_id = cached.req_ids, batch.req_id_to_index
-        if req_ids == batch.req_ids and not cached.resumed_req_ids:
-            rows = self._rows[: len(req_ids)]
-        else:
-            rows = np.array(
-                [-1 if r in cached.resumed_req_ids else rows_by_id.get(r, -1) for r in req_ids],
-                np.int64,
-            )
-        has_outputs = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
-        stays = (rows >= 0) & (has_outputs <= np.array(cached.num_output_tokens, np.int32))
-        others: list[int] = np.flatnonzero(~stays).tolist()
-        computed = np.array(cached.num_computed_tokens, np.int32)
-        batch.num_computed_tokens_cpu[rows[stays]] = computed[stays]
-        for index, new_block_ids in enumerate(cached.new_block_ids):
-            if new_block_ids is not None and stays[index]:
-                for block_ids, new_ids in zip(requests[req_ids[index]].block_ids, new_block_ids):
-                    block_ids.extend(new_ids)
-                batch.block_table.append_row(new_block_ids, rows[index])
-
-        def of_others(values: list[Any]) -> list[Any]:
-            return [values[index] for index in others]
-
-        scheduler_output = copy.copy(scheduler_output)
-        scheduler_output.scheduled_cached_reqs = CachedRequestData(
-            req_ids=of_others(req_ids),
-            resumed_req_ids=cached.resumed_req_ids,
-            new_token_ids=[],
-            all_token_ids=cached.all_token_ids,
-            new_block_ids=of_others(cached.new_block_ids),
-            num_computed_tokens=of_others(cached.num_computed_tokens),
-            num_output_tokens=of_others(cached.num_output_tokens),
-        )
-        return scheduler_output
-
-    # ----------------------------------------------------------------- after its samples
+        self._counts_nans = bool(envs.VLLM_COMPUTE_NANS_IN_LOGITS)
 
     def can_append_together(
         self,
         batch: InputBatch,
         sampler_output: SamplerOutput,
+        discard: np.ndarray,
         num_prompt_logprobs: Mapping[str, int],
     ) -> bool:
-        """Whether each request got one token and needs nothing else."""
-        return (
-            sampler_output.sampled_token_ids.shape == (batch.num_reqs, 1)
-            and not batch.generators
-            and not num_prompt_logprobs
-            and not envs.VLLM_COMPUTE_NANS_IN_LOGITS
-        )
+        """Whether tokens are all that each request got and needs.
+
+        Upstream handles the others: log-probabilities of prompts or beside drafts, generators
+        whose sample is discarded, and counts of NaNs.
+
+        Parameters
+        ----------
+        batch, sampler_output
+            Upstream's.
+        discard
+            bool ``[num_reqs]``: requests whose sample does not count.
+        num_prompt_logprobs
+            Requests that want log-probabilities of their prompt.
+        """
+        num_rows, width = sampler_output.sampled_token_ids.shape
+        if num_rows != batch.num_reqs or num_prompt_logprobs or self._counts_nans:
+            return False
+        if batch.generators and discard.any():
+            return False
+        if self.asynchronous:
+            return width == 1 or batch.prev_sampled_token_ids is not None
+        return width == 1 or sampler_output.logprobs_tensors is None
 
     def append_sampled_tokens(
-        self,
-        batch: InputBatch,
-        sampler_output: SamplerOutput,
-        discard: np.ndarray,  # [num_reqs] bool
+        self, batch: InputBatch, sampler_output: SamplerOutput, discard: np.ndarray
     ) -> tuple[Any, ...]:
         """Append sampled tokens, or placeholders for tokens that are still on the device.
+
+        Parameters
+        ----------
+        batch, sampler_output, discard
+            As `can_append_together` took them.
 
         Returns
         -------
@@ -159,55 +103,87 @@ class Bookkeeping:
         Raises
         ------
         AssertionError
-            If a request has no room for its token, as upstream does.
+            If a request has no room for its tokens, as upstream does.
         """
-        num_reqs, sampled = batch.num_reqs, sampler_output.sampled_token_ids
-        outputs: list[Any] = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
+        sampled = sampler_output.sampled_token_ids
         req_ids, req_id_to_index = batch.req_ids.copy(), batch.req_id_to_index.copy()
         discarded: list[int] = np.flatnonzero(discard).tolist()
         tokens: list[list[int]] = []
-        logprobs = None
+        logprobs, invalid = None, []
         if self.asynchronous:
-            tokens_np = self._placeholders[:num_reqs]
-            kept = req_id_to_index.copy()
-            for row in discarded:
-                del kept[req_ids[row]]
-            if batch.prev_sampled_token_ids is None:
-                batch.prev_sampled_token_ids = sampled
-            batch.prev_req_id_to_index = kept
-            for row in kept.values():
-                outputs[row].append(PLACEHOLDER)
+            full, invalid = self._append_placeholders(batch, sampled, discard, discarded), discarded
+        elif sampled.shape[1] > 1:
+            full, tokens = self._append_verified(batch, sampled, discard)
         else:
-            tokens = self._read_back(sampled)
-            tokens_np = self._samples_np[:num_reqs, 0]
-            for row in discarded:
-                tokens[row].clear()
-            for output_token_ids, new_token_ids in zip(outputs, tokens):
-                output_token_ids.extend(new_token_ids)
+            full, tokens = self._append_samples(batch, sampled, discard, discarded)
             if sampler_output.logprobs_tensors is not None:
                 logprobs = sampler_output.logprobs_tensors.tolists()
-        full = append_sampled_tokens(
-            tokens_np, discard, batch.num_tokens_no_spec, batch.token_ids_cpu, batch.is_token_ids
-        )
         assert full < 0, (
-            f"request {req_ids[full]} holds max_model_len={self.max_model_len} tokens already and "
-            "was sampled for"
+            f"request {req_ids[full]} has no room for its sample: it may hold "
+            f"max_model_len={self.max_model_len} tokens"
         )
-        invalid = discarded if self.asynchronous else []
         return {}, None, logprobs, tokens, {}, req_ids, req_id_to_index, invalid
 
+    def _append_placeholders(
+        self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray, discarded: list[int]
+    ) -> int:
+        """One placeholder for each request, however many drafts it had; returns as compiled code.
 
-def requests_are_read(vllm_config: VllmConfig) -> bool:
-    """Whether `CachedRequestState` is read, so that updating the batch's tables is not enough.
+        Drafters have set the samples that the next step continues from; else it is these.
+        """
+        rows = batch.req_id_to_index.copy()
+        for row in discarded:
+            del rows[batch.req_ids[row]]
+        if batch.prev_sampled_token_ids is None:
+            batch.prev_sampled_token_ids = sampled
+        batch.prev_req_id_to_index = rows
+        outputs: list[Any] = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
+        for row in rows.values():
+            outputs[row].append(PLACEHOLDER)
+        return self._append_one(batch, self._placeholders[: len(sampled)], discard)
 
-    Drafters and state-space models read ``num_computed_tokens``. Stages of a pipeline get their
-    tokens from the scheduler, and upstream appends them.
-    """
-    return (
-        vllm_config.speculative_config is not None
-        or vllm_config.parallel_config.pipeline_parallel_size > 1
-        or vllm_config.model_config.is_hybrid
-    )
+    def _append_samples(
+        self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray, discarded: list[int]
+    ) -> tuple[int, list[list[int]]]:
+        """One token for each request."""
+        tokens = self._read_back(sampled)
+        for row in discarded:
+            tokens[row].clear()
+        self._extend_outputs(batch, tokens)
+        return self._append_one(batch, self._samples_np[: len(sampled), 0], discard), tokens
+
+    def _append_one(self, batch: InputBatch, tokens: np.ndarray, discard: np.ndarray) -> int:
+        """Write one token for each request that is not discarded into its row."""
+        return append_sampled_tokens(
+            tokens, discard, batch.num_tokens_no_spec, batch.token_ids_cpu, batch.is_token_ids
+        )
+
+    def _append_verified(
+        self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray
+    ) -> tuple[int, list[list[int]]]:
+        """The accepted drafts of each request and the token after them."""
+        flat = np.empty(sampled.numel(), np.int32)
+        ends = np.zeros(len(sampled) + 1, np.int32)
+        full = append_verified_tokens(
+            sampled.to(torch.int32).cpu().numpy(),
+            discard,
+            batch.vocab_size,
+            batch.num_tokens_no_spec,
+            batch.token_ids_cpu,
+            batch.is_token_ids,
+            flat,
+            ends,
+        )
+        kept = flat[: ends[-1]].tolist()
+        tokens = [kept[start:end] for start, end in pairwise(ends.tolist())]
+        if full < 0:
+            self._extend_outputs(batch, tokens)
+        return full, tokens
+
+    def _extend_outputs(self, batch: InputBatch, tokens: list[list[int]]) -> None:
+        outputs: list[Any] = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
+        for output_token_ids, new_token_ids in zip(outputs, tokens):
+            output_token_ids.extend(new_token_ids)
 
 
 def tables_of(
@@ -217,6 +193,7 @@ def tables_of(
     chunked_prefill: bool,
     mrope: "MropeTables | None" = None,
     local: "LocalGroups | None" = None,
+    latent: "LatentSplit | None" = None,
 ) -> BatchTables:
     """Upstream's input batch by the names of the pure core: views, nothing is copied.
 
@@ -224,7 +201,7 @@ def tables_of(
     ----------
     batch, blocks
         The batch and its block tables.
-    chunked_prefill, mrope, local
+    chunked_prefill, mrope, local, latent
         See `BatchTables`.
     """
     return BatchTables(
@@ -241,4 +218,5 @@ def tables_of(
         chunked_prefill=chunked_prefill,
         mrope=mrope,
         local=local,
+        latent=latent,
     )

@@ -6,12 +6,15 @@ causality hides them from the accepted ones. Later passes wait for the counts
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -19,18 +22,23 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.spec_decode.utils import _eagle_prepare_next_token_padded, next_power_of_2
+from vllm.v1.spec_decode.utils import (
+    PADDING_SLOT_ID,
+    _eagle_prepare_next_token_padded,
+    next_power_of_2,
+)
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.device.readback import ReadBack
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.drafting import (
     next_draft_seq_lens,
     num_rejected_tokens,
     token_positions,
 )
 from vllm_npu_prep.startup.asked import DRAFT_MODEL_METHODS
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
 class ExactLengths(SpecDecodeBaseProposer):
@@ -42,10 +50,15 @@ class ExactLengths(SpecDecodeBaseProposer):
         Counts of accepted tokens of the step that is being verified, on their way to the host.
     backup_of_step
         Returns the step's ``backup_next_token_ids``: int32 ``[num_reqs_padded]`` on the device.
+    block_table_of_group
+        Returns a KV-cache group's block table of the step: int32 ``[num_reqs_padded,
+        max_num_blocks]`` on the device.
     """
 
     num_valid_tokens: ReadBack
     backup_of_step: Callable[[], torch.Tensor]
+    block_table_of_group: Callable[[int], torch.Tensor]
+    _slots_of_group: dict[int, torch.Tensor]  # of the current pass; other groups than the first
     _num_draft_tokens: Sequence[int] | None = None  # of the step; None: rejected ones were removed
     _seq_lens: np.ndarray  # [num_reqs] int32, of the current pass
 
@@ -112,7 +125,7 @@ class ExactLengths(SpecDecodeBaseProposer):
         common.seq_lens_cpu_upper_bound = torch.from_numpy(self._seq_lens.copy())
         common.positions = self._sequence_positions(common)
         common._num_computed_tokens_cache = None  # of other lengths
-        return super().build_per_group_and_layer_attn_metadata(common, draft_index)
+        return self._metadata_of_groups(common, draft_index)
 
     def _update_positions_dependent_metadata(
         self,
@@ -156,45 +169,80 @@ class ExactLengths(SpecDecodeBaseProposer):
         return async_tensor_h2d(token_positions(starts, self._seq_lens), device=self.device)
 
     def validate_same_kv_cache_group(self, kv_cache_config: KVCacheConfig) -> None:
-        """One metadata serves all passes; upstream asserts it.
+        """Accepts layers in several KV-cache groups, for which upstream has no metadata."""
 
-        Raises
-        ------
-        PrepError
-            If the drafter's layers fall into several KV-cache groups.
-        """
-        groups = kv_cache_config.kv_cache_groups
-        ids = [
-            i for i, each in enumerate(groups) if self._draft_attn_layer_names & {*each.layer_names}
-        ]
-        if len(ids) != 1:
-            raise PrepError(
-                f"the drafter's {len(self._draft_attn_layer_names)} layers are in KV-cache "
-                f"groups {ids}, but a drafter can read one group only: use "
-                "--disable-hybrid-kv-cache-manager, or a "
-                "drafter with fewer layers"
+    def _metadata_of_groups(
+        self, common: CommonAttentionMetadata, draft_index: int
+    ) -> tuple[list[object], dict[str, object]]:
+        """As upstream's loop, with block table and slots of each group's own."""
+        of_groups: list[object] = []
+        of_layers: dict[str, object] = {}
+        rows: torch.Tensor | None = None
+        for group in self.draft_attn_groups:
+            given, index = common, group.kv_cache_group_id
+            if index != self.kv_cache_gid:
+                if rows is None:
+                    rows = self._rows_of_tokens(common)
+                given = copy(common)
+                given.block_table_tensor = self.block_table_of_group(index)[: common.num_reqs]
+                given.slot_mapping = self._slots_of_group[index] = slots_of_tokens(
+                    given.block_table_tensor, rows, common, group.kv_cache_spec.block_size
+                )
+            metadata = group.build_metadata_for_drafting(
+                common_attn_metadata=given, draft_index=draft_index
             )
+            of_groups.append(metadata)
+            of_layers |= dict.fromkeys(group.layer_names, metadata)
+        return of_groups, of_layers
+
+    def _rows_of_tokens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Request of each token, int64 ``[num_actual_tokens]`` on the device."""
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        rows = np.repeat(np.arange(common.num_reqs), np.diff(starts))
+        return async_tensor_h2d(rows, device=self.device)
+
+    def _get_slot_mapping(
+        self, num_tokens: int, slot_mapping: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Slots of each layer, int64 ``[num_tokens]``, padded."""
+        of_layers = super()._get_slot_mapping(num_tokens, slot_mapping)
+        for group in self.draft_attn_groups:
+            slots = self._slots_of_group.get(group.kv_cache_group_id)
+            if slots is not None:
+                padding = (0, num_tokens - len(slots))
+                padded = torch.nn.functional.pad(slots, padding, value=PADDING_SLOT_ID)
+                of_layers |= dict.fromkeys(group.layer_names, padded)
+        return of_layers
+
+
+def slots_of_tokens(
+    block_table: torch.Tensor,  # [num_reqs, max_num_blocks] int32
+    rows: torch.Tensor,  # [num_actual_tokens] int64
+    common: CommonAttentionMetadata,
+    block_size: int,
+) -> torch.Tensor:
+    """Slots of a draft pass's tokens in another KV-cache group, int64 ``[num_actual_tokens]``.
+
+    Tokens without a slot in the first group have none here either.
+    """
+    assert common.positions is not None
+    positions = common.positions[: len(rows)]
+    numbers = (positions // block_size).clamp_(max=block_table.shape[1] - 1)
+    slots = block_table[rows, numbers].long() * block_size + positions % block_size
+    return slots.masked_fill_(common.slot_mapping[: len(rows)] < 0, PADDING_SLOT_ID)
 
 
 class ExactEagleProposer(ExactLengths, EagleProposer):
-    """EAGLE and EAGLE-3 heads."""
+    """EAGLE and EAGLE-3 heads, and MTP layers."""
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
-        """As upstream's, which assumes that the target has an ``lm_head``.
-
-        Raises
-        ------
-        PrepError
-            If neither the head nor the target has one.
-        """
+        """As upstream's; a tied target without an ``lm_head`` shares its embeddings instead."""
+        super()._maybe_share_lm_head(target_language_model)
         own = getattr(self.model, "has_own_lm_head", True)
         if not own and not hasattr(target_language_model, "lm_head"):
-            raise PrepError(
-                f"the head {self.draft_model_config.model} has no lm_head, and can't share that "
-                "of the target model, which is tied to the embeddings: use a head with an "
-                "lm_head of its own"
-            )
-        super()._maybe_share_lm_head(target_language_model)
+            if hasattr(self.model, "lm_head"):
+                del self.model.lm_head
+            self.model.lm_head = target_language_model.get_submodule("model.embed_tokens")
 
 
 class ExactDraftModelProposer(ExactLengths, DraftModelProposer):
@@ -206,6 +254,7 @@ def make_drafter(
     device: torch.device,
     num_valid_tokens: ReadBack,
     backup_of_step: Callable[[], torch.Tensor],
+    block_table_of_group: Callable[[int], torch.Tensor],
 ) -> Any:
     """The engine's drafter if it is a model; None for other methods and without speculation.
 
@@ -213,7 +262,7 @@ def make_drafter(
     ----------
     vllm_config, device
         As upstream's drafters take them.
-    num_valid_tokens, backup_of_step
+    num_valid_tokens, backup_of_step, block_table_of_group
         See `ExactLengths`.
     """
     config = vllm_config.speculative_config
@@ -221,12 +270,20 @@ def make_drafter(
         return None
     is_model = config.method == "draft_model"
     drafter = (ExactDraftModelProposer if is_model else ExactEagleProposer)(vllm_config, device)
+    num_layers = getattr(config.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
+    if config.method == "mtp" and num_layers > 1:
+        logger.warning(
+            "Speculation: the model has %d MTP layers; the first one drafts in all passes.",
+            num_layers,
+        )
     drafter.num_valid_tokens = num_valid_tokens
     drafter.backup_of_step = backup_of_step
+    drafter.block_table_of_group = block_table_of_group
+    drafter._slots_of_group = {}
     return drafter
 
 
-def share_builders(drafter: ExactLengths, attn_groups: Sequence[AttentionGroup]) -> None:
+def share_builders(drafter: ExactLengths, attn_groups: Sequence[Sequence[AttentionGroup]]) -> None:
     """Let draft passes use the builders of steps: one builder for all layers with one window.
 
     Parameters
@@ -234,11 +291,11 @@ def share_builders(drafter: ExactLengths, attn_groups: Sequence[AttentionGroup])
     drafter
         The drafter.
     attn_groups
-        Attention groups of the KV-cache group that its layers are in.
+        Attention groups of each KV-cache group.
     """
     names = drafter._draft_attn_layer_names
     drafter.draft_attn_groups = [
         replace(group, layer_names=drafting)
-        for group in attn_groups
+        for group in chain.from_iterable(attn_groups)
         if (drafting := [name for name in group.layer_names if name in names])
     ]

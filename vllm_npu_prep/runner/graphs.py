@@ -14,19 +14,16 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph import OutOfStreamsError
 from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.prep.capture_sizes import fitting_sizes
+from vllm_npu_prep.prep.capture_sizes import fitting_sizes, thin_sizes
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.runner.preparer import Preparer
 from vllm_npu_prep.runner.step import StepInFlight
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
-
-
-OUT_OF_STREAMS = "207008"
-"""CANN's error if a device has no streams left (``ACL_ERROR_RT_NO_STREAM_RESOURCE``)."""
 
 
 class Captured(NamedTuple):
@@ -64,6 +61,9 @@ class Graphs:
         Most requests of a step.
     max_model_len
         Most tokens of a request.
+    agree
+        Returns the sizes that any rank has given up, from those that this one has: ranks must pad
+        alike.
 
     Attributes
     ----------
@@ -81,8 +81,9 @@ class Graphs:
         largest_decode: int = 1,
         max_num_reqs: int = 1,
         max_model_len: int = 1,
+        agree: Callable[[set[int]], set[int]] = lambda given_up: given_up,
     ) -> None:
-        self.device = device
+        self.device, self.agree = device, agree
         self.dispatcher = dispatcher
         self.compilation = compilation
         self.decode_query_len, self.largest_decode = decode_query_len, largest_decode
@@ -103,8 +104,11 @@ class Graphs:
     ) -> int:
         """Capture a graph for every descriptor of the dispatcher, the largest first.
 
-        If memory or streams don't suffice for a size, it is dropped for all kinds of graph, and so
-        is every second one of the remaining sizes, except that of the largest decode.
+        If memory doesn't suffice for a size, it is dropped for all kinds of graph, and so is every
+        second one of the remaining sizes, except that of the largest decode. Every size takes the
+        same streams, so if these run out, sizes are dropped that were captured, evenly, and the
+        capture is tried again: the largest size, that of the largest decode and that of one decode
+        stay.
 
         Parameters
         ----------
@@ -137,24 +141,30 @@ class Graphs:
             ):
                 for mode, descriptors in all_descriptors:
                     for index, descriptor in enumerate(descriptors):
-                        if descriptor.num_tokens in given_up:
-                            continue
-                        try:
-                            captured.append(self._capture(capture_one, mode, descriptor))
-                        except RuntimeError as error:
-                            if not _is_out_of_resources(error):
-                                raise
-                            given_up.add(descriptor.num_tokens)
-                            smaller = dict.fromkeys(d.num_tokens for d in descriptors[index + 1 :])
-                            spared = given_up | {self.largest_decode}
-                            left = [size for size in smaller if size not in spared][::2]
-                            given_up |= {*left}
-                            _log_left_out(descriptor.num_tokens, left, error)
+                        done = False
+                        while not done and descriptor.num_tokens not in given_up:
+                            try:
+                                captured.append(self._capture(capture_one, mode, descriptor))
+                                done = True
+                            except torch.OutOfMemoryError as error:
+                                left = self._without_memory(descriptors[index:], given_up)
+                                given_up |= {descriptor.num_tokens, *left}
+                                _log_left_out(descriptor.num_tokens, left, error)
+                            except RuntimeError as error:
+                                if not is_out_of_streams(error):
+                                    raise
+                                left = self._without_streams(
+                                    mode, descriptor.num_tokens, captured, given_up
+                                )
+                                given_up |= {*left}
+                                _delete_graphs(given_up)  # which gives back their streams
+                                _log_left_out(descriptor.num_tokens, left, error)
         finally:
             set_cudagraph_capturing_enabled(False)
             for wrapper in GraphWrapper._all_instances:
                 if isinstance(wrapper, GraphWrapper):
                     wrapper.close_pools()
+        given_up = self.agree(given_up)
         if given_up:
             self._forget_sizes(given_up)
             captured = [each for each in captured if each.descriptor.num_tokens not in given_up]
@@ -179,6 +189,31 @@ class Graphs:
                 self.most_rows,
             )
         return sizes
+
+    def _without_memory(self, descriptors: list[BatchDescriptor], given_up: set[int]) -> list[int]:
+        """Sizes that are not tried after the first of `descriptors` had too little memory."""
+        sizes = dict.fromkeys(each.num_tokens for each in descriptors)
+        spared = {*given_up, descriptors[0].num_tokens, self.largest_decode}
+        return [size for size in sizes if size not in spared][::2]
+
+    def _without_streams(
+        self, mode: CUDAGraphMode, num_tokens: int, captured: list[Captured], given_up: set[int]
+    ) -> list[int]:
+        """Sizes to give up so that a graph of `num_tokens` has streams, or this one itself.
+
+        Graphs of the first kind take the most. So as many sizes fit as were captured of it, or one
+        fewer, if all were.
+        """
+        all_descriptors = self.dispatcher.get_capture_descs()
+        first_mode = all_descriptors[0][0]
+        sizes = {each.num_tokens for _, some in all_descriptors for each in some} - given_up
+        whole = {each.descriptor.num_tokens for each in captured if each.mode == first_mode} & sizes
+        if mode == first_mode:
+            whole.discard(num_tokens)  # with LoRA, one of its two graphs may be there
+        fitting = min(len(whole), len(sizes) - 1)
+        keep = [self.largest_decode, self.decode_query_len]
+        kept = thin_sizes(sizes, fitting, keep) if fitting else []
+        return sorted(sizes - {*kept}, reverse=True)
 
     def _capture(
         self, capture_one: CaptureOne, mode: CUDAGraphMode, descriptor: BatchDescriptor
@@ -205,10 +240,7 @@ class Graphs:
         mode = dispatcher.cudagraph_mode if kept else CUDAGraphMode.NONE
         for keys in dispatcher.cudagraph_keys.values():
             keys.clear()
-        for wrapper in GraphWrapper._all_instances:
-            graphs = wrapper.concrete_cudagraph_entries
-            for descriptor in [each for each in graphs if each.num_tokens in sizes]:
-                del graphs[descriptor]
+        _delete_graphs(sizes)
         dispatcher.initialize_cudagraph_keys(mode, self.decode_query_len)
         sizes_left = f"{', '.join(map(str, kept))} tokens" if kept else "none"
         logger.warning("Graphs that were captured: %s.", sizes_left)
@@ -266,21 +298,31 @@ class Graphs:
             )
 
 
-def _is_out_of_resources(error: RuntimeError) -> bool:
-    """Whether a capture failed for want of memory or of streams; fewer sizes then have enough.
+OUT_OF_STREAMS = "207008"
+"""CANN's error if a device has no streams left (``ACL_ERROR_RT_NO_STREAM_RESOURCE``)."""
 
-    torch_npu has no class of its own for streams, only CANN's number in the text. Where a captured
-    operator takes a second stream, as communication does, the error comes from torch_npu's task
-    queue, without the number: it can't be told from others and ends the start. So those streams are
-    counted before any capture (`vllm_npu_prep.graph.config`).
+
+def is_out_of_streams(error: RuntimeError) -> bool:
+    """Whether a capture failed for want of streams.
+
+    Where CANN doesn't tell how many are left, the capture fails; torch_npu has no class of its own
+    for it, only CANN's number in the text.
     """
-    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_STREAMS in str(error)
+    return isinstance(error, OutOfStreamsError) or OUT_OF_STREAMS in str(error)
+
+
+def _delete_graphs(sizes: set[int]) -> None:
+    """Delete the graphs of these sizes, with what they hold of the device."""
+    for wrapper in GraphWrapper._all_instances:
+        graphs = wrapper.concrete_cudagraph_entries
+        for descriptor in [each for each in graphs if each.num_tokens in sizes]:
+            del graphs[descriptor]
 
 
 def _log_left_out(num_tokens: int, left: list[int], error: Exception) -> None:
     of_memory = isinstance(error, torch.OutOfMemoryError)
     logger.warning(
-        "Out of %s while capturing the graph of %d tokens (%s). Not tried after that: %s. %sive "
+        "Out of %s while capturing the graph of %d tokens (%s). Left out for it: %s. %sive "
         "fewer cudagraph_capture_sizes.",
         "memory" if of_memory else "streams",
         num_tokens,

@@ -1,5 +1,6 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -28,13 +29,16 @@ from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
+    single_planes,
     split_by_window,
     zero_blocks,
 )
+from vllm_npu_prep.attention.latent import describe, find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.config import fused_operators, parse_config
+from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device
+from vllm_npu_prep.device.communicator import union_over_ranks
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.check import StepCheck
@@ -42,18 +46,21 @@ from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import replace_modules
-from vllm_npu_prep.ops.fused_sampling import FusedTopKTopPSampler
+from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping, requests_are_read, tables_of
+from vllm_npu_prep.quantization.fused import fuse_rounding
+from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
 from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
-from vllm_npu_prep.runner.graphs import Graphs
+from vllm_npu_prep.runner.graphs import Graphs, is_out_of_streams
 from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
 from vllm_npu_prep.runner.padding import CacheLimits, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
+from vllm_npu_prep.runner.request_updates import RequestUpdates, states_are_read
+from vllm_npu_prep.runner.sampling import top_k_top_p_sampler
 from vllm_npu_prep.runner.speculation import LastSamples, Speculation
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
 from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
@@ -66,8 +73,8 @@ class NPUModelRunner(GPUModelRunner):
     """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
     The class has only overrides of upstream's methods. They call its parts, which know no runner:
-    `preparer`, `padding`, `inputs`, `bookkeeping`, `speculation`, `graphs`, `buffers`. All that
-    upstream asks for later in a step is in one record, `in_flight`.
+    `preparer`, `padding`, `inputs`, `updates`, `bookkeeping`, `speculation`, `graphs`, `buffers`.
+    All that upstream asks for later in a step is in one record, `in_flight`.
 
     Who owns what in a step after `_prepare_inputs` has returned:
 
@@ -122,9 +129,9 @@ class NPUModelRunner(GPUModelRunner):
         self.prep_device = prep_device
         with prep_device.host_streams():
             super().__init__(vllm_config, device)
-        if "top_k_top_p" in fused_operators(vllm_config):
-            limited = FusedTopKTopPSampler(self.sampler.topk_topp_sampler)
-            self.sampler.topk_topp_sampler = limited
+        self.sampler.topk_topp_sampler = top_k_top_p_sampler(
+            vllm_config, self.sampler.topk_topp_sampler, lambda: self.input_batch
+        )
         # Upstream would give the model embeddings in every step, which graphs can't read.
         self.enable_prompt_embeds = False
         self._end_step()
@@ -150,6 +157,7 @@ class NPUModelRunner(GPUModelRunner):
             largest_decode=largest_decode(self.max_num_reqs, decode_query_len, self.max_num_tokens),
             max_num_reqs=self.max_num_reqs,
             max_model_len=self.max_model_len,
+            agree=union_over_ranks,
         )
         self.padding = StepPadding(
             self._dispatch,
@@ -165,11 +173,18 @@ class NPUModelRunner(GPUModelRunner):
             dtype=self.dtype,
             encoder_cache=self.encoder_cache,
         )
+        self.updates = RequestUpdates(
+            self.max_num_reqs,
+            self.max_model_len,
+            num_spec_tokens=self.num_spec_tokens,
+            asynchronous=bool(self.use_async_scheduling),
+            states_are_read=states_are_read(vllm_config),
+            tokens_are_sent=vllm_config.parallel_config.pipeline_parallel_size > 1,
+        )
         self.bookkeeping = Bookkeeping(
             self.max_num_reqs,
             self.max_model_len,
             asynchronous=bool(self.use_async_scheduling),
-            requests_are_read=requests_are_read(vllm_config),
             read_back=self._to_list,
             samples_np=self.sampled_token_ids_pinned_cpu.numpy(),
         )
@@ -181,13 +196,18 @@ class NPUModelRunner(GPUModelRunner):
             pin_memory=is_pin_memory_available(),
         )
         drafter = make_drafter(
-            vllm_config, device, self.speculation.num_valid_tokens, self._backup_next_token_ids
+            vllm_config,
+            device,
+            self.speculation.num_valid_tokens,
+            self._backup_next_token_ids,
+            self._block_table_of_group,
         )
         if drafter is not None:
             self.drafter = drafter
         self._drafting_group = 0  # KV-cache group of the drafter's layers, if it has any
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
+        self.expert_counts: ExpertCounts | None = None
         self.step_check: StepCheck | None = None
 
     # ----------------------------------------------------------------- the step
@@ -205,17 +225,34 @@ class NPUModelRunner(GPUModelRunner):
                 self._end_step()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Update plain requests together; upstream updates the others.
+        """Update plain requests together; upstream updates the others, if there are any.
 
         The full check reads the scheduler's output itself, before upstream's lists grow. The
         scheduler's optimistic counts are corrected now, on the host; upstream does that later.
         """
         if self.step_check is not None:
             self.step_check.follow(scheduler_output)
-        if self.bookkeeping.can_batch_update(self.num_prompt_logprobs):
-            scheduler_output = self.bookkeeping.update_plain_requests(
-                scheduler_output, self.input_batch, self.requests
-            )
+        batch = self.input_batch
+        rest, updated = self.updates.update_plain_requests(
+            scheduler_output, batch, self.requests, self.num_prompt_logprobs
+        )
+        if rest is None:  # nothing is left to do but what upstream does last
+            self._may_reorder_batch(scheduler_output)
+            batch.refresh_metadata()
+            correct_counts = None
+        else:
+            correct_counts = self._update_others(rest)
+        if self.use_async_spec_decode:
+            if correct_counts is not None:
+                correct_counts()
+            previous_rows = self.block_tables.previous_rows
+            if updated is not None and batch.prev_sampled_token_ids is not None:
+                num_valid_tokens = self.speculation.num_valid_tokens.read()
+                self.updates.correct_counts(updated, batch, previous_rows, num_valid_tokens)
+            self.speculation.set_known_tokens(batch, previous_rows)
+
+    def _update_others(self, scheduler_output: SchedulerOutput) -> Callable[[], None] | None:
+        """As upstream's `_update_states`, for prompts of embeddings, too, which have no ids."""
         embedded = [
             new.req_id
             for new in scheduler_output.scheduled_new_reqs
@@ -224,12 +261,9 @@ class NPUModelRunner(GPUModelRunner):
         if embedded:
             scheduler_output = with_known_ids(scheduler_output, self.input_batch.vocab_size)
         correct_counts = super()._update_states(scheduler_output)
-        for req_id in embedded:  # their prompts have no ids, so no log-probabilities
+        for req_id in embedded:  # no ids, so no log-probabilities
             self.num_prompt_logprobs.pop(req_id, None)
-        if self.use_async_spec_decode:
-            if correct_counts is not None:
-                correct_counts()
-            self.speculation.set_known_tokens(self.input_batch, self.block_tables.previous_rows)
+        return correct_counts
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -289,9 +323,7 @@ class NPUModelRunner(GPUModelRunner):
             self.inputs.follow_rows(rows.req_ids, new, self.requests)
         num_draft_tokens = preparer.no_drafts
         if drafts := scheduler_output.scheduled_spec_decode_tokens:
-            num_draft_tokens = self.speculation.num_draft_tokens(
-                drafts, rows.req_id_to_index, len(num_scheduled_tokens)
-            )
+            num_draft_tokens = self.speculation.num_draft_tokens(drafts, rows.req_ids)
         return StepBatch(
             preparer.tables,
             num_scheduled_tokens,
@@ -452,13 +484,17 @@ class NPUModelRunner(GPUModelRunner):
 
         Upstream asks for it last before the forward pass of a step or of a dummy run. With
         all-to-all experts we return None: routers see tokens of several ranks, and our mask covers
-        only this rank's tokens, in other rows.
+        only this rank's tokens, in other rows. Without padding and without a graph there is nothing
+        to mask, which saves launches in each layer of experts.
         """
         if self.in_flight is None:
             is_padding = super()._prepare_padding_mask(num_tokens_unpadded, num_tokens_padded)
         else:
             self.graphs.check_padding(self.in_flight, self.preparer)
             is_padding = self.in_flight.staged.device.is_padding
+            is_replayed = self.in_flight.dispatched[0] != CUDAGraphMode.NONE
+            if num_tokens_unpadded == num_tokens_padded and not is_replayed:
+                return None
         return None if self._experts_see_other_tokens else is_padding
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -497,10 +533,10 @@ class NPUModelRunner(GPUModelRunner):
         hidden_states: torch.Tensor,
         num_scheduled_tokens: int,
     ) -> tuple[Any, ...]:
-        """Append all tokens together if each request got one token and needs nothing else."""
-        batch = self.input_batch
+        """Append all tokens together if tokens are all that each request got and needs."""
+        batch, wanted = self.input_batch, self.num_prompt_logprobs
         discard = self.discard_request_mask.np[: batch.num_reqs]
-        if self.bookkeeping.can_append_together(batch, sampler_output, self.num_prompt_logprobs):
+        if self.bookkeeping.can_append_together(batch, sampler_output, discard, wanted):
             booked = self.bookkeeping.append_sampled_tokens(batch, sampler_output, discard)
         else:
             booked = super()._bookkeeping_sync(
@@ -535,11 +571,29 @@ class NPUModelRunner(GPUModelRunner):
             assert sampled is not None
             self.speculation.keep_samples(sampled, self._draft_token_ids)
 
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """True for our drafters: passes beyond the end of the context write and read nothing.
+
+        Upstream drafts for no request of a step if one of them is near the end. Then the others'
+        tokens of this step are missing in the drafter's cache, and their later drafts are worse.
+        """
+        if (
+            isinstance(getattr(self, "drafter", None), ExactLengths)
+            and self.effective_drafter_max_model_len >= self.max_model_len
+        ):
+            return common_attn_metadata is not None
+        return super()._input_fits_in_drafter(common_attn_metadata)
+
     def _backup_next_token_ids(self) -> torch.Tensor:
         """``backup_next_token_ids`` of the step in flight, for drafters: int32
         ``[num_reqs_padded]`` on the device."""
         assert self.in_flight is not None
         return self.in_flight.staged.device.backup_next_token_ids
+
+    def _block_table_of_group(self, group: int) -> torch.Tensor:
+        """A KV-cache group's block table of the step in flight, for drafters."""
+        assert self.in_flight is not None
+        return self.block_tables.device_rows(self.in_flight.step.padding.num_reqs_padded)[group]
 
     # ----------------------------------------------------------------- adapters
 
@@ -598,9 +652,22 @@ class NPUModelRunner(GPUModelRunner):
         return self.input_ids.gpu[:num_tokens], None
 
     def profile_cudagraph_memory(self) -> int:
-        """Bytes that graphs will take, from capturing the two largest sizes of each kind."""
-        with self.prep_device.host_streams(), self.prep_device.capturing():
-            return super().profile_cudagraph_memory()
+        """Bytes that graphs will take, from capturing the two largest sizes of each kind.
+
+        0 with a warning, if the device has no streams for them: fewer graphs will be captured.
+        """
+        try:
+            with self.prep_device.host_streams(), self.prep_device.capturing():
+                return super().profile_cudagraph_memory()
+        except RuntimeError as error:
+            if not is_out_of_streams(error):
+                raise
+            logger.warning(
+                "Out of streams while measuring the memory of graphs (%s). None is set aside for "
+                "them: if they run out of it, lower --gpu-memory-utilization.",
+                str(error).partition("\n")[0],
+            )
+            return 0
 
     def capture_model(self) -> int:
         """Capture every graph, largest first.
@@ -633,6 +700,10 @@ class NPUModelRunner(GPUModelRunner):
         layers, set before vLLM asks each layer for its preferred block size."""
         super().load_model(*args, **kwargs)
         replace_modules(self.get_model(), self.vllm_config)
+        fuse_rounding(self.get_model(), self.vllm_config)
+        record = parse_config(self.vllm_config.additional_config).record
+        if record is not None and record.expert_tokens:
+            self.expert_counts = ExpertCounts(self.get_model(), self.device)
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
         layers = self.compilation_config.static_forward_context
@@ -683,7 +754,7 @@ class NPUModelRunner(GPUModelRunner):
         drafter = getattr(self, "drafter", None)
         if isinstance(drafter, ExactLengths):
             self._drafting_group = drafter.kv_cache_gid
-            share_builders(drafter, self.attn_groups[self._drafting_group])
+            share_builders(drafter, self.attn_groups)
         self.padding.forget()  # capture sizes may have changed since
         self.preparer = Preparer(
             self.prep_device,
@@ -693,6 +764,7 @@ class NPUModelRunner(GPUModelRunner):
                 chunked_prefill=self.scheduler_config.enable_chunked_prefill,
                 mrope=self.inputs.mrope_tables,
                 local=find_local_groups(self.attn_groups),
+                latent=find_latent_split(builders),
             ),
             self.block_tables,
             builders,
@@ -701,6 +773,9 @@ class NPUModelRunner(GPUModelRunner):
             max_logits_per_req=self.uniform_decode_query_len,
             pin_memory=is_pin_memory_available(),
         )
+        latent = self.preparer.tables.latent
+        if latent is not None and not kwargs.get("is_profiling"):
+            logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
         if batch_limits(self.vllm_config).apply:
             block_size = int(self.preparer.tables.block_sizes.min())
             limits = CacheLimits(kv_cache_config.num_blocks, block_size)
@@ -711,6 +786,8 @@ class NPUModelRunner(GPUModelRunner):
         self.recorder = make_recorder(
             self.vllm_config, self.preparer.tables, builders, self.recorder
         )
+        if self.recorder is not None and self.expert_counts is not None:
+            self.recorder.count_experts = self.expert_counts.read
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
     def initialize_kv_cache_tensors(
@@ -727,7 +804,8 @@ class NPUModelRunner(GPUModelRunner):
             kv_cache_groups=kv_cache_config.kv_cache_groups,
         )
         # Upstream copies and counts blocks along the first dimension, so it gets single planes.
-        self.kv_caches[:] = [plane for cache in self.kv_caches for plane in cache]
+        layers = self.compilation_config.static_forward_context
+        self.kv_caches[:] = single_planes(self.kv_caches, caches, layers)
         return caches
 
     def _init_kv_zero_meta(self) -> None:
@@ -741,7 +819,8 @@ class NPUModelRunner(GPUModelRunner):
 
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
-        step = warm_up(self.inputs.mrope_dims, self.preparer.tables.local)
+        tables = self.preparer.tables
+        step = warm_up(self.inputs.mrope_dims, tables.local, tables.latent)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

@@ -64,6 +64,18 @@ class CacheLimits(NamedTuple):
             )
 
 
+class Counts(NamedTuple):
+    """What a decision depends on."""
+
+    eager: bool  # the step has to run without a graph
+    takes_embeds: bool
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    num_encoder_reqs: int
+    num_active_loras: int
+
+
 class Decision(NamedTuple):
     """What was decided for a step."""
 
@@ -107,7 +119,7 @@ class StepPadding:
         self.depends_on_counts_only = depends_on_counts_only
         self.counts = StepCounts()
         self.cache_limits: CacheLimits | None = None
-        self._kept: dict[tuple[int, ...], Decision] = {}
+        self._kept: dict[Counts, Decision] = {}
 
     def decide(self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int) -> Decision:
         """Decide the padding of a step and count the step.
@@ -125,44 +137,34 @@ class StepPadding:
         max_query_len = 1
         if num_tokens != num_reqs:
             max_query_len = int(batch.num_scheduled_tokens.max())
-        decision = self._look_up(batch, max_query_len, num_encoder_reqs, num_active_loras)
-        limits = self.cache_limits
-        in_full_graph = decision.padding.mode is GraphMode.FULL
-        if limits is not None and in_full_graph and not limits.allow(batch, decision.padding):
-            decision = self._look_up(
-                batch, max_query_len, num_encoder_reqs, num_active_loras, eager=True
-            )
-        self.counts.add(decision.kind)
-        return decision
-
-    def _look_up(
-        self,
-        batch: StepBatch,
-        max_query_len: int,
-        num_encoder_reqs: int,
-        num_active_loras: int,
-        eager: bool = False,
-    ) -> Decision:
-        """The cached decision for these counts, or a new one."""
-        key = (
-            eager,
+        counts = Counts(
+            False,
             batch.takes_embeds,
-            batch.total_num_scheduled_tokens,
-            batch.num_reqs,
+            num_tokens,
+            num_reqs,
             max_query_len,
             num_encoder_reqs,
             num_active_loras,
         )
-        decision = self._kept.get(key)
-        if decision is None:
-            decision = self._decide(batch, max_query_len, num_encoder_reqs, eager)
-            if self.depends_on_counts_only:
-                if len(self._kept) == KEPT_DECISIONS:
-                    self._kept.clear()
-                self._kept[key] = decision
+        decision = self._kept.get(counts) or self._decide(batch, counts)
+        limits = self.cache_limits
+        in_full_graph = decision.padding.mode is GraphMode.FULL
+        if limits is not None and in_full_graph and not limits.allow(batch, decision.padding):
+            counts = counts._replace(eager=True)
+            decision = self._kept.get(counts) or self._decide(batch, counts)
+        self.counts.add(decision.kind)
         return decision
 
-    def _decide(
+    def _decide(self, batch: StepBatch, counts: Counts) -> Decision:
+        """A new decision, which is kept for later steps of these counts."""
+        decision = self._ask(batch, counts.max_query_len, counts.num_encoder_reqs, counts.eager)
+        if self.depends_on_counts_only:
+            if len(self._kept) == KEPT_DECISIONS:
+                self._kept.clear()
+            self._kept[counts] = decision
+        return decision
+
+    def _ask(
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> Decision:
         dispatched = self.dispatch(batch, max_query_len, num_encoder_reqs, eager)

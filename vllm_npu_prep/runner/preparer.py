@@ -68,11 +68,11 @@ class Preparer:
         self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
         self.no_drafts = np.zeros(max_num_reqs, np.int32)
         num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
-        self._layout_sizes = num_groups, max_logits_per_req, dims, local
+        latent = tables.latent
+        self._layout_sizes = num_groups, max_logits_per_req, dims, local, latent
         num_entries = len(block_tables.block_table_flat)
-        nbytes = largest_step(
-            max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries, dims, local
-        )
+        sizes = max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries
+        nbytes = largest_step(*sizes, dims, local, latent)
         self.staging = StagingRing(
             device, nbytes, block_tables=block_tables.block_table_flat, pin_memory=pin_memory
         )

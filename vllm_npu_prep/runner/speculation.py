@@ -85,7 +85,7 @@ class Speculation:
         batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1
 
     def num_draft_tokens(
-        self, scheduled: Mapping[str, Sequence[int]], rows: Mapping[str, int], num_reqs: int
+        self, scheduled: Mapping[str, Sequence[int]], req_ids: Sequence[str]
     ) -> np.ndarray:
         """Drafts of each request that a step verifies, int32 ``[num_reqs]``.
 
@@ -93,13 +93,13 @@ class Speculation:
         ----------
         scheduled
             Drafts by request.
-        rows
-            Row of each request.
+        req_ids
+            Of the batch, in order.
         """
-        counts = np.zeros(num_reqs, np.int32)
-        for req_id, drafts in scheduled.items():
-            counts[rows[req_id]] = len(drafts)
-        return counts
+        if list(scheduled) == req_ids:
+            return np.fromiter(map(len, scheduled.values()), np.int32, len(req_ids))
+        counts = [len(scheduled.get(req_id, ())) for req_id in req_ids]
+        return np.array(counts, np.int32)
 
     def last_samples(
         self,
@@ -137,20 +137,20 @@ class Speculation:
             Views of the step's arrays.
         """
         if not self.num_spec_tokens:
-            if step.num_logits == step.layout.max_logits:
-                return arrays.logits_indices, None, 1
-            return arrays.logits_indices[: step.num_logits], None, 1
-        num_reqs, num_drafts = step.num_reqs, step.num_drafts
+            logits_indices = arrays.logits_indices
+            return _leading(logits_indices, step.num_logits, step.layout.max_logits), None, 1
+        num_reqs, num_drafts, layout = step.num_reqs, step.num_drafts, step.layout
+        drafts, reqs = (num_drafts, layout.max_drafts), (num_reqs, layout.num_reqs_padded)
         metadata = SpecDecodeMetadata(
-            draft_token_ids=arrays.draft_token_ids[:num_drafts],
+            draft_token_ids=_leading(arrays.draft_token_ids, *drafts),
             num_draft_tokens=step.batch.num_draft_tokens[:num_reqs].tolist(),
-            cu_num_draft_tokens=arrays.cu_num_draft_tokens[:num_reqs],
-            cu_num_sampled_tokens=arrays.cu_num_sampled_tokens[:num_reqs],
-            target_logits_indices=arrays.target_logits_indices[:num_drafts],
-            bonus_logits_indices=arrays.bonus_logits_indices[:num_reqs],
-            logits_indices=arrays.logits_indices[: step.num_logits],
+            cu_num_draft_tokens=_leading(arrays.cu_num_draft_tokens, *reqs),
+            cu_num_sampled_tokens=_leading(arrays.cu_num_sampled_tokens, *reqs),
+            target_logits_indices=_leading(arrays.target_logits_indices, *drafts),
+            bonus_logits_indices=_leading(arrays.bonus_logits_indices, *reqs),
+            logits_indices=_leading(arrays.logits_indices, step.num_logits, layout.max_logits),
         )
-        return metadata.logits_indices, metadata, step.max_num_sampled_tokens
+        return metadata.logits_indices, metadata, metadata.max_spec_len + 1
 
     # ----------------------------------------------------------------- after its samples
 
@@ -178,3 +178,8 @@ class Speculation:
         drafts = draft_token_ids.to(torch.int32)
         samples = torch.cat((sampled_token_ids, drafts, drafts), 1)
         self._drafted_samples = samples.flatten()
+
+
+def _leading(array: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """The first elements: `array` itself, of this size, if they are all; a view takes a us."""
+    return array if count == size else array[:count]

@@ -13,11 +13,18 @@ from vllm_npu_prep.device import DeviceKind, cann_version
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
-DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3")
+DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """Speculative methods whose drafters are models of their own."""
 
 METHODS = ("ngram", *DRAFT_MODEL_METHODS)
 """Speculative methods that steps are prepared for."""
+
+MTP_MODELS = {
+    "MiMoMTPModel": "MiMoForCausalLM",
+    "Glm4MoeMTPModel": "Glm4MoeForCausalLM",
+    "DeepSeekMTPModel": "DeepseekV3ForCausalLM",
+}
+"""Architectures of MTP layers that draft, and of the models that they come with."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,13 @@ class Asked:
     def drafter(self) -> "ModelConfig":
         """The drafter's model, which must be present."""
         return self.speculative.draft_model_config
+
+    @property
+    def mtp(self) -> str:
+        """Architecture of the MTP layers that are to draft; empty for other methods."""
+        if self.speculative.method != "mtp":
+            return ""
+        return str(self.drafter.hf_config.architectures[0])
 
     @cached_property
     def options(self) -> PrepConfig:

@@ -47,7 +47,8 @@ def attention(
     query
         ``[query_len, num_heads, head_size]``, any float dtype.
     key, value
-        ``[seq_len, num_kv_heads, head_size]``; consecutive query heads share a K/V head.
+        ``[seq_len, num_kv_heads, head_size]``; consecutive query heads share a K/V head. Values
+        may have another size.
     scale
         Factor of the scores.
     seen
@@ -56,12 +57,12 @@ def attention(
     Returns
     -------
     output
-        Float64 ``[query_len, num_heads, head_size]``; 0 where a token sees nothing.
+        Float64 ``[query_len, num_heads, size of values]``; 0 where a token sees nothing.
     lse
         Float64 ``[query_len, num_heads]``: the logarithm of the sum of exponentials.
     """
     num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
-    output = torch.zeros(query.shape, dtype=torch.float64)
+    output = torch.zeros((*query.shape[:2], value.shape[-1]), dtype=torch.float64)
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
     some = seen.any(1)
     for head in range(num_heads):
@@ -132,3 +133,92 @@ def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     rotated[..., :half] = x[..., :half] * cos[..., :half] - x[..., half:] * sin[..., :half]
     rotated[..., half:] = x[..., half:] * cos[..., half:] + x[..., :half] * sin[..., half:]
     return rotated
+
+
+def experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    share: Sequence[int],
+) -> torch.Tensor:
+    """Sum of each token's experts of a share, SwiGLU between two products.
+
+    Parameters
+    ----------
+    x
+        ``[T, hidden]``.
+    w13, w2
+        ``[experts, 2 * inner, hidden]``, gates first, and ``[experts, hidden, inner]``.
+    weights, ids
+        ``[T, k]``; ids of experts outside of the share count as none.
+    share
+        Experts that are computed.
+
+    Returns
+    -------
+    torch.Tensor
+        Float64 ``[T, hidden]``.
+    """
+    output = torch.zeros(x.shape, dtype=torch.float64)
+    for token, chosen in enumerate(ids.tolist()):
+        for k, expert in enumerate(chosen):
+            if expert in share:
+                inner = swiglu(w13[expert].double() @ x[token].double())
+                output[token] += float(weights[token, k]) * (w2[expert].double() @ inner)
+    return output
+
+
+def gating(
+    logits: torch.Tensor,
+    k: int,
+    scoring: str,
+    bias: torch.Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of the k experts of each token, one token after the other.
+
+    Parameters
+    ----------
+    logits
+        ``[T, experts]``.
+    k
+        Experts of a token.
+    scoring
+        ``sigmoid``, whose weights are divided by their sum, or ``softmax``.
+    bias
+        ``[experts]``, added for the choice alone. With one, a group counts by its two best.
+    groups
+        Groups of experts, and how many of them a token chooses from.
+    factor
+        Of the weights.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Float64 and int64 ``[T, k]``.
+    """
+    weights, ids = [], []
+    number, kept = groups
+    size = logits.shape[1] // number
+    added = [0.0] * logits.shape[1] if bias is None else bias.double().tolist()
+    for row in logits.double().tolist():
+        if scoring == "sigmoid":
+            scores = [1 / (1 + math.exp(-x)) for x in row]
+        else:
+            total = sum(math.exp(x) for x in row)
+            scores = [math.exp(x) / total for x in row]
+        choice = [score + extra for score, extra in zip(scores, added)]
+        best = [
+            sum(sorted(choice[g * size : (g + 1) * size], reverse=True)[: 1 if bias is None else 2])
+            for g in range(number)
+        ]
+        allowed = sorted(range(number), key=lambda g: -best[g])[:kept]
+        members = [e for g in sorted(allowed) for e in range(g * size, (g + 1) * size)]
+        chosen = sorted(members, key=lambda e: -choice[e])[:k]
+        whole = sum(scores[e] for e in chosen) if scoring == "sigmoid" else 1.0
+        weights.append([scores[e] / whole * factor for e in chosen])
+        ids.append(chosen)
+    return torch.tensor(weights, dtype=torch.float64), torch.tensor(ids)

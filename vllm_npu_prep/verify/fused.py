@@ -5,34 +5,15 @@ wrong answers without an error, so an engine doesn't use an operator that differ
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
-from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify import formulas, fused_experts, int8
+from vllm_npu_prep.verify.operator_call import Probe, Put, Results
 from vllm_npu_prep.verify.probe import probe_operator
-
-Put = Callable[[torch.Tensor], torch.Tensor]
-Results = tuple[torch.Tensor, ...]
 
 EPSILON = 0.3
 """Large, so that a norm that leaves it out differs."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One call of an operator.
-
-    Attributes
-    ----------
-    call
-        Gets a function that puts a tensor on the device; returns results on the device.
-    expected
-        The same by a formula, in float64 on the host.
-    """
-
-    call: Callable[[Put], Results]
-    expected: Callable[[], Results]
 
 
 def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
@@ -64,6 +45,7 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
         ),
         "rotary": _rotary(dtype),
         "mrope": _mrope(dtype),
+        "vision_attention": _vision_attention(dtype),
         "vision_rotary": _vision_rotary(dtype),
         "qkv": _projection(dtype),
         "swiglu": Probe(
@@ -78,7 +60,13 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
             lambda put: (npu.npu_gelu(put(x), approximate="none"),),
             lambda: (_gelu(x.double()),),
         ),
+        "latent": _products(dtype),
+        "experts": fused_experts.experts(dtype),
+        "gating": fused_experts.gating(dtype),
+        "gating_softmax": fused_experts.gating_softmax(dtype),
         "top_k_top_p": _limits(),
+        "int8_norm": Probe(*int8.norm(dtype)),
+        "int8_swiglu": Probe(*int8.swiglu(dtype)),
     }
 
 
@@ -191,6 +179,33 @@ def _mrope(dtype: torch.dtype) -> Probe:
     return Probe(call, expected)
 
 
+def _vision_attention(dtype: torch.dtype) -> Probe:
+    """Two images of three and two tokens, with heads of 80."""
+    query, key, value = (_numbers(5, 160, dtype, seed).view(5, 2, 80) for seed in range(3))
+    ends, scale = [3, 5], 80**-0.5
+
+    def call(put: Put) -> Results:
+        attended = torch.ops.npu.npu_fusion_attention(
+            *map(put, (query, key, value)),
+            2,
+            "TND",
+            scale=scale,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+        )
+        return (attended[0],)
+
+    def expected() -> Results:
+        parts = []
+        for start, end in ((0, 3), (3, 5)):
+            seen = formulas.visible(end - start, end - start, causal=False)
+            rows = slice(start, end)
+            parts.append(formulas.attention(query[rows], key[rows], value[rows], scale, seen)[0])
+        return (torch.cat(parts),)
+
+    return Probe(call, expected)
+
+
 def _vision_rotary(dtype: torch.dtype) -> Probe:
     """Heads of 80, as vision towers have."""
     x, angles = _numbers(5, 240, dtype).view(1, 5, 3, 80), _angles(5, 40)
@@ -220,6 +235,25 @@ def _projection(dtype: torch.dtype) -> Probe:
 
     def expected() -> Results:
         return (x.double() @ weight.double().T + bias.double()).split(sizes, -1)
+
+    return Probe(call, expected)
+
+
+def _products(dtype: torch.dtype) -> Probe:
+    """Rows of heads with gaps between them, each head times its weights."""
+    rows = _numbers(5, 4 * 48, dtype).view(5, 4, 48)[..., :32]
+    weights = _numbers(4 * 32, 16, dtype, 1).view(4, 32, 16)
+
+    def call(put: Put) -> Results:
+        perm = [1, 0, 2]
+        return (
+            torch.ops.npu.npu_transpose_batchmatmul(
+                put(rows), put(weights), perm_x1=perm, perm_x2=[0, 1, 2], perm_y=perm
+            ),
+        )
+
+    def expected() -> Results:
+        return (torch.einsum("tnk,nkl->tnl", rows.double(), weights.double()),)
 
     return Probe(call, expected)
 

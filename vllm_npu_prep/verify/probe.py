@@ -8,16 +8,20 @@ size, window and masks, and held against a float64 formula.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_npu_prep.attention.kernels import LayerShape, make_kernels
+from vllm_npu_prep.attention.kernels.latent import LatentShape, make_latent_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
+from vllm_npu_prep.attention.mla import AscendMLAImpl
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.verify.row import compare
+from vllm_npu_prep.verify.latent import LatentStep, forms_of
+from vllm_npu_prep.verify.row import Outcome, compare
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
 from vllm_npu_prep.wording import counted
 
@@ -118,6 +122,8 @@ def probed_layers(
         builder = group.get_metadata_builder()
         for name in group.layer_names:
             impl = layers[name].impl
+            if isinstance(impl, AscendMLAImpl):  # `probe_latent`
+                continue
             kind = ProbedLayers(
                 impl.kernels.family.name,
                 impl.layer_shape,
@@ -131,6 +137,68 @@ def probed_layers(
             key = (kind.layer, kind.block_size, kind.window, kind.causal, kind.reads_cache_only)
             found.setdefault(key, kind)
     return [*found.values()]
+
+
+@dataclass(frozen=True)
+class ProbedLatentLayers:
+    """What layers of latent attention have in common, as far as kernels can tell.
+
+    Attributes
+    ----------
+    shape, dtype, block_size
+        See `vllm_npu_prep.verify.latent.LatentForm`.
+    decode_query_len
+        Tokens of a decode: one, and one for each draft.
+    masks
+        The engine's own.
+    """
+
+    shape: LatentShape
+    dtype: torch.dtype
+    block_size: int
+    decode_query_len: int
+    masks: MaskCache
+
+
+def probed_latent_layers(
+    attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
+) -> list[ProbedLatentLayers]:
+    """The different kinds of latent attention layers of an engine; see `probed_layers`."""
+    found: dict[tuple[Any, ...], ProbedLatentLayers] = {}
+    for group in (group for groups in attn_groups for group in groups):
+        builder = group.get_metadata_builder()
+        for name in group.layer_names:
+            impl = layers[name].impl
+            if isinstance(impl, AscendMLAImpl) and builder.latent is not None:
+                sizes = group.kv_cache_spec.block_size, builder.latent.decode_threshold
+                kind = ProbedLatentLayers(impl.shape, dtype, *sizes, builder.masks)
+                found.setdefault((kind.shape, *sizes), kind)
+    return [*found.values()]
+
+
+def _run_latent(*args: Any) -> Any:
+    return LatentStep(*args).run()
+
+
+def probe_latent(
+    kinds: Sequence[ProbedLatentLayers], device: Device, log: Callable[[str], object]
+) -> int:
+    """Run every form of latent attention once; as `probe_attention`."""
+    start, number = time.perf_counter(), 0
+    for kind in kinds:
+        sizes = kind.shape, kind.dtype, kind.block_size, kind.decode_query_len
+        for what, form in forms_of(*sizes).items():
+            number += 1
+            kernels, mask = make_latent_kernels("fia"), kind.masks.constant()
+            step = partial(_run_latent, form, device.device, kernels, mask)
+            _probe_step("fia", what, str(form), device, step)
+    if number:
+        seconds = time.perf_counter() - start
+        log(
+            f"Probe: {counted(number, 'form')} of latent attention and cache writes equal their "
+            f"formulas ({seconds:.2f} s)."
+        )
+    return number
 
 
 def probe_attention(
@@ -176,24 +244,33 @@ def probe_attention(
 
 
 def _probe_form(kind: ProbedLayers, what: str, form: AttentionForm, device: Device) -> None:
+    def run() -> Outcome:
+        step = AttentionStep(form, device.device, make_kernels(kind.family))
+        return step.run(kind.masks, cache_only=kind.reads_cache_only)
+
+    _probe_step(kind.family, what, str(form), device, run)
+
+
+def _probe_step(
+    family: str, what: str, form: str, device: Device, run: Callable[[], Outcome]
+) -> None:
     advice = (
         "run vllm-npu-prep verify-device and send its table back; to start now, use "
-        f'{{"npu_prep": {{"attention": "{OTHER_FAMILY.get(kind.family, "auto")}"}}}}, or '
+        f'{{"npu_prep": {{"attention": "{OTHER_FAMILY.get(family, "auto")}"}}}}, or '
         '{"npu_prep": {"probe": false}} to take the risk'
     )
     try:
-        step = AttentionStep(form, device.device, make_kernels(kind.family))
-        outcome = step.run(kind.masks, cache_only=kind.reads_cache_only)
+        outcome = run()
         device.synchronize()
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise PrepError(
-            f"the start-up probe could not run {what} ({kind.family}: {form}): "
+            f"the start-up probe could not run {what} ({family}: {form}): "
             f"{type(error).__name__}: {first}; {advice}"
         ) from error
     if outcome.verdict.is_bad:
         raise PrepError(
-            f"this device computes {what} wrongly ({kind.family}: {outcome.given}): expected "
+            f"this device computes {what} wrongly ({family}: {outcome.given}): expected "
             f"{outcome.expected}, got {outcome.got}; {advice}"
         )
 

@@ -26,10 +26,7 @@ class LayerShape:
 
 
 class AttentionKernels(Protocol):
-    """The verbs of a kernel family.
-
-    A family with MLA also takes caches of one plane, whose rows are both keys and values.
-    """
+    """The verbs of a kernel family; those of latent attention are in `latent`."""
 
     family: KernelFamily
     workspace_serves_all_lengths: bool  # False: a new one is needed when lengths change

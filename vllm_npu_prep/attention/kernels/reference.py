@@ -114,7 +114,7 @@ class ReferenceKernels:
         )
         plans = metadata.kernel_plan = metadata.kernel_plan or {}
         if fresh not in plans:
-            plans[fresh] = _plan(metadata, len(query))
+            plans[fresh] = plan_tiles(metadata, len(query))
         plan: TilePlan = plans[fresh]
         if fresh:
             assert key is not None and value is not None
@@ -123,12 +123,14 @@ class ReferenceKernels:
             _check_cache(kv_cache, query)
             block_size = kv_cache.shape[2]
             planes = [plane.view(-1, *plane.shape[2:]) for plane in kv_cache]
-            keys, values = planes[0], planes[-1]
+            keys, values = planes
         for index, chunks in enumerate(plan.chunks):
-            tile = plan.tiles.get(index) or _make_tile(metadata, block_size, chunks)
+            tile = plan.tiles.get(index) or make_tile(metadata, block_size, chunks)
             if plan.keep:
                 plan.tiles[index] = tile
-            _attend_tile(tile, query, keys, values, layer, output)
+            own = keys.index_select(0, tile.kv_indices)
+            seen = values.index_select(0, tile.kv_indices)
+            attend_tile(tile, query, own, seen, layer.scale, output, layer.logits_soft_cap)
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> None:
@@ -136,9 +138,8 @@ class ReferenceKernels:
 
 
 def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
-    assert kv_cache.dim() == 5 and kv_cache.shape[0] in (1, 2), (
-        f"the cache is (2, num_blocks, block_size, num_kv_heads, head_size), not {kv_cache.shape}; "
-        "(1, ...) for latent rows"
+    assert kv_cache.dim() == 5 and kv_cache.shape[0] == 2, (
+        f"the cache is (2, num_blocks, block_size, num_kv_heads, head_size), not {kv_cache.shape}"
     )
     assert all(plane.is_contiguous() for plane in kv_cache), "K and V are planes"
     assert kv_cache.dtype == rows.dtype, f"cache is {kv_cache.dtype}, tokens are {rows.dtype}"
@@ -173,7 +174,7 @@ def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
         assert metadata.attn_mask.dtype == torch.int8 and metadata.attn_mask.is_contiguous()
 
 
-def _plan(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
+def plan_tiles(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
     """Cut the step into chunks, and group chunks whose lengths differ by less than a factor of two.
 
     Padding requests attend to nothing: their output is never read.
@@ -219,7 +220,7 @@ def _columns(
     return max(0, first_position - window + 1), end
 
 
-def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Chunk]) -> Tile:
+def make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Chunk]) -> Tile:
     """Indices and mask of some chunks; over the cache, or over the step's K, V if not paged."""
     numbers = [
         (c.request, c.start, c.query_len, c.first_position, c.first_column, c.num_columns)
@@ -242,7 +243,7 @@ def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Ch
         kv_indices = blocks * block_size + cells % block_size
 
     visible = (offsets < lengths[:, None])[:, None, :]  # [B, 1, S]
-    masked = _masked(metadata, token_indices, positions, cells)
+    masked = masked_pairs(metadata, token_indices, positions, cells)
     if masked is not None:
         visible = visible & ~masked
     return Tile(
@@ -254,18 +255,22 @@ def _make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Ch
     )
 
 
-def _masked(
+def masked_pairs(
     metadata: AscendMetadata,
     token_indices: torch.Tensor,  # [B, Q]
     positions: torch.Tensor,  # [B, Q]
     columns: torch.Tensor,  # [B, S]
+    begins_at_zero: bool = True,
 ) -> torch.Tensor | None:
-    """True where the metadata's mask hides a column, bool ``[B, Q, S]``; None if nowhere."""
+    """True where the metadata's mask hides a column, bool ``[B, Q, S]``; None if nowhere.
+
+    Without a window, columns are taken to be the positions from 0 on, if `begins_at_zero`.
+    """
     mask, window = metadata.attn_mask, metadata.sliding_window
     if mask is not None and mask.dtype == torch.bool:
         matrix = metadata.attn_state == AttentionState.PrefillNoCache
         rows = positions if matrix else token_indices
-        if window is None:  # all begin at position 0: slicing is much faster
+        if window is None and begins_at_zero:  # slicing is much faster
             return mask[rows, : columns.shape[1]]
         return mask[rows[:, :, None], columns[:, None, :]]
     if mask is None and window is None:
@@ -313,41 +318,43 @@ def expand_compressed(
     return masked
 
 
-def _attend_tile(
+def attend_tile(
     tile: Tile,
     query: torch.Tensor,  # [T, H, D]
-    keys: torch.Tensor,  # [rows, Hkv, D]
-    values: torch.Tensor,  # [rows, Hkv, D]
-    layer: LayerShape,
-    output: torch.Tensor,  # [T, H, D]
+    keys: torch.Tensor,  # [B * S, Hkv, D], the tile's
+    values: torch.Tensor,  # [B * S, Hkv, Dv], the tile's
+    scale: float,
+    output: torch.Tensor,  # [T, H, Dv]
+    logits_soft_cap: float | None = None,
 ) -> None:
-    num_reqs = tile.visible.shape[0]
+    """Attention of a tile's queries, written to their places in `output`."""
+    num_reqs, num_heads = tile.visible.shape[0], query.shape[1]
     query_len = len(tile.token_indices) // num_reqs
     q = query.index_select(0, tile.token_indices)
-    q = q.view(num_reqs, query_len, layer.num_heads, layer.head_size).transpose(1, 2)
-    shape = (num_reqs, -1, layer.num_kv_heads, layer.head_size)
-    k = keys.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)  # [B, Hkv, S, D]
-    v = k  # latent rows are both
-    if values is not keys:
-        v = values.index_select(0, tile.kv_indices).view(shape).transpose(1, 2)
+    q = q.view(num_reqs, query_len, num_heads, -1).transpose(1, 2)
+    num_kv_heads = keys.shape[1]
+    k, v = (
+        rows.view(num_reqs, -1, num_kv_heads, rows.shape[-1]).transpose(1, 2)
+        for rows in (keys, values)
+    )  # [B, Hkv, S, D]
     # Half precision is for storage: as on a device, sums are kept in float32 and rounded once.
     q, k, v = q.float(), k.float(), v.float()
     # Grouped queries: the heads that share a K/V head become additional query rows.
-    group = layer.num_heads // layer.num_kv_heads
-    q = q.reshape(num_reqs, layer.num_kv_heads, group * query_len, layer.head_size)
+    group = num_heads // num_kv_heads
+    q = q.reshape(num_reqs, num_kv_heads, group * query_len, q.shape[-1])
     visible = tile.visible
     if visible.shape[2] > 1:
         visible = visible.repeat(1, 1, group, 1)
-    if layer.logits_soft_cap:
-        scores = (q @ k.transpose(2, 3)).mul_(layer.scale / layer.logits_soft_cap)
-        scores = scores.tanh_().mul_(layer.logits_soft_cap).masked_fill_(~visible, float("-inf"))
+    if logits_soft_cap:
+        scores = (q @ k.transpose(2, 3)).mul_(scale / logits_soft_cap)
+        scores = scores.tanh_().mul_(logits_soft_cap).masked_fill_(~visible, float("-inf"))
         out = scores.softmax(-1) @ v
     else:
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=layer.scale
+            q, k, v, attn_mask=visible, scale=scale
         )
-    out = out.view(num_reqs, layer.num_heads, query_len, layer.head_size).transpose(1, 2)
-    rows = out.reshape(-1, layer.num_heads, layer.head_size)
+    out = out.view(num_reqs, num_heads, query_len, values.shape[-1]).transpose(1, 2)
+    rows = out.reshape(-1, num_heads, values.shape[-1])
     if len(rows) != len(tile.result_rows):
         rows = rows.index_select(0, tile.result_rows)
     output.index_copy_(0, tile.result_tokens, rows.to(output.dtype))

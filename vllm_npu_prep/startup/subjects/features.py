@@ -1,5 +1,6 @@
 """Features of vLLM, and kinds of models, that this version doesn't support."""
 
+from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -55,11 +56,12 @@ MODELS = (
     ),
     Refusal(
         "quantization",
-        lambda c: c.model.quantization is not None,
+        lambda c: fault(c.model),
         "--quantization {method}",
-        "there are no kernels for quantised weights",
-        "use weights of 16 or 32 bits",
-        lambda c: {"method": c.model.quantization},
+        "{fault}",
+        "use weights of 16 or 32 bits, or int8 weights and inputs (W8A8) in the format of "
+        "compressed-tensors or ModelSlim",
+        lambda c: {"method": c.model.quantization, "fault": fault(c.model)},
     ),
 )
 

@@ -13,6 +13,7 @@ from vllm_npu_prep.attention.fused_releases import (
     FusedRules,
     release_of,
 )
+from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_refusal
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, device_name, free_memory
 from vllm_npu_prep.ranks import ranks_on_host
@@ -62,19 +63,13 @@ NEEDS = (
         f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
     ),
     Need(
-        "experts",
-        "a mixture of experts",
-        lambda model: model.is_moe,
-        lambda family: family.experts,
-        "it needs npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_grouped_matmul",
-    ),
-    Need(
         "mla",
         "MLA attention",
         lambda model: model.use_mla,
         lambda family: family.mla,
         "it needs npu_fused_infer_attention_score with query_rope and key_rope, and a cache of "
         "latent rows",
+        f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
     ),
 )
 
@@ -134,6 +129,12 @@ def _fused_words(asked: Asked) -> dict[str, object]:
         "demand": demand,
         "remedy": f"use {_what_works(asked)}",
     }
+
+
+def _latent_demand(asked: Asked) -> str | None:
+    """What the installed release demands of latent attention that the model doesn't meet."""
+    layers = latent_layers_of(asked.config, asked.block_size)
+    return None if layers is None else latent_refusal(layers, asked.fused_rules)
 
 
 def _what_works(asked: Asked) -> str:
@@ -264,6 +265,22 @@ LIMITS = (
         _fused_words,
     ),
     Refusal(
+        "latent-attention",
+        lambda c: c.uses_fused_operator and _latent_demand(c) is not None,
+        "latent attention of {model}",
+        "fused attention of CANN {release} takes {demand}",
+        "use a model, --tensor-parallel-size, --block-size, --dtype or number of drafts that fits, "
+        "or the CPU fallback",
+        lambda c: {"release": c.fused_rules.release.name, "demand": _latent_demand(c)},
+    ),
+    Refusal(
+        "latent-prefill",
+        lambda c: c.options.latent_prefill == "absorbed" and c.uses_fused_operator,
+        f'"{SECTION}.latent_prefill" = "absorbed"',
+        "fused attention takes few query tokens of a request over latent rows",
+        'leave it out, for "projected"',
+    ),
+    Refusal(
         "attention-chunks-in-blocks",
         lambda c: (
             c.model.attention_chunk_size is not None and c.model.attention_chunk_size % c.block_size
@@ -275,7 +292,7 @@ LIMITS = (
     ),
     Refusal(
         "head-size",
-        lambda c: does_not_fit(max(head_sizes_of(c.model)), c.family),
+        lambda c: not c.model.use_mla and does_not_fit(max(head_sizes_of(c.model)), c.family),
         "head size {head_size} of {model}",
         "kernel family {family} takes multiples of {multiple} up to {largest}",
         "another family or the CPU fallback may take it",

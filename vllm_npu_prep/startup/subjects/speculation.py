@@ -1,6 +1,6 @@
 """Ways to speculate, and drafters."""
 
-from vllm_npu_prep.startup.asked import METHODS, Asked, layer_types
+from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, Asked, layer_types
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 from vllm_npu_prep.startup.subjects.kernels import does_not_fit, lacking
 
@@ -20,6 +20,24 @@ def _drafter(asked: Asked) -> dict[str, object]:
         "lacks": ", ".join(need.name for need in lacking(asked.drafter, asked.family)),
         "kinds": ", ".join(sorted(layer_types(asked.drafter))),
         "quantization": asked.drafter.quantization,
+    }
+
+
+_MTP_REASONS = {
+    "Gemma4MTPModel": "its passes read the K and V of the target's layers, all from one position",
+    "Step3p5MTP": "its layers are in several KV-cache groups, and each makes a pass of its own",
+    "Qwen3NextMTP": "its model's linear attention keeps states, which steps don't prepare",
+    "Qwen3_5MTP": "its model's linear attention keeps states, which steps don't prepare",
+    "Qwen3_5MoeMTP": "its model's linear attention keeps states, which steps don't prepare",
+}
+"""Why MTP layers of these architectures don't draft; those of others have not been tried."""
+
+
+def _mtp(asked: Asked) -> dict[str, object]:
+    return {
+        "layers": asked.mtp,
+        "why": _MTP_REASONS.get(asked.mtp, "its draft passes have not been tried"),
+        "known": ", ".join(MTP_MODELS.values()),
     }
 
 
@@ -70,6 +88,28 @@ SPECULATION = (
         "each draft pass makes one token for each request",
         "leave the key out",
         _method,
+    ),
+    Refusal(
+        "mtp-model",
+        lambda c: c.mtp and c.mtp not in MTP_MODELS,
+        "speculative method mtp with {layers}",
+        "{why}",
+        "models whose MTP layers draft: {known}; for others use ngram, or leave speculation out",
+        _mtp,
+    ),
+    Refusal(
+        "mtp-layers",
+        lambda c: c.mtp in MTP_MODELS and not getattr(c.drafter.hf_config, "n_predict", None),
+        "speculative method mtp for {model}",
+        "its config.json has no num_nextn_predict_layers, so no MTP layers",
+        "use a checkpoint with MTP layers, or another method",
+    ),
+    Refusal(
+        "mtp-index-share",
+        lambda c: c.speculative.index_share_for_mtp_iteration,
+        "index_share_for_mtp_iteration",
+        "no MTP layers with an indexer draft",
+        "leave the key out",
     ),
     Refusal(
         "unpadded-drafter-batch",
@@ -159,10 +199,10 @@ DRAFTERS = (
     ),
     Refusal(
         "drafter-mla",
-        lambda c: c.model.use_mla or c.drafter.use_mla,
+        lambda c: not c.mtp and (c.model.use_mla or c.drafter.use_mla),
         "speculative method {method} with MLA",
-        "drafters' attention metadata describes separate K and V",
-        "use ngram",
+        "drafters read separate K and V, or latent rows of other sizes",
+        "use ngram, or mtp if the model has MTP layers",
         _drafter,
     ),
     Refusal(

@@ -8,12 +8,16 @@ from vllm_npu_prep.verify.rows import (
     engine,
     fused,
     graphs,
+    int8,
+    latent,
 )
 
 ROWS: tuple[Row, ...] = (
     *copies.ROWS,
     *attention.ROWS,
     *fused.ROWS,
+    *latent.ROWS,
+    *int8.ROWS,
     *graphs.ROWS,
     *collectives.ROWS,
     *engine.ROWS,
@@ -30,6 +34,12 @@ NO_ROW: dict[Record, str] = {
     ("npu_fusion_attention", "unsupported argument"): "the plugin passes none of them",
     ("npu_fusion_attention", "results for training"): "the plugin reads the first result alone",
     ("npu_grouped_matmul", "inner limit"): "no model has rows of 65,536 elements",
+    ("npu_transpose_batchmatmul", "unused arguments"): "the plugin passes none of them",
+    ("npu_quant_matmul", "inner limit"): "no model has rows of 65,536 elements",
+    ("npu_grouped_matmul, rows", "inner limit"): "no model has rows of 65,536 elements",
+    ("npu_grouped_matmul, int8 rows", "inner limit"): "no model has rows of 65,536 elements",
+    ("npu_moe_gating_top_k", "no table"): "the plugin passes no table",
+    ("npu_moe_token_unpermute", "probability of 0"): "the plugin gives no row a probability of 0",
     ("cache write", "compression"): "the plugin passes no compression",
 }
 """What to try first on hardware (docs/changing/operators.md) that no row tries, and why."""

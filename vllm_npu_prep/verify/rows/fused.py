@@ -26,6 +26,37 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
     "vision_rotary": (("npu_rotary_mul", "same dtype"), ("npu_rotary_mul", "range of r1 and r2")),
     "qkv": (("npu_grouped_matmul", "not grouped"), ("npu_grouped_matmul", "shapes")),
     "geglu": (("gelu", "activated half"),),
+    "latent": tuple(
+        ("npu_transpose_batchmatmul", name) for name in ("dtype", "shapes", "permutations", "sizes")
+    ),
+    "int8_norm": (
+        ("norms to int8", "form"),
+        ("norms to int8", "rounding before int8"),
+    ),
+    "int8_swiglu": (
+        ("npu_dequant_swiglu_quant", "mode"),
+        ("npu_dequant_swiglu_quant", "direction"),
+        ("npu_dequant_swiglu_quant", "activated half"),
+    ),
+    "experts": (
+        ("npu_moe_init_routing_v2", "active_num"),
+        ("npu_moe_init_routing_v2", "inactive pairs"),
+        ("npu_moe_init_routing_v2", "inactive rows"),
+        ("npu_moe_init_routing_v2", "order"),
+        ("npu_grouped_matmul, rows", "group sizes"),
+        ("npu_grouped_matmul, rows", "one tensor each"),
+        ("npu_grouped_matmul, rows", "plain"),
+        ("npu_grouped_matmul, rows", "rows of no group"),
+        ("npu_moe_token_unpermute", "index past the rows"),
+    ),
+    "gating": (
+        ("npu_moe_gating_top_k", "bias chooses"),
+        ("npu_moe_gating_top_k", "division by the sum"),
+    ),
+    "gating_softmax": (
+        ("npu_moe_gating_top_k_softmax_v2", "finished rows"),
+        ("npu_moe_gating_top_k_softmax_v2", "order of softmax"),
+    ),
     "top_k_top_p": (
         ("npu_top_k_top_p", "dtype"),
         ("npu_top_k_top_p", "k range"),

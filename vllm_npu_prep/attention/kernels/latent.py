@@ -1,0 +1,175 @@
+"""Kernels of latent attention: one interface, and a file for each family that has them."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.attention.latent import ContextChunk, Prefills
+from vllm_npu_prep.attention.metadata import AscendMetadata
+
+
+class LatentShape(NamedTuple):
+    """The constants of one latent attention layer, as one rank has it."""
+
+    num_heads: int
+    kv_lora_rank: int  # of a latent row
+    qk_rope_head_dim: int  # of a rotated key
+    qk_nope_head_dim: int  # of a projected key, and of a head's query beside its rotated part
+    v_head_dim: int
+    scale: float
+
+
+class Planes(NamedTuple):
+    """A layer's cache: two planes of unequal width, each contiguous."""
+
+    latent: torch.Tensor  # [num_blocks, block_size, 1, kv_lora_rank]
+    rope: torch.Tensor  # [num_blocks, block_size, 1, qk_rope_head_dim]
+
+
+class Projected(NamedTuple):
+    """Queries, and the K and V over which prefills attend.
+
+    ``T`` query tokens, ``S`` rows, ``N`` heads.
+    """
+
+    query: torch.Tensor  # [T, N, qk_nope_head_dim]
+    query_rope: torch.Tensor  # [T, N, qk_rope_head_dim], rotated
+    key: torch.Tensor  # [S, N, qk_nope_head_dim]
+    key_rope: torch.Tensor  # [S, 1, qk_rope_head_dim], of all heads
+    value: torch.Tensor  # [S, N, v_head_dim]
+
+
+class Attended(NamedTuple):
+    """Attention over some rows, and what it takes to merge it with attention over others."""
+
+    output: torch.Tensor  # [T, N, v_head_dim]
+    lse: torch.Tensor  # [T, N] float32: log of the sum of exponentials of scores, base e
+
+
+def planes_of(kv_cache: torch.Tensor, shape: LatentShape) -> Planes:
+    """The planes of a layer's cache.
+
+    Parameters
+    ----------
+    kv_cache
+        ``[num_blocks, bytes of a page / itemsize]``: vLLM's plan, whose memory is the latent plane
+        and after it the rotated one.
+    shape
+        Of the layer.
+    """
+    num_blocks, page = kv_cache.shape
+    widths = shape.kv_lora_rank, shape.qk_rope_head_dim
+    block_size = page // sum(widths)
+    parts = kv_cache.view(-1).split([num_blocks * block_size * width for width in widths])
+    return Planes(*(p.view(num_blocks, block_size, 1, w) for p, w in zip(parts, widths)))
+
+
+class LatentKernels(Protocol):
+    """The verbs of a family with latent attention."""
+
+    family: KernelFamily
+    workspace_serves_all_lengths: bool  # False: a new one is needed when lengths change
+
+    def write(
+        self,
+        latent: torch.Tensor,  # [T, 1, kv_lora_rank]
+        rope: torch.Tensor,  # [T, 1, qk_rope_head_dim], rotated
+        planes: Planes,
+        slot_mapping: torch.Tensor,  # [T] int32
+    ) -> None:
+        """Write the step's rows to their slots; slots below 0 are skipped."""
+
+    def attend_latent(
+        self,
+        query: torch.Tensor,  # [T, N, kv_lora_rank]: projected into the space of latent rows
+        query_rope: torch.Tensor,  # [T, N, qk_rope_head_dim]
+        planes: Planes,
+        metadata: AscendMetadata,
+        shape: LatentShape,
+        output: torch.Tensor,  # [T, N, kv_lora_rank], written
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        """Attend over latent rows, which have the step's own already."""
+
+    def attend_prompts(
+        self,
+        given: Projected,
+        prefills: Prefills,
+        metadata: AscendMetadata,
+        shape: LatentShape,
+        output: torch.Tensor,  # [T, N, v_head_dim], written
+        wants_lse: bool,
+    ) -> Attended:
+        """Attend over the step's own K and V; what the mask hides is not seen."""
+
+    def attend_context(self, given: Projected, chunk: ContextChunk, shape: LatentShape) -> Attended:
+        """Attend over a context chunk, all of which comes before the queries."""
+
+    def gather(self, planes: Planes, chunk: ContextChunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a chunk's pieces, one after the other: latent and rotated, ``[S, 1, width]``."""
+
+    def merge(self, first: Attended, second: Attended) -> Attended:
+        """Attention over both sets of rows."""
+
+    def workspace(self, call: "LatentCall", metadata: Any) -> torch.Tensor | None:
+        """Workspace for `call` inside a graph; None if the operator needs none."""
+
+
+@dataclass(frozen=True)
+class LatentCall:
+    """One layer's decodes inside a full graph, with everything but the step's metadata."""
+
+    layer_name: str
+    kernels: LatentKernels
+    query: torch.Tensor
+    query_rope: torch.Tensor
+    planes: Planes
+    layer: LatentShape
+    output: torch.Tensor
+    workspace: torch.Tensor | None = None
+
+    def over(
+        self,
+        reference: Callable[[torch.Tensor], torch.Tensor],
+        workspace: torch.Tensor | None,
+    ) -> "LatentCall":
+        """The same call over references to its tensors, with a workspace."""
+        return replace(
+            self,
+            query=reference(self.query),
+            query_rope=reference(self.query_rope),
+            output=reference(self.output),
+            workspace=workspace,
+        )
+
+    def __call__(self, metadata: Any) -> None:
+        """Attend; `metadata` is the layer's, all of whose requests are decodes."""
+        self.kernels.attend_latent(
+            self.query,
+            self.query_rope,
+            self.planes,
+            metadata.decode,
+            self.layer,
+            self.output,
+            self.workspace,
+        )
+
+
+def make_latent_kernels(name: str) -> LatentKernels:
+    """Latent attention of a family that start-up accepted; imports that family only.
+
+    Parameters
+    ----------
+    name
+        Of the family.
+    """
+    module, kernels = {
+        "fia": ("latent_fia", "LatentFiaKernels"),
+        "reference": ("latent_reference", "LatentReferenceKernels"),
+    }[name]
+    package = __name__.rpartition(".")[0]
+    return getattr(importlib.import_module(f"{package}.{module}"), kernels)()

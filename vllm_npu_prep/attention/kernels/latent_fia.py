@@ -1,0 +1,172 @@
+"""Latent attention on the fused infer attention operator (A2, A3), in its second version.
+
+Sources: the schema and docstring of ``torch_npu.npu_fused_infer_attention_score_v2``; CANN's
+published checks of calls with rope (``rope_checker.cpp``, branch 9.1.0); vllm-project/vllm-ascend,
+``attention/mla_v1.py``. Decodes pass latent rows as keys and as values, with one K/V head; prefills
+pass K and V of every head. Contexts are gathered by ``npu_gather_pa_kv_cache`` and merged by
+``npu_attention_update``.
+"""
+
+from typing import Any
+
+import torch
+import torch_npu
+
+from vllm_npu_prep.attention.families import FIA
+from vllm_npu_prep.attention.kernels.latent import (
+    Attended,
+    LatentCall,
+    LatentShape,
+    Planes,
+    Projected,
+)
+from vllm_npu_prep.attention.latent import ContextChunk, Prefills
+from vllm_npu_prep.attention.metadata import AscendMetadata
+
+NO_MASK_MODE = 0
+CAUSAL_MODE = 3  # the constant's diagonal lies on the lower right corner
+
+
+class LatentFiaKernels:
+    """`vllm_npu_prep.attention.kernels.latent.LatentKernels` on the fused operator."""
+
+    family = FIA
+    workspace_serves_all_lengths = True
+
+    def __init__(self) -> None:
+        self._no_lse: torch.Tensor | None = None
+
+    def write(
+        self,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        planes: Planes,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write both planes in one launch; ``cache_mode``'s default is the layout of 310P."""
+        torch_npu.npu_scatter_pa_kv_cache(latent, rope, *planes, slot_mapping, cache_mode="Norm")
+
+    def attend_latent(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        planes: Planes,
+        metadata: AscendMetadata,
+        shape: LatentShape,
+        output: torch.Tensor,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        """Attend over latent rows; requests may have different numbers of query tokens."""
+        if self._no_lse is None:
+            self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
+        torch_npu.npu_fused_infer_attention_score_v2.out(
+            query,
+            **_absorbed(query_rope, planes, metadata, shape),
+            workspace=workspace,
+            out=[output, self._no_lse],
+        )
+
+    def attend_prompts(
+        self,
+        given: Projected,
+        prefills: Prefills,
+        metadata: AscendMetadata,
+        shape: LatentShape,
+        output: torch.Tensor,
+        wants_lse: bool,
+    ) -> Attended:
+        """Attend over the step's own K and V, causally."""
+        ends = prefills.query_ends
+        query, arguments = _projected(given, shape, ends, ends)
+        lse = torch.empty(
+            (*query.shape[:2], 1) if wants_lse else 0, dtype=torch.float32, device=query.device
+        )
+        torch_npu.npu_fused_infer_attention_score_v2.out(
+            query,
+            **arguments,
+            atten_mask=metadata.attn_mask,
+            sparse_mode=CAUSAL_MODE,
+            return_softmax_lse=wants_lse,
+            out=[output, lse],
+        )
+        return Attended(output, lse.squeeze(-1) if wants_lse else lse)
+
+    def attend_context(self, given: Projected, chunk: ContextChunk, shape: LatentShape) -> Attended:
+        """Attend over a chunk, every query over all of its request's piece."""
+        query, arguments = _projected(given, shape, chunk.query_ends, chunk.kv_ends)
+        output, lse = torch_npu.npu_fused_infer_attention_score_v2(
+            query, **arguments, sparse_mode=NO_MASK_MODE, return_softmax_lse=True
+        )
+        return Attended(output, lse.squeeze(-1))
+
+    def gather(self, planes: Planes, chunk: ContextChunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a chunk's pieces in one launch."""
+        latent, rope = (plane.new_empty(chunk.num_rows, *plane.shape[2:]) for plane in planes)
+        torch_npu.npu_gather_pa_kv_cache(
+            *planes, chunk.block_tables, chunk.lens, latent, rope, seq_offset=chunk.starts
+        )
+        return latent, rope
+
+    def merge(self, first: Attended, second: Attended) -> Attended:
+        """Attention over both sets of rows."""
+        parts = first, second
+        output, lse = torch_npu.npu_attention_update(
+            [part.lse.reshape(-1) for part in parts],
+            [part.output.flatten(0, 1) for part in parts],
+            1,
+        )
+        return Attended(output.view_as(first.output), lse.view_as(first.lse))
+
+    def workspace(self, call: LatentCall, metadata: Any) -> torch.Tensor:
+        """A workspace large enough for all lengths, in elements of the query's dtype."""
+        return torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
+            call.query, **_absorbed(call.query_rope, call.planes, metadata.decode, call.layer)
+        )
+
+
+def _absorbed(
+    query_rope: torch.Tensor, planes: Planes, metadata: AscendMetadata, shape: LatentShape
+) -> dict[str, Any]:
+    """Arguments after the query, of attention over latent rows."""
+    if metadata.kernel_plan is None:  # lists made once for all layers of a step
+        ends, lengths = metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist()
+        metadata.kernel_plan = ends, lengths
+    ends, lengths = metadata.kernel_plan
+    latent, rope = (plane.flatten(2) for plane in planes)
+    has_mask = metadata.max_query_len > 1 and metadata.attn_mask is not None
+    return {
+        "key": latent,
+        "value": latent,
+        "query_rope": query_rope,
+        "key_rope": rope,
+        "atten_mask": metadata.attn_mask if has_mask else None,
+        "sparse_mode": CAUSAL_MODE if has_mask else NO_MASK_MODE,
+        "input_layout": "TND",
+        "actual_seq_qlen": ends,
+        "actual_seq_kvlen": lengths,
+        "num_query_heads": shape.num_heads,
+        "num_key_value_heads": 1,
+        "softmax_scale": shape.scale,
+        "block_table": metadata.block_tables,
+        "block_size": planes.latent.shape[1],
+    }
+
+
+def _projected(
+    given: Projected, shape: LatentShape, query_ends: list[int], kv_ends: list[int]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Query and arguments of attention over projected K and V, apart from the mask."""
+    query, query_rope = given.query.contiguous(), given.query_rope.contiguous()
+    key_rope = given.key_rope.expand(-1, shape.num_heads, -1).contiguous()
+    return query, {
+        "key": given.key.contiguous(),
+        "value": given.value.contiguous(),
+        "query_rope": query_rope,
+        "key_rope": key_rope,
+        "input_layout": "TND",
+        "actual_seq_qlen": query_ends,
+        "actual_seq_kvlen": kv_ends,
+        "num_query_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "softmax_scale": shape.scale,
+    }

@@ -1,0 +1,95 @@
+"""Which layers of latent attention the fused operator takes, by release of CANN.
+
+Both forms of call reach kernel V3. Sources: CANN's published ops-transformer (GitHub
+``mirror-cann/ops-transformer``), tag v8.5.0 (``CheckFeatureHeadDim`` and
+``CheckFeatureMlaNoQuantShape``) and branch 9.1.0 (``rope_checker.cpp``, ``CheckHeadNum``,
+``CheckBlockSizeNonQuant910B``); for what only documentation demands, the docstring of
+``torch_npu.npu_fused_infer_attention_score_v2``. Of releases before 8.5 no source is published.
+Nothing was run on hardware.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_npu_prep.attention.fused_releases import OLDEST, FusedRules
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NUM_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+KV_LORA_RANK, ROPE_SIZE, HEAD_SIZE = 512, 64, 128
+
+
+@dataclass(frozen=True)
+class LatentLayers:
+    """What decides whether calls of a model's layers are taken.
+
+    Attributes
+    ----------
+    num_heads
+        Of one rank.
+    kv_lora_rank, rope_size
+        Of a latent row and of a rotated key.
+    key_size, value_size
+        Of a head of projected K and V.
+    dtype
+        As torch prints it: ``torch.bfloat16``.
+    block_size
+        Of the cache, in tokens.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    rope_size: int
+    key_size: int
+    value_size: int
+    dtype: str
+    block_size: int
+
+
+def latent_layers_of(vllm_config: "VllmConfig", block_size: int) -> LatentLayers | None:
+    """The latent attention layers of an engine's model; None if it has none."""
+    model = vllm_config.model_config
+    if not model.use_mla:
+        return None
+    text = model.hf_text_config
+    return LatentLayers(
+        model.get_num_attention_heads(vllm_config.parallel_config),
+        text.kv_lora_rank,
+        text.qk_rope_head_dim,
+        text.qk_nope_head_dim,
+        text.v_head_dim,
+        str(model.dtype),
+        block_size,
+    )
+
+
+def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
+    """What a call breaks, in words that go on after "takes"; None if all calls are taken.
+
+    Parameters
+    ----------
+    layers
+        Of the model.
+    rules
+        Of the installed release.
+    """
+    if rules.release is OLDEST:
+        return "no latent attention that is known (CANN 8.5 and newer do)"
+    if layers.kv_lora_rank != KV_LORA_RANK:
+        return f"latent rows of {KV_LORA_RANK}, not {layers.kv_lora_rank}"
+    if layers.rope_size != ROPE_SIZE:
+        return f"rotated keys of {ROPE_SIZE}, not {layers.rope_size}"
+    if {layers.key_size, layers.value_size} != {HEAD_SIZE}:
+        return f"projected heads of {HEAD_SIZE}, not {layers.key_size} and {layers.value_size}"
+    if layers.num_heads not in NUM_HEADS:
+        listed = ", ".join(map(str, NUM_HEADS[:-1]))
+        return f"{listed} or {NUM_HEADS[-1]} heads a rank, not {layers.num_heads}"
+    size = layers.block_size
+    if size % 16 or size > 1024:
+        return f"blocks of 16 to 1024 tokens, in steps of 16, not {size}"
+    if rules.documented and size not in (16, 128):
+        return f"blocks of 16 or 128 tokens, by its documentation, not {size}"
+    if rules.documented and layers.dtype != "torch.bfloat16":
+        return "bfloat16, by its documentation"
+    return None

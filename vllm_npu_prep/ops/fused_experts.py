@@ -1,0 +1,262 @@
+"""Mixture of experts by torch_npu's grouped products: no shape depends on data, nothing is synced.
+
+Pairs of token and expert are sorted by expert on the device, and each expert multiplies its rows in
+a product of all experts. How many rows an expert gets stays on the device, so a graph may contain
+all of it. Rows past the last pair of this rank's experts are undefined: nothing of them may reach a
+result.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+from vllm_npu_prep.errors import PrepError
+
+ROWS_GROUPED = 0
+"""``group_type`` of the grouped product with a weight for each group of rows."""
+
+ENDS, SIZES = 0, 1
+"""``group_list_type``: what the group list has of each group."""
+
+ONE_OUTPUT = 2
+"""``split_item`` with which all groups write to one tensor."""
+
+UNQUANTISED = -1
+"""``quant_mode`` of routing that copies rows as they are."""
+
+PAST_ANY_ROW = 0x7FFFFFFF
+"""Mask that turns -1, the index of a pair without a row, into one that no tensor reaches."""
+
+
+class Rows(NamedTuple):
+    """Rows of tokens by expert: those of this rank's first expert come first.
+
+    Attributes
+    ----------
+    values
+        ``[T * k, width]``; rows past the last group are undefined.
+    group_list
+        Rows of each expert, int64 ``[num_local_experts]`` on the device.
+    group_list_type
+        `SIZES`; `ENDS` for one expert, where both are the same number. The operator takes a single
+        group in this form only.
+    scales
+        float32 ``[T * k]`` of rows that routing has quantised, else None.
+    """
+
+    values: torch.Tensor
+    group_list: torch.Tensor
+    group_list_type: int
+    scales: torch.Tensor | None = None
+
+
+class ExpertWeights(Protocol):
+    """Weights of a layer's experts in one format, and how rows are multiplied by them."""
+
+    @property
+    def quant_mode(self) -> int:
+        """How routing quantises rows: ``quant_mode`` of ``npu_moe_init_routing_v2``."""
+
+    def up(self, rows: Rows) -> Rows:
+        """First product and activation: rows of ``hidden_size`` to rows of the inner size."""
+
+    def down(self, rows: Rows) -> torch.Tensor:
+        """Second product: ``[T * k, hidden_size]``, undefined past the last group."""
+
+
+def grouped_product(rows: Rows, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """Rows of each group times its weight, in one launch.
+
+    Parameters
+    ----------
+    rows
+        Left sides.
+    weight
+        ``[num_local_experts, width, n]``, contiguous or a transposed view.
+    **arguments
+        Further arguments of ``npu_grouped_matmul``: scales of quantised weights.
+    """
+    return torch.ops.npu.npu_grouped_matmul(
+        [rows.values],
+        [weight],
+        group_list=rows.group_list,
+        group_list_type=rows.group_list_type,
+        group_type=ROWS_GROUPED,
+        split_item=ONE_OUTPUT,
+        **arguments,
+    )[0]
+
+
+Activate = Callable[[torch.Tensor], torch.Tensor]
+
+ONE_LAUNCH: Mapping[MoEActivation, tuple[str, Activate]] = {
+    MoEActivation.SILU: ("swiglu", lambda x: torch.ops.npu.npu_swiglu(x, -1)),
+    MoEActivation.GELU: (
+        "geglu",
+        lambda x: torch.ops.npu.npu_geglu(x, -1, 0, activate_left=True)[0],
+    ),
+    MoEActivation.GELU_TANH: (
+        "geglu",
+        lambda x: torch.ops.npu.npu_geglu(x, -1, 1, activate_left=True)[0],
+    ),
+}
+"""Gated activations that an operator computes in one launch, by the switch that allows it."""
+
+
+class UnquantisedExperts:
+    """bfloat16 or float16 weights, as vLLM loads them.
+
+    Parameters
+    ----------
+    layer
+        vLLM's layer, with ``w13_weight`` ``[num_local_experts, 2 * inner, hidden]`` and
+        ``w2_weight`` ``[num_local_experts, hidden, inner]``. They are read at each call: a reload
+        may replace them.
+    activate
+        Activation of the whole row, gated or not.
+    """
+
+    quant_mode = UNQUANTISED
+
+    def __init__(self, layer: Any, activate: Activate) -> None:
+        self.layer = layer
+        self.activate = activate
+
+    def up(self, rows: Rows) -> Rows:
+        """The operator wants ``[experts, hidden, 2 * inner]`` and takes a transposed view."""
+        hidden = grouped_product(rows, self.layer.w13_weight.transpose(1, 2))
+        return rows._replace(values=self.activate(hidden))
+
+    def down(self, rows: Rows) -> torch.Tensor:
+        """Likewise."""
+        return grouped_product(rows, self.layer.w2_weight.transpose(1, 2))
+
+
+@dataclass(frozen=True)
+class OwnedExperts:
+    """The experts of this rank, in the numbers that routing gets.
+
+    Attributes
+    ----------
+    num_experts
+        Experts of all ranks. It is also the id that padding tokens get.
+    start, end
+        Ids of this rank's experts: ``start <= id < end``.
+    numbers
+        New id of each id, int32 ``[num_experts + 1]`` on the device, if this rank's experts are
+        scattered; the last one is for ids of no expert, -1 and `num_experts`. None: ids stay.
+    """
+
+    num_experts: int
+    start: int
+    end: int
+    numbers: torch.Tensor | None = None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no other rank has experts."""
+        return self.numbers is None and self.end - self.start == self.num_experts
+
+    @classmethod
+    def of(cls, expert_map: torch.Tensor | None, num_experts: int) -> "OwnedExperts":
+        """From vLLM's map, which is read once, when weights have been loaded.
+
+        Parameters
+        ----------
+        expert_map
+            Number on this rank of each expert, -1 for those of other ranks; None if all are here.
+        num_experts
+            Experts of all ranks.
+
+        Raises
+        ------
+        PrepError
+            If the map doesn't number this rank's experts from 0 on.
+        """
+        if expert_map is None:
+            return cls(num_experts, 0, num_experts)
+        numbers = expert_map.tolist()
+        mine = sorted((number, expert) for expert, number in enumerate(numbers) if number >= 0)
+        count = len(mine)
+        if [number for number, _ in mine] != list(range(count)) or len(numbers) != num_experts:
+            raise PrepError(
+                f"the map of experts to this rank, {numbers}, must number the rank's experts from "
+                f"0 on and cover {num_experts} experts"
+            )
+        experts = [expert for _, expert in mine]
+        start = experts[0] if experts else 0
+        if count and experts == list(range(start, start + count)):
+            return cls(num_experts, start, start + count)
+        nobody = num_experts
+        renumbered = [number if number >= 0 else nobody for number in numbers]
+        table = torch.tensor([*renumbered, nobody], dtype=torch.int32, device=expert_map.device)
+        return cls(num_experts, 0, max(count, 1), table)
+
+    def number(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Ids by which routing sorts, int32 ``[T, k]``."""
+        return topk_ids if self.numbers is None else self.numbers[topk_ids]
+
+
+def compute_experts(
+    x: torch.Tensor,  # [T, hidden_size]
+    topk_weights: torch.Tensor,  # [T, k]
+    topk_ids: torch.Tensor,  # [T, k] int32; -1 or num_experts for none
+    owned: OwnedExperts,
+    weights: ExpertWeights,
+    *,
+    has_padding: bool,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    """Sum of the outputs of each token's experts on this rank, weighted by the router.
+
+    Five launches: routing, product, activation, product, sum. Two more where they are needed:
+    renumbering of scattered experts, and indices of pairs without a row.
+
+    Parameters
+    ----------
+    x, topk_weights, topk_ids
+        Tokens, and what the router chose for them.
+    owned
+        Experts of this rank.
+    weights
+        Their weights.
+    has_padding
+        Whether there may be tokens without an expert.
+    apply_router_weight_on_input
+        Weight the inputs of experts instead of their outputs; there is one expert a token then.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[T, hidden_size]`` in the dtype of `x`. Sums are kept in float32 and rounded once. A token
+        without an expert on this rank gets zeros.
+    """
+    if not len(x):
+        return torch.zeros_like(x)
+    ids = owned.number(topk_ids)
+    if apply_router_weight_on_input:
+        x = x * topk_weights.to(x.dtype)
+    values, row_of_pair, sizes, scales = torch.ops.npu.npu_moe_init_routing_v2(
+        x,
+        ids,
+        active_num=ids.numel(),
+        # One more than there are: padding's id is not above it, and the range is never the whole,
+        # for which kernels take every pair as active.
+        expert_num=owned.num_experts + 1,
+        expert_tokens_num_type=SIZES,
+        expert_tokens_num_flag=True,
+        quant_mode=weights.quant_mode,
+        active_expert_range=[owned.start, owned.end],
+    )
+    list_type = SIZES if owned.end - owned.start > 1 else ENDS
+    is_quantised = weights.quant_mode != UNQUANTISED
+    rows = Rows(values, sizes, list_type, scales if is_quantised else None)
+    output = weights.down(weights.up(rows))
+    if has_padding or not owned.is_all:
+        # -1 would be read as a row before the first one; past the last one nothing is read.
+        row_of_pair = row_of_pair.bitwise_and(PAST_ANY_ROW)
+    probabilities = None if apply_router_weight_on_input else topk_weights
+    return torch.ops.npu.npu_moe_token_unpermute(output, row_of_pair, probs=probabilities)

@@ -1,0 +1,240 @@
+"""Routers whose choice of experts is one operator of torch_npu.
+
+vLLM has no hook for routers, so those of a loaded model are replaced. A router that no operator
+computes stays vLLM's. Padding tokens get no expert either way.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import envs
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+MAX_EXPERTS = 2048
+MAX_TOP_K = 1024
+GROUP_MULTIPLE = 32
+"""The operator pads groups to a multiple of this; all together are at most `MAX_EXPERTS`."""
+
+SOFTMAX, SIGMOID = 0, 1
+"""``norm_type``: how logits become scores."""
+
+
+def padding_mask(num_tokens: int) -> torch.Tensor | None:
+    """Which tokens of this step are padding, bool ``[num_tokens]``; None if none can be."""
+    if not envs.VLLM_MOE_SKIP_PADDING or not is_forward_context_available():
+        return None
+    is_padding = get_forward_context().is_padding
+    return None if is_padding is None else is_padding[:num_tokens]
+
+
+class _Router(BaseRouter):
+    """Stands in for a router of vLLM.
+
+    Parameters
+    ----------
+    router
+        vLLM's, whose settings are kept.
+    """
+
+    def __init__(self, router: BaseRouter) -> None:
+        super().__init__(router.top_k, router.global_num_experts, router.eplb_state)
+        self.router = router
+
+    @property
+    def routing_method_type(self) -> Any:
+        """As vLLM's."""
+        return self.router.routing_method_type
+
+
+class SoftmaxRouter(_Router):
+    """Top-k of a softmax; padding tokens get the id ``num_experts``.
+
+    Parameters
+    ----------
+    router
+        vLLM's.
+    renormalize
+        Whether each token's weights sum to 1: the softmax of the k largest logits.
+    """
+
+    def __init__(self, router: BaseRouter, renormalize: bool) -> None:
+        super().__init__(router)
+        self.renormalize = renormalize
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,  # [T, num_experts]
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights in the dtype of the logits, and int32 ids, ``[T, k]`` each."""
+        del hidden_states, indices_type, input_ids
+        weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(
+            router_logits,
+            k=self.top_k,
+            finished=padding_mask(len(router_logits)),
+            renorm=int(self.renormalize),
+        )
+        return weights, ids
+
+
+class GatingRouter(_Router):
+    """Top-k by sigmoid or softmax, with a bias and groups; padding gets the id ``num_experts``.
+
+    Parameters
+    ----------
+    router
+        vLLM's; its ``e_score_correction_bias`` is read at each call, for it may be loaded later.
+    norm_type
+        `SOFTMAX` or `SIGMOID`. The operator divides a sigmoid's weights by their sum.
+    groups
+        Number of groups of experts, and how many of them a token may choose from.
+    factor
+        Of all weights.
+    """
+
+    def __init__(
+        self,
+        router: BaseRouter,
+        norm_type: int,
+        groups: tuple[int, int] = (1, 1),
+        factor: float = 1.0,
+    ) -> None:
+        super().__init__(router)
+        self.norm_type = norm_type
+        self.groups = groups
+        self.factor = factor
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,  # [T, num_experts]
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights in the dtype of logits or bias, and int32 ids, ``[T, k]`` each."""
+        del hidden_states, indices_type, input_ids
+        bias = getattr(self.router, "e_score_correction_bias", None)
+        if bias is not None and bias.dtype != router_logits.dtype:
+            # Its precision decides which experts are chosen.
+            wider = torch.promote_types(bias.dtype, router_logits.dtype)
+            router_logits, bias = router_logits.to(wider), bias.to(wider)
+        number, kept = self.groups
+        weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
+            router_logits,
+            self.top_k,
+            bias=bias,
+            k_group=kept,
+            group_count=number,
+            group_select_mode=int(bias is not None),  # by the two best, or by the best
+            norm_type=self.norm_type,
+            routed_scaling_factor=self.factor,
+        )
+        is_padding = padding_mask(len(ids))
+        if is_padding is not None:
+            ids.masked_fill_(is_padding[:, None], self.global_num_experts)
+        return weights, ids
+
+
+class MaskedRouter(_Router):
+    """vLLM's choice, without one for padding, which some of its routers send to experts."""
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As vLLM's, with the id -1 for padding."""
+        weights, ids = self.router._compute_routing(
+            hidden_states, router_logits, indices_type, input_ids=input_ids
+        )
+        is_padding = padding_mask(len(ids))
+        return weights, ids if is_padding is None else ids.masked_fill(is_padding[:, None], -1)
+
+
+def fused_router(router: Any, switches: Collection[str]) -> Any:
+    """The router to use in place of vLLM's.
+
+    Parameters
+    ----------
+    router
+        vLLM's.
+    switches
+        Which operators are used: ``gating`` and ``gating_softmax`` among others.
+    """
+    found = _by_operator(router, switches)
+    if found is not None:
+        return found
+    masks = type(router) in (FusedTopKRouter, FusedTopKBiasRouter)  # by vLLM's own operators
+    return MaskedRouter(router) if isinstance(router, BaseRouter) and not masks else router
+
+
+def _by_operator(router: Any, switches: Collection[str]) -> _Router | None:
+    kind = type(router)
+    if kind not in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter):
+        return None  # subclasses may choose otherwise
+    is_sigmoid = router.scoring_func == "sigmoid"
+    if not is_sigmoid and router.scoring_func != "softmax":
+        return None
+    if kind is FusedTopKRouter and not is_sigmoid:
+        fits = "gating_softmax" in switches and router.top_k <= MAX_TOP_K
+        return SoftmaxRouter(router, router.renormalize) if fits else None
+    # The operator divides weights of a sigmoid by their sum, and those of a softmax never.
+    if "gating" not in switches or is_sigmoid != bool(router.renormalize):
+        return None
+    if getattr(router, "num_fused_shared_experts", 0) or router.global_num_experts > MAX_EXPERTS:
+        return None
+    norm_type = SIGMOID if is_sigmoid else SOFTMAX
+    if kind is FusedTopKRouter:
+        return GatingRouter(router, norm_type)
+    if kind is FusedTopKBiasRouter:
+        is_plain = router._hash_indices_table is None and router.bias_vl is None
+        factor = router.routed_scaling_factor
+        return GatingRouter(router, norm_type, factor=factor) if is_plain else None
+    groups = (router.num_expert_group, router.topk_group)
+    if not _takes_groups(router.global_num_experts, router.top_k, *groups):
+        return None
+    return GatingRouter(router, norm_type, groups, router.routed_scaling_factor)
+
+
+def _takes_groups(experts: int, top_k: int, number: int, kept: int) -> bool:
+    """Whether the operator takes groups like these; see its demands in ``operators.md``."""
+    if number < 1 or experts % number or not 1 <= kept <= number:
+        return False
+    size = experts // number
+    padded = number * -(-size // GROUP_MULTIPLE) * GROUP_MULTIPLE
+    return size > 2 and padded <= MAX_EXPERTS and top_k <= kept * size
+
+
+def replace_routers(model: nn.Module, switches: Collection[str]) -> None:
+    """Replace the routers of a loaded model."""
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            module.router = fused_router(module.router, switches)
+            _take_factor(module)
+
+
+def _take_factor(runner: MoERunner) -> None:
+    """Let a router apply the factor of its layer's output, which saves a launch.
+
+    In float16 vLLM divides the output of shared experts instead, and its decoder layers make up for
+    that: they are left alone.
+    """
+    router, factor = runner.router, runner.routed_scaling_factor
+    divides = runner.moe_config.in_dtype == torch.float16 and runner.shared_experts is not None
+    if isinstance(router, GatingRouter) and factor != 1.0 and not divides:
+        router.factor *= factor
+        runner.routed_scaling_factor = 1.0

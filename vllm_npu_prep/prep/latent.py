@@ -1,0 +1,155 @@
+"""Latent attention: decodes before prefills, and the plan by which prefills read their context.
+
+The cache keeps one latent row for each token. A *decode* (a request with at most
+`LatentSplit.decode_threshold` tokens in this step) attends over these rows as they are. A
+*prefill* attends over K and V that its new tokens were projected to, and then over its *context*:
+the rows that are in the cache already. Those have to be gathered and projected, too, which takes
+memory. So the contexts of a step are read in *context chunks* of at most `workspace_tokens` rows,
+and a request's part of a chunk is a *piece*. Results are merged by their log-sum-exp.
+
+The split and the plan are those of vLLM's ``split_decodes_and_prefills`` and
+``plan_mla_context_chunks``. How many pieces there can be depends on the padded sizes alone
+(`LatentSplit.max_pieces`), and so do the offsets of their arrays.
+"""
+
+from dataclasses import dataclass
+
+from vllm_npu_prep.prep.compiled import compiled
+
+
+@dataclass(frozen=True)
+class LatentSplit:
+    """How an engine with latent attention splits its steps.
+
+    Attributes
+    ----------
+    decode_threshold
+        Most tokens of a decode: one, and one for each draft.
+    workspace_tokens
+        Most rows of a context chunk, a multiple of `block_size`.
+    block_size
+        Of the cache, in tokens: a context is cut between blocks only.
+    max_model_len
+        Most tokens of a request.
+    """
+
+    decode_threshold: int
+    workspace_tokens: int
+    block_size: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        if self.decode_threshold < 1:
+            raise ValueError(f"decodes of {self.decode_threshold} tokens: there is at least one")
+        if self.workspace_tokens < 1 or self.workspace_tokens % self.block_size:
+            raise ValueError(
+                f"context chunks of {self.workspace_tokens} tokens: they consist of whole blocks "
+                f"of {self.block_size}"
+            )
+
+    def max_pieces(self, num_input_tokens: int, num_reqs_padded: int) -> int:
+        """Most pieces of a step of these sizes.
+
+        A request's first piece fills what is left of a chunk; each further one is a whole chunk,
+        or the rest of the context.
+        """
+        pieces_of_one = 1 + -(-self.max_model_len // self.workspace_tokens)
+        return min(num_input_tokens, num_reqs_padded) * pieces_of_one
+
+
+@dataclass(frozen=True)
+class LatentStep:
+    """Sizes of a step's split and plan, padding excluded.
+
+    Attributes
+    ----------
+    num_decodes, num_decode_tokens
+        The leading requests of the batch, and their tokens.
+    num_prefills
+        The requests after them.
+    num_pieces, num_chunks
+        Pieces of contexts, and the context chunks that they make up.
+    """
+
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    num_pieces: int
+    num_chunks: int
+
+
+@compiled
+def split_prefills(
+    num_reqs,
+    decode_threshold,
+    workspace_tokens,
+    block_size,
+    query_start_loc,  # [num_reqs + 1 or more] int32
+    num_computed_tokens,  # [num_reqs or more] int32
+    # Outputs; Q = requests after padding, C = `LatentSplit.max_pieces`
+    prefill_query_start_loc,  # [Q + 1] int32
+    context_piece_reqs,  # [C] int32
+    context_piece_starts,  # [C] int32
+    context_piece_lens,  # [C] int32
+    context_piece_chunks,  # [C] int32
+):
+    """Find where prefills begin, and plan the chunks in which their contexts are read.
+
+    Requests that follow each other share a chunk. If one doesn't fit into the rest of a chunk, as
+    many of its blocks as fit are read with it. A request without context ends a chunk, so that the
+    requests of a chunk are neighbours.
+
+    Returns
+    -------
+    tuple of int
+        The sizes of `LatentStep`.
+
+    Raises
+    ------
+    ValueError
+        If there are more pieces than the layout has room for, before anything is written past an
+        end.
+    """
+    num_decodes = 0
+    while num_decodes < num_reqs:
+        query_len = query_start_loc[num_decodes + 1] - query_start_loc[num_decodes]
+        if query_len > decode_threshold:
+            break
+        num_decodes += 1
+    num_decode_tokens = query_start_loc[num_decodes]
+    for req in range(num_decodes, num_reqs + 1):
+        prefill_query_start_loc[req - num_decodes] = query_start_loc[req] - num_decode_tokens
+
+    num_pieces = 0
+    num_chunks = 0
+    is_open = False  # whether the last chunk takes more pieces
+    rows = 0  # of that chunk
+    for req in range(num_decodes, num_reqs):
+        context_len = num_computed_tokens[req]
+        if context_len == 0:
+            is_open = False
+        start = 0
+        while start < context_len:
+            room = workspace_tokens - rows if is_open else workspace_tokens
+            length = context_len - start
+            if length > room:
+                length = room // block_size * block_size
+            if length == 0:  # not one block: a new chunk, which has room
+                is_open = False
+                continue
+            if num_pieces == context_piece_reqs.shape[0]:
+                raise ValueError("more pieces of contexts than the layout has room for")
+            if not is_open:
+                is_open = True
+                num_chunks += 1
+                rows = 0
+            context_piece_reqs[num_pieces] = req
+            context_piece_starts[num_pieces] = start
+            context_piece_lens[num_pieces] = length
+            context_piece_chunks[num_pieces] = num_chunks - 1
+            num_pieces += 1
+            rows += length
+            start += length
+            if start < context_len:  # a request that was cut ends its chunk
+                is_open = False
+    return num_decodes, num_decode_tokens, num_reqs - num_decodes, num_pieces, num_chunks

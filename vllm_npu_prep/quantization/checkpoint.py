@@ -1,0 +1,201 @@
+"""What a checkpoint's files hold, checked before any weight is loaded.
+
+Only the headers of safetensors files are read: names, dtypes and shapes. A model whose files aren't
+on this host yet is checked by the loader alone.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_npu_prep.errors import PrepError
+
+DESCRIPTION = "quant_model_description.json"
+FLOAT, STATIC, DYNAMIC = "FLOAT", "W8A8", "W8A8_DYNAMIC"
+TYPES = (FLOAT, STATIC, DYNAMIC)
+"""How ModelSlim says that a weight was quantised, as far as this plugin can serve it."""
+
+REQUIRED = {
+    STATIC: ("weight_scale", "input_scale", "input_offset", "quant_bias", "deq_scale"),
+    DYNAMIC: ("weight_scale",),
+}
+"""Tensors beside ``weight`` that each type needs."""
+
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class Entry(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    dtype: str  # as safetensors names it: I8, F32, BF16
+    shape: tuple[int, ...]
+    file: str
+
+
+Headers = Mapping[str, Entry]
+
+
+def read_headers(folder: Path) -> dict[str, Entry]:
+    """Every tensor in the safetensors files of a folder, by name; empty if there are none.
+
+    Raises
+    ------
+    PrepError
+        For a file that can't be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict)
+                    part = file.get_slice(name)
+                    found[name] = Entry(part.get_dtype(), tuple(part.get_shape()), path.name)
+        except (SafetensorError, OSError) as error:
+            raise PrepError(f"{path}: no safetensors file: {error}") from None
+    return found
+
+
+def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
+    """Type of each weight that a description names, by module."""
+    return {
+        name.removesuffix(".weight"): str(value)
+        for name, value in description.items()
+        if name.endswith(".weight")
+    }
+
+
+def check_description(
+    folder: Path, modules: Mapping[str, str], headers: Headers, num_layers: int
+) -> None:
+    """Hold ModelSlim's description against the files and the model's config.
+
+    Parameters
+    ----------
+    folder
+        Of the model, for messages.
+    modules
+        Type of each weight, by module: one of `TYPES`.
+    headers
+        What the files hold.
+    num_layers
+        Decoder layers of the model, with those that draft.
+
+    Raises
+    ------
+    PrepError
+        Names the module and the file, for the first that is missing, unknown or of a wrong shape.
+    """
+    source = folder / DESCRIPTION
+    for module, kind in modules.items():
+        _refuse_layers_beyond(module, num_layers, source)
+        weight = headers.get(f"{module}.weight")
+        if weight is None:
+            raise PrepError(f"{source}: names {module}, but no safetensors file has its weight")
+        is_int8 = weight.dtype == "I8"
+        if is_int8 == (kind == FLOAT):
+            raise PrepError(
+                f"{source}: calls {module} {kind}, but its weight in {weight.file} is "
+                f"{weight.dtype}; quantise the model again, or mend the description"
+            )
+        if kind != FLOAT:
+            _check_module(folder, module, kind, headers)
+    for name, entry in headers.items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and entry.dtype == "I8" and module not in modules:
+            raise PrepError(f"{folder / entry.file}: {module} is int8, but {DESCRIPTION} lacks it")
+
+
+def check_compressed(
+    folder: Path, headers: Headers, ignored: Iterable[str], num_layers: int
+) -> None:
+    """Hold the weights of a compressed-tensors checkpoint against their scales.
+
+    Parameters
+    ----------
+    folder
+        Of the model, for messages.
+    headers
+        What the files hold.
+    ignored
+        Modules that config.json leaves out: names, or ``re:`` and a pattern.
+    num_layers
+        Decoder layers of the model, with those that draft.
+
+    Raises
+    ------
+    PrepError
+        Names the module and the file.
+    """
+    ignored = tuple(ignored)
+    int8 = [n.removesuffix(".weight") for n in _weights(headers) if headers[n].dtype == "I8"]
+    names = {module.rpartition(".")[2] for module in int8}
+    for module in int8:
+        _refuse_layers_beyond(module, num_layers, folder / headers[f"{module}.weight"].file)
+        _check_module(folder, module, DYNAMIC, headers)
+    for name in _weights(headers):
+        module, entry = name.removesuffix(".weight"), headers[name]
+        is_left_out = any(_matches(module, pattern) for pattern in ignored)
+        if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
+            raise PrepError(
+                f"{folder / entry.file}: the weight of {module} is {entry.dtype}, int8 is "
+                'expected; quantise it, or add it to "ignore" in config.json'
+            )
+    for name, entry in headers.items():
+        module, _, last = name.rpartition(".")
+        if last == "weight_scale" and f"{module}.weight" not in headers:
+            raise PrepError(f"{folder / entry.file}: {module} has a weight_scale but no weight")
+
+
+def _weights(headers: Headers) -> Iterator[str]:
+    return (name for name in headers if name.endswith(".weight"))
+
+
+def _matches(module: str, pattern: str) -> bool:
+    """Whether "ignore" of compressed-tensors leaves a module out."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return module == pattern or module.startswith(f"{pattern}.")
+
+
+def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
+    found = LAYER.search(module)
+    if found and int(found[1]) >= num_layers:
+        raise PrepError(
+            f"{source}: names {module}, but the model has {num_layers} layers (config.json)"
+        )
+
+
+def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> None:
+    """Whether a module has what its type needs, in matching shapes."""
+    weight = headers[f"{module}.weight"]
+    path = folder / weight.file
+    if weight.dtype != "I8" or len(weight.shape) != 2:
+        raise PrepError(
+            f"{path}: the weight of {module} is {weight.dtype} {list(weight.shape)}; int8 with "
+            "two dimensions is expected"
+        )
+    outputs = weight.shape[0]
+    for name in REQUIRED[kind]:
+        if f"{module}.{name}" not in headers:
+            raise PrepError(f"{path}: {module} has no {name}, which {kind} needs")
+    single, channel = {(), (1,)}, {(outputs,), (outputs, 1)}
+    shapes = {
+        "weight_scale": channel | single if kind == DYNAMIC else channel,
+        "weight_offset": channel,
+        "input_scale": single,
+        "input_offset": single,
+        "quant_bias": channel,
+        "deq_scale": channel,
+        "bias": channel,
+    }
+    for name, allowed in shapes.items():
+        entry = headers.get(f"{module}.{name}")
+        if entry is not None and entry.shape not in allowed:
+            expected = " or ".join(str(list(shape)) for shape in sorted(allowed))
+            raise PrepError(
+                f"{folder / entry.file}: {name} of {module} is {list(entry.shape)}, its weight "
+                f"{list(weight.shape)}: {expected} is expected"
+            )

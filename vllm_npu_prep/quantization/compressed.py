@@ -1,0 +1,120 @@
+"""compressed-tensors: vLLM's own reader, with kernels and checks of this plugin."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear import register_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    Int8ScaledMMLinearKernel,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.platforms.interface import PlatformEnum
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.checkpoint import check_compressed, read_headers
+from vllm_npu_prep.quantization.experts import Int8Experts
+from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
+from vllm_npu_prep.quantization.loaded import add_int8, check_scales, num_layers_of
+
+
+class CheckedCompressedTensorsConfig(CompressedTensorsConfig):
+    """vLLM's, which also holds the checkpoint's files against each other."""
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """As vLLM's, after a look at the files.
+
+        Raises
+        ------
+        PrepError
+            If a module lacks its scales, or has wrong ones.
+        """
+        super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+        folder = Path(model_name)
+        headers = read_headers(folder)
+        if headers:
+            check_compressed(folder, headers, self.ignore, num_layers_of(hf_config))
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """As vLLM's, but for experts, of which vLLM's are compiled kernels."""
+        if not isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        self._add_fused_moe_to_target_scheme_map()
+        names = [str(getattr(layer, f"ckpt_{part}_proj_name")) for part in ("gate", "up", "down")]
+        schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise PrepError(
+                f"{prefix}: {', '.join(names)} are quantised in different ways; quantise the "
+                "projections of experts alike"
+            )
+        if schemes[0] is None:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        weights: Any = schemes[0]["weights"]
+        inputs: Any = schemes[0]["input_activations"]
+        if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
+            raise PrepError(
+                f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
+                f"these have weights by {weights.strategy} and inputs by {inputs.strategy}"
+            )
+        return Int8Experts(layer)
+
+
+class Int8LinearKernel(Int8ScaledMMLinearKernel):
+    """Linear layers of int8 weights and inputs, for vLLM's ``CompressedTensorsW8A8Int8``."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On every device of this platform."""
+        del compute_capability
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        """Scales for each token are symmetric; start-up has refused others by name."""
+        if c.input_symmetric or c.is_static_input_scheme:
+            return True, None
+        return False, "scales for each token are symmetric only"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales in the form that the device multiplies by; weights stay where they are."""
+        weight, scale, input_scale, zero_point, _ = self._get_layer_params(layer)
+        if not self.config.is_channelwise:  # one scale for each part of a fused layer
+            widths = torch.tensor(layer.logical_widths, device=scale.device)
+            scale = torch.repeat_interleave(scale.flatten(), widths)
+        scale = scale.detach().flatten().float()
+        check_scales(layer, "weight_scale", scale)
+        kept = Int8Linear(weight.detach().t(), scale)
+        if input_scale is not None:
+            step = input_scale.detach().flatten().float()
+            check_scales(layer, "input_scale", step)
+            zero = torch.zeros(1, dtype=torch.int32, device=step.device)
+            offset = zero if zero_point is None else zero_point.detach().flatten().int()
+            total = weight.detach().sum(1, dtype=torch.int32)  # [N]
+            kept = Int8Linear(kept.weight, scale * step, step, offset, -offset * total)
+        add_int8(layer, kept)
+
+    def apply_weights(
+        self,
+        layer: Any,
+        x: "torch.Tensor | QuantizedRows",
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight + bias`` of rounded inputs."""
+        return layer.int8(x, bias)
+
+
+def register_kernel() -> None:
+    """Let vLLM find the kernel for int8 linear layers on this platform, once in a process."""
+    from vllm.model_executor.kernels import linear
+
+    if Int8LinearKernel not in linear._POSSIBLE_INT8_KERNELS.get(PlatformEnum.OOT, ()):
+        register_linear_kernel(Int8LinearKernel, PlatformEnum.OOT, "int8")

@@ -1,0 +1,243 @@
+"""Mixtures of experts with int8 weights and int8 inputs, in both formats.
+
+Each expert's weights have a scale for each output channel; its inputs, and what goes between its
+two products, get a scale for each token (dynamic).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.ops.experts import (
+    ACTIVATIONS,
+    GroupedExperts,
+    activation_of,
+    check_sync_is_possible,
+)
+from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.fused_experts import (
+    Rows,
+    grouped_product,
+)
+from vllm_npu_prep.quantization.int8 import TorchInt8Linear
+from vllm_npu_prep.quantization.loaded import check_scales, name_of
+
+
+def apply_int8_experts(
+    x: torch.Tensor,  # [T, hidden_size]
+    w13: torch.Tensor,  # int8 [num_local_experts, 2 * intermediate_size, hidden_size]
+    w2: torch.Tensor,  # int8 [num_local_experts, hidden_size, intermediate_size]
+    w13_scale: torch.Tensor,  # float32 [num_local_experts, 2 * intermediate_size]
+    w2_scale: torch.Tensor,  # float32 [num_local_experts, hidden_size]
+    topk_weights: torch.Tensor,  # [T, k] float32
+    topk_ids: torch.Tensor,  # [T, k] integer, -1 for none
+    activation: MoEActivation,
+    expert_map: torch.Tensor | None = None,  # [num_experts] integer
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    """Sum of the outputs of each token's experts, weighted by the router.
+
+    As `vllm_npu_prep.ops.experts.apply_experts`, whose arguments these are, with rounded inputs.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
+    """
+    experts = topk_ids.flatten().long()  # [T * k]
+    if expert_map is not None:
+        experts = torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])
+    order = experts.argsort(stable=True)  # [T * k], those without an expert here first
+    tokens = order // topk_ids.shape[1]
+    weights = topk_weights.flatten()[order, None]  # [T * k, 1]
+    elsewhere, *counts = torch.bincount(experts + 1, minlength=len(w13) + 1).tolist()
+    activate = activation_of(activation)
+    output = torch.zeros_like(x, dtype=torch.float32)
+    end = elsewhere
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        start, end = end, end + count
+        mine, weight = tokens[start:end], weights[start:end]
+        rows = x.index_select(0, mine)
+        if apply_router_weight_on_input:
+            rows = rows * weight.to(rows.dtype)
+        hidden = activate(TorchInt8Linear(w13[expert].t(), w13_scale[expert])(rows))
+        result = TorchInt8Linear(w2[expert].t(), w2_scale[expert])(hidden).float()
+        if not apply_router_weight_on_input:
+            result *= weight
+        output.index_add_(0, mine, result)
+    return output.to(x.dtype)
+
+
+class NPUInt8Experts:
+    """Weights of a layer's experts for grouped products: routing rounds the rows.
+
+    Parameters
+    ----------
+    layer
+        vLLM's layer, with int8 weights as `UnquantisedExperts` of `fused_experts` has them, and
+        scales ``[num_local_experts, outputs, 1]``.
+    dtype
+        Of the model.
+    in_one_launch
+        Whether the operator that activates and rounds may be used.
+    """
+
+    quant_mode = 1  # of `npu_moe_init_routing_v2`: a scale for each row
+
+    def __init__(self, layer: Any, dtype: torch.dtype, in_one_launch: bool) -> None:
+        self.layer, self.dtype = layer, dtype
+        self.in_one_launch = in_one_launch and layer.activation == MoEActivation.SILU
+        self.activate = activation_of(layer.activation)
+        # For bfloat16 results the operator wants bfloat16 scales, for float16 results float32.
+        kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.w13_scale = layer.w13_weight_scale.detach().squeeze(-1).to(kind)
+        self.w2_scale = layer.w2_weight_scale.detach().squeeze(-1).to(kind)
+
+    def up(self, rows: Rows) -> Rows:
+        """First product, activation and rounding; rows past the last group stay undefined."""
+        hidden = self._product(rows, self.layer.w13_weight, self.w13_scale)
+        if self.in_one_launch:
+            values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
+                hidden, activate_left=True, quant_mode=1
+            )
+        else:
+            values, scales = torch.ops.npu.npu_dynamic_quant(self.activate(hidden))
+        return rows._replace(values=values, scales=scales)
+
+    def down(self, rows: Rows) -> torch.Tensor:
+        """Second product."""
+        return self._product(rows, self.layer.w2_weight, self.w2_scale)
+
+    def _product(self, rows: Rows, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return grouped_product(
+            rows,
+            weight.transpose(1, 2),
+            scale=[scale],
+            per_token_scale=[rows.scales],
+            output_dtype=self.dtype,
+        )
+
+
+class Int8Experts(FusedMoEMethodBase):
+    """Experts of int8 weights and inputs.
+
+    Parameters
+    ----------
+    layer
+        vLLM's experts, for which this is made.
+    has_offsets
+        Whether the files have ``weight_offset``, as ModelSlim's do.
+
+    Raises
+    ------
+    PrepError
+        For unsupported activations, and for experts with biases.
+    """
+
+    is_monolithic = False  # vLLM's routers choose experts
+    grouped: GroupedExperts | None = None
+
+    def __init__(self, layer: Any, has_offsets: bool = False) -> None:
+        super().__init__(layer.moe_config)
+        self.has_offsets = has_offsets
+        self._is_fused, self._in_one_launch = is_fused("experts"), is_fused("int8_swiglu")
+        if not self._is_fused:
+            check_sync_is_possible()
+        extras = {
+            f"activation {layer.activation.value}": layer.activation.without_mul()
+            not in ACTIVATIONS,
+            "biases": self.moe.has_bias,
+            "a limit of SwiGLU": getattr(layer, "swiglu_limit", None) is not None,
+        }
+        for extra, applies in extras.items():
+            if applies:
+                raise PrepError(
+                    f"quantised experts with {extra} ({layer.layer_name}) are not supported"
+                )
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Weights of this rank's experts, and a scale for each output channel of each."""
+        self.dtype = params_dtype
+        parts = 2 if self.moe.is_act_and_mul else 1
+        sizes = {
+            "w13": (parts * intermediate_size_per_partition, hidden_size),
+            "w2": (hidden_size, intermediate_size_per_partition),
+        }
+        by_channel = {"quant_method": FusedMoeWeightScaleSupported.CHANNEL.value}
+        for name, (outputs, inputs) in sizes.items():
+            made = {"weight": torch.empty(num_experts, outputs, inputs, dtype=torch.int8)}
+            made["weight_scale"] = torch.zeros(num_experts, outputs, 1, dtype=torch.float32)
+            if self.has_offsets:
+                made["weight_offset"] = torch.zeros(num_experts, outputs, 1, dtype=torch.float32)
+            for kind, data in made.items():
+                parameter = nn.Parameter(data, requires_grad=False)
+                attributes = extra_weight_attrs if kind == "weight" else by_channel
+                set_weight_attrs(parameter, {**extra_weight_attrs, **attributes})
+                layer.register_parameter(f"{name}_{kind}", parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check scales, and keep them as the device multiplies by them.
+
+        Raises
+        ------
+        PrepError
+            For scales that are not positive, and for weights with an offset.
+        """
+        for name in ("w13", "w2"):
+            scale = getattr(layer, f"{name}_weight_scale").detach()
+            check_scales(layer, f"weight_scale ({name})", scale)
+            if self.has_offsets and bool(getattr(layer, f"{name}_weight_offset").any()):
+                raise PrepError(
+                    f"{name_of(layer)}: weight_offset is not 0: weights must be quantised "
+                    "symmetrically (w_sym=True in ModelSlim)"
+                )
+
+        if self._is_fused:
+            weights = NPUInt8Experts(layer, self.dtype, self._in_one_launch)
+            self.grouped = GroupedExperts.of(layer, weights)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: no kernel of vLLM computes them."""
+        del layer
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,  # [T, hidden_size]
+        topk_weights: torch.Tensor,  # [T, k] float32
+        topk_ids: torch.Tensor,  # [T, k] integer
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
+        del shared_experts, shared_experts_input
+        if self.grouped is not None:
+            return self.grouped(x, topk_weights, topk_ids)
+        return apply_int8_experts(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            layer.w13_weight_scale.squeeze(-1),
+            layer.w2_weight_scale.squeeze(-1),
+            topk_weights,
+            topk_ids,
+            layer.activation,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+        )

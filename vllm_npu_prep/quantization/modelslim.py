@@ -1,0 +1,321 @@
+"""ModelSlim's format: ``--quantization ascend``.
+
+``quant_model_description.json`` names each weight and how it was quantised. Beside an int8
+``weight`` ``[N, K]``, the files have ``weight_scale`` and ``weight_offset`` ``[N, 1]``; static
+quantisation adds ``input_scale``, ``input_offset``, ``deq_scale`` (the product of both scales) and
+``quant_bias`` (the layer's bias over that, less the offset times the weights' sums).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.checkpoint import (
+    DESCRIPTION,
+    DYNAMIC,
+    FLOAT,
+    STATIC,
+    check_description,
+    modules_of,
+    read_headers,
+)
+from vllm_npu_prep.quantization.experts import Int8Experts
+from vllm_npu_prep.quantization.formats import MODELSLIM, read_description
+from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
+from vllm_npu_prep.quantization.loaded import add_int8, check_scales, name_of, num_layers_of
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+
+class ModelSlimConfig(QuantizationConfig):
+    """Which layers are quantised, and how.
+
+    Attributes
+    ----------
+    modules
+        ``FLOAT``, ``W8A8`` or ``W8A8_DYNAMIC`` of each weight, by the module's name in vLLM.
+    scales_as_int64
+        Whether the files keep ``deq_scale`` as the bits of float32 in int64, as for float16 models.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: dict[str, str] = {}
+        self.scales_as_int64: bool | None = None
+
+    def get_name(self) -> str:  # type: ignore[override]  # of the methods that vLLM brings
+        """Value of ``--quantization``."""
+        return MODELSLIM
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """All that the device takes; float32 on the CPU fallback."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """None: only CUDA devices have one."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: `maybe_update_config` reads the description, which vLLM would look for in vain."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "ModelSlimConfig":
+        """An empty config; `maybe_update_config` fills it."""
+        del config
+        return cls()
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Read the description and hold the files against it.
+
+        Raises
+        ------
+        PrepError
+            If there is no description, or if files and description differ.
+        """
+        description = read_description(model_name, revision)
+        if description is None:
+            raise PrepError(
+                f"--quantization {MODELSLIM}: {model_name} has no {DESCRIPTION}; leave the flag "
+                "out, or name a model that ModelSlim quantised"
+            )
+        self.modules = modules_of(description)
+        folder = Path(model_name)
+        headers = read_headers(folder)
+        if headers:
+            check_description(folder, self.modules, headers, num_layers_of(hf_config))
+        dtypes = {entry.dtype for name, entry in headers.items() if name.endswith(".deq_scale")}
+        self.scales_as_int64 = dtypes == {"I64"} if dtypes else None
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
+        """Names of modules as the model has them."""
+        self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+
+    def kind_of(self, prefix: str) -> str:
+        """How a layer was quantised, by its name in the model.
+
+        Raises
+        ------
+        PrepError
+            If the description lacks it, or says different things of the parts of a fused layer.
+        """
+        parent, _, last = prefix.rpartition(".")
+        parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, ())]
+        parts = parts if parts and prefix not in self.modules else [prefix]
+        kinds = {part: self.modules[part] for part in parts if part in self.modules}
+        if not kinds:
+            raise PrepError(f"{DESCRIPTION} does not say how {' or '.join(parts)} was quantised")
+        if len(set(kinds.values())) > 1:
+            told = ", ".join(f"{part} {kind}" for part, kind in kinds.items())
+            raise PrepError(f"{DESCRIPTION}: {told}: they are one layer here, quantise them alike")
+        return next(iter(kinds.values()))
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """How vLLM is to make and call a layer; None for those without weights to multiply."""
+        if isinstance(layer, RoutedExperts):
+            return modelslim_experts(self, layer, prefix)
+        if isinstance(layer, LinearBase):
+            kind = self.kind_of(prefix)
+            return UnquantizedLinearMethod() if kind == FLOAT else METHODS[kind](self)
+        if isinstance(layer, VocabParallelEmbedding) and self.modules.get(prefix, FLOAT) != FLOAT:
+            raise PrepError(
+                f"{DESCRIPTION}: {prefix} is {self.modules[prefix]}; embeddings and heads are "
+                "served in 16 or 32 bits only"
+            )
+        return None
+
+
+def _parameter(kind: type, loader: Callable[..., Any], data: torch.Tensor, **dims: int) -> Any:
+    return kind(data=data, weight_loader=loader, **dims)
+
+
+@register_weight_loader_v2_supported_method
+class ModelSlimDynamicLinear(LinearMethodBase):
+    """``W8A8_DYNAMIC``: a scale for each token, computed from the token."""
+
+    def __init__(self, config: ModelSlimConfig) -> None:
+        self.config = config
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Parameters by the names in the files."""
+        del input_size, output_size
+        outputs, loader = sum(output_partition_sizes), extra["weight_loader"]
+        layer.logical_widths = output_partition_sizes
+        layer.params_dtype = params_dtype
+        weight = torch.empty(outputs, input_size_per_partition, dtype=torch.int8)
+        made = {
+            "weight": _parameter(ModelWeightParameter, loader, weight, input_dim=1, output_dim=0)
+        }
+        for name in ("weight_scale", "weight_offset"):
+            data = torch.zeros(outputs, 1, dtype=torch.float32)
+            made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)
+        for name, parameter in made.items():
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales in the form that the device multiplies by.
+
+        Raises
+        ------
+        PrepError
+            For scales that are not positive, and for weights with an offset.
+        """
+        scale = layer.weight_scale.detach().flatten()
+        check_scales(layer, "weight_scale", scale)
+        self._refuse_offsets(layer)
+        add_int8(layer, Int8Linear(layer.weight.detach().t(), scale))
+
+    @staticmethod
+    def _refuse_offsets(layer: Any) -> None:
+        if bool(layer.weight_offset.detach().any()):
+            raise PrepError(
+                f"{name_of(layer)}: weight_offset is not 0: weights must be quantised "
+                "symmetrically (w_sym=True in ModelSlim)"
+            )
+
+    def apply(
+        self,
+        layer: Any,
+        x: "torch.Tensor | QuantizedRows",
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight + bias`` of rounded inputs."""
+        return layer.int8(x, bias)
+
+
+@register_weight_loader_v2_supported_method
+class ModelSlimStaticLinear(ModelSlimDynamicLinear):
+    """``W8A8``: one scale and offset for all inputs of the layer."""
+
+    def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
+        """Those of dynamic quantisation, and what describes the inputs."""
+        super().create_weights(layer, *args, **extra)
+        loader, parts = extra["weight_loader"], len(layer.logical_widths)
+        outputs = sum(layer.logical_widths)
+        as_int64 = self.config.scales_as_int64
+        if as_int64 is None:  # the files are not on this host yet: ModelSlim's rule
+            as_int64 = layer.params_dtype == torch.float16
+        single = {
+            "input_scale": torch.zeros(parts, dtype=torch.float32),
+            "input_offset": torch.zeros(parts, dtype=torch.float32),
+        }
+        channel = {
+            "quant_bias": torch.zeros(outputs, dtype=torch.int32),
+            "deq_scale": torch.zeros(outputs, dtype=torch.int64 if as_int64 else torch.float32),
+        }
+        for name, data in single.items():
+            layer.register_parameter(name, _parameter(PerTensorScaleParameter, loader, data))
+        for name, data in channel.items():
+            made = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)
+            layer.register_parameter(name, made)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales in the form that the device multiplies by.
+
+        Raises
+        ------
+        PrepError
+            For scales that are not positive or don't belong together.
+        """
+        self._refuse_offsets(layer)
+        steps, offsets = layer.input_scale.detach(), layer.input_offset.detach()
+        check_scales(layer, "input_scale", steps)
+        if bool((steps != steps[0]).any() | (offsets != offsets[0]).any()):
+            raise PrepError(
+                f"{name_of(layer)}: its parts have different values of input_scale or "
+                "input_offset, but they read the same input; quantise the model again"
+            )
+        scale = layer.deq_scale.detach().flatten()
+        if scale.dtype == torch.int64:
+            scale = scale.to(torch.int32).view(torch.float32)
+        check_scales(layer, "deq_scale", scale)
+        expected = layer.weight_scale.detach().flatten() * steps[0]
+        if not torch.allclose(scale, expected, rtol=0.02, atol=0):
+            raise PrepError(
+                f"{name_of(layer)}: deq_scale is not input_scale * weight_scale; quantise the "
+                "model again"
+            )
+        sum_bias = layer.quant_bias.detach()
+        if isinstance(layer, RowParallelLinear) and layer.tp_rank > 0:
+            # Ranks add up their products: one of them takes the offset out and adds the bias.
+            sum_bias = torch.zeros_like(sum_bias)
+        offset = offsets[:1].round().int()
+        weight = layer.weight.detach().t()
+        add_int8(layer, Int8Linear(weight, scale, steps[:1].clone(), offset, sum_bias))
+
+    def apply(
+        self,
+        layer: Any,
+        x: "torch.Tensor | QuantizedRows",
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight`` of rounded inputs; ``quant_bias`` has the layer's bias in it."""
+        del bias
+        return layer.int8(x)
+
+
+METHODS = {STATIC: ModelSlimStaticLinear, DYNAMIC: ModelSlimDynamicLinear}
+"""How each type of weight is made and called."""
+
+
+def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> FusedMoEMethodBase:
+    """How ModelSlim's description says that a layer's experts are made.
+
+    Raises
+    ------
+    PrepError
+        If it doesn't name them, says different things of them, or has a type that is not served.
+    """
+    kinds = {name: kind for name, kind in config.modules.items() if name.startswith(f"{prefix}.")}
+    if not kinds:
+        raise PrepError(f"{DESCRIPTION} does not say how {prefix} were quantised")
+    if len(set(kinds.values())) > 1:
+        one, other = (
+            next(n for n in kinds if kinds[n] == k) for k in sorted(set(kinds.values()))[:2]
+        )
+        raise PrepError(
+            f"{DESCRIPTION}: {one} is {kinds[one]}, {other} {kinds[other]}: the experts of a layer "
+            "are one module here, quantise them alike"
+        )
+    kind = next(iter(kinds.values()))
+    if kind == FLOAT:
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    if kind != DYNAMIC:
+        raise PrepError(f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} is supported")
+    return Int8Experts(layer, has_offsets=True)

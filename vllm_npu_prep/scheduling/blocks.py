@@ -1,0 +1,95 @@
+"""When ``allocate_slots`` would change nothing for a decode, so that it needn't be called."""
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
+
+from vllm_npu_prep.scheduling.requests import NEVER, NotedRequest
+
+
+class BlockNeeds:
+    """Notes on a request, after a call of ``allocate_slots``, until when none is needed.
+
+    Such a call does three things for a running request (``KVCacheManager.allocate_slots``): it
+    frees blocks that left a window, gets blocks for new tokens, and enters full blocks into the
+    prefix cache. Each has a number of tokens below which it does nothing. The numbers are lower
+    bounds: a call too many changes nothing, either.
+
+    Parameters
+    ----------
+    manager
+        The scheduler's.
+    max_model_len
+        Of the engine: no slots are needed past it.
+
+    Attributes
+    ----------
+    known
+        True if all KV-cache groups are of a kind whose bounds are known. If not, nothing is noted,
+        and ``allocate_slots`` is called for each request in each step, as upstream does.
+    """
+
+    def __init__(self, manager: KVCacheManager, max_model_len: int) -> None:
+        self.managers = manager.coordinator.single_type_managers
+        self.max_model_len = max_model_len
+        hash_block_size = manager.block_pool.hash_block_size
+        # With another block size, FullAttentionManager also caches the block in which a prompt ends
+        self.known = bool(self.managers) and all(
+            type(each) in _NEXT_FREED
+            and (type(each) is not FullAttentionManager or each.block_size == hash_block_size)
+            for each in self.managers
+        )
+
+    def note(self, request: NotedRequest) -> None:
+        """Note all bounds of a request, right after ``allocate_slots`` was called for it."""
+        if not self.known:
+            return
+        blocks = window = NEVER
+        freed_up_to = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        for manager in self.managers:
+            there = len(manager.req_to_blocks.get(request.request_id, ()))
+            blocks = min(blocks, there * manager.block_size)
+            window = min(window, _NEXT_FREED[type(manager)](manager, freed_up_to))
+        request.blocks_until = blocks if blocks < self.max_model_len else NEVER
+        request.window_until = window
+        self.note_cached(request)
+
+    def note_cached(self, request: NotedRequest) -> None:
+        """Note when the next block can be cached, after ``cache_blocks`` was called."""
+        if not self.known:
+            return
+        cached = NEVER
+        for manager in self.managers:
+            if manager.enable_caching and manager.kv_cache_spec.prefix_cacheable:
+                blocks = manager.num_cached_block.get(request.request_id, 0)
+                cached = min(cached, (blocks + 1) * manager.block_size)
+        request.cached_until = cached
+
+
+def _never(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+    return NEVER
+
+
+def _next_of_window(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+    """Tokens from which on a sliding window leaves another block: it moves by one a token."""
+    skipped = manager.get_num_skipped_tokens(num_tokens)
+    return num_tokens + manager.block_size - skipped % manager.block_size
+
+
+def _next_of_chunk(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+    """Tokens from which on the next chunk has begun: the blocks before it are left at once."""
+    assert isinstance(manager, ChunkedLocalAttentionManager)
+    size = manager.attention_chunk_size
+    return (num_tokens // size + 1) * size
+
+
+_NEXT_FREED = {
+    FullAttentionManager: _never,
+    SlidingWindowManager: _next_of_window,
+    ChunkedLocalAttentionManager: _next_of_chunk,
+}
+"""For each kind of KV-cache group, the tokens from which on it may free another block."""

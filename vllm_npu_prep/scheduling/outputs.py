@@ -1,0 +1,276 @@
+"""Tokens of a step, put into the books of their requests: ``update_from_output``'s batched half.
+
+Upstream goes through the rows of a step one after the other. So do we, in one loop, for rows to
+which it would only append tokens, and hand it the others in their place: `Rows` stands for
+``num_scheduled_tokens`` in the step that upstream's method gets, and its ``items()`` yields only
+those. All that upstream does, it therefore does in the order in which it would have done it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_npu_prep.scheduling.blocks import BlockNeeds
+from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED, NotedRequest
+
+RUNNING = RequestStatus.RUNNING
+
+
+@dataclass
+class Books:
+    """What the loop over rows reads and calls of the scheduler.
+
+    Attributes
+    ----------
+    requests
+        Requests by id.
+    manager, needs
+        Of the KV cache.
+    hash_block_size
+        Tokens for which a request gets another hash.
+    asynchronous
+        Whether tokens are scheduled before the last ones are known, and placeholders counted.
+    free_encoder_inputs
+        Upstream's method, for requests with images.
+    """
+
+    requests: dict[str, Request]
+    manager: KVCacheManager
+    needs: BlockNeeds
+    hash_block_size: int
+    asynchronous: bool
+    free_encoder_inputs: Callable[[Request], None]
+
+
+@dataclass
+class Handed:
+    """A row that upstream gets, and where an output of it belongs.
+
+    Attributes
+    ----------
+    request_id
+        Of the row.
+    client
+        Who gets the output.
+    before
+        Number of plain outputs for this client that come first.
+    """
+
+    request_id: str
+    client: int
+    before: int
+
+
+@dataclass
+class Rows:
+    """The rows of a step, in place of ``num_scheduled_tokens``; it is gone through once.
+
+    Attributes
+    ----------
+    books
+        Of the scheduler.
+    step, sampled
+        The step that was scheduled and what the runner returned for it.
+    outputs
+        Outputs of plain rows, by client.
+    first
+        For each of these clients, how many rows had been handed to upstream before its first
+        output.
+    handed
+        Rows that upstream got.
+    drafts
+        How often a plain row verified some drafts and accepted some: ``{(drafts, accepted):
+        rows}``.
+    """
+
+    books: Books
+    step: SchedulerOutput
+    sampled: ModelRunnerOutput
+    outputs: dict[int, list[EngineCoreOutput]] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    handed: list[Handed] = field(default_factory=list)
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """Do plain rows, and yield the others where they come.
+
+        A row is plain if upstream would only append its tokens: the request runs, has no stale
+        output, emitted something before, and none of the tokens ends it. What is left of upstream's
+        rules for such a row is here; each line names its source in vLLM's ``v1/core/sched``.
+        """
+        books, manager = self.books, self.books.manager
+        find, note_cached = books.requests.get, books.needs.note_cached
+        asynchronous, hash_block_size = books.asynchronous, books.hash_block_size
+        index, sampled = self.sampled.req_id_to_index, self.sampled.sampled_token_ids
+        drafts_of = self.step.scheduled_spec_decode_tokens
+        invalid_drafts = self.step.num_invalid_spec_tokens or {}
+        client, outputs = None, None
+        for request_id, num_scheduled in self.step.num_scheduled_tokens.items():
+            request: NotedRequest = find(request_id)  # type: ignore[assignment]
+            if (
+                request is None
+                or request.status is not RUNNING
+                or request.num_stale_output_tokens
+                or request.prefill_stats is not None
+                or request.events
+                or request.traits & SPECIAL
+            ):
+                yield self._hand(request_id, num_scheduled, request)
+                continue
+            new_ids = sampled[index[request_id]]
+            all_ids = request._all_token_ids
+            num_new = len(new_ids)
+            length = len(all_ids) + num_new
+            if (
+                length >= request.stop_length
+                or not num_new
+                or not (
+                    new_ids[0] not in request.stop_tokens
+                    if num_new == 1
+                    else request.stop_tokens.isdisjoint(new_ids)
+                )
+            ):
+                yield self._hand(request_id, num_scheduled, request)
+                continue
+            request.num_in_flight_tokens -= num_scheduled  # Scheduler.update_from_output
+            drafts = drafts_of.get(request_id) if drafts_of else None
+            if drafts:
+                num_drafts, num_accepted = len(drafts), num_new - 1
+                rejected = num_drafts - num_accepted
+                if rejected:  # Scheduler.update_from_output rolls them back
+                    if request.num_computed_tokens > 0:
+                        request.num_computed_tokens -= rejected
+                    if request.num_output_placeholders > 0:
+                        request.num_output_placeholders -= rejected
+                if invalid_drafts:  # Scheduler.make_spec_decoding_stats
+                    num_drafts -= invalid_drafts.get(request_id, 0)
+                self.drafts[num_drafts, num_accepted] += 1
+            traits = request.traits
+            if traits & MEDIA:
+                books.free_encoder_inputs(request)
+            all_ids += new_ids  # Request.append_output_token_ids
+            request._output_token_ids += new_ids
+            if length % hash_block_size < num_new:
+                request.update_block_hashes()
+            if asynchronous:  # AsyncScheduler._update_request_with_output
+                placeholders = request.num_output_placeholders - num_new
+                request.num_output_placeholders = placeholders
+                assert placeholders >= 0
+                cacheable = request.num_computed_tokens - placeholders
+                if cacheable >= request.cached_until:
+                    manager.cache_blocks(request, cacheable)
+                    note_cached(request)
+            if request.client_index != client:
+                client = request.client_index
+                outputs = self.outputs.get(client)
+                if outputs is None:
+                    outputs = self.outputs[client] = []
+                    self.first[client] = len(self.handed)
+            outputs.append(  # type: ignore[union-attr]
+                EngineCoreOutput(request_id, new_ids)
+                if not traits & TRACED
+                else EngineCoreOutput(request_id, new_ids, trace_headers=request.trace_headers)
+            )
+
+    def _hand(
+        self, request_id: str, num_scheduled: int, request: Request | None
+    ) -> tuple[str, int]:
+        """Note a row that upstream gets."""
+        if request is not None:
+            client = request.client_index
+            before = len(self.outputs.get(client, ()))
+            self.handed.append(Handed(request_id, client, before))
+        return request_id, num_scheduled
+
+    def join(self, upstream: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        """Put the outputs of plain rows among upstream's, where upstream would have had them.
+
+        Clients come in the order of their first output, then those of upstream's tail; statistics
+        go to the first of them.
+        """
+        if not self.outputs:
+            return upstream
+        stats = None
+        for outputs in upstream.values():
+            stats = stats or outputs.scheduler_stats
+            outputs.scheduler_stats = None
+        # If it had nothing else, upstream has made one for its statistics alone
+        rest = {
+            client: outputs
+            for client, outputs in upstream.items()
+            if outputs.outputs or outputs.finished_requests is not None
+        }
+        place = {client: number - 0.5 for client, number in self.first.items()}
+        if any(outputs.outputs for outputs in rest.values()):
+            self._join_rows(rest, place)
+        joined = {}
+        for client in sorted(place, key=place.__getitem__):
+            outputs = rest.pop(client) if client in rest else EngineCoreOutputs()
+            outputs.outputs = self.outputs.get(client, outputs.outputs)
+            joined[client] = outputs
+        joined |= rest
+        if stats is not None:
+            next(iter(joined.values())).scheduler_stats = stats
+        return joined
+
+    def _join_rows(self, upstream: dict[int, EngineCoreOutputs], place: dict[int, float]) -> None:
+        """Put each output that upstream made of a row after the plain ones before it.
+
+        `place` gets the clients of these rows, too.
+        """
+        by_client: dict[int, list[tuple[int, Handed]]] = {}
+        for number, row in enumerate(self.handed):
+            by_client.setdefault(row.client, []).append((number, row))
+        for client, each in upstream.items():
+            theirs = each.outputs
+            ours = self.outputs.get(client, [])
+            pieces: list[list[EngineCoreOutput]] = []
+            done = taken = 0
+            for number, row in by_client.get(client, ()):
+                if taken == len(theirs) or not _is_of_row(theirs[taken], row.request_id):
+                    continue
+                pieces += [ours[done : row.before], [theirs[taken]]]
+                done, taken = row.before, taken + 1
+                place[client] = min(place.get(client, number), number)
+            if client in place:
+                self.outputs[client] = [*chain(*pieces), *ours[done:], *theirs[taken:]]
+
+
+def _is_of_row(output: EngineCoreOutput, request_id: str) -> bool:
+    """Whether upstream made an output of a row; if not, its tail did, of a request that failed."""
+    return output.request_id == request_id and (
+        bool(output.new_token_ids)
+        or output.pooling_output is not None
+        or output.finish_reason is not FinishReason.ERROR
+    )
+
+
+def add_drafts(
+    stats: SpecDecodingStats | None, drafts: Counter[tuple[int, int]], num_spec_tokens: int
+) -> SpecDecodingStats | None:
+    """Add the drafts of plain rows to a step's statistics.
+
+    As ``SpecDecodingStats.observe_draft`` of vLLM's ``v1/spec_decode/metrics.py``, for all rows of
+    a kind at once.
+    """
+    if not drafts:
+        return stats
+    if stats is None:
+        stats = SpecDecodingStats.new(num_spec_tokens)
+    for (num_drafts, num_accepted), rows in drafts.items():
+        stats.num_drafts += rows
+        stats.num_draft_tokens += rows * num_drafts
+        stats.num_accepted_tokens += rows * num_accepted
+        for position in range(num_accepted):
+            stats.num_accepted_tokens_per_pos[position] += rows
+        for position in range(num_drafts):
+            stats.num_draft_tokens_per_pos[position] += rows
+    return stats

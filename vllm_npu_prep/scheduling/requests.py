@@ -1,0 +1,95 @@
+"""What the batched scheduler notes about a request when it arrives."""
+
+from typing import cast
+
+from vllm.v1.request import Request
+
+NEVER = 1 << 62
+"""A number of tokens that no request reaches."""
+
+
+# Traits: why a row of the batched loops needs a second look. Numbers, since flags of the standard
+# library take longer to test than the rest of a row.
+SPECIAL = 1
+"""Upstream's method appends its tokens: log-probabilities, pooling, structured output, repetition
+detection, streamed input (whose outputs repeat the stop reason of the part before), acceptance
+counts of its own."""
+GRAMMAR = 2
+"""Structured output, which ``SchedulerOutput`` tells the runner about."""
+MEDIA = 4
+"""Images or other encoder inputs."""
+TRACED = 8
+"""Its outputs carry trace headers."""
+
+
+class NotedRequest(Request):
+    """A request with what `note` added; for type checkers, never instantiated.
+
+    Attributes
+    ----------
+    traits
+        Sum of `SPECIAL`, `GRAMMAR`, `MEDIA` and `TRACED`; 0 for most requests.
+    stop_tokens
+        Tokens that may end it.
+    last_length
+        Tokens, prompt and output, with which it reaches ``max_tokens``.
+    stop_length
+        Tokens with which it ends for its length: `last_length` or ``max_model_len``.
+    blocks_until
+        Tokens for which it has blocks in every KV-cache group; 0 if unknown.
+    cached_until
+        Tokens from which on another block can enter the prefix cache; 0 if unknown.
+    window_until
+        Computed tokens from which on a block may leave a window of attention; 0 if unknown.
+    """
+
+    traits: int
+    stop_tokens: frozenset[int]
+    last_length: int
+    stop_length: int
+    blocks_until: int
+    cached_until: int
+    window_until: int
+
+
+def note(request: Request, max_model_len: int) -> NotedRequest:
+    """Note what doesn't change while a request runs.
+
+    Stops are those of ``check_stop`` in vLLM's ``v1/core/sched/utils.py``, where upstream decides;
+    here they only tell which rows to hand to it.
+    """
+    noted = cast("NotedRequest", request)
+    params = request.sampling_params
+    traits = 0
+    if (
+        params is None
+        or request.pooling_params is not None
+        or request.structured_output_request is not None
+        or request.resumable
+        or request.spec_decode_metrics is not None
+        or params.repetition_detection is not None
+        or params.num_logprobs is not None
+        or params.prompt_logprobs is not None
+        or params.prompt_logprob_token_ids is not None
+    ):
+        traits |= SPECIAL
+    if request.structured_output_request is not None:
+        traits |= GRAMMAR
+    if request.mm_features:
+        traits |= MEDIA
+    if request.trace_headers is not None:
+        traits |= TRACED
+    noted.traits = traits
+    stops = set(params.stop_token_ids or ()) if params is not None else set()
+    if params is not None and params.eos_token_id is not None:
+        stops.add(params.eos_token_id)
+    noted.stop_tokens = frozenset(stops)
+    noted.last_length = request.num_prompt_tokens + request.max_tokens
+    noted.stop_length = min(max_model_len, noted.last_length)
+    forget_blocks(noted)
+    return noted
+
+
+def forget_blocks(request: NotedRequest) -> None:
+    """Have the next step ask for blocks, whatever was known of them."""
+    request.blocks_until = request.cached_until = request.window_until = 0

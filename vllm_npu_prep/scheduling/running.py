@@ -1,0 +1,228 @@
+"""Decodes at the head of ``running``, scheduled in one loop: ``schedule``'s batched half.
+
+A decode is a request that lacks one computed token, and may have drafts to verify. It is past its
+prompt, so no encoder input can keep it back. Upstream asks for its blocks in every step; here a
+call is made only where it changes something (`BlockNeeds`).
+"""
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_npu_prep.scheduling.blocks import BlockNeeds
+from vllm_npu_prep.scheduling.requests import GRAMMAR, NotedRequest
+
+
+@dataclass
+class Taken:
+    """The head of ``running``, and what its requests compute in a step.
+
+    Attributes
+    ----------
+    num_requests
+        Length of the head; not all of it need be scheduled.
+    num_tokens
+        Tokens to compute, of all together.
+    requests
+        Those that are scheduled. The columns below have an entry for each.
+    req_ids, num_new_tokens, num_computed_tokens, num_output_tokens
+        Ids; tokens to compute; tokens computed before; tokens that were output, with those that are
+        still computed.
+    new_block_ids
+        New blocks by KV-cache group, by index of the request; only where there are some.
+    drafts
+        Tokens to verify, by id.
+    all_token_ids
+        Tokens of requests that the last step didn't have, by id; for Model Runner V1.
+    grammar, grammar_pending
+        Whether any has structured output, and whether tokens that its grammar needs are still
+        computed.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    requests: list[NotedRequest] = field(default_factory=list)
+    req_ids: list[str] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
+    new_block_ids: dict[int, tuple[list[int], ...]] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    grammar: bool = False
+    grammar_pending: bool = False
+
+    def loras(self) -> set[int]:
+        """Adapters of these requests."""
+        return loras_of(self.requests)
+
+    def join(self, output: SchedulerOutput) -> None:
+        """Put these requests before those that upstream's method scheduled."""
+        scheduled = dict(zip(self.req_ids, self.num_new_tokens, strict=True))
+        scheduled.update(output.num_scheduled_tokens)
+        output.num_scheduled_tokens = scheduled
+        output.total_num_scheduled_tokens += self.num_tokens
+        if self.drafts:
+            self.drafts.update(output.scheduled_spec_decode_tokens)
+            output.scheduled_spec_decode_tokens = self.drafts
+        output.has_structured_output_requests |= self.grammar
+        output.pending_structured_output_tokens |= self.grammar_pending
+        cached = output.scheduled_cached_reqs
+        blocks: list[tuple[list[int], ...] | None] = [None] * len(self.req_ids)
+        for index, ids in self.new_block_ids.items():
+            blocks[index] = ids
+        cached.req_ids = self.req_ids + cached.req_ids
+        cached.new_block_ids = blocks + cached.new_block_ids
+        cached.num_computed_tokens = self.num_computed_tokens + cached.num_computed_tokens
+        cached.num_output_tokens = self.num_output_tokens + cached.num_output_tokens
+        if self.all_token_ids:
+            cached.all_token_ids = self.all_token_ids | cached.all_token_ids
+
+
+class Decodes:
+    """Schedules decodes.
+
+    Parameters
+    ----------
+    scheduler
+        Whose requests they are.
+    needs
+        When blocks have to be asked for.
+    asynchronous
+        Whether the next step is scheduled before the last tokens are known.
+    """
+
+    def __init__(self, scheduler: Scheduler, needs: BlockNeeds, *, asynchronous: bool) -> None:
+        self.scheduler = scheduler
+        self.needs = needs
+        self.asynchronous = asynchronous
+
+    def take(self, running: list[Request], end: int) -> Taken:
+        """Schedule the decodes among the first `end` requests, up to the first that isn't one.
+
+        It ends, too, at a request that the token budget or the blocks don't suffice for: upstream's
+        method then cuts it, or preempts others. Each rule names its source in vLLM's
+        ``v1/core/sched``.
+        """
+        scheduler, needs = self.scheduler, self.needs
+        allocate = scheduler.kv_cache_manager.allocate_slots
+        lookahead = scheduler.num_lookahead_tokens
+        longest = scheduler.max_model_len - scheduler.num_sampled_tokens_per_step
+        asynchronous = self.asynchronous
+        step = scheduler.current_step + 1
+        eligible = step + cast("AsyncScheduler", scheduler).decode_stagger if self._staggers else 0
+        next_drafts = [-1] * scheduler.num_spec_tokens if asynchronous else []
+        budget = scheduler.max_num_scheduled_tokens
+        taken = Taken()
+        add_request, add_id = taken.requests.append, taken.req_ids.append
+        add_new, add_computed = taken.num_new_tokens.append, taken.num_computed_tokens.append
+        add_output = taken.num_output_tokens.append
+        for request in cast("list[NotedRequest]", running[:end]):
+            computed = request.num_computed_tokens
+            placeholders = request.num_output_placeholders
+            known = len(request._all_token_ids)
+            if known + placeholders - computed != 1 or request.is_prefill_chunk:
+                break
+            if (  # Scheduler.schedule: enough tokens are on their way
+                placeholders and computed + 2 - placeholders >= request.last_length
+            ):
+                taken.num_requests += 1
+                continue
+            if eligible and step < request.next_decode_eligible_step:
+                taken.num_requests += 1
+                continue
+            drafts = request.spec_token_ids
+            new = 1 + len(drafts)
+            if new > longest - computed:  # Scheduler.schedule: not past max_model_len
+                new = longest - computed
+                if new <= 0:
+                    taken.num_requests += 1
+                    continue
+            if new > budget:
+                break
+            traits = request.traits
+            in_flight = request.num_in_flight_tokens
+            if (
+                computed + new + lookahead > request.blocks_until
+                or computed + 1 - placeholders >= request.cached_until
+                or computed - in_flight >= request.window_until
+            ):
+                blocks = allocate(request, new, num_lookahead_tokens=lookahead)
+                if blocks is None:
+                    break
+                needs.note(request)
+                ids = blocks.get_block_ids(allow_none=True)
+                if ids is not None:
+                    taken.new_block_ids[len(taken.req_ids)] = ids
+            if traits & GRAMMAR:  # _update_after_schedule of Scheduler and of AsyncScheduler
+                taken.grammar = True
+                taken.grammar_pending |= asynchronous and placeholders > 0
+            taken.num_requests += 1
+            request_id = request.request_id
+            add_request(request)
+            add_id(request_id)
+            add_new(new)
+            add_computed(computed)
+            # Scheduler._make_cached_request_data
+            add_output(len(request._output_token_ids) + placeholders)
+            budget -= new
+            if drafts:  # Scheduler.schedule
+                if new > 1:
+                    whole = len(drafts) == new - 1
+                    taken.drafts[request_id] = drafts if whole else drafts[: new - 1]
+                request.spec_token_ids = []
+            request.num_computed_tokens = computed + new  # Scheduler._update_after_schedule
+            request.num_in_flight_tokens = in_flight + new
+            if asynchronous:  # AsyncScheduler._update_after_schedule
+                request.num_output_placeholders = placeholders + new
+                request.spec_token_ids = next_drafts
+                if eligible:
+                    request.next_decode_eligible_step = eligible
+        taken.num_tokens = scheduler.max_num_scheduled_tokens - budget
+        self._note_new(taken)
+        return taken
+
+    @property
+    def _staggers(self) -> bool:
+        """Whether steps between two decodes of a request are counted (Model Runner V2)."""
+        return self.asynchronous and self.scheduler.use_v2_model_runner
+
+    def _note_new(self, taken: Taken) -> None:
+        """Note the tokens of requests that the last step didn't have, for Model Runner V1."""
+        if self.scheduler.use_v2_model_runner:
+            return
+        had = self.scheduler.prev_step_scheduled_req_ids
+        if not had.issuperset(taken.req_ids):
+            for request in taken.requests:
+                if request.request_id not in had:
+                    taken.all_token_ids[request.request_id] = request._all_token_ids.copy()
+
+    def waits(self, request: Request) -> bool:
+        """Whether a decode has nothing to compute in this step."""
+        noted = cast("NotedRequest", request)
+        computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+        longest = self.scheduler.max_model_len - self.scheduler.num_sampled_tokens_per_step
+        return (
+            bool(placeholders and computed + 2 - placeholders >= noted.last_length)
+            or (
+                self._staggers and self.scheduler.current_step + 1 < noted.next_decode_eligible_step
+            )
+            or computed >= longest
+        )
+
+    def last_to_schedule(self, running: list[Request]) -> int:
+        """Index of the last decode that has something to compute; 0 if there is none."""
+        for index in range(len(running) - 1, 0, -1):
+            if not running[index].is_prefill_chunk and not self.waits(running[index]):
+                return index
+        return 0
+
+
+def loras_of(requests: list[NotedRequest]) -> set[int]:
+    """Adapters of some requests."""
+    loras = (request.lora_request for request in requests)
+    return {lora.lora_int_id for lora in loras if lora is not None}

@@ -1,0 +1,310 @@
+"""`Scheduler` and `AsyncScheduler` of vLLM, batched where requests are plain."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, cast
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, StreamingUpdate
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_npu_prep.scheduling.blocks import BlockNeeds
+from vllm_npu_prep.scheduling.outputs import Books, Rows, add_drafts
+from vllm_npu_prep.scheduling.requests import GRAMMAR, NotedRequest, forget_blocks, note
+from vllm_npu_prep.scheduling.running import Decodes, loras_of
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+
+class BatchedMixin(Scheduler):
+    """Batched ways through ``schedule`` and ``update_from_output``.
+
+    ``schedule`` takes the decodes at the head of ``running`` in one loop (`Decodes`). For all
+    others, the waiting queues and every tail it calls upstream's method, with limits lowered by
+    what is taken, and joins the outputs. It calls upstream's method alone where a decode could
+    preempt another, or the step is of another kind.
+
+    ``update_from_output`` appends the tokens of plain rows in one loop and hands upstream's method
+    the others in their places (`outputs.Rows`).
+
+    What may change in a release of vLLM is guarded by ``tests/compat/sources.py``.
+
+    Attributes
+    ----------
+    reason
+        Why this engine is left to upstream's methods; empty if it isn't.
+    fewest
+        Fewer running requests than these are left to upstream's methods.
+    counts_nans
+        Whether the runner counts NaNs in logits, for debugging: outputs are then upstream's.
+    num_taken, num_left
+        During upstream's ``schedule``: how many requests were taken out of ``running``, and how
+        many of those before were left there; requests that it admits follow.
+    active_loras
+        During upstream's ``schedule``, if anyone waits: LoRA adapters of requests that run.
+    """
+
+    asynchronous = False
+    fewest = 4
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.needs = BlockNeeds(self.kv_cache_manager, self.max_model_len)
+        self.books = Books(
+            requests=self.requests,
+            manager=self.kv_cache_manager,
+            needs=self.needs,
+            hash_block_size=self.hash_block_size,
+            asynchronous=self.asynchronous,
+            free_encoder_inputs=self._free_encoder_inputs,
+        )
+        self.decodes = Decodes(self, self.needs, asynchronous=self.asynchronous)
+        self.reason = self._reason_for_upstream()
+        self.counts_nans = False
+        self.num_taken = 0
+        self.num_left = 0
+        self.active_loras: set[int] | None = None
+        self.plain_drafts: Counter[tuple[int, int]] = Counter()
+        if self.reason:
+            logger.info_once("Scheduling is not batched: %s.", self.reason)
+
+    def _reason_for_upstream(self) -> str:
+        """Why this engine is left to upstream's methods; empty if it isn't."""
+        speculation = self.vllm_config.speculative_config
+        draft_slots = speculation.max_num_new_slots_for_drafting if speculation else 0
+        input_tokens = self.scheduler_config.max_num_batched_tokens
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        starts = SingleTypeKVCacheManager.new_step_starts
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        reasons = {
+            "a connector reads every step": self.connector is not None
+            or self.ec_connector is not None
+            or self.aux_output_connector is not None,
+            "stages send tokens to each other": self.use_pp
+            and not self.scheduler_config.async_scheduling,
+            "the model samples no tokens": self.num_sampled_tokens_per_step != 1,
+            "the model has an encoder": self.is_encoder_decoder or self.is_mm_encoder_only,
+            "recurrent states end at blocks": any(
+                type(manager).new_step_starts is not starts for manager in managers
+            ),
+            "the number of drafts follows the batch": self.dynamic_sd_lookup is not None,
+            "drafts need input slots of their own": draft_slots * self.max_num_running_reqs
+            > input_tokens - self.max_num_scheduled_tokens,
+            "--long-prefill-token-threshold cuts drafts": 0 < threshold <= self.num_spec_tokens,
+            "adapters, and a drafter that reads ahead in prompts": self.lora_config is not None
+            and self.num_prefill_lookahead > 1,
+            "MFU metrics are on": self.perf_metrics is not None,
+            "masks of sampling are returned": self.return_sampling_mask,
+        }
+        return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+    def add_request(self, request: Request) -> None:
+        """Note what the batched ways need to know of a request."""
+        super().add_request(request)
+        if self.requests.get(request.request_id) is request:
+            note(request, self.max_model_len)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Note what the next part of a streamed input changes."""
+        super()._update_request_as_session(session, update)
+        note(session, self.max_model_len)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Forget the blocks that the request loses."""
+        super()._preempt_request(request, *args, **kwargs)
+        forget_blocks(cast("NotedRequest", request))
+
+    # ---------------------------------------------------------------------------------- schedule
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Decide what the next step computes."""
+        running = self.running
+        if (
+            self.reason
+            or len(running) < self.fewest
+            or self._pause_state == PauseState.PAUSED_ALL
+            or not self._no_victims_can_be_needed()
+        ):
+            return super().schedule(throttle_prefills)
+        anyone_waits = bool(self.waiting) or bool(self.kv_holding_waiting)
+        if (
+            self.lora_config is not None
+            and anyone_waits
+            and (throttle_prefills or self._media_are_left())
+        ):  # a prompt may be left out of this step, and its adapter with it
+            return super().schedule(throttle_prefills)
+        taken = self.decodes.take(running, self._end_of_prefix(anyone_waits, throttle_prefills))
+        if not taken.num_requests:
+            return super().schedule(throttle_prefills)
+        rest = cast("list[NotedRequest]", running[taken.num_requests :])
+        if self.lora_config is not None and anyone_waits:
+            left = [request for request in rest if not self.decodes.waits(request)]
+            self.active_loras = taken.loras() | loras_of(left)
+        self.num_left = len(rest)
+        self._take_out(taken.num_requests, taken.num_tokens)
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self._put_back(running, taken.num_requests, taken.num_tokens)
+            self.active_loras = None
+        if self.lora_config is not None:  # Scheduler.schedule, of the running requests
+            others = output.scheduled_cached_reqs
+            ids = set(others.req_ids) - others.resumed_req_ids
+            loras = loras_of([cast("NotedRequest", self.requests[each]) for each in ids])
+            assert len(taken.loras() | loras) <= self.lora_config.max_loras
+        taken.join(output)
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(output.num_scheduled_tokens)
+        return output
+
+    def _no_victims_can_be_needed(self) -> bool:
+        """Whether no running request can be preempted in this step.
+
+        By priority a victim may be one that was scheduled before in the same step, which upstream
+        takes back. In order of arrival victims are the last ones, never those that we have taken.
+        """
+        if self.policy is not SchedulingPolicy.PRIORITY:
+            return True
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        tokens = 1 + self.num_spec_tokens + self.num_lookahead_tokens
+        most = sum(
+            len(self.running) * (2 + tokens // manager.block_size)
+            + self.max_num_scheduled_tokens // manager.block_size
+            for manager in managers
+        )
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() >= most
+
+    def _end_of_prefix(self, anyone_waits: bool, throttle_prefills: bool) -> int:
+        """How many of the running requests may be taken.
+
+        Upstream asks whether any decode was scheduled: when it throttles prefills, and to admit
+        others, for the watermark and to pad their first step as that of a request with drafts. So
+        the last decode is left to it.
+        """
+        asks = self.num_spec_tokens > 0 or self.kv_cache_manager.watermark_blocks > 0
+        if throttle_prefills or (anyone_waits and asks):
+            return self.decodes.last_to_schedule(self.running)
+        return len(self.running)
+
+    def _media_are_left(self) -> bool:
+        """Whether an encoder may keep a running request from this step, and its adapter with it."""
+        return any(each.is_prefill_chunk and each.mm_features for each in self.running)
+
+    def _take_out(self, num_requests: int, num_tokens: int) -> None:
+        """Let upstream see the rest of ``running``, and what is left of the limits."""
+        self.running = self.running[num_requests:]
+        self.num_taken = num_requests
+        self.max_num_scheduled_tokens -= num_tokens
+        self.max_num_active_reqs -= num_requests
+        self.max_num_running_reqs -= num_requests
+
+    def _put_back(self, running: list[Request], num_requests: int, num_tokens: int) -> None:
+        """Undo `_take_out`; upstream has added requests at the end, or preempted some there."""
+        del running[num_requests:]
+        running += self.running
+        self.running = running
+        self.num_taken = 0
+        self.max_num_scheduled_tokens += num_tokens
+        self.max_num_active_reqs += num_requests
+        self.max_num_running_reqs += num_requests
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Running and waiting requests, those taken out included."""
+        num_running, num_waiting = super().get_request_counts()
+        return num_running + self.num_taken, num_waiting
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether a waiting request may be scheduled: not with one LoRA adapter too many.
+
+        Upstream counts the adapters of the requests that it scheduled itself.
+        """
+        ready = super()._handle_blocked_waiting_request(request)
+        if not ready or self.active_loras is None or request.lora_request is None:
+            return ready
+        assert self.lora_config is not None
+        admitted = cast("list[NotedRequest]", self.running[self.num_left :])
+        active = self.active_loras | loras_of(admitted)
+        return (
+            len(active) < self.lora_config.max_loras or request.lora_request.lora_int_id in active
+        )
+
+    # ------------------------------------------------------------------------ update_from_output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Put a step's tokens into the books of their requests; returns what clients get."""
+        result = model_runner_output
+        if result.num_nans_in_logits:  # a request's outputs repeat its count from then on
+            self.counts_nans = True
+        if (
+            self.reason
+            or self.counts_nans
+            or len(scheduler_output.num_scheduled_tokens) < self.fewest
+            or not result.sampled_token_ids
+            or result.pooler_output
+        ):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        rows = Rows(self.books, scheduler_output, model_runner_output)
+        step = copy.copy(scheduler_output)
+        step.num_scheduled_tokens = cast("Any", rows)
+        self.plain_drafts = rows.drafts
+        outputs = super().update_from_output(step, model_runner_output)
+        self.plain_drafts = Counter()
+        return rows.join(outputs)
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
+        """Statistics of a step, with the drafts of plain rows."""
+        if self.log_stats:
+            spec_decoding_stats = add_drafts(
+                spec_decoding_stats, self.plain_drafts, self.num_spec_tokens
+            )
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Give requests the drafts to verify next; those under a grammar by upstream's method."""
+        find = self.requests.get
+        left: list[tuple[str, list[int]]] = []
+        for request_id, drafts in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False
+        ):
+            request = cast("NotedRequest", find(request_id))
+            if (
+                request is None
+                or request.traits & GRAMMAR
+                or request.is_prefill_chunk
+                or request.is_finished()
+            ):
+                left.append((request_id, drafts))
+            else:
+                request.spec_token_ids = drafts
+        if left:
+            ids, tokens = _columns(left)
+            super().update_draft_token_ids(DraftTokenIds(ids, tokens))
+
+
+def _columns(rows: Iterable[tuple[str, list[int]]]) -> tuple[list[str], list[list[int]]]:
+    ids, tokens = zip(*rows, strict=True)
+    return list(ids), list(tokens)
+
+
+class BatchedScheduler(BatchedMixin):
+    """vLLM's `Scheduler`, batched."""
+
+
+class BatchedAsyncScheduler(BatchedMixin, AsyncScheduler):
+    """vLLM's `AsyncScheduler`, batched."""
+
+    asynchronous = True

@@ -1,0 +1,119 @@
+"""Probes of the operators of experts: the plugin's own calls, beside formulas in float64."""
+
+from types import SimpleNamespace
+
+import torch
+
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.operator_call import Probe, Put, Results
+
+EXPERTS, TOP_K, NOBODY = 6, 2, 6
+CHOSEN = ((5, 1), (2, 0), (NOBODY, NOBODY), (3, 2), (1, 4), (2, 3), (-1, -1))
+"""Experts of each token: each order of the two, two tokens of padding, experts of other ranks."""
+
+
+def _numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(shape).uniform_(-2, 2, generator=generator).to(dtype)
+
+
+def experts(dtype: torch.dtype) -> Probe:
+    """A layer of six experts: all on this rank, three of them, one of them, three scattered."""
+    hidden, inner = 64, 32
+    x = _numbers(len(CHOSEN), hidden, dtype=dtype, seed=0) / 2
+    w13 = _numbers(EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / 8
+    w2 = _numbers(EXPERTS, hidden, inner, dtype=dtype, seed=2) / 4
+    ids = torch.tensor(CHOSEN, dtype=torch.int32)
+    weights = _numbers(len(CHOSEN), TOP_K, dtype=torch.float32, seed=3).abs() + 0.1
+    shares = (range(EXPERTS), range(1, 4), range(2, 3), range(1, EXPERTS, 2))
+
+    def call(put: Put) -> Results:
+        from vllm_npu_prep.ops.fused_experts import (
+            OwnedExperts,
+            UnquantisedExperts,
+            compute_experts,
+        )
+
+        arguments = put(x), put(weights), put(ids)
+        results = []
+        for share in shares:
+            numbers = torch.full((EXPERTS,), -1, dtype=torch.int32)
+            numbers[list(share)] = torch.arange(len(share), dtype=torch.int32)
+            owned = OwnedExperts.of(put(numbers), EXPERTS)
+            mine = slice(share.start, share.stop, share.step)
+            layer = SimpleNamespace(w13_weight=put(w13[mine]), w2_weight=put(w2[mine]))
+            layer_weights = UnquantisedExperts(layer, lambda y: torch.ops.npu.npu_swiglu(y, -1))
+            results.append(compute_experts(*arguments, owned, layer_weights, has_padding=True))
+        return tuple(results)
+
+    return Probe(
+        call,
+        lambda: tuple(formulas.experts(x, w13, w2, weights, ids, share) for share in shares),
+    )
+
+
+def gating(dtype: torch.dtype) -> Probe:
+    """A sigmoid with a bias and groups, a sigmoid alone, a softmax in groups; logits float32, too.
+
+    The best expert by score and the best by score and bias differ, as do the best group by its
+    largest score and by the sum of its two largest.
+    """
+    logits = _numbers(5, 12, dtype=dtype, seed=0)
+    bias = _numbers(12, dtype=dtype, seed=1) / 8
+    forms = (
+        (logits, bias, "sigmoid", 3, 2, 2.5),
+        (logits.float(), bias.float(), "sigmoid", 3, 1, 1.0),
+        (logits, None, "sigmoid", 1, 1, 1.0),
+        (logits, None, "softmax", 4, 2, 1.5),
+    )
+
+    def call(put: Put) -> Results:
+        results: list[torch.Tensor] = []
+        for x, added, scoring, groups, kept, factor in forms:
+            chosen, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
+                put(x),
+                3,
+                bias=None if added is None else put(added),
+                k_group=kept,
+                group_count=groups,
+                group_select_mode=int(added is not None),
+                norm_type=int(scoring == "sigmoid"),
+                routed_scaling_factor=factor,
+            )
+            results += [chosen, ids.float()]
+        return tuple(results)
+
+    def expected() -> Results:
+        results: list[torch.Tensor] = []
+        for x, added, scoring, groups, kept, factor in forms:
+            chosen, ids = formulas.gating(x, 3, scoring, added, (groups, kept), factor)
+            results += [chosen, ids.double()]
+        return tuple(results)
+
+    return Probe(call, expected)
+
+
+def gating_softmax(dtype: torch.dtype) -> Probe:
+    """The k largest of a softmax, and the softmax of the k largest; a row that is finished."""
+    logits, finished = _numbers(4, 12, dtype=dtype, seed=0), torch.tensor([False] * 3 + [True])
+
+    def call(put: Put) -> Results:
+        results: list[torch.Tensor] = []
+        for renorm in (0, 1):
+            weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(
+                put(logits), k=3, finished=put(finished), renorm=renorm
+            )
+            results += [weights[:3], ids.float()]
+        return tuple(results)
+
+    def expected() -> Results:
+        results: list[torch.Tensor] = []
+        for renorm in (0, 1):
+            weights, ids = formulas.gating(logits, 3, "softmax")
+            if renorm:
+                weights = weights / weights.sum(-1, keepdim=True)
+            ids[3] = logits.shape[1]
+            results += [weights[:3], ids.double()]
+        return tuple(results)
+
+    return Probe(call, expected)

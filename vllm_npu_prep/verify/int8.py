@@ -1,0 +1,243 @@
+"""Operators with int8, on a few numbers, beside formulas in float64.
+
+What rounds may differ by a level where a number lies between two, so int8 results are compared as
+fractions of their range. Products are compared as other results are.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.row import compare
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+Results = tuple[torch.Tensor, ...]
+
+EPSILON = 0.3
+OFFSET = -20
+STEP = 0.0234375
+"""A static scale that bfloat16 holds."""
+
+
+def operators() -> Any:
+    """torch_npu's operators."""
+    return torch.ops.npu
+
+
+@dataclass(frozen=True)
+class Int8Probe:
+    """One call, as `vllm_npu_prep.verify.fused.Probe`.
+
+    Attributes
+    ----------
+    operator
+        Of torch_npu.
+    call
+        Gets a function that puts a tensor on the device; returns results on the device.
+    expected
+        The same by a formula, in float64 on the host.
+    """
+
+    operator: str
+    call: Callable[[Put], Results]
+    expected: Callable[[], Results]
+
+
+def probes(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
+    """Calls that every quantised linear layer makes, for models of a dtype."""
+    return {
+        "dynamic-quant": _dynamic(dtype),
+        "quantize": _static(dtype),
+        "matmul-dynamic": _product(dtype, static=False),
+        "matmul-static": _product(dtype, static=True),
+    }
+
+
+def experts_product(dtype: torch.dtype) -> Int8Probe:
+    """Experts' product: groups of two rows, none and three, and a row that no expert here has."""
+    sizes, here = (2, 0, 3), 5
+    x = _integers(here + 1, 96, 2)
+    weight = torch.stack([_integers(64, 96, seed) for seed in (3, 4, 5)])  # [E, n, k]
+    scale = (torch.linspace(1, 3, 3 * 64).view(3, 64) / 2**16).to(dtype)
+    tokens = torch.linspace(0.5, 2, here + 1)
+
+    def call(put: Put) -> Results:
+        product = operators().npu_grouped_matmul(
+            [put(x)],
+            [put(weight).transpose(1, 2)],
+            scale=[put(scale if dtype == torch.bfloat16 else scale.float())],
+            per_token_scale=[put(tokens)],
+            group_list=put(torch.tensor(sizes)),
+            group_list_type=1,
+            group_type=0,
+            split_item=2,
+            output_dtype=dtype,
+        )[0]
+        return (product[:here],)
+
+    def expected() -> Results:
+        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+        sums = torch.einsum("tk,tnk->tn", x[:here].double(), weight[expert].double())
+        return (sums * scale[expert].double() * tokens[:here, None].double(),)
+
+    return Int8Probe("npu_grouped_matmul", call, expected)
+
+
+def norm(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
+    """The norms that round: a scale for each token, and one for all."""
+    x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
+    weight = _numbers(128, 1, dtype, 2)[:, 0]
+    is_half = dtype == torch.float16
+    scales = torch.full((128,), STEP, dtype=torch.float32 if is_half else dtype)
+    offsets = torch.full((128,), OFFSET, dtype=torch.int32 if is_half else dtype)
+
+    def call(put: Put) -> Results:
+        npu = torch.ops.npu
+        values, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
+            put(x), put(y), put(weight), epsilon=EPSILON
+        )
+        static = npu.npu_add_rms_norm_quant(
+            put(x), put(y), put(weight), put(scales), put(offsets), epsilon=EPSILON
+        )
+        return levels(values), total, scale.to(dtype), levels(static[0])
+
+    def expected() -> Results:
+        total = x.double() + y.double()
+        normed = formulas.rms_norm(total, weight, EPSILON)
+        scale = normed.abs().amax(-1) / 127
+        static = (normed / STEP + OFFSET).clamp(-128, 127)
+        return normed / scale[:, None] / 128, total, scale, static / 128
+
+    return call, expected
+
+
+def swiglu(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
+    """The activation that rounds: a scale for each token, and one for all."""
+    x = _numbers(5, 128, dtype)
+
+    def call(put: Put) -> Results:
+        operator = torch.ops.npu.npu_dequant_swiglu_quant
+        values, scale = operator(put(x), activate_left=True, quant_mode=1)
+        static, _ = operator(
+            put(x),
+            quant_scale=put(torch.tensor([STEP])),
+            quant_offset=put(torch.tensor([float(OFFSET)])),
+            activate_left=True,
+            quant_mode=0,
+        )
+        return levels(values), scale.to(dtype), levels(static)
+
+    def expected() -> Results:
+        product = formulas.swiglu(x)
+        scale = product.abs().amax(-1) / 127
+        static = (product / STEP + OFFSET).clamp(-128, 127)
+        return product / scale[:, None] / 128, scale, static / 128
+
+    return call, expected
+
+
+def levels(values: torch.Tensor) -> torch.Tensor:
+    """int8 as a fraction of its range, in bfloat16, which holds every level."""
+    return values.to(torch.bfloat16) / 128
+
+
+def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
+    """Raise unless the device rounds to int8 and multiplies int8 as formulas say.
+
+    Parameters
+    ----------
+    dtype
+        Of the model.
+    put
+        Puts a tensor on the device.
+
+    Raises
+    ------
+    PrepError
+        Names the operator: without it, a quantised model can't be served.
+    """
+    for probe in probes(dtype).values():
+        given = f"{probe.operator}, {dtype}"
+        for got, formula in zip(probe.call(put), probe.expected(), strict=True):
+            outcome = compare(got, formula, given, where=("row",))
+            if outcome.verdict.is_bad:
+                raise PrepError(
+                    f"this device computes {probe.operator} wrongly ({dtype}): expected "
+                    f"{outcome.expected}, got {outcome.got}; serve weights of 16 bits, or see "
+                    "vllm-npu-prep verify-device"
+                )
+
+
+def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
+
+
+def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
+
+
+def _dynamic(dtype: torch.dtype) -> Int8Probe:
+    x = _numbers(5, 128, dtype) * torch.tensor([[1.0], [0.01], [30.0], [2.0], [0.3]]).to(dtype)
+
+    def call(put: Put) -> Results:
+        values, scale = operators().npu_dynamic_quant(put(x))
+        return levels(values), scale
+
+    def expected() -> Results:
+        scale = x.double().abs().amax(-1) / 127
+        return x.double() / scale[:, None] / 128, scale
+
+    return Int8Probe("npu_dynamic_quant", call, expected)
+
+
+def _static(dtype: torch.dtype) -> Int8Probe:
+    """Some numbers beyond the ends of int8, which are cut off."""
+    x = _numbers(5, 128, dtype) * 2
+    scale, offset = torch.tensor([STEP]), torch.tensor([OFFSET], dtype=torch.int32)
+
+    def call(put: Put) -> Results:
+        values = operators().npu_quantize(put(x), put(scale), put(offset), torch.qint8, -1, True)
+        return (levels(values),)
+
+    def expected() -> Results:
+        return ((x.double() / STEP + OFFSET).clamp(-128, 127) / 128,)
+
+    return Int8Probe("npu_quantize", call, expected)
+
+
+def _product(dtype: torch.dtype, static: bool) -> Int8Probe:
+    """A transposed weight, scales that differ, and a bias: after scaling, or in the sums."""
+    x, weight = _integers(5, 96, 0), _integers(64, 96, 1)
+    scale = torch.linspace(1, 3, 64) / 2**16
+    tokens = None if static else torch.linspace(0.5, 2, 5)
+    kind = torch.int32 if static else torch.float32
+    bias = (torch.linspace(-1, 1, 64) * (20_000 if static else 1)).to(kind)
+    given = scale
+    if static and dtype == torch.float16:
+        given = scale.view(torch.int32).long()
+
+    def call(put: Put) -> Results:
+        return (
+            operators().npu_quant_matmul(
+                put(x),
+                put(weight).t(),
+                put(given),
+                pertoken_scale=None if tokens is None else put(tokens),
+                bias=put(bias),
+                output_dtype=dtype,
+            ),
+        )
+
+    def expected() -> Results:
+        sums = x.double() @ weight.double().T
+        if tokens is None:
+            return ((sums + bias) * scale.double(),)
+        return (sums * scale.double() * tokens.double()[:, None] + bias,)
+
+    return Int8Probe("npu_quant_matmul", call, expected)
