@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat import __main__ as command
-from tests.compat import changes
+from tests.compat import bodies, changes
 from tests.compat.requirements import unmet
 from tests.compat.seams import PLUGIN, Seam, Uses
 from tests.compat.source import Sources
@@ -62,7 +62,8 @@ def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_th
     expected = [
         "gone vllm.utils.mem_utils.format_gib now vllm.v1.core.kv_cache_utils.format_gib "
         "in worker.py",
-        f"gone {batch}.num_tokens_no_spec in runner/bookkeeping.py, runner/speculation.py",
+        f"gone {batch}.num_tokens_no_spec in runner/bookkeeping.py, runner/request_updates.py, "
+        "runner/speculation.py",
         f"gone {RUNNER}.GPUModelRunner._sync_device in runner/model_runner.py",
         "gone vllm.v1.worker.utils.bind_kv_cache in runner/model_runner.py",
         "gone vllm.v1.worker.worker_base.CompilationTimes with encoder, language_model "
@@ -71,6 +72,57 @@ def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_th
         "in worker.py",
     ]
     assert lines == expected
+
+
+def test_functions_whose_rules_the_plugin_repeats_are_as_they_were_when_somebody_looked():
+    assert bodies.changed(bodies.read()) == []
+
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+
+def source_of(module: str) -> str:
+    text = bodies.text_of(module)
+    assert text is not None
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "expected"),
+    [
+        (
+            "Scheduler.schedule",
+            "if num_new_tokens == 0:",
+            "if num_new_tokens <= 1:",
+            ("rewritten", "scheduling/running.py"),
+        ),
+        (
+            "Scheduler.update_from_output",
+            "request.num_computed_tokens -= num_rejected",
+            "request.num_computed_tokens -= num_rejected + 1",
+            ("rewritten", "scheduling/outputs.py"),
+        ),
+        (
+            "Scheduler._preempt_request",
+            "def _preempt_request(",
+            "def _evict(",
+            ("gone", "forget_blocks"),
+        ),
+    ],
+)
+def test_a_rewritten_function_is_named_with_what_to_look_at(name, old, new, expected):
+    planted = {SCHEDULER: source_of(SCHEDULER).replace(old, new, 1)}
+    (line,) = bodies.changed(bodies.read(), planted)
+    assert f"{SCHEDULER}:{name};" in line
+    assert all(part in line for part in expected)
+    assert "tests.scheduling" in line
+
+
+def test_comments_and_docstrings_of_upstream_s_functions_may_change():
+    text = source_of(SCHEDULER)
+    text = text.replace("# First, schedule the RUNNING requests.", "# In order.", 1)
+    text = text.replace("Preempt a request and put it back", "Take a request's blocks, put it", 1)
+    assert bodies.changed(bodies.read(), {SCHEDULER: text}) == []
 
 
 DOWNSTREAM = {

@@ -1,5 +1,7 @@
 """K and V as planes of the bytes that vLLM plans, and what can't be planes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -13,7 +15,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_npu_prep.attention.kv_cache import allocate_planes, zero_blocks
+from vllm_npu_prep.attention.kernels.latent import LatentShape
+from vllm_npu_prep.attention.kv_cache import allocate_planes, single_planes, zero_blocks
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
 
@@ -66,17 +69,20 @@ def test_each_layer_has_a_buffer_of_its_own():
     assert len(asked) == 2, "groups that overlay each other share buffers"
 
 
-def test_latent_rows_are_one_plane_for_each_layer():
+def test_latent_rows_and_rotated_keys_are_planes_of_their_own():
     spec = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
-    caches = list(allocate_planes(config(spec), CPUDevice()).values())
-    for value, cache in enumerate(caches, 1):
-        assert cache.shape == (1, BLOCKS, 4, 1, 8)
-        assert cache[0].is_contiguous()
-        cache.fill_(value)
-    zero_blocks([plane for cache in caches for plane in cache], [2])
-    for value, cache in enumerate(caches, 1):
-        assert not cache[:, 2].any()
-        assert (cache[:, [0, 1, 3, 4]] == value).all()
+    caches = allocate_planes(config(spec), CPUDevice())
+    shape = LatentShape(2, 6, 2, 4, 4, 1.0)
+    layers = {name: SimpleNamespace(impl=SimpleNamespace(shape=shape)) for name in caches}
+    planes = single_planes(caches.values(), caches, layers)
+    assert len(planes) == 2 * len(caches)
+    for value, plane in enumerate(planes, 1):
+        assert plane.shape == (BLOCKS, 4, 1, (6, 2)[(value + 1) % 2]) and plane.is_contiguous()
+        plane.fill_(value)
+    zero_blocks(planes, [2])
+    for value, plane in enumerate(planes, 1):
+        assert not plane[2].any()
+        assert (plane[[0, 1, 3, 4]] == value).all(), "planes don't overlap"
 
 
 @pytest.mark.parametrize(

@@ -1,60 +1,113 @@
-"""Attention over latent rows against the formula of the reference kernels' tests, in float64."""
+"""What vLLM's MLA layer gets: both halves of a step, each beside its formula, and padding."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.attention.test_reference_kernels import BATCHES, Step
 from vllm_npu_prep.attention import mla
-from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
+from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
+from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.mask import compressed_mask
+from vllm_npu_prep.verify.latent import LatentForm, LatentStep, shape_of
 
-LATENT, ROPE, PADDING = 10, 6, 3
-
-
-def attend(step: Step, monkeypatch, in_full_graph: bool = False) -> torch.Tensor:
-    """What vLLM's layer does: the rows of all tokens are written, then all queries attend."""
-    monkeypatch.setattr(mla, "decisions_of", lambda config: SimpleNamespace(attention="reference"))
-    impl = mla.AscendMLAImpl(
-        num_heads=4,
-        head_size=LATENT + ROPE,
-        scale=step.layer.scale,
-        num_kv_heads=1,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-        kv_lora_rank=LATENT,
-        qk_rope_head_dim=ROPE,
-    )
-    garbage = torch.full((PADDING, 4, LATENT + ROPE), 7.0)
-    query, rows = torch.cat([step.query, garbage]), torch.cat([step.key, garbage[:, :1]])
-    slots = torch.cat([step.slots, torch.full((PADDING,), -1, dtype=torch.int32)])
-    step.metadata.num_input_tokens += PADDING
-    seen = mla.MLALayerMetadata(step.metadata)
-    assert seen.num_actual_tokens == seen.num_decode_tokens == len(query)
-    impl.do_kv_cache_update(
-        rows[:, 0, :LATENT], rows[..., LATENT:], step.cache, slots, "auto", torch.ones(())
-    )
-    split = query[..., :LATENT], query[..., LATENT:]
-    output, lse = impl.forward_mqa(split, step.cache, seen, None)
-    assert lse is None
-    return output
+SHAPE, PADDING, BLOCK = shape_of(4, 24, 8, 12), 3, 8
+STEPS = {
+    "decodes": ((5, 1), (16, 1)),
+    "prompts": ((0, 5), (0, 17)),
+    "both": ((7, 1), (40, 9), (17, 5), (0, 6)),
+}
 
 
-@pytest.mark.parametrize("form", list(MaskForm))
-@pytest.mark.parametrize("state", BATCHES)
-def test_a_latent_row_is_key_and_value(state, form, seed, monkeypatch):
-    step = Step(state, seed, form=form, heads=(4, 1), head_size=LATENT + ROPE)
-    step.cache = step.cache[:1].clone()  # one plane
-    written = step.cache.isnan()
-    step.values = step.keys
-    output = attend(step, monkeypatch)
-    assert output.shape == (len(step.query) + PADDING, 4, LATENT)
-    real = output[:-PADDING].double()
-    torch.testing.assert_close(real, step.formula()[..., :LATENT], rtol=1e-5, atol=1e-5)
-    assert not output[-PADDING:].any(), "padding attends to nothing"
-    fresh = (written & ~step.cache.isnan()).any(-1).sum()
-    assert fresh == len(step.slots), "the step's own slots are written, padding's are not"
+class Layer:
+    """A layer's attention over a random step, padded as a piecewise graph pads it."""
+
+    def __init__(self, lengths, seed, monkeypatch):
+        kernels = make_latent_kernels("reference")
+        form = LatentForm(lengths, SHAPE, torch.float32, BLOCK, 1, 2)
+        mask = torch.from_numpy(compressed_mask())
+        self.step = step = LatentStep(form, torch.device("cpu"), kernels, mask, seed)
+        split = LatentSplit(1, 2 * BLOCK, BLOCK, 64)
+        self.num_decodes, arrays = mla.split_common(step.metadata, split)
+        if self.num_decodes < len(lengths):
+            tensors = LatentArrays(*map(torch.from_numpy, arrays))
+            halves = split_metadata(step.metadata, self.num_decodes, arrays, tensors)
+            step.metadata.halves = halves
+        step.metadata.num_input_tokens += PADDING
+        self.seen = mla.MLALayerMetadata(step.metadata)
+        monkeypatch.setattr(mla, "get_current_vllm_config", lambda: None)
+        decided = SimpleNamespace(attention="reference")
+        monkeypatch.setattr(mla, "decisions_of", lambda config: decided)
+        self.impl = mla.AscendMLAImpl(
+            num_heads=SHAPE.num_heads,
+            head_size=SHAPE.kv_lora_rank + SHAPE.qk_rope_head_dim,
+            scale=SHAPE.scale,
+            num_kv_heads=1,
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype="auto",
+            logits_soft_cap=None,
+            attn_type="decoder",
+            kv_sharing_target_layer_name=None,
+            q_lora_rank=None,
+            kv_lora_rank=SHAPE.kv_lora_rank,
+            qk_nope_head_dim=SHAPE.qk_nope_head_dim,
+            qk_rope_head_dim=SHAPE.qk_rope_head_dim,
+            qk_head_dim=SHAPE.qk_nope_head_dim + SHAPE.qk_rope_head_dim,
+            v_head_dim=SHAPE.v_head_dim,
+            kv_b_proj=lambda rows: (rows @ step.weight, None),
+        )
+
+    def padded(self, tensor):
+        return torch.cat([tensor, torch.full((PADDING, *tensor.shape[1:]), 7.0)])
+
+    def fresh(self, rows):
+        firsts = [first for first, _ in self.step.form.lengths]
+        return self.padded(torch.cat([each[first:] for each, first in zip(rows, firsts)]))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_both_halves_equal_their_formulas_and_padding_is_zero(name, seed, monkeypatch):
+    layer = Layer(STEPS[name], seed, monkeypatch)
+    step, seen, impl = layer.step, layer.seen, layer.impl
+    latent, rope = layer.fresh(step.latent), layer.fresh(step.rope).unsqueeze(1)
+    slots = torch.cat([step.metadata.slot_mapping, torch.full((PADDING,), -1, dtype=torch.int32)])
+    before = step.kv_cache.clone()
+    impl.do_kv_cache_update(latent, rope, step.kv_cache, slots, "auto", torch.ones(()))
+    written = (step.kv_cache != before).sum()
+    assert written == len(step.query) * (SHAPE.kv_lora_rank + SHAPE.qk_rope_head_dim)
+    total, decodes = len(step.query) + PADDING, layer.num_decodes
+    assert seen.num_actual_tokens == total, "the layer cuts nothing off"
+    assert (seen.num_decodes, seen.num_prefills) == (decodes, len(STEPS[name]) - decodes)
+    first = seen.num_decode_tokens
+    query = layer.padded(step.query)
+    outputs = []
+    if first:
+        absorbed = layer.padded(step.absorbed)[:first]
+        rotated = query[:first, :, SHAPE.qk_nope_head_dim :]
+        named = SimpleNamespace(layer_name="layer")
+        output, lse = impl.forward_mqa((absorbed, rotated), step.kv_cache, seen, named)
+        assert lse is None and output.shape == (first, SHAPE.num_heads, SHAPE.kv_lora_rank)
+        outputs.append(output)
+        wanted = torch.cat([step._decode(row) for row in range(decodes)])
+        torch.testing.assert_close(output[: len(wanted)].double(), wanted, rtol=1e-4, atol=1e-4)
+        assert not output[len(wanted) :].any()
+    if first < total:
+        output = torch.full((total - first, SHAPE.num_heads * SHAPE.v_head_dim), 5.0)
+        scale = torch.ones(())
+        impl.forward_mha(
+            query[first:], latent[first:], rope[first:], step.kv_cache, seen, scale, output
+        )
+        wanted = torch.cat([step._prefill(row) for row in range(decodes, len(STEPS[name]))])
+        real = output[:-PADDING].unflatten(1, (SHAPE.num_heads, -1))
+        torch.testing.assert_close(real.double(), wanted, rtol=1e-4, atol=1e-4)
+        assert not output[-PADDING:].any(), "padding attends to nothing"
+
+
+def test_without_prefills_padding_is_the_decodes(seed, monkeypatch):
+    """A full graph hands over padding requests with the others."""
+    layer = Layer(STEPS["decodes"], seed, monkeypatch)
+    seen = layer.seen
+    assert seen.prefill is None and seen.decode is seen.step
+    assert seen.num_decode_tokens == seen.num_actual_tokens == len(layer.step.query) + PADDING

@@ -98,7 +98,7 @@ def test_long_prompts_need_memory_in_proportion_to_their_length(window, seed):
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         metadata.query_start_loc_np = starts
         metadata.block_tables = torch.zeros(requests, 1, dtype=torch.int32)
-        plan = reference._plan(metadata, int(lengths.sum()))
+        plan = reference.plan_tiles(metadata, int(lengths.sum()))
         assert sum(c.query_len for chunks in plan.chunks for c in chunks) == lengths.sum()
         for chunks in plan.chunks:
             longest = max(c.num_columns for c in chunks)

@@ -14,6 +14,14 @@ from tests.helpers.ranks import in_a_fresh_process
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CASES = ["step-256"]
+CALLS = {
+    "step-256": {"prepare": 41, "prepare_c": 13, "step": 242, "step_c": 639},
+    "drafts-step": {"prepare": 56, "prepare_c": 20, "step": 293, "step_c": 927},
+}
+"""Function calls of a step of 256 requests, as `benchmarks/host_calls.py` counts them. One more
+call for each request adds 256. Write down what it prints when a change is worth its calls."""
+ALLOWANCE = 0.1
+"""By this share, counts may be above `CALLS`. If they are as far below, `CALLS` is out of date."""
 
 
 class Ran(NamedTuple):
@@ -74,6 +82,17 @@ def test_host_step_prints_one_object_a_line():
         assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
 
 
+def test_engine_step_prints_the_parts_of_both_sides():
+    result = run("engine_step.py", "--json", "--parts", "--steps", "3", "--case", "decode-32")
+    assert result.returncode == 0, result.stderr[-2000:]
+    (row,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert row["case"] == "decode-32"
+    assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
+    for side in ("ours", "upstream"):
+        parts = [row[f"{side}_{part}_us"] for part in ("schedule", "runner", "update", "rest")]
+        assert min(parts) > 0
+
+
 def test_looking_costs_are_parts_of_a_decode_step():
     command = ["looking_costs.py", "--json", "--requests", "4", "--steps", "5"]
     result = run(*command)
@@ -90,3 +109,15 @@ def test_host_step_prints_no_number_when_the_runners_disagree():
     assert result.returncode == 1
     assert result.stdout == ""
     assert "positions differs from upstream's; no numbers" in result.stderr
+
+
+def test_a_step_makes_no_more_calls_than_it_did():
+    """Counted, not timed: the same on a busy machine."""
+    cases = [word for case in CALLS for word in ("--case", case)]
+    result = run("host_calls.py", "--json", "--steps", "5", *cases)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for row in map(json.loads, result.stdout.splitlines()):
+        expected = CALLS[row["case"]]
+        counts = {name: row[name] for name in expected}
+        assert counts == pytest.approx(expected, rel=ALLOWANCE, abs=2), row["case"]
+        assert row["step"] < row["upstream"] / 2, row["case"]

@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from tests.compat import changes, start
+from tests.compat import bodies, changes, start
 from tests.compat.requirements import unmet
 from tests.compat.seams import Uses
 
@@ -28,15 +28,17 @@ def main() -> int:
         snapshot = changes.snapshot_of(uses)
         changes.write(snapshot, version)
         print(f"{len(snapshot)} seams of vLLM {version} in {changes.SNAPSHOT.name}")
+        print(f"{bodies.write(version)} functions of vLLM {version} in {bodies.FILE.name}")
         return 0
     snapshot = changes.read()
     found = changes.changes(snapshot, uses)
+    rewritten = bodies.changed(bodies.read())
     failures = start_apart(options.start, options.log) if options.start else []
     needs = [
         f"needs    {requirement}, and {there or 'nothing'} is installed"
         for requirement, there in unmet().items()
     ]
-    for line in (*needs, *found, *failures):
+    for line in (*needs, *found, *rewritten, *failures):
         print(line)
     gone = sum(change.now is None for change in found)
     print(
@@ -44,7 +46,7 @@ def main() -> int:
         f"vLLM {changes.version_of()}"
         + (f"; {'does not start' if failures else 'starts'}" if options.start else "")
     )
-    return bool(found or failures)
+    return bool(found or rewritten or failures)
 
 
 def start_apart(model: Path, log: Path) -> list[str]:

@@ -9,23 +9,15 @@ is recorded; with --fresh, too, a new run that begins there. A failing episode i
 tests/differential/seeds; the suite then plays it.
 """
 
-import argparse
-import os
 import sys
-import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from tests.resume.log import ENDLESS
-from tests.resume.slice import Slice, SliceError, add_arguments
-from tests.resume.tree import RESULTS
+from tests.resume.seeds import run
 
 SEEDS = Path(__file__).parent / "seeds"
-COMMAND = "make soak"
 
 
 class Coverage:
@@ -87,70 +79,5 @@ class Coverage:
         Console(width=120).print(table)
 
 
-def seeds_of(part: Slice) -> Iterator[str]:
-    """Seeds for a slice: those that are to be played again, then ones that the run hasn't had."""
-    again = [unit for unit, result in part.latest.items() if part.again(result)]
-    had = [int(unit) + 1 for unit in part.latest]
-    return chain(again, map(str, count(max([part.seed, *had]))))
-
-
-def resume(part: Slice, coverage: Coverage, steps: int) -> int:
-    """Play episodes until the time is up."""
-
-    def one(unit: str) -> None:
-        start = time.perf_counter()
-        outcome, recorded = coverage.play(int(unit), steps)
-        part.record(unit, outcome, time.perf_counter() - start, **recorded)
-
-    whole = part.play(seeds_of(part), one, None)
-    coverage.report()
-    failed = part.finish(ENDLESS, COMMAND)
-    return failed if whole else 130
-
-
-def repeat(first: int, episodes: int, coverage: Coverage, steps: int) -> int:
-    """Play given episodes; nothing is recorded."""
-    failed = []
-    for seed in range(first, first + episodes):
-        outcome, recorded = coverage.play(seed, steps)
-        print(f"seed {seed} {outcome}: {recorded}", flush=True)
-        failed += [seed] * (outcome == "failed")
-    coverage.report()
-    print(f"first seed {first}, {episodes} episodes, {len(failed)} failed: {failed}")
-    return 1 if failed else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_arguments(parser)
-    parser.add_argument("--seed", type=int, help="of the first episode")
-    parser.add_argument("--episodes", type=int, default=1, help="how many from --seed on")
-    parser.add_argument("--steps", type=int, default=1000, help="of an episode")
-    args = parser.parse_args()
-
-    # Small products gain nothing from threads, and spinning ones disturb each other.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    coverage = Coverage()
-    if args.seed is not None and not args.fresh:
-        return repeat(args.seed, args.episodes, coverage, args.steps)
-    try:
-        part = Slice(
-            RESULTS / "soak.jsonl",
-            args.minutes,
-            seed=args.seed,
-            default_seed=int(time.time()),
-            settings={"steps": args.steps},
-            fresh=args.fresh,
-            retry=args.retry,
-        )
-    except SliceError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
-    with part:
-        return resume(part, coverage, args.steps)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Coverage(), "python -m tests.differential", __doc__, "soak.jsonl"))

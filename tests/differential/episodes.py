@@ -15,6 +15,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from examples import quantize
 from examples.tiny_model import make_tokenizer
 from tests.differential.invariants import Invariants, hold
 from tests.differential.pair import Pair
@@ -101,12 +102,15 @@ class Episode:
         Keyword arguments of the engine.
     reordered
         Whether both runners put decodes first, as some backends ask for.
+    int8
+        Format in which the model's weights are quantised; empty if they are not.
     """
 
     seed: int
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
     reordered: bool = False
+    int8: str = ""
 
     @classmethod
     def draw(cls, seed: int) -> "Episode":
@@ -171,7 +175,13 @@ class Episode:
                 drafts = settings["speculative_config"]
                 room = max_num_seqs * (1 + drafts["num_speculative_tokens"])
                 settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], room)
-        return cls(seed, family, settings, bool(rng.random() < 0.2))
+        reordered, int8 = bool(rng.random() < 0.2), ""
+        drafter = settings.get("speculative_config", {}).get("model")
+        # A float copy is not the same model. Drawn apart, so that other draws stay as they were.
+        if family in ("Qwen3", "Qwen3Moe") and drafter != "same":
+            formats = ["", "", "", *quantize.FORMATS]
+            int8 = str(np.random.default_rng((seed, 10)).choice(formats))
+        return cls(seed, family, settings, reordered, int8)
 
     def parts(self) -> set[str]:
         """What of an engine it has, in a few words each."""
@@ -199,6 +209,8 @@ class Episode:
             if "model" in drafts:
                 parts.add(f"drafter: {drafts['model']}")
                 parts.add(f"{drafts.get('draft_sample_method', 'greedy')} drafts")
+        if self.int8:
+            parts.add(f"int8 by {self.int8}")
         return parts | ({"decodes first"} if self.reordered else set())
 
     def dumps(self) -> str:
@@ -217,6 +229,14 @@ def model_of(family: str) -> Path:
     small = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": VOCAB}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
+    return folder
+
+
+@cache
+def int8_of(family: str, form: str) -> Path:
+    """The same with int8 weights, in a format of `examples/quantize.py`."""
+    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-int8-"))
+    quantize.quantize(model_of(family), folder, form)
     return folder
 
 
@@ -495,7 +515,7 @@ def play(episode: Episode, steps: int) -> Traffic:
             drafts["model"] = str(drafter_of(family, drafts["method"], drafts["model"]))
     with (
         engine(
-            model_of(family),
+            int8_of(family, episode.int8) if episode.int8 else model_of(family),
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=False,
             structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},

@@ -71,10 +71,10 @@ class UpstreamRunner(GPUModelRunner):
         return metadata, common
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """Upstream stops early where it counts drafts as accepted; ours knows how many were."""
+        """As ours: drafts end at the context's end request by request, and with exact lengths."""
         if self.use_async_spec_decode and common_attn_metadata is not None:
             common_attn_metadata.max_seq_len = int(common_attn_metadata.seq_lens.max())
-        return super()._input_fits_in_drafter(common_attn_metadata)
+        return self.ours._input_fits_in_drafter(common_attn_metadata)
 
     def _go_on_behind_chunks(
         self, sampled_token_ids: Any, requests: Any, batch: Any, discard_request_mask: Any

@@ -153,6 +153,7 @@ WRITTEN = {
     "report.json",
     "manifest.json",
     "config.json",
+    "quant_model_description.json",
     "steps/",
     "site/",
 }

@@ -1,50 +1,30 @@
 """Mixtures of experts through vLLM's engine: greedy tokens are those of transformers."""
 
+import json
+
 import pytest
 
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect.record_file import record_files
 from vllm_npu_prep.ops import experts
 
-MODELS = {  # those of tests/engine/test_mla.py route by groups
-    "Qwen3Moe": {  # softmax, renormalised; layer 0 dense
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-    },
-    "Qwen2Moe": {  # softmax, not renormalised; a gated shared expert
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-        "norm_topk_prob": False,
-    },
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "MiniMaxM2": {  # sigmoid with a bias
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 32,
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "use_qk_norm": True,
-        "rotary_dim": 8,
-    },
-}
 GRAPHS = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
 SETTINGS = {
     "Qwen2Moe": {**GRAPHS, "enable_expert_parallel": True},
     "Mixtral": {"async_scheduling": False},
     "MiniMaxM2": GRAPHS,
+    "Glm4Moe": GRAPHS,
 }
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
     """Chunks, and steps whose padding no expert works for; one rank of expert parallelism."""
-    folder = make_model(tmp_path, family, **MODELS[family])
+    folder = make_model(tmp_path, family, **MIXTURES[family])
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     calls, apply_experts = [], experts.apply_experts
 
@@ -66,3 +46,32 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
         assert {"full graph", "piecewise graphs"} <= set(counts)
         assert any(calls), "some steps had padding"
     print(family, len(calls), "calls,", sum(calls), "with padding", dict(counts))
+
+
+@pytest.mark.parametrize("steps", ["0:40", "last 40"])
+def test_explain_tells_how_many_tokens_each_expert_got(tmp_path, seed, steps, capsys):
+    """In graphs, too, whose padding is sent to no expert; each layer of experts has a line."""
+    folder = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
+    record = {"dir": str(tmp_path / "records"), "steps": steps, "expert_tokens": True}
+    options = {"additional_config": {"npu_prep": {"record": record}}, **GRAPHS}
+    with engine(folder, max_num_batched_tokens=48, max_num_seqs=7, **options) as llm:
+        generate(llm, prompts_of(seed, [3, 1, 90, 17]), greedy(5))
+        runner_of(llm).recorder.dump("the test")
+    capsys.readouterr()
+    shown = 0
+    (run,) = (tmp_path / "records").iterdir()
+    for path in record_files(run):
+        assert main(["explain", str(path), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        (tokens,) = told["tokens_per_expert"].values()
+        assert len(tokens) == 6
+        assert sum(tokens) == 2 * told["total_num_scheduled_tokens"], "each token has two experts"
+        shown += 1
+    assert shown >= 6
+    assert main(["explain", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "tokens of each expert" in text
+    assert "model.layers.1.mlp.experts" in text
+    path.with_suffix(".experts.json").write_text("[1]")
+    assert main(["explain", str(path)]) != 0
+    assert "not tokens of experts by layer" in capsys.readouterr().err

@@ -230,7 +230,7 @@ def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):
     assert (
         "capturing the graph of 12 tokens (NPU out of memory. Tried to allocate 2.00 GiB)" in text
     )
-    assert "Not tried after that: 8, 4, 1" in text
+    assert "Left out for it: 8, 4, 1" in text
     assert "Graphs that were captured: 2, 6, 7 tokens" in text
 
 

@@ -1,30 +1,51 @@
 """MLA through vLLM's engine: greedy tokens are those of transformers, in every state and mask."""
 
-import pytest
+from collections import Counter
+from typing import Any
 
+import pytest
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.latent import GROUPED_EXPERTS, LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_preemptions, count_states
+from vllm_npu_prep.cli import main
 
-MLA = {
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-}
-MOE = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 4,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-}
-V2 = {**MLA, **MOE, "q_lora_rank": None, "topk_method": "group_limited_greedy"}
+V2 = {**LATENT, **GROUPED_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"}
+
+
+def count_halves(runner: Any) -> Counter[str]:
+    """Counts from now on how steps were split; contexts are read in chunks of four blocks."""
+    runs: Counter[str] = Counter()
+    forward = runner._model_forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        latent = runner.in_flight.step.latent
+        if latent is not None:
+            runs["prefills"] += latent.num_prefills > 0
+            runs["decodes"] += latent.num_decodes > 0
+            runs["both"] += latent.num_prefills > 0 and latent.num_decodes > 0
+            runs["chunks"] += latent.num_chunks > 0
+            runs["several chunks"] += latent.num_chunks > 1
+        return forward(*args, **kwargs)
+
+    runner._model_forward = counted
+    return runs
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Contexts are read four blocks at a time."""
+
+    def workspace(vllm_config: Any) -> int:
+        return 4 * vllm_config.cache_config.block_size
+
+    name = "determine_chunked_prefill_workspace_size"
+    monkeypatch.setattr(MLACommonMetadataBuilder, name, staticmethod(workspace))
 
 
 def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
@@ -32,14 +53,7 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
 
     Chunks of prompts, then the same prompts from the prefix cache.
     """
-    experts = {
-        **MOE,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-    }
-    folder = make_model(tmp_path, "DeepseekV3", q_lora_rank=20, **MLA, **experts)
+    folder = make_model(tmp_path, "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     with engine(
         folder,
@@ -51,10 +65,10 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
         **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
     ) as llm:
         runner = runner_of(llm)
-        states, watch = count_states(llm), CacheWatch(runner)
+        states, watch, runs = count_states(llm), CacheWatch(runner), count_halves(runner)
         got = [generate(llm, prompts, greedy(16)) for _ in range(2)]
         shapes = {tuple(plane.shape[1:]) for plane in runner.kv_caches}
-        layers, counts = len(runner.kv_caches), runner.padding.counts.by_kind
+        planes, counts = len(runner.kv_caches), runner.padding.counts.by_kind
     expected = reference(folder, prompts, 16)
     assert got == [expected] * 2
     check_varied(expected)
@@ -63,14 +77,16 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
     assert states["PrefillNoCache"] == 1, "the second time, long prompts come from the cache"
     assert {"full graph", "piecewise graphs"} <= set(counts)
     assert watch.padding_seen - {0}
-    assert (layers, shapes) == (2, {(16, 1, 32)}), "one row of latent and rotated key for a token"
+    assert (planes, shapes) == (4, {(16, 1, 24), (16, 1, 8)}), "latent rows and rotated keys"
+    assert runs["prefills"] and runs["decodes"] and runs["both"], dict(runs)
+    assert runs["chunks"], "contexts of prompts' later chunks are read"
 
 
 @pytest.mark.parametrize("mask", ["dense", "compressed"])
 def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, mask):
     """Experts by softmax and groups, not renormalised; chunked prefill off, synchronous.
 
-    Compressed masks let mixed steps into full graphs.
+    Mixed steps never run in full graphs, which have decodes alone.
     """
     experts = {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
     folder = make_model(tmp_path, "DeepseekV2", **V2, **experts)
@@ -94,30 +110,57 @@ def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, ma
     assert got == expected
     check_varied(expected)
     print(dict(states), dict(counts))
-    in_graphs = mask == "compressed"  # full graphs of mixed steps take the general state
-    decodes = "ChunkedPrefill" if in_graphs else "DecodeOnly"
-    assert set(states) == {"PrefillNoCache", "PrefillCacheHit", decodes}
-    assert (counts["full graph"] > 20) == in_graphs
+    assert set(states) == {"PrefillNoCache", "PrefillCacheHit", "DecodeOnly"}
+    assert (counts["full graph"] > 20) == (mask == "compressed")
 
 
-def test_dense_layers_with_preemption_and_drafts(tmp_path, seed):
-    """A cache too small for the batch; ngram drafts, verified in one step."""
-    folder = make_model(tmp_path, "DeepseekV2", spread=0.15, first_k_dense_replace=2, **V2)
+@pytest.mark.parametrize("prefill", ["projected", "absorbed"])
+def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys):
+    """A cache too small for the batch; ngram drafts, verified in one step.
+
+    The absorbed path of all requests gives the same tokens: prefills are held against it. Core,
+    oracle and upstream prepare each step again from its record.
+    """
+    steps = tmp_path / "steps"
+    record = {"dir": str(steps), "steps": "0:1000"}
+    options = {"latent_prefill": prefill, "check": "full", "record": record}
+    folder = make_model(
+        tmp_path / "model", "DeepseekV2", spread=0.15, first_k_dense_replace=2, **V2
+    )
     prompts = prompts_of(seed, [30, 28, 25, 31, 22, 29])
     with engine(
         folder,
         block_size=4,
         num_gpu_blocks_override=40,
         max_model_len=96,
+        max_num_batched_tokens=48,
+        additional_config={"npu_prep": options},
         speculative_config={
             "method": "ngram",
             "num_speculative_tokens": 3,
             "prompt_lookup_max": 2,
         },
     ) as llm:
-        states, count = count_states(llm), count_preemptions(llm)
+        states, count, runs = (
+            count_states(llm),
+            count_preemptions(llm),
+            count_halves(runner_of(llm)),
+        )
         got = generate(llm, prompts, greedy(40))
     print(dict(states), dict(count))
     assert got == reference(folder, prompts, 40)
     assert count["preempted"] > 0
     assert {"DecodeOnly", "SpecDecoding"} <= set(states)
+    assert bool(runs["prefills"]) == (prefill == "projected")
+    assert bool(runs["several chunks"]) == (prefill == "projected"), dict(runs)
+
+    records = records_in(steps)
+    check(records, *DRAFT_ARRAYS)
+    assert {record.settings.latent is not None for record in records} == {prefill == "projected"}
+    pieces = [record.prepared.get("context_piece_reqs_padded") for record in records]
+    assert any(each is not None and each.any() for each in pieces) == (prefill == "projected")
+    if prefill == "projected":
+        chunks = [int(record.prepared["latent.num_chunks"]) for record in records]
+        number = records[chunks.index(max(chunks))].number
+        assert main(["explain", str(steps), "--step", str(number)]) == 0
+        assert f"{max(chunks)} chunks" in " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.engine import REPLAYED, graphs, make_model
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
 
@@ -17,10 +18,13 @@ MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GRAPHS = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
 TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 EXPERTS = {"enable_expert_parallel": True}
+DEEPSEEK = {"family": "DeepseekV3", "q_lora_rank": 20, **LATENT, **V3_EXPERTS}
 LAYOUTS = {
     "tensors": (TP2 | GRAPHS, {}),
     "stages": (PP2 | graphs("FULL_DECODE_ONLY", 1, 4, 8), {"num_hidden_layers": 3}),
     "tensors and stages": (TP2 | PP2, {}),
+    "latent attention": (TP2 | {"async_scheduling": False}, DEEPSEEK),
+    "latent attention and experts": (TP2 | EXPERTS | GRAPHS, DEEPSEEK),
     "experts": (TP2 | EXPERTS | {"async_scheduling": False}, {"family": "Mixtral", **MIXTRAL}),
 }
 
@@ -94,6 +98,7 @@ ENGINES = {
     "experts and tensors": {"data_parallel_size": 2, **TP2, **EXPERTS, **GRAPHS},
     "experts": {"data_parallel_size": 2, **EXPERTS, **graphs("FULL", 1, 4, 8)},
     "experts, each cut in two": {"data_parallel_size": 2},
+    "latent attention and experts": {"data_parallel_size": 2, **EXPERTS, **GRAPHS},
 }
 
 
@@ -101,12 +106,13 @@ ENGINES = {
 def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing(
     tmp_path, seed, layout
 ):
-    """Mixtral: the ranks of all engines share its experts, so that none can step alone.
+    """The ranks of all engines share the model's experts, so that none can step alone.
 
     Engines of two ranks show at once what tensor and data parallelism do together.
     """
     settings = ENGINES[layout]
-    folder = make_model(tmp_path, "Mixtral", **MIXTRAL)
+    model = DEEPSEEK if "latent" in layout else {"family": "Mixtral", **MIXTRAL}
+    folder = make_model(tmp_path, **model)
     prompts = prompts_of(seed, [140, 3, 60, 17])
     got = serve_on_ranks(folder, settings, partial(one_engine_idles, prompts=prompts))
     expected = reference(folder, prompts, NUM_TOKENS)

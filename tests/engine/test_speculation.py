@@ -26,6 +26,7 @@ from tests.helpers.engine import (
 )
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
+from tests.helpers.mtp import record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.statistics import check_distribution
 from tests.helpers.watch import count_preemptions, count_states, count_verified, on_prepared
@@ -194,12 +195,18 @@ def test_adapters_verify_drafts_of_the_plain_model(model, drafters, tmp_path, se
             assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_drafter_beside_windows_has_its_own_group(tmp_path, seed, asynchronous):
-    """Windows, full attention, and the drafter's layers: two groups, blocks freed in one."""
+@pytest.mark.parametrize(
+    ("asynchronous", "num_layers", "mode"),
+    [(True, 1, None), (False, 3, None), (True, 3, "PIECEWISE")],
+    ids=["one", "several", "several-pieces"],
+)
+def test_a_drafter_beside_windows_has_groups_of_its_own(
+    tmp_path, seed, asynchronous, num_layers, mode
+):
+    """Windows, full attention, and each of the drafter's layers; blocks freed in one group."""
     settings = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
     target = make_model(tmp_path / "gemma2", "Gemma2", **settings)
-    drafter = make_model(tmp_path / "drafter", num_hidden_layers=1, seed=1)
+    drafter = make_model(tmp_path / "drafter", num_hidden_layers=num_layers, seed=1)
     prompts = prompts_of(seed, [5, 40, 30, 12, 14])
     with engine(
         target,
@@ -207,16 +214,36 @@ def test_a_drafter_beside_windows_has_its_own_group(tmp_path, seed, asynchronous
         max_num_batched_tokens=32,
         async_scheduling=asynchronous,
         **drafted_by({"draft_model": drafter}, "draft_model"),
+        **(graphs(mode, 8, 24) if mode else {}),
     ) as llm:
         runner = runner_of(llm)
-        group = runner.drafter.kv_cache_gid
-        layers = runner.kv_cache_config.kv_cache_groups[group].layer_names
-        assert len(runner.kv_cache_config.kv_cache_groups) > 1
-        assert set(runner.drafter._draft_attn_layer_names) <= set(layers)
-        verified = count_verified(llm)
+        drafting = runner.drafter._draft_attn_layer_names
+        groups = [{*group.layer_names} for group in runner.kv_cache_config.kv_cache_groups]
+        assert sum(not drafting.isdisjoint(group) for group in groups) == num_layers < len(groups)
+        verified, records = count_verified(llm), record_verified(llm)
         got = generate(llm, prompts, greedy(24))
     assert got == reference(target, prompts, 24)
     assert verified["rejected"] > 0
+    if not asynchronous:  # the host knows the drafts
+        drafts = reference(drafter, [step.token_ids for step in records], NUM_DRAFTS)
+        assert [step.drafts for step in records] == [
+            each[: len(step.drafts)] for each, step in zip(drafts, records)
+        ]
+
+
+def test_a_head_without_an_lm_head_uses_the_embeddings_of_a_tied_model(tmp_path, seed):
+    """Gemma 2 has no ``lm_head`` in vLLM; its heads' layers are beside windows."""
+    settings = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
+    target = make_model(tmp_path / "gemma2", "Gemma2", **settings)
+    head = make_eagle_head(tmp_path / "head", target)
+    prompts = prompts_of(seed, [5, 40, 30])
+    with engine(target, max_num_batched_tokens=32, **drafted_by({"eagle": head}, "eagle")) as llm:
+        drafter, model = runner_of(llm).drafter, runner_of(llm).get_model()
+        assert drafter.model.lm_head is model.model.embed_tokens
+        verified = count_verified(llm)
+        got = generate(llm, prompts, greedy(24))
+    assert got == reference(target, prompts, 24)
+    assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
 
 
 # ------------------------------------------------------------------- random sampling

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
@@ -124,6 +125,19 @@ def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
         padding = full_graph_padding(*sizes, batch.max_model_len)
     layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, local=local)
     return prepare_step(step, padding, layout)
+
+
+def latent_step(
+    batch: RandomBatch, decode_threshold: int, workspace_blocks: int
+) -> tuple[PreparedStep, LatentSplit]:
+    """The step of an engine with latent attention, whose batch has decodes first."""
+    step = step_batch(batch.requests, batch.block_size, batch.max_model_len, batch.chunked_prefill)
+    workspace = workspace_blocks * batch.block_size
+    split = LatentSplit(decode_threshold, workspace, batch.block_size, batch.max_model_len)
+    step.tables = dataclasses.replace(step.tables, latent=split)
+    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
+    sizes = padding.num_input_tokens, padding.num_reqs_padded, 1, 4
+    return prepare_step(step, padding, step_layout(*sizes, latent=split)), split
 
 
 @st.composite

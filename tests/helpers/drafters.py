@@ -9,7 +9,8 @@ AUX_LAYERS = [0, 1]
 """What an EAGLE-3 head reads of a model with one layer: embeddings, and what the layer adds."""
 
 
-def _save(weights: dict[str, Any], folder: Path) -> None:
+def save_weights(weights: dict[str, Any], folder: Path) -> None:
+    """Save weights as a checkpoint of one file."""
     from safetensors.torch import save_file
 
     weights = {name: weight.contiguous() for name, weight in weights.items()}
@@ -29,11 +30,13 @@ def disturb_model(folder: Path, target: Path, share: float, seed: int = 0) -> Pa
     weights = load_file(target / "model.safetensors")
     for weight in weights.values():
         weight *= 1 + share * torch.randn(weight.shape, generator=generator)
-    _save(weights, folder)
+    save_weights(weights, folder)
     return folder
 
 
-def make_eagle_head(folder: Path, target: Path, method: str = "eagle", seed: int = 0) -> Path:
+def make_eagle_head(
+    folder: Path, target: Path, method: str = "eagle", seed: int = 0, head_dim: int | None = None
+) -> Path:
     """Save an EAGLE or EAGLE-3 head of one layer for a tiny model.
 
     Neither is trained. An EAGLE head's first projection is fitted to what `target` makes of the
@@ -41,6 +44,9 @@ def make_eagle_head(folder: Path, target: Path, method: str = "eagle", seed: int
     takes over its embedding, beside a little of the target's states. The more of a next token
     follows from the token before it alone (a large ``embedding_scale`` of `make_model`), the more
     of their drafts are accepted.
+
+    Its four heads share out the hidden size, unless ``head_dim`` gives the size of each. That of an
+    EAGLE-3 head is then the hidden size: each of its heads sees all of an embedding.
     """
     import torch
     import transformers
@@ -48,7 +54,9 @@ def make_eagle_head(folder: Path, target: Path, method: str = "eagle", seed: int
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     config, generator = model.config, torch.Generator().manual_seed(seed)
     hidden, heads = config.hidden_size, 4
-    head_dim = hidden // heads
+    num_copies = 1 if head_dim is None else heads  # of an embedding, in the heads of EAGLE-3
+    head_dim = head_dim or hidden // heads
+    assert method != "eagle3" or heads * head_dim == num_copies * hidden
 
     def random(*shape: int, spread: float = 0.25) -> Any:
         return spread * torch.randn(shape, generator=generator)
@@ -62,11 +70,14 @@ def make_eagle_head(folder: Path, target: Path, method: str = "eagle", seed: int
     settings: dict[str, Any] = {}
     if method == "eagle3":
         of_embedding = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+        of_embedding = torch.cat([of_embedding] * num_copies)  # [heads x head_dim, 2 x hidden]
         weights |= {
             "layers.0.self_attn.q_proj.weight": 3 * of_embedding,  # most of all like itself
             "layers.0.self_attn.k_proj.weight": 3 * of_embedding,
             "layers.0.self_attn.v_proj.weight": of_embedding,
-            "layers.0.self_attn.o_proj.weight": torch.eye(hidden),
+            "layers.0.self_attn.o_proj.weight": (
+                torch.cat([torch.eye(hidden)] * num_copies, 1) / num_copies
+            ),
             "layers.0.input_layernorm.weight": torch.ones(hidden),
             "layers.0.hidden_norm.weight": torch.ones(hidden),
             "norm.weight": torch.ones(hidden),
@@ -81,10 +92,10 @@ def make_eagle_head(folder: Path, target: Path, method: str = "eagle", seed: int
             embeds = model.get_input_embeddings()(ids)
         seen = torch.cat([embeds[:, 1:], states[:, :-1]], dim=-1).flatten(0, 1)
         weights |= {
-            "layers.0.self_attn.q_proj.weight": random(hidden, hidden),
-            "layers.0.self_attn.k_proj.weight": random(hidden, hidden),
-            "layers.0.self_attn.v_proj.weight": random(hidden, hidden),
-            "layers.0.self_attn.o_proj.weight": random(hidden, hidden, spread=0.004),
+            "layers.0.self_attn.q_proj.weight": random(heads * head_dim, hidden),
+            "layers.0.self_attn.k_proj.weight": random(heads * head_dim, hidden),
+            "layers.0.self_attn.v_proj.weight": random(heads * head_dim, hidden),
+            "layers.0.self_attn.o_proj.weight": random(hidden, heads * head_dim, spread=0.004),
             "fc.weight": torch.linalg.lstsq(seen, states[:, 1:].flatten(0, 1)).solution.T,
         }
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,5 +113,5 @@ def make_eagle_head(folder: Path, target: Path, method: str = "eagle", seed: int
         dtype="float32",
     )
     (folder / "config.json").write_text(json.dumps({**llama.to_dict(), **settings}))
-    _save(weights, folder)
+    save_weights(weights, folder)
     return folder

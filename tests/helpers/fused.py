@@ -34,16 +34,18 @@ def settings(dtype: str = "float16", **options: Any) -> dict[str, Any]:
     }
 
 
-def forget_rotary_embeddings() -> None:
-    """vLLM keeps rotary embeddings for the next engine, whose switches may be others."""
-    from vllm.model_executor.layers import rotary_embedding
+def forget_layers() -> None:
+    """vLLM keeps rotary embeddings and activations for the next engine, with other switches."""
+    from vllm.model_executor.layers import activation, rotary_embedding
 
     rotary_embedding._ROPE_DICT.clear()
+    activation._ACTIVATION_REGISTRY._dict.clear()
+    activation._ACTIVATION_AND_MUL_REGISTRY._dict.clear()
 
 
 def steps_of(model: Path, dtype: str, mode: str, seed: int, fused: bool = True) -> Steps:
     """Greedy steps of four prompts by an engine, eagerly or in graphs."""
-    forget_rotary_embeddings()
+    forget_layers()
     given = settings(dtype, fused=fused) | ({} if mode == "eager" else graphs(mode, 4, 16))
     with engine(model, **given) as llm:
         return greedy_steps(llm, prompts_of(seed, LENGTHS), 8)

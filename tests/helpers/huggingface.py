@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,21 +16,26 @@ def reference(
 
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     hf.eval()
+    return greedy_tokens(hf, prompts, max_tokens)
+
+
+@torch.no_grad()
+def greedy_tokens(network: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy tokens of a model of transformers, a prompt at a time."""
     out = []
-    with torch.no_grad():
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            generated = hf.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                do_sample=False,
-                suppress_tokens=None,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            out.append(generated[0, len(prompt) :].tolist())
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        generated = network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            suppress_tokens=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        out.append(generated[0, len(prompt) :].tolist())
     return out
 
 

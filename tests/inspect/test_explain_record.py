@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import worked_examples
 from tests.helpers.records import record_of
 from tests.helpers.scenarios import small, view_of, with_an_image
-from tests.inspect.test_record import GROUPS, several_groups
+from tests.inspect.test_record import NAMES, scenario_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.explain import explain_json, summary
 from vllm_npu_prep.inspect.record import StepRecord
@@ -32,11 +32,10 @@ def in_a_folder(folder, *scenarios: dict) -> None:
         path.write_bytes(recorded(scenario, number).to_bytes())
 
 
-@pytest.mark.parametrize("name", [*worked_examples.NAMES, "several groups"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_record_is_explained_as_its_scenario(name, tmp_path):
-    scenario = several_groups() if name == "several groups" else worked_examples.load(name)[0]
+    scenario, groups = scenario_of(name)
     scenario |= {"capture_sizes": [8, 256], "mask": "compressed"}
-    groups = GROUPS if name == "several groups" else GROUPS[:1]
     path = tmp_path / "step-000000.npz"
     path.write_bytes(recorded(scenario, groups=groups, mask="compressed").to_bytes())
     view, expected = StepView.of_record(read_record(path), "a step"), view_of(scenario)

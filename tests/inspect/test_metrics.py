@@ -25,9 +25,8 @@ OWN = "engine=3 model_name=m"
 def step(state: AttentionState, num_tokens: int, padded: int, num_reqs: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         attn_state=state,
-        num_reqs=num_reqs,
-        total_num_scheduled_tokens=num_tokens,
-        num_input_tokens=padded,
+        batch=SimpleNamespace(num_reqs=num_reqs, total_num_scheduled_tokens=num_tokens),
+        padding=SimpleNamespace(num_input_tokens=padded),
     )
 
 

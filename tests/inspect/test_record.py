@@ -4,6 +4,7 @@ import io
 import json
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import worked_examples
-from tests.helpers.batches import random_batches
+from tests.helpers.batches import latent_step, random_batches
 from tests.helpers.records import record_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
@@ -23,6 +24,8 @@ from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders
+
+SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
 
 
 def through_a_file(record: StepRecord, folder) -> StepRecord:
@@ -81,14 +84,29 @@ def several_groups() -> dict:
     return scenario
 
 
-@pytest.mark.parametrize("name", [*worked_examples.NAMES, "several groups"])
+def latent() -> dict:
+    """Decodes, and prefills whose contexts are read in three chunks."""
+    return json.loads((SCENARIOS / "latent.json").read_text()) | {"mask": "dense"}
+
+
+LATENT = {"decode_threshold": 1, "workspace_tokens": 8, "block_size": 4}
+NAMES = (*worked_examples.NAMES, "several groups", "latent")
+
+
+def scenario_of(name: str) -> tuple[dict, tuple[RecordGroup, ...]]:
+    """A scenario of `NAMES`, and its groups."""
+    made = {"several groups": several_groups, "latent": latent}
+    scenario = made[name]() if name in made else worked_examples.load(name)[0]
+    return scenario, GROUPS if name == "several groups" else GROUPS[:1]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_record_has_exactly_the_arrays_of_the_contract(name, tmp_path, capsys):
-    scenario = several_groups() if name == "several groups" else worked_examples.load(name)[0]
+    scenario, groups = scenario_of(name)
     file = tmp_path / "scenario.json"
     file.write_text(json.dumps(scenario | {"capture_sizes": [8, 256]}))
     assert main(["explain", str(file), "--json"]) == 0
     contract = json.loads(capsys.readouterr().out)
-    groups = GROUPS if name == "several groups" else GROUPS[:1]
     step = prepare_step(*scenario_batch(parse_scenario(json.loads(file.read_text()))))
     record = through_a_file(record_of(step, groups), tmp_path)
     described = ("block_size", "sliding_window", "attention_chunk_size")  # in the settings
@@ -101,9 +119,13 @@ def test_a_record_has_exactly_the_arrays_of_the_contract(name, tmp_path, capsys)
         if isinstance(value, str):
             assert record.prepared[key].tobytes().decode() == value
         else:
-            assert record.prepared[key].astype(int).tolist() == value, key
+            if key.startswith("latent.") and key not in record.prepared:  # as it was sent
+                recorded = record.prepared[f"{key.removeprefix('latent.')}_padded"][: len(value)]
+            else:
+                recorded = record.prepared[key]
+            assert recorded.astype(int).tolist() == value, key
         seen += 1
-    assert seen >= 29
+    assert seen >= (39 if name == "latent" else 29)
 
 
 @given(random_batches(), st.sampled_from(["dense", "compressed"]))
@@ -125,6 +147,22 @@ def test_any_step_comes_back_and_is_prepared_again_alike(tmp_path_factory, batch
     # what a view reads of it is the step as it was
     restored = prepared_arrays(again.step(), again.settings)
     assert all(np.array_equal(restored[name], array) for name, array in record.prepared.items())
+
+
+@given(random_batches(), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=100)
+def test_any_step_of_latent_attention_comes_back_and_is_prepared_again_alike(
+    tmp_path_factory, batch, decode_threshold, workspace_blocks
+):
+    step, _ = latent_step(batch, decode_threshold, workspace_blocks)
+    record = record_of(step, number=12)
+    again = through_a_file(record, tmp_path_factory.mktemp("record"))
+    assert same(again, record)
+    assert replay_core(again) is None and replay_oracle(again) is None
+    restored = again.step()
+    assert restored.latent == step.latent
+    arrays = prepared_arrays(restored, again.settings)
+    assert all(np.array_equal(arrays[name], array) for name, array in record.prepared.items())
 
 
 @settings(max_examples=20)
@@ -157,6 +195,28 @@ def test_a_difference_names_the_request_and_the_token(tmp_path, name, index, req
     found = replay_core(record)
     assert (found.variable, found.index) == (name, (index,))
     assert (found.req_id, found.token) == (req_id, token)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("latent.num_decodes", ()),
+        ("latent.num_chunks", ()),
+        ("prefill_query_start_loc_padded", (1,)),
+        ("context_piece_reqs_padded", (1,)),
+        ("context_piece_starts_padded", (2,)),
+        ("context_piece_lens_padded", (0,)),
+        ("context_piece_chunks_padded", (2,)),
+    ],
+)
+def test_a_difference_in_the_plan_of_contexts_is_found_by_both(tmp_path, name, index):
+    step = prepare_step(*scenario_batch(parse_scenario(latent())))
+    record = through_a_file(record_of(step), tmp_path)
+    record.prepared[name][index] += 1
+    for replayed in (replay_core, replay_oracle):
+        found = replayed(record)
+        assert (found.variable, found.index) == (name, index)
+        assert found.recorded == found.expected + 1
 
 
 def test_groups_chunks_mrope_and_images_come_back(tmp_path):
@@ -209,11 +269,20 @@ class Good:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    scenario = parse_scenario(several_groups())
-    batch, padding = scenario_batch(scenario)
-    record = record_of(prepare_step(batch, padding), GROUPS)
-    return Good(record.to_bytes(), tmp_path_factory.mktemp("hostile") / "step-000000.npz")
+def goods(tmp_path_factory):
+    """A record of several groups, and one of latent attention."""
+    found = []
+    for name in ("several groups", "latent"):
+        scenario, groups = scenario_of(name)
+        record = record_of(prepare_step(*scenario_batch(parse_scenario(scenario))), groups)
+        folder = tmp_path_factory.mktemp("hostile")
+        found.append(Good(record.to_bytes(), folder / "step-000000.npz"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def good(goods):
+    return goods[0]
 
 
 def members_of(content: bytes) -> dict[str, bytes]:
@@ -275,6 +344,17 @@ def test_an_array_with_a_known_name_that_should_not_be_there_differs(tmp_path, c
     assert "attn_mask.masked: recorded an array, the core says none" in shown
 
 
+def test_contexts_of_latent_attention_that_the_settings_do_not_tell_of_differ(goods, tmp_path):
+    content, path = goods[1]
+    path.write_bytes(content)
+    record = read_record(path)
+    settings = record.settings.model_copy(update={"latent": None})
+    again = through_a_file(StepRecord(settings, record.batch, record.prepared), tmp_path)
+    found = replay_core(again)
+    assert (found.recorded, found.expected) == ("an array", "none")
+    assert "latent." in found.variable
+
+
 def step_of(folder, number: int):
     step = prepare_step(*scenario_batch(parse_scenario(worked_examples.load("decode-only")[0])))
     folder.mkdir(exist_ok=True)
@@ -327,8 +407,8 @@ def test_one_step_is_replayed_as_one_step(tmp_path, capsys):
 
 
 @given(st.data())
-def test_flipped_bytes_and_cut_files_are_refused_in_a_line_or_differ(good, data):
-    content, path = good
+def test_flipped_bytes_and_cut_files_are_refused_in_a_line_or_differ(goods, data):
+    content, path = goods[data.draw(st.integers(0, 1))]
     content = bytearray(content)
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content) - 1)) :]
@@ -340,8 +420,8 @@ def test_flipped_bytes_and_cut_files_are_refused_in_a_line_or_differ(good, data)
 
 
 @given(st.data())
-def test_members_with_any_content_are_refused_in_a_line_or_differ(good, data):
-    content, path = good
+def test_members_with_any_content_are_refused_in_a_line_or_differ(goods, data):
+    content, path = goods[data.draw(st.integers(0, 1))]
     members = members_of(content)
     names = st.lists(st.sampled_from(sorted(members)), min_size=1, max_size=3, unique=True)
     for name in data.draw(names):
@@ -416,10 +496,17 @@ def test_what_a_file_claims_is_checked_before_memory_is_taken(good):
         ({"surplus": 1}, "settings.surplus"),
         ({"max_drafts": 9}, "max_drafts"),
         ({"req_ids": ["a\nb", "c", "d"]}, "settings.req_ids.0: must hold printable"),
+        ({"latent": LATENT | {"workspace_tokens": 7}}, "they consist of whole blocks of 4"),
+        ({"latent": LATENT | {"workspace_tokens": 4}}, "context_piece_reqs_padded is"),
+        ({"latent": LATENT | {"decode_threshold": 0}}, "settings.latent.decode_threshold"),
+        (
+            {"latent": dict.fromkeys(LATENT, 1), "max_model_len": 1 << 24},
+            "values contradict each other: arrays of",
+        ),
     ],
 )
-def test_settings_that_contradict_themselves_are_named(good, change, says):
-    content, path = good
+def test_settings_that_contradict_themselves_are_named(goods, change, says):
+    content, path = goods["latent" in change]
     members = members_of(content)
     values = json.loads(np.load(io.BytesIO(members["settings.npy"])).tobytes())
     text = json.dumps(values | change).encode()

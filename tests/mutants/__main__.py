@@ -55,7 +55,7 @@ def version(mutant: Mutant) -> str:
 
 def plant(mutant: Mutant, root: Path) -> bool:
     """Copy the packages to `root` with the bug; False if its line isn't there exactly once."""
-    for name in ("vllm_npu_prep", "emulator", "tests", "examples", "pyproject.toml"):
+    for name in ("vllm_npu_prep", "emulator", "tests", "examples", "benchmarks", "pyproject.toml"):
         source = ROOT / name
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")

@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass
 
-FUSED = ("tests/npu/test_suites_on_device.py::test_on_the_device[fused]",)
+FUSED = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[fused]",)
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
 BOOKS = ("tests/runner/test_bookkeeping.py",)
+UPDATES = ("tests/runner/test_request_updates.py",)
 COUNTS = ("tests/npu/test_suites_on_device.py::test_on_the_device[steps]",)
 ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
 FIA = (f"{ON_NPU}[fia-eager]",)
 ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
+EXPERTS = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[experts]",)
 DRAFTING = ("tests/ops/test_drafting.py",)
+LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 SPECULATION = ("tests/engine/test_speculation.py",)
+MTP = ("tests/engine/test_mtp.py",)
 DRAFTERS = ("tests/examples/test_drafters.py",)
 DIFFERENTIAL = ("tests/differential",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
@@ -30,6 +34,8 @@ RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
+SCHEDULING = ("tests/scheduling/test_outputs.py", "tests/scheduling/test_twin.py")
+INT8 = ("tests/engine/test_quantization.py", "tests/quantization")
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -57,6 +63,41 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "int8: all tokens get the first one's scale",
+        "quantization/int8.py",
+        "product *= rows.scale[:, None]",
+        "product *= rows.scale[:1, None]",
+        INT8,
+    ),
+    Mutant(
+        "int8: the offset of inputs stays in",
+        "quantization/int8.py",
+        "sums = sums + self.sum_bias",
+        "sums = sums + 0 * self.sum_bias",
+        INT8,
+    ),
+    Mutant(
+        "int8: experts take each other's scales",
+        "quantization/experts.py",
+        "w13_scale[expert])(rows)",
+        "w13_scale[expert - 1])(rows)",
+        INT8,
+    ),
+    Mutant(
+        "int8: each rank takes the offset out",
+        "quantization/modelslim.py",
+        "layer.tp_rank > 0:",
+        "layer.tp_rank > 9:",
+        INT8,
+    ),
+    Mutant(
+        "int8: scales kept as bits are read as numbers",
+        "quantization/modelslim.py",
+        "scale.to(torch.int32).view(torch.float32)",
+        "scale.float()",
+        ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",),
+    ),
     Mutant(
         "rotary pairs of the other form",
         "ops/fused_rotary.py",
@@ -280,8 +321,8 @@ MUTANTS = [
     Mutant(
         "copy ends before the logits indices",
         "device/staging.py",
-        "self.submit(step.nbytes)",
-        "self.submit(step.nbytes - step.layout.max_logits * 8)",
+        "self.submit(nbytes)",
+        "self.submit(nbytes - step.layout.max_logits * 8)",
         ENGINE,
     ),
     Mutant(
@@ -294,8 +335,8 @@ MUTANTS = [
     Mutant(
         "a rejected draft is kept",
         "ops/rejection.py",
-        "device=output.device) <= num_accepted",
-        "device=output.device) <= num_accepted + 1",
+        "rows.masked_fill_(num_ends > ends, PLACEHOLDER)",
+        "rows.masked_fill_(num_ends > ends.int() + 1, PLACEHOLDER)",
     ),
     Mutant(
         "drafts go on behind the context's end",
@@ -307,14 +348,14 @@ MUTANTS = [
     Mutant(
         "requests without drafts have a rejected one",
         "ops/drafting.py",
-        "    num_rejected_tokens.masked_fill_(num_draft_tokens <= 0, 0)\n",
-        "",
+        "has_drafts = num_drafts.clamp(max=1)",
+        "has_drafts = torch.ones_like(num_drafts)",
         DRAFTING,
     ),
     Mutant(
         "samples of discarded requests count",
         "ops/drafting.py",
-        " & ~discard_request_mask[:num_reqs, None]",
+        "    is_valid.masked_fill_(discard_request_mask[:num_reqs, None], False)\n",
         "",
         DRAFTING,
     ),
@@ -375,6 +416,27 @@ MUTANTS = [
         "runner/speculation.py",
         "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n",
         "",
+        SPECULATION,
+    ),
+    Mutant(
+        "drafting stops for all near one request's end",
+        "runner/model_runner.py",
+        "            return common_attn_metadata is not None\n",
+        "            pass\n",
+        MTP,
+    ),
+    Mutant(
+        "draft passes look up slots in the first group's table",
+        "runner/drafters.py",
+        "self.block_table_of_group(index)[: common.num_reqs]",
+        "self.block_table_of_group(self.kv_cache_gid)[: common.num_reqs]",
+        SPECULATION,
+    ),
+    Mutant(
+        "draft passes look up slots in the first request's row",
+        "runner/drafters.py",
+        "block_table[rows, numbers]",
+        "block_table[0 * rows, numbers]",
         SPECULATION,
     ),
     Mutant(
@@ -652,16 +714,72 @@ MUTANTS = [
     ),
     Mutant(
         "lost tokens are overlooked",
-        "runner/bookkeeping.py",
-        "(has_outputs <= np.array(cached.num_output_tokens, np.int32))",
-        "(has_outputs >= 0)",
+        "runner/request_updates.py",
+        "stays &= has_outputs <= outputs",
+        "stays &= has_outputs >= 0",
         BOOKS,
     ),
     Mutant(
+        "drafts are written before a request's last token",
+        "prep/bookkeeping.py",
+        "token_ids[row, end + draft] = draft",
+        "token_ids[row, end - 1 + draft] = draft",
+        UPDATES,
+    ),
+    Mutant(
+        "drafts of the last step stay in a request's state",
+        "runner/request_updates.py",
+        "            spec_token_ids[:] = draft_token_ids\n",
+        "            spec_token_ids.extend(draft_token_ids)\n",
+        UPDATES,
+    ),
+    Mutant(
+        "drafts that were assumed are not taken back",
+        "runner/request_updates.py",
+        "batch.num_computed_tokens_cpu[rows[verified]] -= rejected",
+        "pass",
+        UPDATES,
+    ),
+    Mutant(
+        "outputs keep placeholders of rejected drafts",
+        "runner/request_updates.py",
+        "                del output_token_ids[change:]\n",
+        "                pass\n",
+        UPDATES,
+    ),
+    Mutant(
+        "a step in which a request left is taken for a quiet one",
+        "runner/request_updates.py",
+        "len(scheduler_output.num_scheduled_tokens) == batch.num_reqs\n        and len(",
+        "True or len(",
+        UPDATES,
+    ),
+    Mutant(
+        "a call for each request when a step is updated",
+        "runner/request_updates.py",
+        "computed = np.array(cached.num_computed_tokens, np.int32)",
+        "computed = np.array([abs(n) for n in cached.num_computed_tokens], np.int32)",
+        ("tests/benchmarks/test_benchmarks.py",),
+    ),
+    Mutant(
+        "a call for each request when a step is prepared",
+        "runner/padding.py",
+        "        self.counts.add(decision.kind)\n",
+        "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n",
+        ("tests/benchmarks/test_benchmarks.py",),
+    ),
+    Mutant(
+        "tokens outside of the vocabulary are appended",
+        "prep/bookkeeping.py",
+        "if token == NO_TOKEN or token >= vocab_size:",
+        "if token == NO_TOKEN:",
+        ("tests/runner/test_books.py",),
+    ),
+    Mutant(
         "new blocks are not entered in the request",
-        "runner/bookkeeping.py",
-        "                    block_ids.extend(new_ids)\n",
-        "                    pass\n",
+        "runner/request_updates.py",
+        "                block_ids.extend(new_ids)\n",
+        "                pass\n",
         ENGINE,
     ),
     Mutant(
@@ -674,15 +792,15 @@ MUTANTS = [
     Mutant(
         "padding decided for other counts",
         "runner/padding.py",
-        "            batch.num_reqs,\n            max_query_len,\n            num_encoder",
-        "            max_query_len,\n            num_encoder",
+        "            num_reqs,\n            max_query_len,\n            num_encoder",
+        "            0,\n            max_query_len,\n            num_encoder",
         ENGINE,
     ),
     Mutant(
         "npu: two copies a step",
         "device/staging.py",
-        "        self.submit(step.nbytes)\n",
-        "        self.submit(step.nbytes)\n        self.submit(step.nbytes)\n",
+        "        self.submit(nbytes)\n",
+        "        self.submit(nbytes)\n        self.submit(nbytes)\n",
         COUNTS,
     ),
     Mutant(
@@ -811,6 +929,20 @@ MUTANTS = [
         "            self._forget_sizes(given_up)\n",
         "            pass\n",
         GRAPHS,
+    ),
+    Mutant(
+        "sizes that are given up keep their streams",
+        "runner/graphs.py",
+        "                                _delete_graphs(given_up)  # which",
+        "                                # which",
+        ("tests/runner/test_graphs.py",),
+    ),
+    Mutant(
+        "each rank gives up sizes of its own",
+        "runner/graphs.py",
+        "        given_up = self.agree(given_up)\n",
+        "",
+        ("tests/runner/test_graphs.py",),
     ),
     Mutant(
         "eager steps are not told from replays",
@@ -972,6 +1104,56 @@ MUTANTS = [
         ("tests/ops/test_experts.py",),
     ),
     Mutant(
+        "pairs without a row read the second one",
+        "ops/fused_experts.py",
+        "row_of_pair.bitwise_and(PAST_ANY_ROW)",
+        "row_of_pair.abs()",
+        EXPERTS,
+    ),
+    Mutant(
+        "the group list is off by one expert",
+        "ops/fused_experts.py",
+        "group_list=rows.group_list,",
+        "group_list=rows.group_list.roll(1),",
+        EXPERTS,
+    ),
+    Mutant(
+        "the sum takes the weights of a token's experts the wrong way round",
+        "ops/fused_experts.py",
+        "None if apply_router_weight_on_input else topk_weights\n",
+        "None if apply_router_weight_on_input else topk_weights.flip(1)\n",
+        EXPERTS,
+    ),
+    Mutant(
+        "gate and up are exchanged",
+        "ops/fused_experts.py",
+        "grouped_product(rows, self.layer.w13_weight.transpose(1, 2))",
+        "grouped_product(rows, torch.cat(self.layer.w13_weight.chunk(2, 1)[::-1], 1)"
+        ".transpose(1, 2))",
+        EXPERTS,
+    ),
+    Mutant(
+        "padding reaches an expert",
+        "ops/fused_routing.py",
+        "ids.masked_fill_(is_padding[:, None], self.global_num_experts)",
+        "ids.masked_fill_(is_padding[:, None], 0)",
+        EXPERTS,
+    ),
+    Mutant(
+        "a rank computes its neighbour's experts",
+        "ops/fused_experts.py",
+        "return cls(num_experts, start, start + count)",
+        "return cls(num_experts, max(start - 1, 0), max(start - 1, 0) + count)",
+        EXPERTS,
+    ),
+    Mutant(
+        "scattered experts keep their numbers",
+        "ops/fused_experts.py",
+        "return topk_ids if self.numbers is None else self.numbers[topk_ids]",
+        "return topk_ids",
+        EXPERTS,
+    ),
+    Mutant(
         "MLA layers cut off what graphs pad",
         "attention/mla.py",
         """        \"\"\"Tokens that the layer hands over: all.\"\"\"
@@ -981,11 +1163,57 @@ MUTANTS = [
         ("tests/attention/test_mla.py",),
     ),
     Mutant(
-        "MLA rows with the rotated key in front",
-        "attention/mla.py",
-        "torch.cat([kv_c_normed.unsqueeze(1), k_pe], dim=-1)",
-        "torch.cat([k_pe, kv_c_normed.unsqueeze(1)], dim=-1)",
-        ("tests/attention/test_mla.py",),
+        "rotated halves of latent queries are not read",
+        "attention/kernels/latent_reference.py",
+        "heads = torch.cat((query, query_rope), -1)",
+        "heads = torch.cat((query, query_rope * 0), -1)",
+        LATENT,
+    ),
+    Mutant(
+        "context chunks are added without their log-sum-exp",
+        "attention/kernels/latent_reference.py",
+        "part.output.float() * (part.lse - lse).exp().unsqueeze(-1)",
+        "part.output.float() / 2",
+        LATENT,
+    ),
+    Mutant(
+        "prefills begin with the step's first token",
+        "attention/latent.py",
+        """prefills = Prefills(
+        first_token,""",
+        """prefills = Prefills(
+        0,""",
+        LATENT,
+    ),
+    Mutant(
+        "starts of prefills are the step's",
+        "prep/latent.py",
+        "query_start_loc[req] - num_decode_tokens",
+        "query_start_loc[req]",
+        ("tests/prep/test_latent.py",),
+    ),
+    Mutant(
+        "latent rows are read past a piece's length",
+        "attention/kernels/latent_reference.py",
+        "int(start) + int(length))",
+        "int(start) + int(length) + 1)",
+        LATENT,
+    ),
+    Mutant(
+        "a context is cut inside of a block",
+        "prep/latent.py",
+        "length = room // block_size * block_size",
+        "length = room",
+        ("tests/prep/test_latent.py",),
+    ),
+    Mutant(
+        "a prefill without context leaves a chunk open",
+        "prep/latent.py",
+        """        if context_len == 0:
+            is_open = False
+""",
+        "",
+        ("tests/prep/test_latent.py",),
     ),
     Mutant(
         "MLA layers' inputs of a graph go unchecked",
@@ -1017,9 +1245,9 @@ MUTANTS = [
     ),
     Mutant(
         "requests that were taken back advance in their rows",
-        "runner/bookkeeping.py",
-        "[-1 if r in cached.resumed_req_ids else rows_by_id.get(r, -1) for r in req_ids]",
-        "[rows_by_id.get(r, -1) for r in req_ids]",
+        "runner/request_updates.py",
+        "rows = np.where([r in resumed for r in req_ids], -1, rows)",
+        "pass",
         RESETS,
     ),
     Mutant(
@@ -1032,8 +1260,8 @@ MUTANTS = [
     Mutant(
         "steps with embeddings take the padding of steps without",
         "runner/padding.py",
-        "            batch.takes_embeds,\n            batch.total",
-        "            batch.total",
+        "            batch.takes_embeds,\n            num_tokens",
+        "            False,\n            num_tokens",
         EMBEDS,
     ),
     Mutant(
@@ -1406,8 +1634,8 @@ MUTANTS = [
     Mutant(
         "metrics count padding as tokens",
         "observe/metrics.py",
-        "self._tokens[0] += num_tokens",
-        "self._tokens[0] += step.num_input_tokens",
+        "counts[self._tokens] += num_tokens",
+        "counts[self._tokens] += step.padding.num_input_tokens",
         ("tests/inspect/test_metrics.py", "tests/server/test_server.py"),
     ),
     Mutant(
@@ -1437,5 +1665,411 @@ MUTANTS = [
         "    if given in choices:\n",
         "    if given:\n",
         ("tests/inspect/test_doctor.py",),
+    ),
+    Mutant(
+        "a step more after max_tokens is on its way",
+        "scheduling/running.py",
+        "computed + 2 - placeholders >= request.last_length",
+        "computed + 1 - placeholders >= request.last_length",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a decode is a step late under Model Runner V2",
+        "scheduling/running.py",
+        "if eligible and step < request.next_decode_eligible_step:",
+        "if eligible and step <= request.next_decode_eligible_step:",
+        SCHEDULING,
+    ),
+    Mutant(
+        "drafts past max_model_len",
+        "scheduling/running.py",
+        "if new > longest - computed:",
+        "if new > longest + 1 - computed:",
+        SCHEDULING,
+    ),
+    Mutant(
+        "decodes past the token budget",
+        "scheduling/running.py",
+        "            if new > budget:\n",
+        "            if False:\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "no blocks for the tokens that drafters look ahead",
+        "scheduling/running.py",
+        "computed + new + lookahead > request.blocks_until",
+        "computed + new > request.blocks_until",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a full block is cached a step late",
+        "scheduling/running.py",
+        "computed + 1 - placeholders >= request.cached_until",
+        "computed - placeholders >= request.cached_until",
+        SCHEDULING,
+    ),
+    Mutant(
+        "blocks stay when they leave the window",
+        "scheduling/running.py",
+        "                or computed - in_flight >= request.window_until\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a step does not tell of its grammars",
+        "scheduling/running.py",
+        "                taken.grammar = True\n",
+        "                taken.grammar = False\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a step does not wait for the tokens of its grammars",
+        "scheduling/running.py",
+        "taken.grammar_pending |= asynchronous and placeholders > 0",
+        "taken.grammar_pending |= False",
+        SCHEDULING,
+    ),
+    Mutant(
+        "outputs under way are not counted",
+        "scheduling/running.py",
+        "add_output(len(request._output_token_ids) + placeholders)",
+        "add_output(len(request._output_token_ids))",
+        SCHEDULING,
+    ),
+    Mutant(
+        "drafts are verified that were cut",
+        "scheduling/running.py",
+        "drafts if whole else drafts[: new - 1]",
+        "drafts",
+        SCHEDULING,
+    ),
+    Mutant(
+        "drafts are verified twice",
+        "scheduling/running.py",
+        "                request.spec_token_ids = []\n",
+        "                pass\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "tokens in flight without drafts",
+        "scheduling/running.py",
+        "request.num_in_flight_tokens = in_flight + new",
+        "request.num_in_flight_tokens = in_flight + 1",
+        SCHEDULING,
+    ),
+    Mutant(
+        "placeholders without drafts",
+        "scheduling/running.py",
+        "request.num_output_placeholders = placeholders + new",
+        "request.num_output_placeholders = placeholders + 1",
+        SCHEDULING,
+    ),
+    Mutant(
+        "no room for the next drafts",
+        "scheduling/running.py",
+        "request.spec_token_ids = next_drafts",
+        "request.spec_token_ids = []",
+        SCHEDULING,
+    ),
+    Mutant(
+        "decodes of a request are not kept apart",
+        "scheduling/running.py",
+        "request.next_decode_eligible_step = eligible",
+        "request.next_decode_eligible_step = step",
+        SCHEDULING,
+    ),
+    Mutant(
+        "tokens of a request that was away are not sent",
+        "scheduling/running.py",
+        "if not had.issuperset(taken.req_ids):",
+        "if False:",
+        SCHEDULING,
+    ),
+    Mutant(
+        "the last decode is taken, too",
+        "scheduling/running.py",
+        "                return index\n",
+        "                return index + 1\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a decode with nothing to compute counts as scheduled",
+        "scheduling/running.py",
+        "bool(placeholders and computed + 2 - placeholders >= noted.last_length)",
+        "False",
+        SCHEDULING,
+    ),
+    Mutant(
+        "stale outputs are appended as if new",
+        "scheduling/outputs.py",
+        "                or request.num_stale_output_tokens\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "events of a request are lost",
+        "scheduling/outputs.py",
+        "                or request.events\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "prefill statistics are lost",
+        "scheduling/outputs.py",
+        "                or request.prefill_stats is not None\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "special rows are plain",
+        "scheduling/outputs.py",
+        "                or request.traits & SPECIAL\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "an output one token too long",
+        "scheduling/outputs.py",
+        "length >= request.stop_length",
+        "length > request.stop_length",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a stop among accepted drafts is missed",
+        "scheduling/outputs.py",
+        "else request.stop_tokens.isdisjoint(new_ids)",
+        "else new_ids[-1] not in request.stop_tokens",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a stop token is missed",
+        "scheduling/outputs.py",
+        "new_ids[0] not in request.stop_tokens",
+        "True",
+        SCHEDULING,
+    ),
+    Mutant(
+        "tokens in flight after a verified draft",
+        "scheduling/outputs.py",
+        "request.num_in_flight_tokens -= num_scheduled",
+        "request.num_in_flight_tokens -= num_new",
+        SCHEDULING,
+    ),
+    Mutant(
+        "rejected drafts count as computed",
+        "scheduling/outputs.py",
+        "                    if request.num_computed_tokens > 0:\n",
+        "                    if False:\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "rejected drafts stay placeholders",
+        "scheduling/outputs.py",
+        "                    if request.num_output_placeholders > 0:\n",
+        "                    if False:\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "drafts that a grammar refused count as proposed",
+        "scheduling/outputs.py",
+        "num_drafts -= invalid_drafts.get(request_id, 0)",
+        "pass",
+        SCHEDULING,
+    ),
+    Mutant(
+        "images stay in the encoder's cache",
+        "scheduling/outputs.py",
+        "                books.free_encoder_inputs(request)\n",
+        "                pass\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "hashes of blocks that drafts filled are missing",
+        "scheduling/outputs.py",
+        "if length % hash_block_size < num_new:",
+        "if length % hash_block_size == 0:",
+        SCHEDULING,
+    ),
+    Mutant(
+        "placeholders are cached",
+        "scheduling/outputs.py",
+        "cacheable = request.num_computed_tokens - placeholders",
+        "cacheable = request.num_computed_tokens",
+        SCHEDULING,
+    ),
+    Mutant(
+        "blocks of asynchronous decodes are not cached",
+        "scheduling/outputs.py",
+        "                if cacheable >= request.cached_until:\n",
+        "                if False:\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "trace headers are lost",
+        "scheduling/outputs.py",
+        "if not traits & TRACED",
+        "if True",
+        SCHEDULING,
+    ),
+    Mutant(
+        "special outputs come first",
+        "scheduling/outputs.py",
+        "before = len(self.outputs.get(client, ()))",
+        "before = 0",
+        SCHEDULING,
+    ),
+    Mutant(
+        "clients in another order",
+        "scheduling/outputs.py",
+        "{client: number - 0.5 for",
+        "{client: number + 9.5 for",
+        SCHEDULING,
+    ),
+    Mutant(
+        "statistics of drafts forget accepted tokens",
+        "scheduling/outputs.py",
+        "stats.num_accepted_tokens += rows * num_accepted",
+        "stats.num_accepted_tokens += num_accepted",
+        SCHEDULING,
+    ),
+    Mutant(
+        "statistics of drafts forget positions",
+        "scheduling/outputs.py",
+        "stats.num_draft_tokens_per_pos[position] += rows",
+        "stats.num_draft_tokens_per_pos[position] += 1",
+        SCHEDULING,
+    ),
+    Mutant(
+        "outputs of requests that failed come in between",
+        "scheduling/outputs.py",
+        "        or output.finish_reason is not FinishReason.ERROR\n",
+        "        or True\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "more requests than may be active",
+        "scheduling/scheduler.py",
+        "        self.max_num_active_reqs -= num_requests\n",
+        "        pass\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a victim by priority is among the decodes that were taken",
+        "scheduling/scheduler.py",
+        "get_num_free_blocks() >= most",
+        "get_num_free_blocks() >= 0",
+        SCHEDULING,
+    ),
+    Mutant(
+        "prompts are not cut beside decodes",
+        "scheduling/scheduler.py",
+        "return num_running + self.num_taken, num_waiting",
+        "return num_running, num_waiting",
+        SCHEDULING,
+    ),
+    Mutant(
+        "an adapter too many",
+        "scheduling/scheduler.py",
+        "len(active) < self.lora_config.max_loras",
+        "True",
+        SCHEDULING,
+    ),
+    Mutant(
+        "no adapter besides those that run",
+        "scheduling/scheduler.py",
+        "or request.lora_request.lora_int_id in active",
+        "or False",
+        SCHEDULING,
+    ),
+    Mutant(
+        "admission does not know of decodes",
+        "scheduling/scheduler.py",
+        "if throttle_prefills or (anyone_waits and asks):",
+        "if throttle_prefills:",
+        SCHEDULING,
+    ),
+    Mutant(
+        "throttled prefills run beside decodes",
+        "scheduling/scheduler.py",
+        "if throttle_prefills or (anyone_waits and asks):",
+        "if anyone_waits and asks:",
+        SCHEDULING,
+    ),
+    Mutant(
+        "decodes run while all are paused",
+        "scheduling/scheduler.py",
+        "            or self._pause_state == PauseState.PAUSED_ALL\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a preempted request keeps its notes on blocks",
+        "scheduling/scheduler.py",
+        '        forget_blocks(cast("NotedRequest", request))\n',
+        "        pass\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "streamed input keeps its old length",
+        "scheduling/scheduler.py",
+        "        note(session, self.max_model_len)\n",
+        "        pass\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        "drafts of a prompt's chunk are verified",
+        "scheduling/scheduler.py",
+        "                or request.is_prefill_chunk\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "drafts that a grammar refuses are verified",
+        "scheduling/scheduler.py",
+        "                or request.traits & GRAMMAR\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a block is cached one block late",
+        "scheduling/blocks.py",
+        "(blocks + 1) * manager.block_size",
+        "(blocks + 2) * manager.block_size",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a window's blocks are freed one block late",
+        "scheduling/blocks.py",
+        "manager.block_size - skipped % manager.block_size",
+        "2 * manager.block_size - skipped % manager.block_size",
+        SCHEDULING,
+    ),
+    Mutant(
+        "a chunk's blocks are freed one chunk late",
+        "scheduling/blocks.py",
+        "(num_tokens // size + 1) * size",
+        "(num_tokens // size + 2) * size",
+        SCHEDULING,
+    ),
+    Mutant(
+        "requests with log-probabilities are plain",
+        "scheduling/requests.py",
+        "        or params.num_logprobs is not None\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "repetitions are not looked for",
+        "scheduling/requests.py",
+        "        or params.repetition_detection is not None\n",
+        "",
+        SCHEDULING,
+    ),
+    Mutant(
+        "streamed input is plain",
+        "scheduling/requests.py",
+        "        or request.resumable\n        or request.spec",
+        "        or request.spec",
+        SCHEDULING,
     ),
 ]

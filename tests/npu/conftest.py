@@ -1,5 +1,51 @@
 """Tests in `on_device` run under the emulator or on an NPU, started from here."""
 
 import os
+import xml.etree.ElementTree as ET
+from functools import cache
+
+import pytest
+
+from ascend_emulator import profiles
+from tests.helpers.emulator import emulate, selected
 
 collect_ignore = [] if os.environ.get("NPU_PREP_ON_DEVICE") else ["on_device"]
+
+
+@pytest.fixture(params=profiles.PROFILES)
+def profile(request, monkeypatch):
+    """Each profile of the emulated card, on all threads: kernels run on those of their streams.
+
+    For tests of operators. The CANN version that the runtime reports stays that of the process.
+    """
+    monkeypatch.setenv(profiles.PROFILE, request.param)
+    profiles._of_process.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    profiles._of_process.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def cases_of(request, tmp_path_factory):
+    """Function of a suite: every test case of its card, and the output of the process."""
+    module = request.module
+    chosen = selected(request, module.test_on_the_device)
+    suites = [module.SUITES[callspec["which"]] for callspec in chosen]
+
+    @cache
+    def run(memory: str, profile: str) -> tuple[list[ET.Element], str]:
+        files = [file for each in suites for file in each.files if each[1:] == (memory, profile)]
+        report = tmp_path_factory.mktemp("on_device") / "report.xml"
+        result = emulate(
+            *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files),
+            options=("--delay", "equal", "--memory", memory, "--profile", profile),
+            timeout=1800,
+            NPU_PREP_ON_DEVICE="1",
+        )
+        output = result.stdout + result.stderr
+        assert report.exists(), output[-4000:]
+        if result.returncode not in (0, 1):  # 1: tests failed, which those say
+            pytest.fail(f"exit code {result.returncode}\n{output[-4000:]}")
+        return [*ET.parse(report).getroot().iter("testcase")], output
+
+    return lambda which: run(*which[1:])

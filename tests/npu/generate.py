@@ -18,6 +18,7 @@ from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, runner_of
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
 from tests.helpers.watch import count_states, count_verified
+from tests.npu.only_some import HEAD_SIZE
 
 LENGTHS = [5, 150, 33, 1, 70, 128, 129]
 SEED = 20240607
@@ -47,12 +48,14 @@ def drafts_of(model: Path, method: str) -> dict:
     config: dict = {"method": method, "num_speculative_tokens": 3}
     if method == "ngram":
         return {"speculative_config": {**config, "prompt_lookup_max": 2, "prompt_lookup_min": 1}}
+    if method == "mtp":  # the model's own layers
+        return {"speculative_config": config}
     folder = model.parent / method
     if not folder.exists():
         if method == "draft_model":
             disturb_model(folder, model, share=0.05)
         else:
-            make_eagle_head(folder, model, method)
+            make_eagle_head(folder, model, method, head_dim=HEAD_SIZE)
     return {"speculative_config": {**config, "model": str(folder)}}
 
 

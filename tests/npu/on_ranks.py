@@ -3,7 +3,8 @@
 python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat16/pp2/sync/eager
 
 A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
-images. Prompts and settings are those of `tests.npu.generate`.
+images, or how ranks share experts (experts, scattered, cut, latent). Prompts and settings are those
+of `tests.npu.generate`.
 """
 
 import argparse
@@ -22,8 +23,17 @@ LAYOUTS = {
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
     "dp2tp2": {"data_parallel_size": 2, "tensor_parallel_size": 2},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"enable_expert_parallel": True},
+    "scattered": {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
+    "cut": {},
+    "latent": {"enable_expert_parallel": True},
+}
+"""How ranks share the experts of a mixture: neighbours, every n-th, or a part of each; or of a
+model with latent attention."""
 SEED = 20240607
 SECONDS = 480
 """Time limit of an engine: hosts may have fewer cores than it has ranks."""
@@ -92,6 +102,8 @@ def run(model: Path, case: str) -> dict[str, Any]:
         loras = adapters_of(model)
     elif feature == "images":
         settings["skip_tokenizer_init"] = False
+    elif feature in EXPERTS:
+        settings |= EXPERTS[feature]
     elif feature:
         settings |= drafts_of(model, feature)
     if feature == "images":

@@ -123,6 +123,31 @@ def test_each_served_combination_computes_attention(fia, profile, heads):
     assert number >= 36
 
 
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("profile", RULES)
+def test_sequences_cross_the_larger_blocks_too(fia, profile, block_size):
+    """A chunk over the end of a block, decodes at the ends of the first and of the second one."""
+    states = {
+        AttentionState.ChunkedPrefill: ((block_size - 2, 5), (2 * block_size - 1, 3), (7, 1)),
+        AttentionState.DecodeOnly: ((block_size - 1, 1), (block_size, 1), (2 * block_size, 1)),
+    }
+    windows = (None, WINDOW, block_size + 3)  # a window that begins in the block before
+    wrong, number = [], 0
+    with profiles.using(profile):
+        for heads, window in itertools.product(("equal", "grouped"), windows):
+            dtype, head_size = torch.bfloat16, 64
+            if not is_served(profile, heads, dtype, head_size, block_size, window is not None):
+                continue
+            for state, lengths in states.items():
+                number += 1
+                layer = layer_of(*HEADS[heads], head_size)
+                form = AttentionForm(state, lengths, layer, dtype, block_size, window)
+                if problem := wrong_of(fia, form, FUSED, BatchLimits()):
+                    wrong.append(problem)
+    assert wrong == []
+    assert number == (0 if profile == "docs" and block_size == 64 else 12)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_cache_holds_what_was_written(fia, heads):
     for head_size, block_size, dtype in itertools.product(HEAD_SIZES, BLOCK_SIZES, DTYPES):

@@ -13,9 +13,11 @@ import pytest
 
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
+from tests.npu.only_some import HEAD_SIZE
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -41,7 +43,8 @@ def model(folder):
 def windowed(folder):
     """Three KV-cache groups: two of windows, one of full attention."""
     if not (folder / "windowed").exists():
-        make_model(folder / "windowed", "Gemma3", **THREE_GROUPS)
+        sizes = {"head_dim": HEAD_SIZE, "query_pre_attn_scalar": HEAD_SIZE}
+        make_model(folder / "windowed", "Gemma3", **{**THREE_GROUPS, **sizes})
     return folder / "windowed"
 
 
@@ -51,6 +54,14 @@ def sharing(folder):
     if not (folder / "sharing").exists():
         make_model(folder / "sharing", "Gemma3n", **SHARED_LAYERS)
     return folder / "sharing"
+
+
+@pytest.fixture(scope="module")
+def mimo(folder):
+    """A model with an MTP layer, whose drafts are accepted at times."""
+    if not (folder / "mimo").exists():
+        make_mtp_model(folder / "mimo", "MiMo")
+    return folder / "mimo"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,11 @@ def on_npu(request, folder, tmp_path_factory):
             asked.setdefault(params["delay"], []).append(name)
     for params in selected(request, test_windows_beside_full_attention):
         name = f"{folder / params['which']}:{params['attention']}:bfloat16/windows/{params['mode']}"
-        asked.setdefault("skewed", []).append(name)
+        asked.setdefault(params["delay"], []).append(name)
+
+    for params in selected(request, test_mtp_layers_draft):
+        for mode in params["cases"]:
+            asked.setdefault("skewed", []).append(f"{folder / 'mimo'}:{params['attention']}:{mode}")
 
     @cache
     def run_all(delay: str) -> dict[str, dict]:
@@ -122,6 +137,15 @@ OLD_CANN, DOCUMENTED = "skewed --profile=8.5", "skewed --profile=docs"
 OLD_DRIVER = "skewed --driver=24.1.RC3"
 """A delay, and other options of the emulated card. The driver keeps old arguments in replays."""
 
+FEATURES = [
+    "float16/async/eager/eagle",
+    "float16/sync/FULL/ngram",
+    "float16/async/PIECEWISE/draft_model",
+    "float16/async/FULL_AND_PIECEWISE/eagle3",
+    "float16/lora/FULL_AND_PIECEWISE",
+]
+"""Cases whose attention the profiles route in other ways."""
+
 WITHOUT_FULL = {"FULL_AND_PIECEWISE": "PIECEWISE", "FULL_DECODE_ONLY": "eager"}
 """Graph modes that start-up chooses where captured attention can't be updated."""
 
@@ -146,6 +170,8 @@ REPLAYED = {
         ("fia", FIXED, ["float16/sync/FULL_AND_PIECEWISE", "float16/sync/eager"]),
         ("fia", OLD_CANN, ["bfloat16/async/FULL_AND_PIECEWISE", "float16/sync/eager"]),
         ("fia", DOCUMENTED, ["bfloat16/async/FULL_AND_PIECEWISE", "float16/sync/eager"]),
+        ("fia", OLD_CANN, FEATURES),
+        ("fia", DOCUMENTED, FEATURES),
         ("fia", OLD_DRIVER, ["float16/sync/FULL_AND_PIECEWISE", "bfloat16/async/FULL_DECODE_ONLY"]),
         ("atb", "none", ["float16/sync/eager", "float16/sync/FULL_AND_PIECEWISE/ngram"]),
         ("atb", "skewed", ["float16/async/eager/draft_model", "float16/sync/PIECEWISE/eagle3"]),
@@ -161,6 +187,8 @@ REPLAYED = {
         "fia-fixed-segments",
         "fia-cann-8.5",
         "fia-documented",
+        "fia-cann-8.5-features",
+        "fia-documented-features",
         "fia-old-driver",
         "atb-eager",
         "atb-drafts",
@@ -193,25 +221,46 @@ def test_tokens_equal_the_reference_family(model, reference, on_npu, attention, 
 
 
 @pytest.mark.parametrize(
-    ("attention", "which", "mode", "replayed"),
+    ("attention", "which", "mode", "replayed", "delay"),
     [
-        ("fia", "windowed", "FULL_AND_PIECEWISE", REPLAYED["FULL_AND_PIECEWISE"]),
-        ("fia", "sharing", "FULL", REPLAYED["FULL"]),
+        ("fia", "windowed", "FULL_AND_PIECEWISE", REPLAYED["FULL_AND_PIECEWISE"], "skewed"),
+        ("fia", "sharing", "FULL", REPLAYED["FULL"], "skewed"),
         # Dense masks of windows stay out of graphs
-        ("atb", "windowed", "FULL_AND_PIECEWISE", REPLAYED["PIECEWISE"]),
+        ("atb", "windowed", "FULL_AND_PIECEWISE", REPLAYED["PIECEWISE"], "skewed"),
+        ("fia", "windowed", "FULL_AND_PIECEWISE", REPLAYED["FULL_AND_PIECEWISE"], OLD_CANN),
+        ("fia", "windowed", "FULL_AND_PIECEWISE", REPLAYED["FULL_AND_PIECEWISE"], DOCUMENTED),
     ],
-    ids=["fia", "fia-sharing", "atb"],
+    ids=["fia", "fia-sharing", "atb", "cann-8.5", "documented"],
 )
 def test_windows_beside_full_attention(
-    request, reference, on_npu, attention, which, mode, replayed
+    request, reference, on_npu, attention, which, mode, replayed, delay
 ):
     """Three groups, or layers that share K and V; in bfloat16: vLLM refuses float16 for Gemma 3."""
     model, case = request.getfixturevalue(which), f"bfloat16/windows/{mode}"
-    ours = on_npu(model, "skewed", attention, [case])[case]
+    ours = on_npu(model, delay, attention, [case])[case]
     same_but_close_calls(model, "windows", ours, reference("bfloat16", "windows", model))
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(ours["states"])
     assert ("DecodeOnly" in ours["states"]) == (mode != "FULL")
     assert {kind for kind in ours["steps"] if not kind.startswith("eager")} == replayed
+
+
+@pytest.mark.parametrize(
+    ("attention", "cases"),
+    [
+        ("fia", ["float16/async/FULL_AND_PIECEWISE/mtp"]),
+        ("fia", ["float16/sync/eager/mtp", "float16/async/FULL/mtp", "float16/sync/PIECEWISE/mtp"]),
+        ("atb", ["float16/async/FULL_DECODE_ONLY/mtp"]),
+    ],
+    ids=["fia", "fia-other-modes", "atb"],
+)
+def test_mtp_layers_draft(mimo, reference, on_npu, attention, cases):
+    for case, ours in on_npu(mimo, "skewed", attention, cases).items():
+        dtype, scheduling, mode, _ = case.split("/")
+        assert ours["tokens"] == reference(dtype, scheduling, mimo)["tokens"], case
+        assert min(ours["verified"][what] for what in ("accepted", "partly", "rejected")) > 0
+        assert {kind for kind in ours["steps"] if not kind.startswith("eager")} == (
+            set() if (attention, mode) == ("atb", "FULL_DECODE_ONLY") else REPLAYED[mode]
+        )
 
 
 def test_a_chip_that_is_not_supported_is_refused_in_one_line(model):

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.helpers.emulator import emulate, why_no_emulator
+from tests.npu.only_some import LEFT_OUT
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -42,11 +43,9 @@ def test_the_command_finds_what_is_wrong_and_nothing_else(how, tmp_path):
     teams = {name for name in rows if name.startswith("hccl-")}  # which need two devices
     assert {verdicts[name] for name in teams} <= {"left out"}
     verdicts |= dict.fromkeys(teams, "same")
-    if "docs" in how:  # by the documentation, blocks have 128 tokens
-        left_out = {name for name in rows if verdicts[name] == "left out"}
-        left_out -= teams
-        assert left_out == {"fia-block-256", "fia-block-384", "fia-block-512"}
-        verdicts |= dict.fromkeys(left_out, "same")
+    left_out = {name for name in rows if verdicts[name] == "left out"} - teams
+    assert left_out == LEFT_OUT.get(how.partition(" ")[2], set())
+    verdicts |= dict.fromkeys(left_out, "same")
     assert verdicts == {name: "DIFFERS" if name in wrong else "same" for name in rows}, rows
     assert code == int(is_wrong)
     assert all("eager is right" in rows[name]["got"] for name in wrong)

@@ -19,6 +19,7 @@ ALL = frozenset(FusedConfig.model_fields)
 def config(device_type="npu", **options):
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=device_type),
+        model_config=SimpleNamespace(quantization="compressed-tensors"),
         additional_config={"npu_prep": options, "other": 1},
     )
 

@@ -4,12 +4,15 @@ from tests.resume.log import Results
 from tests.resume.slice import summary
 from tests.resume.tree import RESULTS
 
-for name in ("test-all", "mutants", "soak"):
+RUNS = {"test-all": "test-all", "mutants": "mutants", "soak": "soak", "scheduling": "soak"}
+"""Files of results, and the command that adds to each."""
+
+for name, command in RUNS.items():
     results = Results(RESULTS / f"{name}.jsonl")
     runs = results.runs()
-    print(f"make {name}:", "" if runs else "never run")
+    print(f"{name}, by make {command}:", "" if runs else "never run")
     for run in results.folded:
         commits = ", ".join(run["commits"])
         print(f"run {run['folded']}, begun {run['begun']}, at {commits}: {run['outcomes']}")
     for run in runs:
-        print(summary(results, run, f"make {name}"))
+        print(summary(results, run, f"make {command}"))

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from tests.differential import __main__ as soak
+from tests.resume import seeds as soak
 from tests.resume.log import Results
 from tests.resume.slice import Slice
 from tests.resume.tree import TreeState

@@ -1,6 +1,6 @@
 """Plain requests brought up to date and their samples appended, without an engine.
 
-`test_bookkeeping.py` does the same beside upstream's runner.
+`test_bookkeeping.py` and `test_request_updates.py` do the same beside upstream's runner.
 """
 
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.stepping import new_request, scheduler_output
-from vllm_npu_prep.runner.bookkeeping import PLACEHOLDER, Bookkeeping
+from vllm_npu_prep.runner.bookkeeping import Bookkeeping
+from vllm_npu_prep.runner.request_updates import PLACEHOLDER, RequestUpdates
 
 MAX_MODEL_LEN = 8
 
@@ -39,13 +40,14 @@ def batch_of(names: str, num_tokens: list[int], num_prompt_tokens: int = 2) -> S
         token_ids_cpu=np.zeros((rows, MAX_MODEL_LEN), np.int32),
         is_token_ids=np.zeros((rows, MAX_MODEL_LEN), bool),
         block_table=Blocks(),
+        spec_token_ids=[[] for _ in names],
         generators={},
         prev_sampled_token_ids=None,
         prev_req_id_to_index=None,
     )
 
 
-def bookkeeping(asynchronous: bool = False, requests_are_read: bool = False) -> Bookkeeping:
+def bookkeeping(asynchronous: bool = False) -> Bookkeeping:
     samples = np.zeros((4, 1), np.int64)
 
     def read_back(sampled: torch.Tensor) -> list[list[int]]:
@@ -56,14 +58,19 @@ def bookkeeping(asynchronous: bool = False, requests_are_read: bool = False) -> 
         4,
         MAX_MODEL_LEN,
         asynchronous=asynchronous,
-        requests_are_read=requests_are_read,
         read_back=read_back,
         samples_np=samples,
     )
 
 
+def update(output, batch, requests, prompt_logprobs=(), **options):
+    return RequestUpdates(4, MAX_MODEL_LEN, **options).update_plain_requests(
+        output, batch, requests, dict.fromkeys(prompt_logprobs, 1)
+    )
+
+
 def requests_of(names: str) -> dict[str, SimpleNamespace]:
-    return {name: SimpleNamespace(block_ids=([1],)) for name in names}
+    return {name: SimpleNamespace(block_ids=([1],), prev_num_draft_len=0) for name in names}
 
 
 def sampled(*tokens: int) -> SimpleNamespace:
@@ -80,7 +87,7 @@ def test_plain_requests_advance_and_upstream_is_left_the_others():
         "d": ([3], 5, 3),  # is not in the batch
     }
     output = scheduler_output(dict.fromkeys("abcd", 1), cached=cached)
-    left = bookkeeping().update_plain_requests(output, batch, requests)
+    left, _ = update(output, batch, requests)
     assert batch.num_computed_tokens_cpu.tolist() == [4, 3, 4]
     assert requests["a"].block_ids == ([1, 2],)
     assert batch.block_table.appended == [(0, ([2],))]
@@ -95,7 +102,7 @@ def test_a_request_that_was_taken_back_is_left_to_upstream():
     batch = batch_of("ab", [4, 4])
     output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([2], 0, 2), "b": ([], 4, 2)})
     output.scheduled_cached_reqs.resumed_req_ids = {"a"}
-    left = bookkeeping().update_plain_requests(output, batch, requests_of("ab"))
+    left, _ = update(output, batch, requests_of("ab"))
     assert left.scheduled_cached_reqs.req_ids == ["a"]
     assert batch.num_computed_tokens_cpu.tolist() == [3, 4]
 
@@ -103,30 +110,129 @@ def test_a_request_that_was_taken_back_is_left_to_upstream():
 def test_new_requests_are_upstreams():
     batch, new = batch_of("a", [4]), [new_request("b", [1, 2], [5])]
     output = scheduler_output({"a": 1, "b": 2}, new=new, cached={"a": ([], 4, 2)})
-    left = bookkeeping().update_plain_requests(output, batch, requests_of("a"))
+    left, _ = update(output, batch, requests_of("a"))
     assert left.scheduled_new_reqs == new
     assert left.scheduled_cached_reqs.req_ids == []
 
 
-def test_requests_that_something_reads_are_not_updated_in_the_tables_only():
-    assert bookkeeping().can_batch_update({})
-    assert not bookkeeping().can_batch_update({"a": 1})
-    assert not bookkeeping(requests_are_read=True).can_batch_update({})
+def test_a_step_in_which_nothing_joined_or_left_leaves_upstream_nothing_to_do():
+    batch, requests = batch_of("ab", [4, 4]), requests_of("ab")
+    output = scheduler_output({"b": 1, "a": 1}, cached={"b": ([], 4, 2), "a": ([3], 4, 2)})
+    assert update(output, batch, requests) == (None, None)
+    assert batch.num_computed_tokens_cpu.tolist() == [4, 4]
+    assert batch.block_table.appended == [(0, ([3],))]
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"generators": {0: None}},
+        {"finished_req_ids": {"z"}},
+        {"free_encoder_mm_hashes": ["h"]},
+        {"new_block_ids_to_zero": [3]},
+        {"kv_cache_block_copies": [object()]},
+        {"scheduled_new_reqs": [new_request("c", [1], [5])]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_else_the_scheduler_says_is_upstreams(change):
+    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([], 4, 2), "b": ([], 4, 2)})
+    vars(output).update(change)
+    left, _ = update(output, batch_of("ab", [4, 4]), requests_of("ab"))
+    assert left.scheduled_cached_reqs.req_ids == []
+    assert {name: getattr(left, name) for name in change} == change
+
+
+def test_a_request_that_the_step_leaves_out_is_upstreams():
+    output = scheduler_output({"a": 1}, cached={"a": ([], 4, 2)})
+    left, _ = update(output, batch_of("ab", [4, 4]), requests_of("ab"))
+    assert left.scheduled_cached_reqs.req_ids == []
+
+
+def test_states_are_followed_where_something_reads_them():
+    output = scheduler_output({"a": 1}, cached={"a": ([], 4, 2)})
+    for options, wanted in (({}, ""), ({"states_are_read": True}, ""), ({}, "a")):
+        requests = requests_of("a")
+        requests["a"].num_computed_tokens = 3
+        update(output, batch_of("a", [4]), requests, wanted, **options)
+        followed = 4 if options or wanted else 3
+        assert requests["a"].num_computed_tokens == followed
+
+
+def test_tokens_that_the_scheduler_sends_are_upstreams():
+    output = scheduler_output({"a": 1}, cached={"a": ([], 4, 2)})
+    batch = batch_of("a", [4])
+    assert update(output, batch, requests_of("a"), tokens_are_sent=True) == (output, None)
+    assert batch.num_computed_tokens_cpu.tolist() == [3]
+
+
+def test_drafts_past_the_longest_sequence_are_refused_by_name():
+    output = scheduler_output({"a": 1, "b": 3}, cached={"a": ([], 4, 2), "b": ([], 7, 5)})
+    output.scheduled_spec_decode_tokens = {"b": [8, 9]}
+    requests = requests_of("ab")
+    with pytest.raises(AssertionError, match="request b got 2 drafts past max_model_len=8"):
+        update(output, batch_of("ab", [4, 7]), requests, num_spec_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generators": {0: None}, "discard": True},
         {"num_reqs": 3},
         {"prompt_logprobs": {"a": 1}},
+        {"samples": [[5, 6], [7, -1]], "logprobs": True},
     ],
 )
 def test_samples_that_need_more_are_upstreams(change):
-    batch, wanted = batch_of("ab", [4, 4]), change.pop("prompt_logprobs", {})
-    vars(batch).update(change)
-    assert not bookkeeping().can_append_together(batch, sampled(5, 6), wanted)
-    assert bookkeeping().can_append_together(batch_of("ab", [4, 4]), sampled(5, 6), {})
+    batch, wanted = batch_of("ab", [4, 4]), change.get("prompt_logprobs", {})
+    batch.generators = change.get("generators", {})
+    batch.num_reqs = change.get("num_reqs", 2)
+    samples = SimpleNamespace(
+        sampled_token_ids=torch.tensor(change.get("samples", [[5], [6]]), dtype=torch.int32),
+        logprobs_tensors=change.get("logprobs"),
+    )
+    discard = np.array([change.get("discard", False), False])
+    assert not bookkeeping().can_append_together(batch, samples, discard, wanted)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_plain_samples_are_appended_together(asynchronous):
+    batch, none = batch_of("ab", [4, 4]), np.zeros(2, bool)
+    batch.generators = {1: None}
+    books = bookkeeping(asynchronous)
+    assert books.can_append_together(batch, sampled(5, 6), none, {})
+    drafted = SimpleNamespace(
+        sampled_token_ids=torch.tensor([[5, 6], [7, -1]], dtype=torch.int32), logprobs_tensors=None
+    )
+    # Asynchronous: the drafter says which samples the next step continues from
+    assert books.can_append_together(batch, drafted, none, {}) is not asynchronous
+    batch.prev_sampled_token_ids = drafted.sampled_token_ids[:, :1]
+    assert books.can_append_together(batch, drafted, none, {})
+
+
+def test_verified_drafts_are_appended_but_for_rejected_and_discarded_ones():
+    batch = batch_of("abc", [3, 4, 3])
+    batch.vocab_size = 100
+    samples = torch.tensor([[5, 6, -1], [7, 8, 9], [4, 100, -1]], dtype=torch.int32)
+    *_, tokens, _, _, _, invalid = bookkeeping().append_sampled_tokens(
+        batch,
+        SimpleNamespace(sampled_token_ids=samples, logprobs_tensors=None),
+        np.array([False, True, False]),
+    )
+    assert tokens == [[5, 6], [], [4]] and invalid == []
+    assert batch.req_output_token_ids == [[7, 5, 6], [7, 7], [7, 4]]
+    assert batch.num_tokens_no_spec.tolist() == [5, 4, 4]
+    assert batch.token_ids_cpu[:, 3:5].tolist() == [[5, 6], [0, 0], [4, 0]]
+    assert batch.is_token_ids.sum(1).tolist() == [2, 0, 1]
+
+
+def test_verified_drafts_without_room_are_refused_by_name():
+    batch = batch_of("ab", [4, MAX_MODEL_LEN - 1])
+    batch.vocab_size = 100
+    samples = SimpleNamespace(
+        sampled_token_ids=torch.tensor([[5, 6], [7, 8]], dtype=torch.int32), logprobs_tensors=None
+    )
+    with pytest.raises(AssertionError, match=r"request b has no room .* max_model_len=8 tokens"):
+        bookkeeping().append_sampled_tokens(batch, samples, np.zeros(2, bool))
 
 
 def test_sampled_tokens_are_appended_but_for_discarded_ones():
@@ -157,5 +263,5 @@ def test_samples_that_stay_on_the_device_leave_a_placeholder():
 
 def test_a_request_without_room_for_its_token_is_named():
     batch = batch_of("ab", [4, MAX_MODEL_LEN])
-    with pytest.raises(AssertionError, match="request b holds max_model_len=8 tokens"):
+    with pytest.raises(AssertionError, match=r"request b has no room .* max_model_len=8 tokens"):
         bookkeeping().append_sampled_tokens(batch, sampled(5, 6), np.zeros(2, bool))

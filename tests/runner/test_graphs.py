@@ -11,6 +11,8 @@ from vllm.forward_context import BatchDescriptor
 from tests.helpers.logs import record_logs
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph import OutOfStreamsError
+from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.runner.graphs import Graphs
 
@@ -49,7 +51,7 @@ def graphs_of(sizes: list[int], **settings) -> Graphs:
 
 
 NO_MEMORY = torch.OutOfMemoryError("out of memory")
-NO_STREAMS = RuntimeError("NPU function error: error code is 207008\n[Error]: no resources")
+NO_STREAMS = OutOfStreamsError("0 left on the device")
 
 
 def capture(
@@ -74,17 +76,10 @@ def test_every_size_is_captured_for_each_kind_of_graph():
     assert graphs.dispatcher.initialized is None, "nothing was given up"
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(NO_MEMORY, "Out of memory"), (NO_STREAMS, "Out of streams")],
-    ids=["memory", "streams"],
-)
-def test_what_a_size_lacks_is_given_up_for_all_kinds_but_not_the_largest_decode(
-    monkeypatch, error, words
-):
+def test_a_size_without_memory_is_given_up_for_all_kinds_but_not_the_largest_decode(monkeypatch):
     lines = record_logs(monkeypatch)
     graphs = graphs_of([16, 8, 6, 4, 2, 1], decode_query_len=2, largest_decode=4)
-    captured = capture(graphs, {8}, error)
+    captured = capture(graphs, {8})
     # 8 has too little; 6 and 1 are every other one of 6, 2 and 1; 4 is spared
     kept = [16, 4, 2]
     assert captured == [(mode.name, size) for mode in MODES for size in kept]
@@ -92,7 +87,66 @@ def test_what_a_size_lacks_is_given_up_for_all_kinds_but_not_the_largest_decode(
     assert graphs.captured() == (GraphMode.FULL_AND_PIECEWISE, 16)
     assert graphs.dispatcher.initialized == (CUDAGraphMode.FULL_AND_PIECEWISE, 2)
     assert not any(graphs.dispatcher.cudagraph_keys.values())
-    assert any(words in line and "Not tried after that: 6, 1" in line for line in lines)
+    assert any("Out of memory" in line and "Left out for it: 6, 1" in line for line in lines)
+
+
+class Wrapper(SimpleNamespace):
+    """Holds graphs of one kind, each of which takes streams until it is deleted."""
+
+    def take(self, descriptor, most: int) -> None:
+        if sum(each.streams for each in WRAPPERS) + self.of_each > most:
+            raise NO_STREAMS
+        self.concrete_cudagraph_entries[descriptor] = object()
+
+    @property
+    def streams(self) -> int:
+        return self.of_each * len(self.concrete_cudagraph_entries)
+
+
+WRAPPERS: list[Wrapper] = []
+
+
+def capture_with_streams(monkeypatch, graphs: Graphs, most: int) -> list[int]:
+    """Capture all, where a size takes 3 streams for its pieces and one for the whole model."""
+    wrappers = [Wrapper(of_each=of_each, concrete_cudagraph_entries={}) for of_each in (3, 1)]
+    monkeypatch.setattr(f"{__name__}.WRAPPERS", wrappers)
+    monkeypatch.setattr(GraphWrapper, "_all_instances", wrappers)
+    by_mode = dict(zip(MODES, wrappers))
+
+    def capture_one(desc, cudagraph_runtime_mode):
+        by_mode[cudagraph_runtime_mode].take(desc, most)
+
+    graphs.capture(capture_one, contextlib.nullcontext)
+    kept = graphs.compilation.cudagraph_capture_sizes
+    for wrapper in wrappers:
+        sizes = [descriptor.num_tokens for descriptor in wrapper.concrete_cudagraph_entries]
+        assert sorted(sizes) == kept, "each kind of graph has the same sizes"
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (24, [1, 2, 4, 8, 16, 32]),
+        (23, [1, 2, 8, 16, 32]),  # without the streams of 4, the other full graphs have theirs
+        (16, [1, 8, 16, 32]),  # after five sizes no pieces are left for 1
+        (9, [8, 32]),
+        (5, [32]),
+        (2, []),
+    ],
+)
+def test_captured_sizes_give_their_streams_to_those_that_matter_most(monkeypatch, most, kept):
+    """Every size takes as many: the largest, the largest decode and one decode stay."""
+    graphs = graphs_of([32, 16, 8, 4, 2, 1], decode_query_len=1, largest_decode=8)
+    lines = record_logs(monkeypatch)
+    assert capture_with_streams(monkeypatch, graphs, most) == kept
+    assert any("Out of streams" in line for line in lines) == (len(kept) < 6)
+
+
+def test_sizes_that_another_rank_has_given_up_are_given_up_here():
+    graphs = graphs_of([8, 4, 2], agree=lambda given_up: given_up | {4})
+    capture(graphs)
+    assert graphs.compilation.cudagraph_capture_sizes == [2, 8]
 
 
 def test_sizes_with_more_requests_than_attention_takes_are_not_tried(monkeypatch):

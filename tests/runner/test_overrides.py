@@ -18,6 +18,8 @@ OWN = {
     "_dispatch",
     "_prepare_dummy",
     "_backup_next_token_ids",
+    "_block_table_of_group",
+    "_update_others",
     "refuse_new_weights",
     "warm_up",
 }

@@ -50,9 +50,14 @@ def test_drafts_that_the_host_knows_are_not_scattered():
 
 
 def test_drafts_are_counted_by_row():
-    counts = speculation().num_draft_tokens({"b": [5, 6]}, {"a": 0, "b": 1, "c": 2}, 3)
-    assert counts.tolist() == [0, 2, 0]
-    assert counts.dtype == np.int32
+    for drafts, expected in (
+        ({"b": [5, 6]}, [0, 2, 0]),
+        ({"c": [5, 6], "a": [7], "b": []}, [1, 0, 2]),
+        ({"a": [5, 6], "b": [7], "c": [8, 9, 9]}, [2, 1, 3]),
+    ):
+        counts = speculation().num_draft_tokens(drafts, ["a", "b", "c"])
+        assert counts.tolist() == expected
+        assert counts.dtype == np.int32
 
 
 def test_requests_with_a_sample_on_the_device_have_one_token_more_than_computed():

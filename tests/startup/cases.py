@@ -9,11 +9,20 @@ from tests.helpers.windows import SHARED_LAYERS
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
 CHUNKS = {key: value for key, value in LLAMA4.items() if key not in ("family", "num_hidden_layers")}
 CHUNKS["no_rope_layers"] = [1]
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
 MLA = {
     "kv_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "n_routed_experts": 0,
     "first_k_dense_replace": 1,
+}
+LATENT = {
+    **MLA,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
 }
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -46,6 +55,25 @@ def drafts(method: str = "draft_model", **more: Any) -> dict[str, Any]:
 
 
 DRAFTER = "drafter of the same kind as the model"
+EDITED = "changes of config.json"
+"""Key of a model's config whose value is what its file says beside what transformers writes."""
+GEMMA4_ASSISTANT = {
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "model_type": "gemma4_assistant",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "layer_types": ["full_attention"],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -234,15 +262,50 @@ LIMITS = {
         )
         for family in ("fia", "atb")
         for name, parts, model in (
-            ("experts", ("mixture of experts", "npu_grouped_matmul"), ("Qwen3Moe", EXPERTS)),
             ("logits-soft-cap", ("logits soft cap", "no cap"), ("Gemma2", {})),
         )
     },
-    "MLA on the kernels of fia": Case(
-        ("head-size", "mla"),
-        ("MLA attention", "query_rope", "kernel family fia", "use the CPU fallback"),
+    "MLA on the kernels of atb": Case(
+        ("mla",),
+        ("MLA attention", "query_rope", "kernel family atb", '{"npu_prep": {"attention": "fia"}}'),
         HALF,
-        ("DeepseekV2", {**MLA, "kv_lora_rank": 32, "qk_rope_head_dim": 8}),
+        ("DeepseekV2", LATENT),
+        family="atb",
+    ),
+    **{
+        f"latent attention of {what}": Case(
+            ("latent-attention",),
+            ("latent attention of", "fused attention of CANN", *parts, "or the CPU fallback"),
+            {**HALF, **flags},
+            ("DeepseekV2", {**LATENT, **model}),
+            family="fia",
+        )
+        for what, parts, flags, model in (
+            ("short rows", ("latent rows of 512, not 32",), {}, {"kv_lora_rank": 32}),
+            ("short keys", ("rotated keys of 64, not 8",), {}, {"qk_rope_head_dim": 8}),
+            (
+                "small heads",
+                ("projected heads of 128, not 16 and 128",),
+                {},
+                {"qk_nope_head_dim": 16},
+            ),
+            ("three heads", ("8, 16, 32, 64 or 128 heads a rank, not 3",), {}, THREE_HEADS),
+            (
+                "undocumented blocks",
+                ("blocks of 16 or 128 tokens, by its documentation, not 64",),
+                {
+                    "block_size": 64,
+                    "additional_config": {"npu_prep": {"kernel_rules": "documented"}},
+                },
+                {},
+            ),
+        )
+    },
+    "absorbed prefills on a device": Case(
+        ("latent-prefill",),
+        ('"npu_prep.latent_prefill" = "absorbed"', "few query tokens", '"projected"'),
+        {**HALF, "additional_config": {"npu_prep": {"latent_prefill": "absorbed"}}},
+        ("DeepseekV2", LATENT),
         family="fia",
     ),
     "layers that share K and V, where prompts are never read from the cache": Case(
@@ -328,7 +391,7 @@ MODELS = {
     ),
     "quantised weights": Case(
         ("quantization",),
-        ("--quantization fp8", "there are no kernels for quantised weights", "16 or 32 bits"),
+        ("--quantization fp8", "there are no kernels for fp8", "16 or 32 bits", "W8A8"),
         {**HALF, "quantization": "fp8"},
     ),
 }
@@ -657,6 +720,42 @@ SPECULATION = {
         ("parallel drafting", "one token for each request"),
         drafts(parallel_drafting=True),
     ),
+    "MTP layers that read the target's cache": Case(
+        ("mtp-model",),
+        ("mtp with Gemma4MTPModel", "from one position", "MiMoForCausalLM, Glm4MoeForCausalLM"),
+        drafts("mtp", model=DRAFTER),
+        drafter=("Qwen3", {EDITED: GEMMA4_ASSISTANT}),
+    ),
+    "MTP layers of several groups": Case(
+        ("mtp-model",),
+        ("mtp with Step3p5MTP", "several KV-cache groups", "use ngram"),
+        drafts("mtp"),
+        ("Qwen3", {EDITED: {"architectures": ["Step3p5ForCausalLM"]}}),
+    ),
+    "MTP layers beside states": Case(
+        ("states", "mtp-model"),
+        ("mtp with Qwen3NextMTP", "linear attention keeps states"),
+        drafts("mtp"),
+        ("Qwen3Next", {"num_nextn_predict_layers": 1}),
+    ),
+    "MTP layers that have not been tried": Case(
+        ("mtp-model",),
+        ("mtp with ErnieMTPModel", "have not been tried", "use ngram"),
+        drafts("mtp"),
+        ("Ernie4_5_Moe", {"num_nextn_predict_layers": 1, "moe_num_experts": 4}),
+    ),
+    "MTP of a model without MTP layers": Case(
+        ("mtp-layers",),
+        ("no num_nextn_predict_layers",),
+        drafts("mtp"),
+        ("Qwen2", {EDITED: {"architectures": ["MiMoForCausalLM"]}}),
+    ),
+    "indices shared by MTP passes": Case(
+        ("mtp-index-share",),
+        ("index_share_for_mtp_iteration", "leave the key out"),
+        drafts("mtp", index_share_for_mtp_iteration=True),
+        ("Qwen2", {"num_nextn_predict_layers": 1, EDITED: {"architectures": ["MiMoForCausalLM"]}}),
+    ),
     "a draft model without padding": Case(
         ("unpadded-drafter-batch",),
         ("disable_padded_drafter_batch (draft_model)", "leave the key out"),
@@ -705,9 +804,9 @@ SPECULATION = {
     ),
     "a drafter that the kernels can't run": Case(
         ("drafter-needs",),
-        ("as a drafter (draft_model)", "kernel family atb has no a mixture of experts"),
+        ("as a drafter (draft_model)", "kernel family atb has no logits soft cap"),
         {**HALF, **drafts()},
-        drafter=("Qwen3Moe", EXPERTS),
+        drafter=("Gemma2", {}),
         family="atb",
     ),
     "a drafter for latent rows": Case(

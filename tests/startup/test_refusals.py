@@ -1,12 +1,13 @@
 """What start-up refuses: everything that applies, by name, before a process starts."""
 
 import functools
+import json
 import sys
 
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
-from tests.startup.cases import CASES, DRAFTER, HALF, NPUS, SEEING, Case
+from tests.startup.cases import CASES, DRAFTER, EDITED, HALF, NPUS, SEEING, Case
 from vllm_npu_prep import device, platform
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.errors import PrepError
@@ -26,7 +27,11 @@ def models(tmp_path_factory):
     @functools.cache
     def make(family: str, config: str):
         settings = {"num_hidden_layers": 1, **eval(config)}
-        return make_model(folder / f"{family}-{make.cache_info().misses}", family, **settings)
+        edited = settings.pop(EDITED, {})
+        made = make_model(folder / f"{family}-{make.cache_info().misses}", family, **settings)
+        written = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps({**written, **edited}))
+        return made
 
     return lambda family, config: make(family, repr(config))
 

@@ -1,16 +1,20 @@
 """Fused operators: how many launches are left, and that the results are those of vLLM's code."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import activation, layernorm, rotary_embedding
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 import ascend_emulator
-from ascend_emulator import operators
+from ascend_emulator import operators, profiles
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import (
     engine,
@@ -20,9 +24,11 @@ from tests.helpers.engine import (
     make_model,
     runner_of,
 )
-from tests.helpers.fused import MODEL, compare_paths, forget_rotary_embeddings, settings
-from vllm_npu_prep.ops import register_fused
+from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings
+from vllm_npu_prep.attention.fused_releases import version_of
+from vllm_npu_prep.ops import fused_vision, register_fused, register_overrides
 from vllm_npu_prep.ops.fused import OPERATORS
+from vllm_npu_prep.ops.fused_sampling import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
 from vllm_npu_prep.verify.fused import is_right
 
 BUDGET = {"Qwen3": 12, "Llama": 10}
@@ -54,7 +60,7 @@ def qwen3(tmp_path_factory):
 @pytest.mark.parametrize("family", BUDGET)
 def test_a_layer_stays_within_its_budget(qwen3, tmp_path, family):
     model = qwen3 if family == "Qwen3" else make_model(tmp_path / "model", family, **MODEL)
-    forget_rotary_embeddings()
+    forget_layers()
     with engine(model, **settings()) as llm:
         runner, sampling = runner_of(llm), {}
         counted = ModuleCounts(runner.get_model(), ["model.layers.1"])
@@ -92,7 +98,7 @@ def pair(configs, make, **weights):
     """A fused layer and vLLM's own, with one set of random weights, on the device."""
     layers = []
     for fused in (True, False):
-        forget_rotary_embeddings()
+        forget_layers()
         with set_current_vllm_config(configs[fused]), torch.device("npu"):
             layer = make()
         layers.append(layer.to("npu"))
@@ -170,9 +176,44 @@ def test_rotary_embeddings_of_vision_towers(configs, is_neox, seed):
     layers = pair(configs, lambda: ApplyRotaryEmb(is_neox_style=is_neox))
     x, angles = on_device(2, 9, 3, 80, seed=seed), on_device(9, 40, seed=seed + 1)
     cos, sin = angles.cos(), angles.sin()
-    # Factors of whole heads are made of halves: by one launch each, or by two where they alternate.
+    # Factors of whole heads are made of halves by one launch each, once for all layers.
     check(layers, x, cos, sin, launches=3)
-    check(layers, x[0], cos, sin, launches=3)
+    check(layers, x[0], cos, sin, launches=1)
+
+
+ENDS = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+"""Cumulative lengths of three images, as a tower hands them to its layers: on the host."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_heads", "most"), [(4, 1024), (2, 1024), (4, 2)])
+def test_attention_of_vision_towers(configs, kv_heads, most, dtype, monkeypatch, seed):
+    """Images alone, packed images, more of them than one call takes, and slices of a projection."""
+    monkeypatch.setattr(fused_vision, "MAX_LENGTHS", most)
+    layers = pair(configs, lambda: MMEncoderAttention(4, 80, num_kv_heads=kv_heads))
+    heads = (4, kv_heads, kv_heads)
+    rows = [on_device(1, 9, n, 80, dtype=dtype, seed=seed + i) for i, n in enumerate(heads)]
+    calls = -(-3 // most) + (most < 3)  # and `cat`
+    check(layers, *rows, ENDS, launches=calls)
+    check(layers, *(each.flatten(2) for each in rows), launches=1)
+    batch = [each[:, :8].reshape(4, 2, *each.shape[2:]) for each in rows]
+    check(layers, *batch, launches=1 if most > 4 else 3)
+    projected = on_device(1, 9, 3, 4, 80, dtype=dtype, seed=seed)
+    query, key, value = (part[:, :, :n] for part, n in zip(projected.unbind(2), heads))
+    check(layers, query, key, value, ENDS, launches=calls + 3, more_than=0)
+    assert run(layers[0], *rows, ENDS)[1].syncs == 0
+
+
+def test_lengths_of_images_stay_on_the_host(configs):
+    """What vLLM's towers ask for: no copy to the device, which nothing would read."""
+    pair(configs, lambda: MMEncoderAttention(4, 80))
+    with ascend_emulator.count() as c:
+        given = "TORCH_SDPA", ENDS.numpy(), 320, 1, torch.device("npu")
+        kept = MMEncoderAttention.maybe_recompute_cu_seqlens(*given)
+        assert MMEncoderAttention.maybe_compute_seq_lens(*given[:2], given[-1]) is None
+    assert kept.device.type == "cpu"
+    assert torch.equal(kept, ENDS)
+    assert not set(c.nonzero()) - {"peak_memory_bytes"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,6 +250,49 @@ def test_activations(configs, make, seed):
     is_one_anyway = make in (activation.GELU, activation.GELUTanh)
     x = on_device(5, 96, seed=seed) * 2
     check(layers, x, launches=1, more_than=0 if is_one_anyway else 1)
+
+
+@pytest.mark.parametrize(
+    ("profile", "k", "launches"), [("9.1", 1500, 1), ("8.5", 1500, None), ("8.5", 1024, 1)]
+)
+def test_a_k_that_a_release_does_not_take_is_applied_by_torch(profile, k, launches, seed):
+    """Known from the host's batch: nothing is read back, and nothing is given to the kernel."""
+    release = profiles.find(profile).release
+    limits = largest_k_of(version_of(release), documented=False)
+    vllms = TopKTopPSampler()
+    ours = FusedTopKTopPSampler(vllms, limits, lambda: k)
+    logits = on_device(2, 2000, dtype=torch.float32, seed=seed)
+    of_rows = torch.tensor([7, k], dtype=torch.int32).npu(), torch.tensor([0.9, 1.0]).npu()
+    given = logits.clone()
+    with profiles.using(profile), ascend_emulator.count() as c:
+        limited = ours.limit(given, *of_rows)
+    assert c.syncs == 0 == c.d2h_copies
+    assert c.launches == launches or (launches is None and c.launches > 8)
+    assert torch.equal(limited.cpu(), apply_top_k_top_p(logits, *of_rows).cpu())
+    dummy = FusedTopKTopPSampler(vllms, limits, lambda: None)
+    assert dummy._is_taken(of_rows[0]) == (profile == "9.1")
+
+
+def test_drafts_are_limited_by_the_operator_too(seed):
+    register_overrides("replace")
+    logits, ends = on_device(6, 90, dtype=torch.float32, seed=seed), torch.tensor([3, 3, 6]).int()
+    metadata = SimpleNamespace(
+        all_greedy=False,
+        temperature=torch.tensor([0.7, 1.0, 0.0]).npu(),
+        top_k=torch.tensor([9, 90, 5]).int().npu(),
+        top_p=torch.tensor([0.8, 0.9, 1.0]).npu(),
+    )
+    results, launches, ends = [], [], ends.npu()
+    for sampler in (FusedTopKTopPSampler(TopKTopPSampler(), None, lambda: None), None):
+        limit_drafts_by(sampler)
+        given = logits.clone()
+        with ascend_emulator.count() as c:
+            limited = rejection_sampler.apply_sampling_constraints(given, ends, metadata)
+        results.append(limited.cpu())
+        launches.append(c.launches)
+        assert c.syncs == 0
+    assert torch.equal(*results)
+    assert launches[0] == 16 < launches[1]
 
 
 def planted(name, wrong):
@@ -263,7 +347,22 @@ def one_token_more(right):
     return top_k_top_p
 
 
+def images_that_see_each_other(right):
+    def fusion_attention(query, key, value, head_num, input_layout, *, scale=1.0,
+                         actual_seq_qlen=None, actual_seq_kvlen=None):  # fmt: skip
+        return right(query, key, value, head_num, input_layout, scale=scale,
+                     actual_seq_qlen=actual_seq_qlen[-1:],
+                     actual_seq_kvlen=actual_seq_kvlen[-1:])  # fmt: skip
+
+    return fusion_attention
+
+
 PLANTED = {
+    "images that see each other": (
+        "npu_fusion_attention",
+        images_that_see_each_other,
+        {"vision_attention"},
+    ),
     "a swapped rotary half": ("npu_mrope", halves_swapped, {"rotary", "mrope"}),
     "no epsilon": ("npu_rms_norm", no_epsilon, {"rms_norm"}),
     "a residual that isn't updated": ("npu_add_rms_norm", residual_not_updated, {"add_rms_norm"}),

@@ -15,21 +15,24 @@ from vllm_npu_prep.ops import register_overrides
 
 register_overrides("replace")
 
-DRAFTS = [3, 0, 1, 4, 2]
+DRAFTS, EQUAL = [3, 0, 1, 4, 2], [3, 3, 3]
 LAUNCHES = {
-    "a draft step": (14, lambda seed: next_draft_step(9, 3, 16, 90, False, seed)),
-    "a draft step in place": (14, lambda seed: next_draft_step(9, 0, 16, 90, True, seed)),
-    "padded inputs": (10, lambda seed: padded_inputs(DRAFTS, seed)),
-    "padded next tokens": (14, lambda seed: padded_next_tokens(9, 4, seed)),
-    "expanded inputs": (33, lambda seed: expanded_inputs([4, 1, 9], 1, False, seed)),
-    "shifted inputs": (36, lambda seed: expanded_inputs([4, 1, 9], 3, True, seed)),
-    "greedy": (19, lambda seed: Drafts(DRAFTS, seed).greedy(False)),
-    "greedy among others": (20, lambda seed: Drafts(DRAFTS, seed).greedy(True)),
-    "random": (33, lambda seed: Drafts(DRAFTS, seed).random(True)),
-    "random without probabilities": (29, lambda seed: Drafts(DRAFTS, seed).random(False)),
+    "a draft step": (13, lambda seed: next_draft_step(9, 3, 16, 90, False, seed)),
+    "a draft step in place": (12, lambda seed: next_draft_step(9, 0, 16, 90, True, seed)),
+    "padded inputs": (7, lambda seed: padded_inputs(DRAFTS, seed)),
+    "padded next tokens": (9, lambda seed: padded_next_tokens(9, 4, seed)),
+    "expanded inputs": (22, lambda seed: expanded_inputs([4, 1, 9], 1, False, seed)),
+    "shifted inputs": (29, lambda seed: expanded_inputs([4, 1, 9], 3, True, seed)),
+    "greedy": (7, lambda seed: Drafts(EQUAL, seed).greedy(False)),
+    "greedy among others": (8, lambda seed: Drafts(EQUAL, seed).greedy(True)),
+    "greedy, other lengths": (14, lambda seed: Drafts(DRAFTS, seed).greedy(False)),
+    "greedy without drafts": (3, lambda seed: Drafts([0, 0], seed).greedy(False)),
+    "random": (18, lambda seed: Drafts(EQUAL, seed).random(True)),
+    "random, other lengths": (25, lambda seed: Drafts(DRAFTS, seed).random(True)),
+    "random without probabilities": (15, lambda seed: Drafts(EQUAL, seed).random(False)),
     "recovered": (8, lambda seed: Drafts(DRAFTS, seed).recover(True)),
-    "recovered without probabilities": (12, lambda seed: Drafts(DRAFTS, seed).recover(False)),
-    "expanded values": (7, lambda seed: Drafts(DRAFTS, seed).expand()),
+    "recovered without probabilities": (9, lambda seed: Drafts(DRAFTS, seed).recover(False)),
+    "expanded values": (6, lambda seed: Drafts(DRAFTS, seed).expand()),
 }
 """How many launches a kernel may take, and its arguments."""
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.npu.only_some import HEAD_SIZE
 from vllm_npu_prep.prep.mask import MaskForm
 
 LONGEST, BUDGET, TOKENS = 8192, 3000, 4
@@ -15,6 +16,7 @@ def test_a_long_prompt_in_chunks(tmp_path, seed):
         hidden_size=32,
         num_attention_heads=1,
         num_key_value_heads=1,
+        head_dim=HEAD_SIZE,
         max_position_embeddings=LONGEST,
     )
     prompt = np.random.default_rng(seed).integers(2, 512, LONGEST - TOKENS).tolist()

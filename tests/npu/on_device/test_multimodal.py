@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ascend_emulator
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import engine, graphs, greedy, runner_of
 from tests.helpers.vision import Reference, chat, make_image, make_video, serve, tokens_of, watch
@@ -10,6 +11,27 @@ from tests.helpers.vision import Reference, chat, make_image, make_video, serve,
 HIDDEN_COPIES = {"qwen2_5_vl": 0, "qwen3_vl": 5}
 """Copies of strided inputs in a step that places rows of images: vLLM's model takes the features of
 several layers of the tower apart by slices of columns, and permutes them."""
+
+LAYER_OF_TOWER = {"qwen2_5_vl": 12, "qwen3_vl": 13}
+"""Launches of a layer of the vision tower, with the copies of strided inputs; operators of torch
+take 102 and 83 for a video of three frames, and read its lengths back from the device."""
+
+
+def count_layer(runner):
+    """What a layer of the tower asks of the device: one dict of counts a call."""
+    counts, model = [], runner.get_model()
+    (name,) = [n for n, _ in model.named_modules() if n.endswith("visual.blocks.1")]
+    layer = model.get_submodule(name)
+    forward = layer.forward
+
+    def counted(*args, **kwargs):
+        with ascend_emulator.count() as c:
+            output = forward(*args, **kwargs)
+        counts.append(c.nonzero())
+        return output
+
+    layer.forward = counted
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -38,6 +60,14 @@ def test_images_and_videos_beside_text(vision_models, seed, name, attention, mod
         **graphs(mode, 4, 16, 32),
     ) as llm:
         runner, watched = runner_of(llm), watch(llm)
+        layer, forward, contiguous = count_layer(runner), runner._model_forward, []
+
+        def watched_forward(*args, **kwargs):
+            rows = [each for each in (*args, *kwargs.values()) if getattr(each, "ndim", 0) == 2]
+            contiguous.extend(each.is_contiguous() for each in rows if len(each) == 3)
+            return forward(*args, **kwargs)
+
+        runner._model_forward = watched_forward
         counts, encode, encoding = PreparationCounts(runner), runner._execute_mm_encoder, set()
 
         def counted_encode(*args):
@@ -62,3 +92,8 @@ def test_images_and_videos_beside_text(vision_models, seed, name, attention, mod
             assert step.pop("hidden_copies", 0) <= allowed, step
             assert not set(step) - {"h2d_bytes", "launches", "peak_memory_bytes"}, step
     assert waits == 0
+    assert contiguous and all(contiguous), "positions that M-RoPE would copy in each layer"
+    assert layer
+    for counted in layer:
+        assert counted.pop("launches") == LAYER_OF_TOWER[name]
+        assert not set(counted) - {"peak_memory_bytes"}, "no copies, and no lengths read back"

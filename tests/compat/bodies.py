@@ -1,0 +1,110 @@
+"""Upstream's functions whose rules the plugin repeats or relies on: has one been rewritten?
+
+A seam tells whether a name and its parameters are there. That isn't enough where a few lines of
+ours stand for upstream's: these functions are compared by a digest of their code, without comments
+and docstrings. `bodies.txt` holds digest and name of each, and what to look at when it changes.
+``python -m tests.compat --write`` renews the digests; do that after the look.
+"""
+
+import ast
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).with_name("bodies.txt")
+HEAD = """\
+# Functions of vLLM {version} whose rules the plugin repeats or relies on: a digest of the code, the
+# name, and after "in" what to look at when the code changes. Digests by `make seams`.
+"""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A function of vLLM.
+
+    Attributes
+    ----------
+    module, name
+        Its module, and its name in there: ``Class.method`` or ``function``.
+    look_at
+        Code of the plugin that relies on it.
+    digest
+        Of its code when somebody last looked.
+    """
+
+    module: str
+    name: str
+    look_at: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.digest} {self.module}:{self.name} in {self.look_at}"
+
+
+def read(path: Path = FILE) -> list[Body]:
+    """Bodies that a file lists."""
+    found = []
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            said, _, look_at = line.partition(" in ")
+            digest, _, name = said.partition(" ")
+            module, _, qualname = name.partition(":")
+            found.append(Body(module, qualname, look_at, digest))
+    return found
+
+
+def write(version: str, path: Path = FILE) -> int:
+    """Renew the digests of the file; returns how many there are."""
+    bodies = [
+        Body(each.module, each.name, each.look_at, digest_of(each) or "gone") for each in read(path)
+    ]
+    path.write_text(HEAD.format(version=version) + "".join(f"{each}\n" for each in bodies))
+    return len(bodies)
+
+
+def changed(bodies: list[Body], texts: dict[str, str] | None = None) -> list[str]:
+    """A line for each function whose code isn't what it was.
+
+    `texts` stands for the text of some modules.
+    """
+    lines = []
+    for body in bodies:
+        now = digest_of(body, texts)
+        if now != body.digest:
+            what = "gone" if now is None else "rewritten"
+            lines.append(
+                f"{what:9} {body.module}:{body.name}; look at {body.look_at}, run "
+                "pytest tests/scheduling and python -m tests.scheduling, then make seams"
+            )
+    return lines
+
+
+def digest_of(body: Body, texts: dict[str, str] | None = None) -> str | None:
+    """Digest of a function's code in the installed vLLM; None if it isn't there."""
+    text = (texts or {}).get(body.module) or text_of(body.module)
+    node: ast.AST | None = ast.parse(text) if text is not None else None
+    for part in body.name.split("."):
+        node = next(
+            (
+                each
+                for each in getattr(node, "body", ())
+                if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and each.name == part
+            ),
+            None,
+        )
+    if node is None:
+        return None
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef) and ast.get_docstring(each) is not None:
+            each.body = each.body[1:]
+    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:12]
+
+
+def text_of(module: str) -> str | None:
+    """Text of a module, which is not imported."""
+    package = importlib.util.find_spec(module.partition(".")[0])
+    assert package is not None and package.origin is not None
+    path = Path(package.origin).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+    return path.read_text() if path.exists() else None

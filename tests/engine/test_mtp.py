@@ -1,0 +1,272 @@
+"""Multi-token prediction: the tokens of transformers, and the drafts of a plain reading.
+
+Not only tokens are compared: in every step, exactly those drafts are made and accepted that
+`tests.helpers.mtp.PlainDrafter` makes of the whole sequence. So an input of a draft pass that is
+off in any way is seen, though verification hides it from the tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import SEED
+from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, runner_of
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.mtp import FAMILIES, check_accepted, make_mtp_model, record_verified
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states, count_verified
+from vllm_npu_prep.runner import drafters
+from vllm_npu_prep.startup.asked import MTP_MODELS
+
+NUM_DRAFTS = 3
+MAX_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[..., Any]:
+    """Function of a family: its model, the plain reading, prompts and what transformers makes."""
+    kept: dict[str, Any] = {}
+
+    def make(family: str) -> Any:
+        if family not in kept:
+            folder, drafter = make_mtp_model(tmp_path_factory.mktemp(family), family)
+            prompts = prompts_of(SEED, [3, 1, 70, 40, 17, 30])
+            # Parts within a block. Where prompts part between two, the drafter's row of the block's
+            # last token is the first prompt's: block hashes know no later token.
+            prompts.append(prompts[2][:62] + prompts[3])
+            tokens = reference(folder, prompts, MAX_TOKENS + NUM_DRAFTS)
+            check_varied(tokens)
+            kept[family] = folder, drafter, prompts, tokens
+        return kept[family]
+
+    return make
+
+
+def drafts(num_drafts: int = NUM_DRAFTS, **config: Any) -> dict[str, Any]:
+    """Settings of an engine that drafts with its model's MTP layers."""
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_drafts, **config}}
+
+
+SMALL = {"block_size": 4, "num_gpu_blocks_override": 56}  # too few blocks for all requests
+UNPADDED = "disable_padded_drafter_batch"
+CASES = [
+    # family, asynchronous, graph mode, other settings
+    ("MiMo", True, None, SMALL),
+    ("MiMo", False, "FULL_AND_PIECEWISE", {"block_size": 16}),
+    ("MiMo", True, "FULL", {"block_size": 16}),
+    ("MiMo", True, "PIECEWISE", {"block_size": 16}),
+    ("MiMo", False, "FULL_DECODE_ONLY", {"block_size": 128}),
+    ("MiMo", False, None, {"block_size": 16, UNPADDED: True}),
+    ("Glm4Moe", False, None, SMALL),
+    ("Glm4Moe", True, "FULL_AND_PIECEWISE", {"block_size": 16}),
+    ("DeepseekV3", False, None, SMALL),
+    ("DeepseekV3", True, "FULL_AND_PIECEWISE", {"block_size": 16}),
+    ("DeepseekV3", True, "FULL_DECODE_ONLY", {"block_size": 16}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "asynchronous", "mode", "settings"),
+    CASES,
+    ids=[
+        f"{family}-{'async' if a else 'sync'}-{'unpadded' if UNPADDED in more else mode}"
+        for family, a, mode, more in CASES
+    ],
+)
+def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
+    """In chunks of prompts, from the prefix cache, preempted, in graphs."""
+    folder, drafter, prompts, tokens = made(family)
+    settings = dict(settings)
+    config = {UNPADDED: settings.pop(UNPADDED)} if UNPADDED in settings else {}
+    with engine(
+        folder,
+        max_model_len=128,
+        max_num_seqs=5,
+        max_num_batched_tokens=48,
+        async_scheduling=asynchronous,
+        enable_prefix_caching=True,
+        **settings,
+        **drafts(**config),
+        **(graphs(mode, 1, 4, 8, 20, 48) if mode else {}),
+    ) as llm:
+        states, preempted = count_states(llm), count_preemptions(llm)
+        verified, records = count_verified(llm), record_verified(llm)
+        got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
+        counts = runner_of(llm).padding.counts.by_kind
+        assert runner_of(llm).use_async_scheduling == asynchronous
+    print(dict(states), dict(verified), dict(counts), dict(preempted))
+    assert got == [[row[:MAX_TOKENS] for row in tokens]] * 2
+    check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
+    assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+    assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
+    assert states["ChunkedPrefill"] > 0
+    assert mode is None or set(counts) >= REPLAYED[mode]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_drafts_stop_at_the_end_of_the_context(made, asynchronous):
+    """Every length up to `max_model_len`; a budget that cuts drafts and prompts."""
+    folder, drafter, *_ = made("MiMo")
+    prompts = prompts_of(SEED, [5, 50, 61, 62, 63])
+    expected = [reference(folder, [each], 64 + NUM_DRAFTS - len(each))[0] for each in prompts]
+    with engine(
+        folder,
+        max_model_len=64,
+        max_num_seqs=5,
+        max_num_batched_tokens=13,
+        block_size=8,
+        async_scheduling=asynchronous,
+        **drafts(),
+    ) as llm:
+        records = record_verified(llm)
+        got = generate(llm, prompts, greedy(100))
+    assert got == [row[:-NUM_DRAFTS] for row in expected]
+    check_accepted(drafter, records, [a + b for a, b in zip(prompts, expected)])
+    assert max(len(step.token_ids) + len(step.drafts) for step in records) == 63
+    assert {len(step.drafts) for step in records} == {1, 2, 3}, "fewer near the end"
+
+
+def test_of_several_layers_the_first_one_drafts(tmp_path, seed, monkeypatch):
+    """As vLLM's V1 runner has it, also if the second layer has other weights."""
+    folder, drafter = make_mtp_model(tmp_path, "Glm4Moe", num_layers=2)
+    prompts = prompts_of(seed, [3, 40, 17])
+    tokens = reference(folder, prompts, MAX_TOKENS + 4)
+    warned: list[str] = []
+    monkeypatch.setattr(drafters.logger, "warning", lambda text, *args: warned.append(text % args))
+    with engine(folder, max_num_batched_tokens=32, **drafts(4)) as llm:
+        assert len(runner_of(llm).drafter._draft_attn_layer_names) == 2
+        assert "the model has 2 MTP layers; the first one drafts" in warned[0]
+        records = record_verified(llm)
+        got = generate(llm, prompts, greedy(MAX_TOKENS))
+    assert got == [row[:MAX_TOKENS] for row in tokens]
+    check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
+    assert max(step.num_accepted for step in records) > 1
+
+
+# ------------------------------------------------------------------- faults that are seen
+
+
+def ids_not_shifted(drafter: Any, patch: Callable[..., None]) -> None:
+    """Each token's hidden state beside its own embedding."""
+    prepare = drafter.set_inputs_first_pass
+
+    def faulty(**given: Any) -> Any:
+        result, ids = prepare(**given), given["target_token_ids"]
+        drafter.input_ids[: len(ids)] = ids
+        return result
+
+    patch("set_inputs_first_pass", faulty)
+
+
+def states_of_rejected_tokens(drafter: Any, patch: Callable[..., None]) -> None:
+    """The last accepted token with the hidden state of the last scheduled one."""
+    prepare = drafter.set_inputs_first_pass
+
+    def faulty(**given: Any) -> Any:
+        result, ends = prepare(**given), given["cad"].query_start_loc[1:] - 1
+        drafter.hidden_states[result[1]] = given["target_hidden_states"][ends]
+        return result
+
+    patch("set_inputs_first_pass", faulty)
+
+
+def slots_of_the_step(drafter: Any, patch: Callable[..., None]) -> None:
+    """Later passes write where the step's tokens are cached."""
+    prepare, update = drafter.set_inputs_first_pass, drafter._update_positions_dependent_metadata
+    slots: list[torch.Tensor] = []
+
+    def remember(**given: Any) -> Any:
+        result = prepare(**given)
+        slots[:] = [given["cad"].slot_mapping[result[1]].clone()]
+        return result
+
+    def faulty(positions: Any, common: Any, batch_size: int, *args: Any) -> Any:
+        result = update(positions, common, batch_size, *args)
+        common.slot_mapping.copy_(slots[0])
+        return result
+
+    patch("set_inputs_first_pass", remember)
+    patch("_update_positions_dependent_metadata", faulty)
+
+
+def positions_off_by_one(drafter: Any, patch: Callable[..., None]) -> None:
+    """Each token at the position before its own."""
+    set_positions = drafter._set_positions
+    patch("_set_positions", lambda num, positions: set_positions(num, (positions - 1).clamp(min=0)))
+
+
+def positions_that_stay(drafter: Any, patch: Callable[..., None]) -> None:
+    """Later passes rotate by the position of the first one."""
+    update = drafter._update_positions_dependent_metadata
+
+    def faulty(positions: Any, common: Any, batch_size: int, *args: Any) -> Any:
+        result = update(positions, common, batch_size, *args)
+        result -= 1
+        return result + 1
+
+    patch("_update_positions_dependent_metadata", faulty)
+
+
+def states_of_the_first_pass(drafter: Any, patch: Callable[..., None]) -> None:
+    """Every pass is fed what the first one is fed."""
+    prepare, model = drafter.set_inputs_first_pass, drafter.model
+    fed: list[torch.Tensor] = []
+
+    def remember(**given: Any) -> Any:
+        fed.clear()
+        result = prepare(**given)
+        fed.append(drafter.hidden_states[result[1]].clone())
+        fed.append(torch.empty(0))  # the first pass is still to come
+        return result
+
+    def faulty(**given: Any) -> Any:
+        if len(fed) == 1:
+            given["hidden_states"][: len(fed[0])] = fed[0]
+        elif fed:
+            fed.pop()
+        return model(**given)
+
+    faulty.compute_logits = model.compute_logits  # type: ignore[attr-defined]
+    patch("set_inputs_first_pass", remember)
+    patch("model", faulty)
+
+
+FAULTS = (
+    ids_not_shifted,
+    states_of_rejected_tokens,
+    slots_of_the_step,
+    positions_off_by_one,
+    positions_that_stay,
+    states_of_the_first_pass,
+)
+
+
+def test_accepted_counts_show_a_fault_that_tokens_hide(tmp_path, seed, monkeypatch):
+    """Faults in one engine, one after the other; its layer's attention counts for much."""
+    folder, drafter = make_mtp_model(tmp_path, "MiMo", noise=0.04)
+    prompts = prompts_of(seed, [3, 40, 17, 25])
+    tokens = reference(folder, prompts, MAX_TOKENS + NUM_DRAFTS)
+    sequences = [a + b for a, b in zip(prompts, tokens)]
+    with engine(folder, enable_prefix_caching=False, async_scheduling=False, **drafts()) as llm:
+        of_engine, records = runner_of(llm).drafter, record_verified(llm)
+        for fault in (None, *FAULTS, None):
+            records.clear()
+            with monkeypatch.context() as patches:
+                if fault is not None:
+                    fault(
+                        of_engine,
+                        lambda name, new: patches.setitem(of_engine.__dict__, name, new),
+                    )
+                got = generate(llm, prompts, greedy(MAX_TOKENS))
+            assert got == [row[:MAX_TOKENS] for row in tokens], "verification hides it"
+            if fault is None:
+                check_accepted(drafter, records, sequences)
+                continue
+            with pytest.raises(AssertionError, match=r"drafts after|tokens, "):
+                check_accepted(drafter, records, sequences)
+
+
+def test_every_family_has_a_plain_reading():
+    assert {name.removesuffix("ForCausalLM") for name in MTP_MODELS.values()} == {*FAMILIES}

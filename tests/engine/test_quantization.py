@@ -1,0 +1,187 @@
+"""Int8 models through vLLM's engine: tokens are those of transformers with rounded inputs."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
+from tests.helpers.huggingface import check_varied, greedy_tokens
+from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_model
+from tests.helpers.ranks import serve_on_ranks
+from vllm_npu_prep.quantization import experts
+from vllm_npu_prep.quantization import int8 as int8_code
+
+FORMATS = {
+    "compressed-tensors": ("compressed-tensors", False),
+    "ModelSlim, dynamic": ("modelslim", False),
+    "ModelSlim, static": ("modelslim", True),
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def int8(qwen3, tmp_path_factory):
+    """Folders of the copies, by format."""
+    made = {}
+    for name, (form, static) in FORMATS.items():
+        made[name] = tmp_path_factory.mktemp("int8")
+        keep = ("layers.0.mlp.down_proj",) if static else ()
+        QUANTIZE(qwen3, made[name], form, static, keep)
+    return made
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_are_those_of_rounded_weights_and_inputs(qwen3, int8, seed, name):
+    """Prompts in chunks, decodes in graphs; one projection of the static model is float."""
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8) if "compressed" in name else {}
+    with engine(int8[name], max_num_batched_tokens=48, **settings) as llm:
+        got = generate(llm, prompts, greedy(12))
+    expected = greedy_tokens(rounded_model(qwen3, int8[name]), prompts, 12)
+    assert got == expected
+    check_varied(expected)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form):
+    model = make_model(tmp_path / "float", "Qwen3Moe", **MOE)
+    QUANTIZE(model, tmp_path / "int8", form)
+    prompts = prompts_of(seed, [3, 1, 60, 17])
+    with engine(tmp_path / "int8", max_num_batched_tokens=48) as llm:
+        got = generate(llm, prompts, greedy(10))
+    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
+    assert got == expected
+    check_varied(expected)
+
+
+def test_the_description_is_found_without_a_flag(int8):
+    config = engine_config(int8["ModelSlim, static"])
+    assert config.model_config.quantization == "ascend"
+    assert set(config.quant_config.modules.values()) == {"FLOAT", "W8A8"}
+    named = engine_config(int8["ModelSlim, static"], quantization="ascend")
+    assert named.quant_config.modules == config.quant_config.modules
+
+
+async def all_at_once(ranks, prompts):
+    return await ranks.generate(prompts, 10)
+
+
+RANKS = {
+    "tensors": ("Qwen3", True, (), {}),
+    "experts": ("Qwen3Moe", False, ("self_attn",), {"enable_expert_parallel": True}),
+}
+"""Static scales are the same for all ranks; dynamic ones of sums over ranks are not, so attention,
+whose last projection is such a sum, stays float beside experts."""
+
+
+@pytest.mark.parametrize("split", RANKS)
+def test_two_ranks_compute_what_one_does(tmp_path, seed, split):
+    family, static, keep, more = RANKS[split]
+    model = make_model(tmp_path / "float", family, **(MOE if family == "Qwen3Moe" else {}))
+    QUANTIZE(model, tmp_path / "int8", "modelslim", static, keep)
+    prompts = prompts_of(seed, [3, 1, 60, 17])
+    settings = {"tensor_parallel_size": 2, **more}
+    got = serve_on_ranks(tmp_path / "int8", settings, partial(all_at_once, prompts=prompts))
+    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
+    assert got == expected
+    check_varied(expected)
+
+
+def transpose_scales(tensors):
+    """Of the square projection, whose scales fit either way: those of its columns."""
+    name = "model.layers.0.self_attn.o_proj"
+    weight = tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"]
+    tensors[f"{name}.weight_scale"] = weight.abs().amax(0)[:, None] / 127
+
+
+def exchange_parts(tensors):
+    """K's weights where Q's first rows are expected would not fit; gate and up do."""
+    for kind in ("weight", "weight_scale"):
+        gate, up = (f"model.layers.0.mlp.{part}_proj.{kind}" for part in ("gate", "up"))
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def take_the_neighbours(tensors):
+    """As ranks of two would that have each other's scales of an output-parallel layer."""
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.mlp.up_proj.weight_scale"
+        tensors[name] = tensors[name].roll(len(tensors[name]) // 2, 0)
+
+
+PLANTED_IN_FILES = {
+    "scales of the columns": ("compressed-tensors", transpose_scales),
+    "scales of the neighbour rank": ("compressed-tensors", take_the_neighbours),
+    "parts of a fused module in the wrong order": ("compressed-tensors", exchange_parts),
+}
+
+
+def run(folder, seed):
+    prompts = prompts_of(seed, [3, 1, 17])
+    with engine(folder) as llm:
+        return generate(llm, prompts, greedy(8)), prompts
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_FILES)
+def test_a_bug_planted_in_a_file_changes_tokens(qwen3, tmp_path, seed, bug):
+    form, change = PLANTED_IN_FILES[bug]
+    QUANTIZE(qwen3, tmp_path / "right", form)
+    QUANTIZE(qwen3, tmp_path / "wrong", form)
+    change_tensors(tmp_path / "wrong", change)
+    got, prompts = run(tmp_path / "wrong", seed)
+    assert got != greedy_tokens(rounded_model(qwen3, tmp_path / "right"), prompts, 8)
+
+
+def drop_token_scales(patch):
+    """Rows of the right shape, all with the first row's scale."""
+    multiply = int8_code.TorchInt8Linear.multiply
+
+    def planted(self, rows, bias):
+        if rows.scale is not None:
+            rows = replace(rows, scale=rows.scale[:1].expand_as(rows.scale))
+        return multiply(self, rows, bias)
+
+    patch(int8_code.TorchInt8Linear, "multiply", planted)
+
+
+def ignore_offset(patch):
+    """Inputs are shifted, and nothing takes the offset out again."""
+    multiply = int8_code.TorchInt8Linear.multiply
+    patch(
+        int8_code.TorchInt8Linear,
+        "multiply",
+        lambda self, rows, bias: multiply(replace(self, sum_bias=None), rows, bias),
+    )
+
+
+def exchange_experts(patch):
+    """Each expert gets the scales of the next."""
+    apply = experts.apply_int8_experts
+    patch(
+        experts,
+        "apply_int8_experts",
+        lambda x, w13, w2, s13, s2, *args: apply(x, w13, w2, s13.roll(1, 0), s2, *args),
+    )
+
+
+PLANTED_IN_CODE = {
+    "scales of tokens dropped": ("Qwen3", ("modelslim", False), drop_token_scales),
+    "offset ignored": ("Qwen3", ("modelslim", True), ignore_offset),
+    "scales of experts exchanged": ("Qwen3Moe", ("modelslim", False), exchange_experts),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_CODE)
+def test_a_bug_planted_in_the_code_changes_tokens(tmp_path, seed, monkeypatch, bug):
+    family, how, plant = PLANTED_IN_CODE[bug]
+    model = make_model(tmp_path / "float", family, **(MOE if family == "Qwen3Moe" else {}))
+    QUANTIZE(model, tmp_path / "int8", *how)
+    plant(monkeypatch.setattr)
+    got, prompts = run(tmp_path / "int8", seed)
+    assert got != greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 8)

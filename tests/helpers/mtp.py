@@ -1,0 +1,334 @@
+"""Tiny models with layers of multi-token prediction (MTP), and a plain reading of what they draft.
+
+A layer is fitted to its model: its first projection by least squares, and its decoder layer adds a
+little noise. So drafts are accepted, rejected and accepted in part. `PlainDrafter` is made of
+transformers' decoder layers and reads a whole sequence at a time; it shares nothing with vLLM.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.helpers.drafters import save_weights
+from tests.helpers.engine import make_model
+
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's MTP layers read their input, and what their weights are called.
+
+    Attributes
+    ----------
+    made_of
+        Family of transformers that the model is made of.
+    config
+        Settings of a tiny model.
+    names
+        Of a layer's norm of embeddings, norm of hidden states, projection and final norm.
+    embeddings_first
+        Whether embeddings come before hidden states in the projection's input.
+    norms_states
+        Whether the model's hidden states are read after its final norm.
+    feeds_norm
+        Whether the next pass is fed what the final norm gives, or what it is given.
+    """
+
+    made_of: str
+    config: dict[str, Any]
+    names: tuple[str, str, str, str]
+    embeddings_first: bool
+    norms_states: bool
+    feeds_norm: bool
+
+
+OF_DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+FAMILIES = {
+    "MiMo": Family(
+        "Qwen2",
+        {},
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        embeddings_first=False,
+        norms_states=False,
+        feeds_norm=True,
+    ),
+    "Glm4Moe": Family(
+        "Glm4Moe",
+        {**EXPERTS, "use_qk_norm": True},
+        OF_DEEPSEEK,
+        embeddings_first=True,
+        norms_states=True,
+        feeds_norm=False,
+    ),
+    "DeepseekV3": Family(
+        "DeepseekV3",
+        {**EXPERTS, **LATENT},
+        OF_DEEPSEEK,
+        embeddings_first=True,
+        norms_states=True,
+        feeds_norm=True,
+    ),
+}
+
+
+class Read(NamedTuple):
+    """Hidden states of a model over a sequence, float32 ``[len, hidden_size]``."""
+
+    embeddings: torch.Tensor
+    states: torch.Tensor  # as the MTP layer is given them
+    before_norm: torch.Tensor
+
+
+class PlainDrafter(nn.Module):
+    """One MTP layer over whole sequences, without a cache."""
+
+    def __init__(self, family: str, target: Any) -> None:
+        super().__init__()
+        self.family, self.target = FAMILIES[family], target
+        config = copy.deepcopy(target.config)
+        hidden = config.hidden_size
+        self.embedding_norm, self.state_norm, self.final_norm = (
+            nn.RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(3)
+        )
+        self.project = nn.Linear(2 * hidden, hidden, bias=False)
+        last = target.model.layers[-1]  # of the kind that MTP layers are: with experts, if any
+        self.block = type(last)(config, layer_idx=config.num_hidden_layers - 1)
+        self.rotary = target.model.rotary_emb
+
+    @torch.no_grad()
+    def read(self, token_ids: list[int]) -> Read:
+        """What the model computes of a sequence."""
+        seen: dict[str, torch.Tensor] = {}
+        model = self.target.model
+        hook = model.norm.register_forward_hook(
+            lambda module, args, output: seen.update(given=args[0][0], normed=output[0])
+        )
+        ids = torch.tensor([token_ids])
+        self.target(ids)
+        hook.remove()
+        states = seen["normed"] if self.family.norms_states else seen["given"]
+        return Read(model.embed_tokens(ids)[0], states, seen["given"])
+
+    def inputs(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Input of the projection: normed, side by side; no embedding at position 0."""
+        embeddings = torch.cat([torch.zeros_like(embeddings[:1]), embeddings[1:]])
+        parts = [self.embedding_norm(embeddings), self.state_norm(states)]
+        return torch.cat(parts if self.family.embeddings_first else parts[::-1], dim=-1)
+
+    def forward(
+        self, embeddings: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the last token's draft, and hidden states for the next pass."""
+        hidden = self.project(self.inputs(embeddings, states))[None]
+        positions = torch.arange(len(states))[None]
+        mask = torch.full((len(states),) * 2, float("-inf")).triu(1)[None, None]
+        hidden = self.block(
+            hidden,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=self.rotary(hidden, positions),
+        )[0]
+        normed = self.final_norm(hidden)
+        logits = self.target.lm_head(normed[-1])
+        return logits, normed if self.family.feeds_norm else hidden
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], read: Read, num_drafts: int) -> list[int]:
+        """Drafts after a sequence, one by one, each over the whole sequence.
+
+        Parameters
+        ----------
+        token_ids
+            The sequence; the model has computed all but its last token.
+        read
+            What the model computes of these tokens, and maybe of later ones.
+        num_drafts
+            How many.
+        """
+        embed, states = self.target.model.embed_tokens, read.states[: len(token_ids) - 1]
+        drafts: list[int] = []
+        for _ in range(num_drafts):
+            following = torch.tensor([*token_ids[1:], *drafts])
+            logits, fed = self(embed(following), states)
+            drafts.append(int(logits.argmax()))
+            states = torch.cat([states, fed[-1:]])
+        return drafts
+
+
+def _fit(drafter: PlainDrafter, generator: torch.Generator, noise: float) -> None:
+    """Fit the projection to the model's next hidden state; `noise` is what the layer adds."""
+    with torch.no_grad():
+        for name, weight in drafter.block.named_parameters():
+            if "norm" not in name:
+                scale = noise if ("o_proj" in name or "down_proj" in name) else 0.25
+                weight.copy_(scale * torch.randn(weight.shape, generator=generator))
+        for name, buffer in drafter.block.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    vocab, given, wanted = drafter.target.config.vocab_size, [], []
+    for ids in torch.randint(4, vocab, (64, 48), generator=generator).tolist():
+        read = drafter.read(ids)
+        inputs = drafter.inputs(read.embeddings[1:], read.states[:-1])
+        given.append(inputs[1:].detach())  # position 0 has no embedding
+        wanted.append(read.before_norm[2:])
+    solution = torch.linalg.lstsq(torch.cat(given), torch.cat(wanted)).solution
+    drafter.project.weight.data.copy_(solution.T)
+
+
+def _checkpoint(drafter: PlainDrafter, family: str, index: int) -> dict[str, torch.Tensor]:
+    """A layer's weights by their names in a checkpoint."""
+    target, names = drafter.target, FAMILIES[family].names
+    if family == "MiMo":
+        prefix = f"model.mtp_layers.{index}."
+    else:
+        prefix = f"model.layers.{target.config.num_hidden_layers + index}."
+    modules = drafter.embedding_norm, drafter.state_norm, drafter.project, drafter.final_norm
+    weights = {f"{prefix}{name}.weight": each.weight for name, each in zip(names, modules)}
+    for name, weight in drafter.block.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(weight):
+                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2)):
+                    weights[f"{prefix}mlp.experts.{expert}.{part}.weight"] = half
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(weight):
+                weights[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = down
+        else:
+            weights[prefix + name] = weight
+    if family != "MiMo":  # checkpoints repeat them
+        weights[f"{prefix}embed_tokens.weight"] = target.model.embed_tokens.weight
+        weights[f"{prefix}shared_head.head.weight"] = target.lm_head.weight
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def make_mtp_model(
+    folder: Path, family: str, *, num_layers: int = 1, noise: float = 0.01, **config: Any
+) -> tuple[Path, PlainDrafter]:
+    """Save a tiny model of `FAMILIES` with MTP layers.
+
+    Parameters
+    ----------
+    folder
+        For the model.
+    family
+        Of the model.
+    num_layers
+        MTP layers. The second has other weights than the first.
+    noise
+        Spread of what a layer adds beside its first projection: the more, the fewer drafts are
+        accepted.
+    config
+        Further settings of the model.
+
+    Returns
+    -------
+    Path, PlainDrafter
+        The model's folder, and the plain reading of its first MTP layer.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = FAMILIES[family]
+    settings = {"spread": 0.1, "embedding_scale": 20.0, **kind.config, **config}
+    make_model(folder, kind.made_of, num_nextn_predict_layers=num_layers, **settings)
+    if family == "MiMo":
+        of_file = json.loads((folder / "config.json").read_text())
+        of_file["architectures"] = ["MiMoForCausalLM"]
+        (folder / "config.json").write_text(json.dumps(of_file))
+    target = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    target.requires_grad_(False)
+    weights = load_file(folder / "model.safetensors")
+    drafters = []
+    for index in range(num_layers):
+        drafter = PlainDrafter(family, target).requires_grad_(False)
+        _fit(drafter, torch.Generator().manual_seed(index), noise)
+        weights |= _checkpoint(drafter, family, index)
+        drafters.append(drafter)
+    save_weights(weights, folder)
+    return folder, drafters[0]
+
+
+class Verified(NamedTuple):
+    """What became of a request's drafts in a step."""
+
+    token_ids: list[int]  # the request's tokens before the step
+    drafts: list[int]  # -1 where the scheduler doesn't know them
+    num_accepted: int
+
+
+def record_verified(llm: Any) -> list[Verified]:
+    """Record what becomes of each request's drafts in all later steps."""
+    scheduler, records = llm.llm_engine.engine_core.engine_core.scheduler, []
+    update_from_output: Callable[..., Any] = scheduler.update_from_output
+
+    def recorded(scheduler_output: Any, output: Any) -> Any:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+            if tokens and drafts.get(req_id) and req_id in scheduler.requests:
+                known = list(scheduler.requests[req_id].all_token_ids)
+                records.append(Verified(known, list(drafts[req_id]), len(tokens) - 1))
+        return update_from_output(scheduler_output, output)
+
+    scheduler.update_from_output = recorded
+    return records
+
+
+def check_accepted(
+    drafter: PlainDrafter, records: list[Verified], sequences: list[list[int]]
+) -> None:
+    """Every step's drafts and accepted counts are those of the plain reading.
+
+    Parameters
+    ----------
+    drafter
+        The plain reading.
+    records
+        What the engine verified.
+    sequences
+        Prompts, each with the greedy tokens after it, longer than the engine went by the number of
+        drafts.
+    """
+    reads = [drafter.read(sequence) for sequence in sequences]
+    assert records
+    for step in records:
+        length, made = len(step.token_ids), len(step.drafts)
+        (which, *_) = [
+            index for index, each in enumerate(sequences) if each[:length] == step.token_ids
+        ]
+        following = sequences[which][length:]
+        expected = drafter.drafts(step.token_ids, reads[which], made)
+        if -1 not in step.drafts:
+            assert step.drafts == expected, f"drafts after {length} tokens"
+        wrong = [
+            index for index, each in enumerate(expected) if [each] != following[index : index + 1]
+        ]
+        accepted = wrong[0] if wrong else made
+        assert step.num_accepted == accepted, f"after {length} tokens, {made} drafts"

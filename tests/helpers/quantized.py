@@ -1,0 +1,107 @@
+"""Int8 copies of tiny models, and what transformers makes of their rounded weights and inputs.
+
+transformers doesn't compute with int8. It runs the model with dequantised weights, and a hook
+rounds the inputs of each quantised layer: the same arithmetic in float32.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import quantize
+
+QUANTIZE = quantize.quantize
+LAST = ("weight_scale", "weight_offset", "input_scale", "input_offset", "deq_scale", "quant_bias")
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Write a checkpoint of one file again after a change of its tensors."""
+    from safetensors.torch import save_file
+
+    (path,) = folder.glob("*.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors_in(folder).items()}
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def rounded_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Inputs after a scale for each token: 255 values, the largest magnitude kept."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(step > 0, torch.round(x / step) * step, x)
+
+
+def rounded_all(x: torch.Tensor, step: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Inputs after one scale and offset, cut off at the ends of int8."""
+    levels = (torch.round(x / step) + offset).clamp(-128, 127)
+    return (levels - offset) * step
+
+
+def rounded_model(model: Path, int8: Path) -> Any:
+    """transformers' model of a float checkpoint, as its int8 copy computes.
+
+    Parameters
+    ----------
+    model, int8
+        Folders of the float model and of its copy.
+    """
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    network.eval()
+    tensors = tensors_in(int8)
+    for name, module in network.named_modules():
+        scale = tensors.get(f"{name}.weight_scale")
+        if scale is not None:
+            module.weight.data = tensors[f"{name}.weight"].float() * scale.float()
+            step, offset = (tensors.get(f"{name}.input_{what}") for what in ("scale", "offset"))
+            module.register_forward_pre_hook(_rounds(step, offset))
+        elif type(module).__name__.endswith("Experts"):
+            _round_experts(module, name, tensors)
+    return network
+
+
+def _rounds(step: torch.Tensor | None, offset: torch.Tensor | None) -> Callable[..., Any]:
+    if step is None:
+        return lambda module, inputs: (rounded_tokens(inputs[0]), *inputs[1:])
+    return lambda module, inputs: (rounded_all(inputs[0], step, offset), *inputs[1:])
+
+
+def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Let a module of fused experts compute with rounded weights and inputs, one by one."""
+    weights = {}
+    for expert in range(module.num_experts):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            key = f"{name}.{expert}.{part}"
+            scale = tensors[f"{key}.weight_scale"].float()
+            weights[expert, part] = tensors[f"{key}.weight"].float() * scale
+
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(hidden_states)
+        for token, (ids, factors) in enumerate(zip(top_k_index, top_k_weights)):
+            x = rounded_tokens(hidden_states[token])
+            for expert, factor in zip(ids.tolist(), factors):
+                gate = weights[expert, "gate_proj"] @ x
+                up = weights[expert, "up_proj"] @ x
+                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up)
+                total[token] += factor * (weights[expert, "down_proj"] @ hidden)
+        return total
+
+    module.forward = forward

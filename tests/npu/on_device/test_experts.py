@@ -1,0 +1,514 @@
+"""Experts on the device: results are those of the form in torch, launches are counted, bugs found.
+
+Rows of no active expert hold NaN on this runtime, so that a result that reads one is NaN.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import override_forward_context, set_forward_context
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
+
+import ascend_emulator
+from ascend_emulator import operators
+from tests.helpers.counting import ModuleCounts
+from tests.helpers.engine import engine, engine_config, generate, greedy, make_model, runner_of
+from tests.helpers.fused import settings
+from tests.helpers.mixtures import MIXTURES
+from vllm_npu_prep.ops import experts, fused_experts, register_fused
+from vllm_npu_prep.ops.experts import activation_of, apply_experts
+from vllm_npu_prep.ops.fused_experts import OwnedExperts, UnquantisedExperts, compute_experts
+from vllm_npu_prep.ops.fused_routing import GatingRouter, SoftmaxRouter, fused_router
+from vllm_npu_prep.ops.routing import register_operators
+from vllm_npu_prep.verify.fused import is_right
+
+TOKENS, HIDDEN, INNER, EXPERTS = 23, 32, 16, 8
+SWITCHES = ("experts", "gating", "gating_softmax")
+
+register_operators()
+
+
+def random_layer(seed, k=3, dtype=torch.float16, activation=MoEActivation.SILU, padding=2):
+    """Inputs and weights on the host; expert 5 gets no token, the last tokens are padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    x = normal(TOKENS, HIDDEN).to(dtype)
+    w13 = (normal(EXPERTS, INNER * (2 if activation.is_gated else 1), HIDDEN) / 4).to(dtype)
+    w2 = (normal(EXPERTS, HIDDEN, INNER) / 4).to(dtype)
+    weights = normal(TOKENS, k).softmax(-1)
+    ids = (normal(TOKENS, EXPERTS) - 99 * torch.eye(EXPERTS)[5]).topk(k).indices.int()
+    if padding:
+        ids[-padding:] = torch.tensor([[-1], [EXPERTS]])[-padding:]
+    return x, w13, w2, weights, ids
+
+
+def on_device(layer, share=range(EXPERTS), activation=MoEActivation.SILU, padding=True, **options):
+    """The result for the experts of a share, on the host, and counters."""
+    x, w13, w2, weights, ids = layer
+    numbers = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    numbers[list(share)] = torch.arange(len(share), dtype=torch.int32)
+    owned = OwnedExperts.of(numbers.npu(), EXPERTS)
+    mine = list(share)
+    held = SimpleNamespace(w13_weight=w13[mine].npu(), w2_weight=w2[mine].npu())
+    one_launch = fused_experts.ONE_LAUNCH.get(activation)
+    activate = activation_of(activation) if one_launch is None else one_launch[1]
+    arguments = [each.npu() for each in (x, weights, ids)]
+    torch.npu.synchronize()
+    with torch.inference_mode(), ascend_emulator.count() as c:
+        result = compute_experts(
+            *arguments, owned, UnquantisedExperts(held, activate), has_padding=padding, **options
+        )
+    return result.cpu(), c
+
+
+def in_torch(layer, share=range(EXPERTS), activation=MoEActivation.SILU, **options):
+    """The same by the form for the CPU fallback, from float32."""
+    x, w13, w2, weights, ids = layer
+    numbers = torch.full((EXPERTS + 1,), -1, dtype=torch.int32)
+    numbers[list(share)] = torch.arange(len(share), dtype=torch.int32)
+    mine, nobody = list(share), ids == EXPERTS
+    wide = [each.float() for each in (x, w13[mine], w2[mine])]
+    ids = ids.masked_fill(nobody, -1)
+    return apply_experts(*wide, weights, ids, activation, numbers, **options)
+
+
+def asked_of(counts):
+    """What the device was asked to do; memory apart."""
+    return {name: n for name, n in counts.nonzero().items() if name != "peak_memory_bytes"}
+
+
+def assert_near(got, expected, tolerance=0.02):
+    assert got.isfinite().all()
+    torch.testing.assert_close(
+        got.float(), expected.float(), rtol=0, atol=tolerance * float(expected.abs().max())
+    )
+
+
+SHARES = {
+    "all": (range(EXPERTS), 6),
+    "neighbours": (range(2, 5), 6),
+    "the last ones": (range(5, EXPERTS), 6),
+    "one": (range(3, 4), 6),
+    "one without a token": (range(5, 6), 6),
+    "every third": (range(1, EXPERTS, 3), 7),
+}
+"""Experts of this rank, and launches: five, the indices of pairs without a row, new numbers."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+def test_results_are_those_of_torch(share, dtype, seed):
+    layer = random_layer(seed, dtype=dtype)
+    mine, launches = SHARES[share]
+    got, counts = on_device(layer, mine)
+    assert got.dtype == dtype
+    expected = in_torch(layer, mine)
+    if share == "one without a token":
+        assert not expected.any()
+        assert not got.any()
+    else:
+        assert_near(got, expected)
+    assert not got[-2:].any(), "padding gets nothing"
+    assert asked_of(counts) == {"launches": launches}, "no copies and no syncs"
+
+
+@pytest.mark.parametrize(
+    "name", ["silu", "gelu", "gelu_tanh", "relu2", "silu_no_mul", "gelu_no_mul"]
+)
+def test_activations(name, seed):
+    activation = MoEActivation(name)
+    layer = random_layer(seed, activation=activation)
+    got, _ = on_device(layer, activation=activation)
+    assert_near(got, in_torch(layer, activation=activation))
+
+
+def test_the_routers_weight_may_be_that_of_the_input(seed):
+    layer = random_layer(seed, k=1)
+    got, _ = on_device(layer, range(2, 7), apply_router_weight_on_input=True)
+    assert_near(got, in_torch(layer, range(2, 7), apply_router_weight_on_input=True))
+
+
+def test_where_every_pair_has_a_row_no_index_is_changed(seed):
+    layer = random_layer(seed, padding=0)
+    got, counts = on_device(layer, padding=False)
+    assert_near(got, in_torch(layer))
+    assert asked_of(counts) == {"launches": 5}
+
+
+def test_a_graph_is_replayed_with_other_tokens_for_each_expert(seed):
+    """Captured where no token has an expert of this rank, replayed with some, then with all."""
+    layer = random_layer(seed)
+    x, w13, w2, weights, ids = layer
+    numbers = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    numbers[2:5] = torch.arange(3, dtype=torch.int32)
+    owned = OwnedExperts.of(numbers.npu(), EXPERTS)
+    held = SimpleNamespace(w13_weight=w13[2:5].npu(), w2_weight=w2[2:5].npu())
+    format_ = UnquantisedExperts(held, fused_experts.ONE_LAUNCH[MoEActivation.SILU][1])
+    inputs = [x.npu(), weights.npu(), torch.full_like(ids, EXPERTS).npu()]
+    graph = torch.npu.NPUGraph()
+    with torch.inference_mode(), torch.npu.graph(graph):
+        output = compute_experts(*inputs, owned, format_, has_padding=True)
+    graph.replay()
+    assert not output.cpu().any()
+    for chosen in (ids, torch.full_like(ids, 3)):
+        if chosen is not ids:
+            chosen[:, 1:] = torch.tensor([2, 4], dtype=torch.int32)
+        inputs[2].copy_(chosen)
+        graph.replay()
+        assert_near(output.cpu(), in_torch((x, w13, w2, weights, chosen), range(2, 5)))
+
+
+def test_a_map_that_does_not_number_experts_is_refused():
+    with pytest.raises(experts.PrepError, match="must number the rank's experts from 0 on"):
+        OwnedExperts.of(torch.tensor([-1, 1, 2, -1]), 4)
+    with pytest.raises(experts.PrepError, match="cover 5 experts"):
+        OwnedExperts.of(torch.tensor([-1, 0, 1, -1]), 5)
+
+
+ROUTERS = {
+    "softmax": ({}, SoftmaxRouter, 1),
+    "softmax, not renormalised": ({"renormalize": False}, SoftmaxRouter, 1),
+    "sigmoid": ({"scoring_func": "sigmoid"}, GatingRouter, 1),
+    "sigmoid with a bias": (
+        {"scoring_func": "sigmoid", "biased": True, "routed_scaling_factor": 2.5},
+        GatingRouter,
+        1,
+    ),
+    "groups": (
+        {"num_expert_group": 3, "topk_group": 2, "renormalize": False},
+        GatingRouter,
+        1,
+    ),
+    "groups by sigmoid with a bias": (
+        {"num_expert_group": 3, "topk_group": 2, "scoring_func": "sigmoid", "biased": True},
+        GatingRouter,
+        1,
+    ),
+}
+"""Settings of vLLM's router, what stands in for it, and launches without padding."""
+
+
+def by_logit(hidden_states, gating_output, topk, renormalize):
+    """A choice that a model makes itself."""
+    logits, ids = gating_output.topk(topk)
+    return logits.float().sigmoid(), ids.int()
+
+
+UNFUSED = {
+    "sigmoid, not renormalised": {"scoring_func": "sigmoid", "renormalize": False},
+    "softmax with a bias": {"biased": True},
+    "groups of two": {"num_expert_group": 6, "topk_group": 4, "renormalize": False},
+    "renormalised groups": {"num_expert_group": 3, "topk_group": 2},
+    "another choice": {"custom_routing_function": by_logit},
+}
+"""Settings of routers that no operator computes."""
+
+
+def make_router(num_experts=12, biased=False, **given):
+    bias = torch.linspace(-0.3, 0.3, num_experts).npu() if biased else None
+    return create_fused_moe_router(
+        top_k=3,
+        global_num_experts=num_experts,
+        use_grouped_topk="num_expert_group" in given,
+        e_score_correction_bias=bias,
+        **given,
+    )
+
+
+def choose(router, logits, is_padding=None):
+    """Weights by expert of each token, and launches."""
+    config = SimpleNamespace(is_padding=is_padding)
+    with override_forward_context(config), torch.inference_mode():
+        torch.npu.synchronize()
+        with ascend_emulator.count() as c:
+            weights, ids = router.select_experts(logits, logits)
+        rows = zip(ids.cpu().tolist(), weights.float().cpu().tolist(), strict=True)
+    return [dict(zip(*row, strict=True)) for row in rows], c
+
+
+@pytest.mark.parametrize("case", ROUTERS)
+def test_routers_choose_as_vllms(case, seed):
+    given, kind, launches = ROUTERS[case]
+    theirs = make_router(**given)
+    ours = fused_router(theirs, SWITCHES)
+    assert type(ours) is kind
+    logits = torch.randn(9, 12, generator=torch.Generator().manual_seed(seed)).npu()
+    expected, of_theirs = choose(theirs, logits)
+    got, counts = choose(ours, logits)
+    for mine, wanted in zip(got, expected, strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-4)
+    assert asked_of(counts) == {"launches": launches}
+    assert of_theirs.launches > 3
+    is_padding = (torch.arange(9) > 6).npu()
+    got, counts = choose(ours, logits, is_padding)
+    for mine, wanted in zip(got[:7], expected, strict=False):
+        assert mine == pytest.approx(wanted, rel=1e-4)
+    assert all(set(mine) == {12} for mine in got[7:]), "padding has the id of no expert"
+    assert counts.launches <= launches + (kind is GatingRouter)
+
+
+@pytest.mark.parametrize("case", UNFUSED)
+def test_routers_that_no_operator_computes_are_vllms_and_send_padding_nowhere(case, seed):
+    theirs = make_router(**UNFUSED[case])
+    ours = fused_router(theirs, SWITCHES)
+    assert not isinstance(ours, SoftmaxRouter | GatingRouter)
+    logits = torch.randn(9, 12, generator=torch.Generator().manual_seed(seed)).npu()
+    expected, _ = choose(theirs, logits)
+    got, counts = choose(ours, logits, (torch.arange(9) > 6).npu())
+    assert got[:7] == expected[:7]
+    assert all(set(mine) == {-1} for mine in got[7:])
+    assert not counts.syncs
+
+
+@pytest.mark.parametrize("switch", ["gating", "gating_softmax"])
+def test_a_switch_leaves_routers_to_vllm(switch):
+    others = [name for name in SWITCHES if name != switch]
+    given = {} if switch == "gating_softmax" else {"scoring_func": "sigmoid"}
+    assert isinstance(fused_router(make_router(**given), SWITCHES), SoftmaxRouter | GatingRouter)
+    assert not isinstance(fused_router(make_router(**given), others), SoftmaxRouter | GatingRouter)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """One rank's process groups, which layers of vLLM ask for; an engine has made them."""
+    model = make_model(tmp_path_factory.mktemp("ranks"), "Mixtral", **MIXTURES["Mixtral"])
+    with engine(model, **settings()) as llm:
+        yield llm
+
+
+def test_a_layer_is_seven_launches_with_its_gate_and_router(ranks):
+    """Mixtral; other families: `test_expert_budgets`."""
+    name = "model.layers.1.block_sparse_moe"
+    counted = ModuleCounts(runner_of(ranks).get_model(), [name])
+    generate(ranks, [[5, 6, 7], [8], [9, 10]], greedy(3))
+    assert counted.counts[name] == {"launches": 7}, "no copies and no syncs"
+
+
+DEEPSEEK = {
+    "DeepseekV2": {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "DeepseekV3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
+}
+OF_DEEPSEEK = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "hidden_size": 64,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize("family", DEEPSEEK)
+def test_the_experts_of_deepseek_are_those_of_transformers(ranks, tmp_path, family, seed):
+    """Layers alone, with and without padding; with their attention: `tests.npu.test_latent`."""
+    import transformers
+
+    given = {**OF_DEEPSEEK, **DEEPSEEK[family]}
+    config = getattr(transformers, f"{family}Config")(**given)
+    for name, value in given.items():  # what the class doesn't know, vLLM reads
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    reference = _moe_of(family)(config).eval()
+    with torch.no_grad():
+        for tensor in (*reference.parameters(), *reference.buffers()):
+            tensor.normal_(std=0.3)
+    vllm_config = engine_config(make_model(tmp_path), **settings())
+    register_fused(vllm_config, print)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with set_current_vllm_config(vllm_config), torch.device("npu"):
+            layer = DeepseekV2MoE(config, vllm_config.parallel_config, prefix="layers.1.mlp")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    _load(layer, reference)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(seed))
+    for padding in (None, (torch.arange(9) > 6).npu()):
+        with set_forward_context(None, vllm_config, is_padding=padding), torch.inference_mode():
+            got = layer(x.half().npu()).cpu()
+        with torch.no_grad():
+            expected = reference(x[None])[0]
+            if padding is not None:
+                expected[7:] = reference.shared_experts(x[7:])
+        assert_near(got, expected, 0.03)
+
+
+def _moe_of(family):
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+    return {"DeepseekV2": v2.DeepseekV2Moe, "DeepseekV3": v3.DeepseekV3MoE}[family]
+
+
+def _load(layer, reference):
+    """Weights of transformers' layer into vLLM's."""
+    routed, shared = layer.experts.routed_experts, reference.shared_experts
+    gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
+    pairs = [
+        (layer.gate.weight, reference.gate.weight),
+        (routed.w13_weight, reference.experts.gate_up_proj),
+        (routed.w2_weight, reference.experts.down_proj),
+        (layer.shared_experts.gate_up_proj.weight, gate_up),
+        (layer.shared_experts.down_proj.weight, shared.down_proj.weight),
+    ]
+    if layer.gate.e_score_correction_bias is not None:
+        bias = reference.gate.e_score_correction_bias
+        pairs.append((layer.gate.e_score_correction_bias, bias))
+    for ours, theirs in pairs:
+        ours.data.copy_(theirs.data.to(ours.dtype))
+    routed.quant_method.process_weights_after_loading(routed)
+    runner = layer.experts
+    assert isinstance(runner, MoERunner)
+    runner.router = fused_router(runner.router, SWITCHES)
+    assert isinstance(runner.router, GatingRouter)
+
+
+@contextlib.contextmanager
+def wrong_operator(name, wrong):
+    (right,) = [r for r in operators.REFERENCES if r.name == f"npu::{name}"]
+    ascend_emulator.register_reference(
+        right.name, wrong(right.function), contiguous=right.contiguous
+    )
+    try:
+        yield
+    finally:
+        ascend_emulator.register_reference(right.name, right.function, contiguous=right.contiguous)
+
+
+def group_list_off_by_one(right):
+    def grouped_matmul(x, weight, *, group_list=None, **arguments):
+        moved = group_list if group_list is None or group_list.dim() > 1 else group_list.roll(1)
+        return right(x, weight, group_list=moved, **arguments)
+
+    return grouped_matmul
+
+
+def weights_swapped(right):
+    def token_unpermute(permuted_tokens, sorted_indices, probs=None, **arguments):
+        swapped = None if probs is None else probs.flip(-1)
+        return right(permuted_tokens, sorted_indices, probs=swapped, **arguments)
+
+    return token_unpermute
+
+
+def gate_and_up_exchanged(right):
+    def swiglu(input, dim=-1):
+        return right(torch.cat(input.chunk(2, dim)[::-1], dim), dim)
+
+    return swiglu
+
+
+def padding_reaches_an_expert(right):
+    def init_routing(x, expert_idx, **arguments):
+        return right(x, expert_idx.clamp(0, arguments["active_expert_range"][1] - 1), **arguments)
+
+    return init_routing
+
+
+def range_shifted(right):
+    def init_routing(x, expert_idx, *, active_expert_range=(), **arguments):
+        start, end = active_expert_range
+        shift = 1 if end < arguments["expert_num"] else -1
+        moved = [max(start + shift, 0), end + shift]
+        return right(x, expert_idx, active_expert_range=moved, **arguments)
+
+    return init_routing
+
+
+def inactive_row_read(right):
+    def token_unpermute(permuted_tokens, sorted_indices, probs=None, **arguments):
+        last = len(permuted_tokens) - 1
+        values = []
+        for row, index in zip(permuted_tokens[sorted_indices.clamp(0, last)], sorted_indices):
+            values.append(row * (index <= last))
+        rows = torch.stack(values).view(*probs.shape, -1) * probs[..., None]
+        return rows.sum(1).to(permuted_tokens.dtype), permuted_tokens
+
+    return token_unpermute
+
+
+def unsorted_groups(right):
+    def gating(x, k, **arguments):
+        return right(x, k, **{**arguments, "k_group": arguments["group_count"]})
+
+    return gating
+
+
+def finished_ignored(right):
+    def gating(x, *, finished=None, **arguments):
+        return right(x, **arguments)
+
+    return gating
+
+
+PLANTED = {
+    "a group list off by one expert": ("npu_grouped_matmul", group_list_off_by_one, "experts"),
+    "weights of a sum swapped": ("_npu_moe_token_unpermute", weights_swapped, "experts"),
+    "gate and up exchanged": ("npu_swiglu", gate_and_up_exchanged, "experts"),
+    "padding that reaches an expert": (
+        "npu_moe_init_routing_v2",
+        padding_reaches_an_expert,
+        "experts",
+    ),
+    "a shifted range of experts": ("npu_moe_init_routing_v2", range_shifted, "experts"),
+    "an inactive row read": ("_npu_moe_token_unpermute", inactive_row_read, "experts"),
+    "groups that don't limit": ("npu_moe_gating_top_k", unsorted_groups, "gating"),
+    "finished rows that get experts": (
+        "npu_moe_gating_top_k_softmax_v2",
+        finished_ignored,
+        "gating_softmax",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_wrong_operator_is_found_at_start_up(bug):
+    name, wrong, switch = PLANTED[bug]
+    lines = []
+    with wrong_operator(name, wrong):
+        assert not is_right(switch, torch.float16, torch.Tensor.npu, lines.append)
+    (line,) = lines
+    assert f"fused operator {switch} is switched off" in line
+    assert is_right(switch, torch.float16, torch.Tensor.npu, lines.append)
+
+
+def exchanged_halves(layer):
+    """As a wrong order of the halves in which weights are loaded."""
+    x, w13, w2, weights, ids = layer
+    return x, torch.cat(w13.chunk(2, 1)[::-1], 1), w2, weights, ids
+
+
+def test_these_tests_tell_gate_from_up_and_one_order_of_weights_from_the_other(seed):
+    layer = random_layer(seed)
+    right = in_torch(layer)
+    for other in (exchanged_halves(layer), (*layer[:3], layer[3].flip(1), layer[4])):
+        with pytest.raises(AssertionError):
+            assert_near(in_torch(other), right)
+    assert functional.cosine_similarity(right.flatten(), right.flatten(), 0) > 0.99
+
+
+def test_graphs_without_grouped_products_are_refused(tmp_path):
+    """Counts would be read back, which a graph can't contain."""
+    model = make_model(tmp_path, "Qwen3Moe", **MIXTURES["Qwen3Moe"])
+    given = settings(fused={"experts": False}) | {"enforce_eager": False}
+    config = engine_config(model, **given)
+    with (
+        set_current_vllm_config(config),
+        pytest.raises(experts.PrepError, match=r'leave "experts" of .* on, or use --enforce-eager'),
+    ):
+        experts.check_sync_is_possible()
+    eager = engine_config(model, **given | {"enforce_eager": True})
+    with set_current_vllm_config(eager):
+        experts.check_sync_is_possible()

@@ -1,0 +1,114 @@
+"""Int8 models on the device: launches, and logits near those of rounded weights and inputs."""
+
+import pytest
+import torch
+
+from tests.helpers.counting import ModuleCounts
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.fused import MODEL, forget_layers, settings
+from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, rounded_model
+from tests.helpers.step_logits import greedy_steps
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify import int8 as int8_probes
+
+BUDGET = {"Qwen3": 14, "Llama": 12}
+"""Launches of a layer, with copies: two more than of the float layer. One rounds the input of the
+attention's last projection; one copies V out of the projection, which int8 products don't split."""
+
+FORMATS = {
+    "compressed-tensors": ("compressed-tensors", False),
+    "ModelSlim, dynamic": ("modelslim", False),
+    "ModelSlim, static": ("modelslim", True),
+}
+BOUND = {"float16": 0.25, "bfloat16": 0.7}
+"""Logits beside float32, in standard deviations: a level more or less here and there. A wrong scale
+moves them by several."""
+
+BOUND_OF_EXPERTS = 0.5
+"""Of a mixture, in which a router may come to weigh experts a little differently."""
+
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **MODEL}
+LENGTHS = [5, 33, 17, 1]
+
+
+def distance(model, int8, dtype, seed, **more):
+    """Largest difference of a logit to transformers' rounded model, and counts of a layer."""
+    forget_layers()
+    prompts = prompts_of(seed, LENGTHS)
+    with engine(int8, **settings(dtype), **more) as llm:
+        steps = greedy_steps(llm, prompts, 6)
+        counted = ModuleCounts(runner_of(llm).get_model(), ["model.layers.1"])
+        if not more:
+            generate(llm, [[5, 6, 7], [8], [9, 10]], greedy(3))
+        counts = next(iter(counted.counts.values()), {})
+    network, worst = rounded_model(model, int8), 0.0
+    for prompt, tokens, logits in zip(prompts, steps.tokens, steps.logits, strict=True):
+        with torch.no_grad():
+            expected = network(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        worst = max(worst, float((logits - expected).abs().max() / expected.std()))
+    print(f"{int8.name} {dtype}: {worst:.3f} standard deviations")
+    return worst, counts
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), **MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("compressed-tensors", "float16"),
+        ("ModelSlim, dynamic", "bfloat16"),
+        ("ModelSlim, static", "float16"),
+        ("ModelSlim, static", "bfloat16"),
+    ],
+)
+def test_logits_and_launches_of_a_layer(qwen3, tmp_path, seed, name, dtype):
+    QUANTIZE(qwen3, tmp_path / "int8", *FORMATS[name])
+    worst, counts = distance(qwen3, tmp_path / "int8", dtype, seed)
+    assert worst < BOUND[dtype]
+    assert set(counts) == {"launches"}, "no syncs"
+    assert counts["launches"] == BUDGET["Qwen3"]
+
+
+def test_a_llama_in_graphs_stays_within_its_budget(tmp_path, seed):
+    model = make_model(tmp_path / "float", "Llama", **MODEL)
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    _, counts = distance(model, tmp_path / "int8", "float16", seed)
+    assert counts["launches"] == BUDGET["Llama"]
+    replayed, _ = distance(
+        model, tmp_path / "int8", "float16", seed, **graphs("FULL_AND_PIECEWISE", 4, 16)
+    )
+    assert replayed < BOUND["float16"]
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_experts(tmp_path, seed, form):
+    """In graphs, one rank of expert parallelism."""
+    model = make_model(tmp_path / "float", "Qwen3Moe", **MOE)
+    QUANTIZE(model, tmp_path / "int8", form)
+    mode = graphs("FULL_AND_PIECEWISE", 4, 16, enable_expert_parallel=True)
+    worst, _ = distance(model, tmp_path / "int8", "float16", seed, **mode)
+    assert worst < BOUND_OF_EXPERTS
+
+
+def test_a_wrong_operator_is_named_at_start_up(monkeypatch):
+    """Planted: a kernel that leaves the scales of tokens out."""
+    real = torch.ops.npu.npu_quant_matmul
+
+    class Planted:
+        def __getattr__(self, name):
+            if name != "npu_quant_matmul":
+                return getattr(torch.ops.npu, name)
+            return lambda *args, pertoken_scale, **kwargs: real(
+                *args,
+                pertoken_scale=None if pertoken_scale is None else torch.ones_like(pertoken_scale),
+                **kwargs,
+            )
+
+    int8_probes.refuse_wrong(torch.bfloat16, lambda tensor: tensor.npu())
+    monkeypatch.setattr(int8_probes, "operators", Planted)
+    with pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"):
+        int8_probes.refuse_wrong(torch.bfloat16, lambda tensor: tensor.npu())

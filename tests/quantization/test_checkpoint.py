@@ -1,0 +1,211 @@
+"""Damaged checkpoints: one line that names module and file, before a weight is loaded."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.helpers.engine import engine_config, make_model
+from tests.helpers.quantized import QUANTIZE, change_tensors
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, check_compressed, read_headers
+from vllm_npu_prep.quantization.formats import fault
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+FORMS = {"compressed": ("compressed-tensors", False)} | {
+    kind: ("modelslim", kind == "static") for kind in ("dynamic", "static")
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("float"))
+
+
+def without(*names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def changed(name, function):
+    def change(tensors):
+        tensors[name] = function(tensors[name])
+
+    return change
+
+
+def more(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
+FILES = {
+    "no scales": ("compressed", without(f"{Q}.weight_scale"), (f"{Q} has no weight_scale",)),
+    "no weight": (
+        "compressed",
+        without(f"{Q}.weight"),
+        (f"{Q} has a weight_scale but no weight",),
+    ),
+    "too few scales": (
+        "compressed",
+        changed(f"{Q}.weight_scale", lambda s: s[:-1]),
+        (f"weight_scale of {Q} is [63, 1], its weight [64, 64]", "[64, 1]"),
+    ),
+    "transposed scales": (
+        "compressed",
+        changed(f"{Q}.weight_scale", lambda s: s.t()),
+        (f"weight_scale of {Q} is [1, 64]",),
+    ),
+    "a float weight among int8 ones": (
+        "compressed",
+        changed(f"{Q}.weight", torch.Tensor.float),
+        (f"the weight of {Q} is F32, int8 is expected", "ignore"),
+    ),
+    "a layer too many": (
+        "compressed",
+        lambda tensors: tensors.update(
+            {
+                f"model.layers.2.mlp.up_proj.{kind}": tensors[
+                    f"model.layers.0.mlp.up_proj.{kind}"
+                ].clone()
+                for kind in ("weight", "weight_scale")
+            }
+        ),
+        ("names model.layers.2.mlp.up_proj, but the model has 2 layers",),
+    ),
+    "no offset of inputs": (
+        "static",
+        without(f"{DOWN}.input_offset"),
+        (f"{DOWN} has no input_offset, which W8A8 needs",),
+    ),
+    "an int8 weight that is not described": (
+        "dynamic",
+        more("model.layers.0.mlp.other_proj.weight", torch.ones(4, 4, dtype=torch.int8)),
+        (f"model.layers.0.mlp.other_proj is int8, but {DESCRIPTION} lacks it",),
+    ),
+    "a described weight that is float": (
+        "dynamic",
+        changed(f"{Q}.weight", torch.Tensor.float),
+        (f"calls {Q} W8A8_DYNAMIC", "is F32"),
+    ),
+    "a bias of another size": (
+        "static",
+        changed(f"{DOWN}.quant_bias", lambda b: b[:9]),
+        (f"quant_bias of {DOWN} is [9]",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_do_not_fit(model, tmp_path, case):
+    form, change, parts = FILES[case]
+    QUANTIZE(model, tmp_path / "int8", *FORMS[form])
+    change_tensors(tmp_path / "int8", change)
+    check_refused(tmp_path / "int8", parts)
+
+
+def check_refused(folder, parts):
+    with pytest.raises(PrepError) as refused:
+        engine_config(folder)
+    text = str(refused.value)
+    assert "\n" not in text and str(folder) in text, text
+    assert all(part in text for part in parts), text
+
+
+def described(**entries):
+    def change(description):
+        for name, kind in entries.items():
+            description[name] = kind
+
+    return change
+
+
+DESCRIPTIONS = {
+    "a layer that the model lacks": (
+        {"model.layers.7.self_attn.q_proj.weight": "W8A8_DYNAMIC"},
+        ("names model.layers.7.self_attn.q_proj", "2 layers"),
+    ),
+    "a module that no file has": (
+        {"model.layers.0.mlp.other.weight": "FLOAT"},
+        ("names model.layers.0.mlp.other, but no safetensors file has its weight",),
+    ),
+    "an int8 weight called float": ({f"{Q}.weight": "FLOAT"}, (f"calls {Q} FLOAT", "is I8")),
+}
+
+
+@pytest.mark.parametrize("case", DESCRIPTIONS)
+def test_descriptions_that_do_not_fit(model, tmp_path, case):
+    entries, parts = DESCRIPTIONS[case]
+    QUANTIZE(model, tmp_path / "int8", "modelslim")
+    path = tmp_path / "int8" / DESCRIPTION
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    check_refused(tmp_path / "int8", parts)
+
+
+def test_a_description_that_is_no_json(model, tmp_path):
+    QUANTIZE(model, tmp_path / "int8", "modelslim")
+    (tmp_path / "int8" / DESCRIPTION).write_text("{")
+    check_refused(tmp_path / "int8", (DESCRIPTION, "not readable as JSON"))
+
+
+def test_a_flag_without_a_description(model):
+    with pytest.raises(PrepError, match=f"has no {DESCRIPTION}; leave the flag out"):
+        engine_config(model, quantization="ascend")
+
+
+def test_a_truncated_file(model, tmp_path):
+    QUANTIZE(model, tmp_path / "int8", "modelslim")
+    (path,) = (tmp_path / "int8").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:100])
+    check_refused(tmp_path / "int8", (path.name, "no safetensors file"))
+
+
+def test_modules_are_left_out_by_name_and_pattern(model, tmp_path):
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors", keep=("layers.0.mlp",))
+    headers = read_headers(tmp_path / "int8")
+    for ignored in (
+        ["model.layers.0.mlp"],
+        ["re:.*layers.0.mlp"],
+        [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")],
+    ):
+        check_compressed(tmp_path / "int8", headers, ignored, 2)
+    with pytest.raises(PrepError, match=re.escape("model.layers.0.mlp.")):
+        check_compressed(tmp_path / "int8", headers, ["re:layers.0.mlp"], 2)
+
+
+GROUPS = {
+    "int4 weights": ({"weights": {"num_bits": 4}}, "int4 by channel"),
+    "groups": ({"weights": {"strategy": "group"}}, "int8 by group"),
+    "asymmetric weights": ({"weights": {"symmetric": False}}, "asymmetric"),
+    "float8": ({"weights": {"type": "float"}}, "float8"),
+    "weights alone": ({"input_activations": None}, "its inputs are not quantised"),
+    "asymmetric tokens": ({"input_activations": {"symmetric": False}}, "asymmetric"),
+    "int4 inputs": ({"input_activations": {"num_bits": 4}}, "int4 by token"),
+    "quantised cache": ({"kv_cache_scheme": {"num_bits": 8}}, "KV cache"),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_other_schemes_are_named(model, tmp_path, case):
+    change, part = GROUPS[case]
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    config = engine_config(tmp_path / "int8").model_config
+    scheme = config.hf_config.quantization_config
+    group = scheme["config_groups"]["group_0"]
+    for name, values in change.items():
+        if name == "kv_cache_scheme":
+            scheme[name] = values
+        else:
+            group[name] = values and {**group[name], **values}
+    assert part in fault(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(f"{Q}.weight", "W4A8_DYNAMIC"), (f"{Q}.weight", "W8A8_MXFP8"), ("kv_cache_type", "C8")],
+)
+def test_other_types_of_modelslim_are_named(model, tmp_path, name, kind):
+    QUANTIZE(model, tmp_path / "int8", "modelslim")
+    config = engine_config(tmp_path / "int8").model_config
+    path = tmp_path / "int8" / DESCRIPTION
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: kind}))
+    assert kind in fault(config)

@@ -1,0 +1,104 @@
+"""A command that plays random episodes seed by seed, in slices or as given."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain, count
+from typing import Any, Protocol
+
+from tests.resume.log import ENDLESS
+from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.tree import RESULTS
+
+COMMAND = "make soak"
+
+
+class Player(Protocol):
+    """Plays the episode of a seed, and tells at the end what was covered."""
+
+    def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
+        """Play an episode: its outcome, and what is recorded of it."""
+
+    def report(self) -> None:
+        """Print what was covered."""
+
+
+def seeds_of(part: Slice) -> Iterator[str]:
+    """Seeds for a slice: those that are to be played again, then ones that the run hasn't had."""
+    again = [unit for unit, result in part.latest.items() if part.again(result)]
+    had = [int(unit) + 1 for unit in part.latest]
+    return chain(again, map(str, count(max([part.seed, *had]))))
+
+
+def resume(part: Slice, coverage: Player, steps: int) -> int:
+    """Play episodes until the time is up."""
+
+    def one(unit: str) -> None:
+        start = time.perf_counter()
+        outcome, recorded = coverage.play(int(unit), steps)
+        part.record(unit, outcome, time.perf_counter() - start, **recorded)
+
+    whole = part.play(seeds_of(part), one, None)
+    coverage.report()
+    failed = part.finish(ENDLESS, COMMAND)
+    return failed if whole else 130
+
+
+def repeat(first: int, episodes: int, coverage: Player, steps: int) -> int:
+    """Play given episodes; nothing is recorded."""
+    failed = []
+    for seed in range(first, first + episodes):
+        outcome, recorded = coverage.play(seed, steps)
+        print(f"seed {seed} {outcome}: {recorded}", flush=True)
+        failed += [seed] * (outcome == "failed")
+    coverage.report()
+    print(f"first seed {first}, {episodes} episodes, {len(failed)} failed: {failed}")
+    return 1 if failed else 0
+
+
+def run(
+    player: Player, prog: str, doc: str | None, results: str, default_seed: int | None = None
+) -> int:
+    """A command that plays seeds: a slice of the run in `results`, or the seeds that were given.
+
+    Parameters
+    ----------
+    player
+        Plays a seed.
+    prog, doc
+        Of the command's help.
+    results
+        File in tests/results.
+    default_seed
+        Where a new run begins; by the clock if None.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=doc)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_arguments(parser)
+    parser.add_argument("--seed", type=int, help="of the first episode")
+    parser.add_argument("--episodes", type=int, default=1, help="how many from --seed on")
+    parser.add_argument("--steps", type=int, default=1000, help="of an episode")
+    args = parser.parse_args()
+
+    # Small products gain nothing from threads, and spinning ones disturb each other.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if args.seed is not None and not args.fresh:
+        return repeat(args.seed, args.episodes, player, args.steps)
+    try:
+        part = Slice(
+            RESULTS / results,
+            args.minutes,
+            seed=args.seed,
+            default_seed=int(time.time()) if default_seed is None else default_seed,
+            settings={"steps": args.steps},
+            fresh=args.fresh,
+            retry=args.retry,
+        )
+    except SliceError as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
+        return 2
+    with part:
+        return resume(part, player, args.steps)

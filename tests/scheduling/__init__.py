@@ -1,0 +1,1 @@
+"""vLLM's schedulers and ours, side by side."""

@@ -1,0 +1,52 @@
+"""Random traffic through vLLM's schedulers and ours, one engine and its traffic a seed.
+
+    python -m tests.scheduling [--minutes 30] [--fresh] [--retry]
+    python -m tests.scheduling --seed N [--episodes N]
+
+Without a seed: a slice of the run in tests/results/scheduling.jsonl. It plays the seeds that come
+next; before them those that failed, if anything changed since. With --seed: these episodes, and
+nothing is recorded; with --fresh, too, a new run that begins there. A failing seed is appended to
+tests/scheduling/seeds.txt; the suite then plays it.
+"""
+
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.resume.seeds import run
+
+SEEDS = Path(__file__).with_name("seeds.txt")
+RECORDED = ("steps", "tokens", "preempted", "upstream failed")
+
+
+class Twins:
+    """Plays seeds, and counts what happened."""
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+
+    def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
+        """Play a seed: its outcome, and what is recorded of it."""
+        from tests.scheduling.twin import play
+
+        try:
+            twin = play(seed, steps, every=20)
+        except Exception as error:
+            with SEEDS.open("a") as file:
+                file.write(f"{seed}\n")
+            traceback.print_exc()
+            print(f"seed {seed} FAILED, kept in {SEEDS}", flush=True)
+            what = str(error).partition("\n")[0][:200]
+            return "failed", {"error": f"{type(error).__name__}: {what}"}
+        self.count += twin.count
+        return "agreed", {name: twin.count[name] for name in RECORDED}
+
+    def report(self) -> None:
+        """Print what was covered."""
+        print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))
+
+
+if __name__ == "__main__":
+    sys.exit(run(Twins(), "python -m tests.scheduling", __doc__, "scheduling.jsonl", 1000))

@@ -1,0 +1,277 @@
+"""Pairs of schedulers for a random engine: vLLM's and ours, with the same settings."""
+
+import copy
+import functools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
+from tests.helpers.engine import make_model
+from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
+
+EOS = 5
+"""The token that ends a request."""
+VOCAB = 400
+
+
+class Speculation:
+    """What schedulers ask of a speculative config: a method with `num` drafts."""
+
+    num_speculative_tokens_per_batch_size = None
+
+    def __init__(self, num: int, method: str) -> None:
+        self.num_speculative_tokens = num
+        self.method = method
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """As in vLLM's table: a draft model keeps one token more."""
+        return int(self.method == "draft_model")
+
+    def use_eagle(self) -> bool:
+        """Whether the drafter reads the target's hidden states."""
+        return self.method in ("eagle", "mtp")
+
+    def uses_draft_model(self) -> bool:
+        """Whether the drafter is a model of its own."""
+        return self.method == "draft_model"
+
+    def use_multi_module_mtp(self) -> bool:
+        """Whether each draft has a module of its own."""
+        return self.method == "mtp"
+
+    use_eagle_block_drop = use_eagle
+
+    def use_dflash(self) -> bool:
+        """No."""
+        return False
+
+    use_dspark = use_dflash
+
+
+class Grammars:
+    """Stands for vLLM's manager of structured output: refuses tokens by simple rules."""
+
+    def validate_tokens(self, request: Any, tokens: list[int]) -> list[int]:
+        """Drafts up to the first that a grammar refuses."""
+        if not request.use_structured_output:
+            return tokens
+        bad = [number for number, token in enumerate(tokens) if token < 0 or token % 7 == 0]
+        return tokens[: bad[0]] if bad else tokens
+
+    def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+        """Whether a grammar goes on with some tokens."""
+        return not request.use_structured_output or all(token % 89 for token in tokens)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine is made of; drawn from a seed by `draw`."""
+
+    seed: int
+    asynchronous: bool
+    depth: int
+    max_num_seqs: int
+    budget: int
+    max_model_len: int
+    blocks: int
+    block_size: int
+    groups: tuple[str, ...]
+    caching: bool
+    priorities: bool
+    num_drafts: int
+    method: str
+    loras: int
+    media: bool
+    v2: bool
+    stagger: int
+    threshold: int
+    watermark: float
+    whole_prompts: bool
+    finished_sets: bool
+    log_stats: bool
+    kv_events: bool
+    throttle: bool
+    fewest: int
+
+
+GROUPS: Sequence[tuple[str, ...]] = (
+    ("full",),
+    ("full",),
+    ("full",),
+    ("full", "window"),
+    ("full", "window", "window"),
+    ("window",),
+    ("full", "chunk"),
+)
+
+
+def draw(seed: int) -> Settings:
+    """The engine of a seed."""
+    rng = np.random.default_rng(seed)
+
+    def one_in(n: int) -> bool:
+        return bool(rng.integers(n) == 0)
+
+    asynchronous = not one_in(3)
+    num_drafts = int(rng.choice([0, 0, 1, 3]))
+    groups = GROUPS[int(rng.integers(len(GROUPS)))]
+    method = str(rng.choice(["ngram", "eagle", "draft_model", "mtp"])) if num_drafts else ""
+    if "chunk" in groups and method in ("eagle", "mtp"):
+        method = "ngram"  # upstream refuses these together
+    block_size = int(rng.choice([4, 16]))
+    if method == "mtp" and block_size < num_drafts:
+        method = "eagle"
+    max_num_seqs = int(rng.integers(4, 25))
+    budget = int(rng.choice([max_num_seqs * (1 + num_drafts), max_num_seqs + 2, 96, 256]))
+    budget = max(budget, max_num_seqs, 2 * (1 + num_drafts))
+    v2 = asynchronous and one_in(4)
+    max_model_len = int(rng.choice([48, 96, 200]))
+    per_request = -(-max_model_len // block_size) + 2
+    least = len(groups) * per_request + 2
+    blocks = int(least * rng.choice([1.5, 3, max_num_seqs]))
+    return Settings(
+        seed=seed,
+        asynchronous=asynchronous,
+        depth=int(rng.choice([2, 2, 3])) if asynchronous else 1,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        max_model_len=max_model_len,
+        blocks=blocks,
+        block_size=block_size,
+        groups=groups,
+        caching=not one_in(5),
+        priorities=one_in(4),
+        num_drafts=num_drafts,
+        method=method,
+        loras=2 if one_in(4) else 0,
+        media=one_in(4),
+        v2=v2,
+        stagger=2 if v2 and one_in(2) else 1,
+        threshold=8 if one_in(4) else 0,
+        watermark=0.05 if one_in(4) else 0.0,
+        whole_prompts=one_in(3),
+        finished_sets=one_in(3),
+        log_stats=not one_in(4),
+        kv_events=one_in(4),
+        throttle=one_in(8),
+        fewest=int(rng.choice([1, 1, 4])),
+    )
+
+
+@functools.cache
+def base_config() -> Any:
+    """A config of vLLM's, to be copied."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = Path(tempfile.mkdtemp(prefix="npu-prep-scheduling-"))
+    make_model(folder, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    return EngineArgs(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+
+
+def config_of(settings: Settings) -> Any:
+    """A config of vLLM's with these settings."""
+    config = copy.deepcopy(base_config())
+    config.model_config.max_model_len = settings.max_model_len
+    scheduling, cache = config.scheduler_config, config.cache_config
+    scheduling.max_num_seqs = settings.max_num_seqs
+    slots = settings.max_num_seqs if settings.method == "draft_model" else 0
+    scheduling.max_num_scheduled_tokens = settings.budget
+    scheduling.max_num_batched_tokens = settings.budget + slots
+    scheduling.async_scheduling = settings.asynchronous
+    scheduling.policy = "priority" if settings.priorities else "fcfs"
+    scheduling.long_prefill_token_threshold = settings.threshold
+    scheduling.watermark = settings.watermark
+    scheduling.scheduler_reserve_full_isl = settings.whole_prompts
+    cache.num_gpu_blocks = settings.blocks
+    cache.block_size = settings.block_size
+    cache.enable_prefix_caching = settings.caching
+    if settings.num_drafts:
+        config.speculative_config = Speculation(settings.num_drafts, settings.method)
+    if settings.loras:
+        config.lora_config = SimpleNamespace(max_loras=settings.loras)
+    return config
+
+
+def spec_of(group: str, settings: Settings) -> Any:
+    """A KV-cache group."""
+    common = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 8}
+    if group == "window":
+        return SlidingWindowSpec(**common, dtype=torch.float32, sliding_window=24)
+    if group == "chunk":
+        return ChunkedLocalAttentionSpec(**common, dtype=torch.float32, attention_chunk_size=32)
+    return FullAttentionSpec(**common, dtype=torch.float32)
+
+
+class Published(list):
+    """KV-cache events, kept."""
+
+    def publish(self, batch: Any) -> None:
+        """Keep a batch."""
+        self.append(batch.events)
+
+
+def make(settings: Settings, *, ours: bool) -> Any:
+    """One of the two schedulers."""
+    init_none_hash(sha256)
+    config = config_of(settings)
+    groups = [
+        KVCacheGroupSpec([f"layer {number}"], spec_of(name, settings))
+        for number, name in enumerate(settings.groups)
+    ]
+    if settings.asynchronous:
+        kind = BatchedAsyncScheduler if ours else AsyncScheduler
+    else:
+        kind = BatchedScheduler if ours else Scheduler
+    scheduler = kind(
+        config,
+        KVCacheConfig(settings.blocks, [], groups),
+        Grammars(),
+        settings.block_size,
+        hash_block_size=settings.block_size,
+        include_finished_set=settings.finished_sets,
+        log_stats=settings.log_stats,
+    )
+    scheduler.use_v2_model_runner = settings.v2
+    if settings.asynchronous:
+        scheduler.decode_stagger = settings.stagger
+    if settings.kv_events:
+        scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
+    scheduler.kv_event_publisher = Published()
+    if settings.media:
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=60)
+        scheduler.max_num_encoder_input_tokens = 40
+    if ours:
+        scheduler.fewest = settings.fewest
+    return scheduler
+
+
+@functools.cache
+def hasher(block_size: int) -> Any:
+    """Hashes blocks of requests."""
+    return get_request_block_hasher(block_size, sha256)

@@ -1,0 +1,121 @@
+"""How many Python functions a step calls: a regression guard that holds on a busy machine."""
+
+import sys
+from collections import Counter, deque
+from dataclasses import replace
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from tests.scheduling.engines import EOS, draw, hasher, make
+
+REQUESTS = 256
+BUDGETS = {"asynchronous": (75, 50), "synchronous": (75, 50), "drafts": (75, 50)}
+"""Most calls that ``schedule`` and ``update_from_output`` may make in a step where no request gets
+a block, for 256 decodes."""
+
+
+def steady(*, ours: bool, asynchronous: bool, num_drafts: int = 0, number: int = REQUESTS):
+    """A scheduler with that many decodes, and a function that runs a step of it."""
+    settings = replace(
+        draw(0),
+        asynchronous=asynchronous,
+        max_num_seqs=number,
+        budget=max(8192, number * (1 + num_drafts)),
+        max_model_len=2048,
+        blocks=number * 16 + 10,
+        block_size=128,
+        groups=("full",),
+        num_drafts=num_drafts,
+        method="ngram" if num_drafts else "",
+        loras=0,
+        v2=False,
+        stagger=1,
+        media=False,
+        kv_events=False,
+        fewest=4,
+        log_stats=True,
+    )
+    scheduler = make(settings, ours=ours)
+    for index in range(number):
+        params = SamplingParams(temperature=0.0, max_tokens=1500, stop_token_ids=[1, 2])
+        params._eos_token_id = EOS
+        prompt = [10 + index % 300] * 20
+        request = Request(f"r{index}", prompt, params, None, block_hasher=hasher(128))
+        scheduler.add_request(request)
+    flight = deque()
+
+    def step(count):
+        output = count("schedule", scheduler.schedule)
+        flight.append(output)
+        if len(flight) > asynchronous:
+            output = flight.popleft()
+            ids = list(output.num_scheduled_tokens)
+            result = ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={each: row for row, each in enumerate(ids)},
+                sampled_token_ids=[
+                    [9] * len(output.scheduled_spec_decode_tokens.get(each, [0])) for each in ids
+                ],
+            )
+            count("update_from_output", lambda: scheduler.update_from_output(output, result))
+
+    return step
+
+
+def uncounted(name, call):
+    return call()
+
+
+def calls_of(step) -> Counter:
+    """Python calls of a step, by method of the scheduler."""
+    calls = Counter()
+
+    def count(name, call):
+        def profile(frame, event, argument):
+            calls[name] += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
+
+    step(count)
+    return calls
+
+
+@pytest.mark.parametrize("case", BUDGETS)
+def test_a_step_of_decodes_makes_no_call_for_each_request(case):
+    options = {"asynchronous": case != "synchronous", "num_drafts": 3 * (case == "drafts")}
+    step = steady(ours=True, **options)
+    for _ in range(6):
+        step(uncounted)
+    calls = calls_of(step)
+    print(case, dict(calls))
+    schedule, update = BUDGETS[case]
+    # An output is an object for each request, made without a call of Python code
+    assert 0 < calls["schedule"] <= schedule
+    assert 0 < calls["update_from_output"] <= update
+
+
+def test_upstream_s_scheduler_calls_some_dozen_for_each_request():
+    """What is counted is what it seems to be."""
+    step = steady(ours=False, asynchronous=True)
+    for _ in range(6):
+        step(uncounted)
+    calls = calls_of(step)
+    assert calls["schedule"] > 10 * REQUESTS
+    assert calls["update_from_output"] > 5 * REQUESTS
+
+
+def test_calls_do_not_grow_with_requests():
+    counts = {}
+    for number in (64, 512):
+        step = steady(ours=True, asynchronous=True, number=number)
+        for _ in range(6):
+            step(uncounted)
+        counts[number] = calls_of(step)
+    assert counts[64] == counts[512]

@@ -1,0 +1,80 @@
+"""Which scheduler an engine gets, what start-up says of it, and that vLLM doesn't warn of ours."""
+
+import logging
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.helpers.engine import engine_config, make_model
+from tests.scheduling.engines import draw, make
+from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
+
+
+class Own(AsyncScheduler):
+    """A scheduler of the user's."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def choose(model, caplog, monkeypatch):
+    """The class that an engine gets, and all that is logged meanwhile."""
+    engine_config(model)  # vLLM sets its loggers up with its first config
+
+    def chosen(scheduler=None, **settings):
+        options = {} if scheduler is None else {"npu_prep": {"scheduler": scheduler}}
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="vllm"):
+            config = engine_config(model, max_num_seqs=7, additional_config=options, **settings)
+            kind = config.scheduler_config.get_scheduler_cls()
+        return kind, "\n".join(record.getMessage() for record in caplog.records)
+
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "asynchronous", "kind", "said"),
+    [
+        (None, True, BatchedAsyncScheduler, "asynchronous, batched"),
+        ("batched", False, BatchedScheduler, "synchronous, batched"),
+        ("upstream", True, AsyncScheduler, "asynchronous, by vLLM alone"),
+        ("upstream", False, Scheduler, "synchronous, by vLLM alone"),
+    ],
+)
+def test_the_option_chooses_the_scheduler(choose, scheduler, asynchronous, kind, said):
+    chosen, log = choose(scheduler, async_scheduling=asynchronous)
+    assert chosen is kind
+    assert f"scheduling    {said}" in log
+    assert "not public" not in log
+
+
+def test_a_scheduler_of_the_user_s_wins_with_a_line_and_with_vllm_s_warning(choose):
+    chosen, log = choose("batched", scheduler_cls=Own)
+    assert chosen is Own
+    assert "by Own: --scheduler-cls takes precedence over the option scheduler" in log
+    assert "not public" in log
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"connector": object()}, "a connector reads every step"),
+        ({"num_sampled_tokens_per_step": 0}, "samples no tokens"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"dynamic_sd_lookup": [1]}, "follows the batch"),
+        ({"perf_metrics": object()}, "MFU"),
+        ({"return_sampling_mask": True}, "masks of sampling"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_engines_that_are_left_to_upstream_say_why(change, part):
+    scheduler = make(draw(2), ours=True)
+    assert scheduler.reason == ""
+    for name, value in change.items():
+        setattr(scheduler, name, value)
+    assert part in scheduler._reason_for_upstream()
