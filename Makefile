@@ -55,10 +55,11 @@ timing: JUNIT := --junitxml=.cache/timing.xml
 timing: test ## make test, measured file by file; writes the table of tests/README.md
 	$(PY) -m tests.timing .cache/timing.xml --write
 
-bench: install ## host time of a step beside upstream's runner, its growth (growth.png), device counts, replays
+bench: install ## host time of a step beside upstream's runner and scheduler, its growth (growth.png), device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
 	$(PY) benchmarks/host_step.py
 	$(PY) benchmarks/host_step.py --growth growth.png
+	$(PY) benchmarks/engine_step.py --parts
 	$(PY) benchmarks/looking_costs.py
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/device_counts.py
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/graph_replay.py
@@ -75,7 +76,8 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-soak: install ## random traffic through our runner and upstream's, in slices; MINUTES=30, SEED= to repeat one
+soak: install ## random traffic through our scheduler and runner and upstream's, in slices; MINUTES=30, SEED= to repeat one
+	$(PY) -m tests.scheduling $(SLICE) $(if $(SEED),--seed $(SEED))
 	$(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
 
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; MINUTES=30, FRESH=1, RETRY=1

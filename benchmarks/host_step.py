@@ -1,7 +1,7 @@
 """Host time of a step beside upstream's V1 runner: same process, same schedule, step about.
 
     python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--growth FILE.png]
-                                   [--check off] [--record] [--looks] [--threads 1]
+                                   [--check off] [--record] [--looks] [--threads 1] [--thread-time]
 
 Both runners get every step, one after the other and each first in turn, and must leave the same
 arrays and tokens: where they don't, the benchmark stops and prints no number. Times are medians in
@@ -28,6 +28,9 @@ Our steps are counted for metrics and cheaply checked, as they are by default (`
 checked), and with ``--record`` the last 64 are kept for a record. ``--looks`` times each of these
 by itself: ``count_us``, ``check_us``, ``keep_us``, and in percent of our step.
 
+``--thread-time`` counts the time that the thread ran instead of the time that passed: for machines
+on which others work, too. It leaves out waiting for torch's other threads.
+
 ``--threads 1`` pins torch to one thread in both runners. Upstream's preparation calls torch where
 ours does not, and these calls wait for threads on a busy machine: not pinned, ratios flatter us.
 """
@@ -42,7 +45,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +122,19 @@ class StubSampler(torch.nn.Module):
         return SamplerOutput(sampled_token_ids=self.sampled_token_ids, logprobs_tensors=None)
 
 
-def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]]:
+Clock = Callable[[], int]
+"""Nanoseconds: of the wall, or of this thread on a processor."""
+
+
+def prepare(
+    runner: Any, output: SchedulerOutput, clock: Clock = time.perf_counter_ns
+) -> tuple[float, dict[str, Any]]:
     """Microseconds of one prepared step, and what it left."""
     runner._update_states(output)
     batch = runner.input_batch
     counts = np.array([output.num_scheduled_tokens[r] for r in batch.req_ids], np.int32)
     total, reqs, longest = int(counts.sum()), batch.num_reqs, int(counts.max())
-    start = time.perf_counter_ns()
+    start = clock()
     logits_indices, drafts, max_num_sampled_tokens = runner._prepare_inputs(output, counts)
     _, descriptor, *_ = runner._determine_batch_execution_and_padding(
         num_tokens=total,
@@ -146,7 +155,7 @@ def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]
         num_scheduled_tokens=output.num_scheduled_tokens,
         slot_mappings=slots,
     )
-    elapsed = (time.perf_counter_ns() - start) / 1e3
+    elapsed = (clock() - start) / 1e3
     of_layer = next(iter(metadata.values()))
     table = batch.block_table[0]
     seen = getattr(of_layer, "block_tables", None)
@@ -171,16 +180,18 @@ def prepare(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]
     return elapsed, left
 
 
-def whole_step(runner: Any, output: SchedulerOutput) -> tuple[float, dict[str, Any]]:
+def whole_step(
+    runner: Any, output: SchedulerOutput, clock: Clock = time.perf_counter_ns
+) -> tuple[float, dict[str, Any]]:
     """Microseconds of one step from the scheduler's output to the sampled tokens."""
-    start = time.perf_counter_ns()
+    start = clock()
     runner.execute_model(output)
     result = runner.sample_tokens(None)
     if runner.use_async_scheduling:
-        elapsed = (time.perf_counter_ns() - start) / 1e3
+        elapsed = (clock() - start) / 1e3
         result = result.get_output()
     else:
-        elapsed = (time.perf_counter_ns() - start) / 1e3
+        elapsed = (clock() - start) / 1e3
     left = dict(runner.model.inputs)
     left["sampled_token_ids"] = result.sampled_token_ids
     left["req_ids"] = result.req_ids
@@ -266,7 +277,14 @@ def _timed(method: Any, times: list[float]) -> Any:
     return timed
 
 
-def measure(case: Case, ours: Any, upstream: Any, steps: int, looks: bool = False) -> Timing:
+def measure(
+    case: Case,
+    ours: Any,
+    upstream: Any,
+    steps: int,
+    looks: bool = False,
+    clock: Clock = time.perf_counter_ns,
+) -> Timing:
     """Run one schedule through both runners; with `looks`, time what looks at our steps, too."""
     schedule = Schedule(case)
     runners = {"ours": ours, "upstream": upstream}
@@ -283,9 +301,9 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int, looks: bool = Fals
             runner, own = runners[name], copy.deepcopy(output)
             if case.whole_step:
                 runner.sampler.sampled_token_ids = as_rows(sampled)
-                elapsed, left[name] = whole_step(runner, own)
+                elapsed, left[name] = whole_step(runner, own, clock)
             else:
-                elapsed, left[name] = prepare(runner, own)
+                elapsed, left[name] = prepare(runner, own, clock)
                 bookkeep(runner, own, sampled)
             if step >= WARM_UP:
                 times[name].append(elapsed)
@@ -398,11 +416,17 @@ def main() -> None:
         help="torch threads in both runners; torch's own choice unless given",
     )
     parser.add_argument(
+        "--thread-time",
+        action="store_true",
+        help="count this thread's time on a processor, which others on the machine disturb less",
+    )
+    parser.add_argument(
         "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
     )
     args = parser.parse_args()
     chosen = {name: CASES[name] for name in args.case or CASES}
     cases = growth_cases() if args.growth else chosen
+    clock = time.thread_time_ns if args.thread_time else time.perf_counter_ns
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -413,7 +437,7 @@ def main() -> None:
             print(f"{name} ...", file=sys.stderr, flush=True)
             with runners(case, folder, args.async_scheduling, options, args.threads) as both:
                 try:
-                    row = measure(case, *both, args.steps, args.looks).row(name)
+                    row = measure(case, *both, args.steps, args.looks, clock).row(name)
                 except MismatchError as error:
                     sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.layers import rotary_embedding
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import ascend_emulator
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.fused import forget_layers
 
 LAYER = "model.layers.1"
 PARTS = {
@@ -131,7 +131,7 @@ def watch(model: Any) -> dict[str, Part]:
 
 def measure(folder: Path, fused: bool) -> tuple[dict[str, Part], int]:
     """Parts of a layer in a decode of four requests, and the launches of the whole layer."""
-    rotary_embedding._ROPE_DICT.clear()  # kept by vLLM for the next engine
+    forget_layers()
     options = {"npu_prep": {"fused": fused}}
     with engine(folder, dtype="float16", block_size=128, additional_config=options) as llm:
         model = runner_of(llm).get_model()

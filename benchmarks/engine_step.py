@@ -1,0 +1,357 @@
+"""Host time of a whole step of the engine process, beside vLLM's scheduler and runner.
+
+    python benchmarks/engine_step.py [--json] [--steps 200] [--case decode-256] [--synchronous]
+
+A step is one call of the engine's loop: ``schedule``, ``execute_model`` and ``sample_tokens`` of a
+runner whose model and sampler return at once, and ``update_from_output``. One engine of this
+process gets, in turns, our scheduler and runner, and vLLM's `AsyncScheduler` and V1 runner; both
+sides serve the same requests. Where their outputs differ, the benchmark stops and prints no number.
+Times are medians in microseconds of this thread's processor time, torch pinned to one thread.
+
+===============  ==================================================================================
+case             what is measured
+===============  ==================================================================================
+decode-32        32 decodes
+decode-256       256 decodes
+decode-1024      1024 decodes
+arrivals-256     256 requests; in each step a prompt of 128 tokens arrives, and a request ends
+decode-4096      4096 decodes
+waiting-10000    256 decodes, and 10,000 requests that wait
+preempting-256   256 requests in a cache that is too small: requests are preempted and resumed
+abort-256        as arrivals-256, and every step four requests are aborted and replaced
+===============  ==================================================================================
+
+The first four are run unless cases are named. Columns: ``ours_us``, ``upstream_us`` and their
+``ratio``; with ``--parts`` also where each side's time goes: in ``schedule``, in the runner, in
+``update_from_output``, and in the rest of the engine's loop; ``max_us`` and
+``upstream_max_us`` are the longest steps.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from gc import freeze, unfreeze  # of the module `engine` makes them do nothing
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from host_step import MismatchError, StubModel, show, twin_of
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.request import Request, RequestStatus
+from workloads import VOCAB
+
+from tests.helpers.engine import engine, make_model, runner_of
+from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
+
+WARM_UP = 30
+PARTS = ("schedule", "runner", "update")
+TOKEN = 9
+"""The token that is always sampled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Requests of a case.
+
+    Attributes
+    ----------
+    running
+        Requests that run.
+    arrivals
+        Requests that arrive, and end, in each step.
+    waiting
+        Requests that wait throughout.
+    aborts
+        Requests that are aborted in each step, and as many that arrive.
+    blocks
+        Blocks of the KV cache for each request that runs.
+    """
+
+    running: int
+    arrivals: int = 0
+    waiting: int = 0
+    aborts: int = 0
+    blocks: int = 16
+
+
+CASES = {
+    "decode-32": Case(32),
+    "decode-256": Case(256),
+    "decode-1024": Case(1024),
+    "arrivals-256": Case(256, arrivals=1),
+    "decode-4096": Case(4096),
+    "waiting-10000": Case(256, waiting=10_000),
+    "preempting-256": Case(256, arrivals=1, blocks=2),
+    "abort-256": Case(256, arrivals=1, aborts=4),
+}
+SHOWN = ("decode-32", "decode-256", "decode-1024", "arrivals-256")
+
+
+class ConstantSampler(torch.nn.Module):
+    """Returns the same token for each request."""
+
+    def forward(self, logits: torch.Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """No sampling."""
+        tokens = torch.full((len(logits), 1), TOKEN, dtype=torch.int32)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+
+@dataclasses.dataclass
+class Side:
+    """A scheduler and a runner, and what the engine keeps between their steps.
+
+    Attributes
+    ----------
+    scheduler, runner
+        Ours, or vLLM's.
+    queue
+        Steps in flight, of asynchronous scheduling.
+    times
+        Microseconds of each step, by part; ``all`` is the whole step.
+    """
+
+    scheduler: Any
+    runner: Any
+    queue: deque | None
+    times: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    now: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+
+    def timed(self, part: str, method: Any) -> Any:
+        """A method whose time is added to a part of the step."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.now[part] += (time.thread_time_ns() - start) / 1e3
+
+        return call
+
+
+class Bench:
+    """One engine with both sides.
+
+    Parameters
+    ----------
+    llm
+        The engine.
+    case
+        Its requests.
+    """
+
+    def __init__(self, llm: Any, case: Case) -> None:
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.worker = self.core.model_executor.driver_worker.worker
+        self.case = case
+        self.arrived = 0
+        runner = runner_of(llm)
+        if runner.step_check is not None:
+            runner.step_check.limits[1:] = np.iinfo(np.int32).max  # blocks are made up
+        asynchronous = self.core.vllm_config.scheduler_config.async_scheduling
+        kinds = (
+            (BatchedAsyncScheduler, AsyncScheduler)
+            if asynchronous
+            else (BatchedScheduler, Scheduler)
+        )
+        self.sides = {}
+        runners = (runner, twin_of(runner))
+        for name, kind, each in zip(("ours", "upstream"), kinds, runners, strict=True):
+            each.model = StubModel(each.max_num_tokens)
+            each.sampler = ConstantSampler()
+            size = self.core.batch_queue_size
+            queue = None if self.core.batch_queue is None else deque(maxlen=size)
+            side = Side(self.scheduler(kind), each, queue)
+            side.scheduler.schedule = side.timed("schedule", side.scheduler.schedule)
+            update = side.timed("update", side.scheduler.update_from_output)
+            side.scheduler.update_from_output = update
+            for method in ("execute_model", "sample_tokens"):
+                setattr(each, method, side.timed("runner", getattr(each, method)))
+            self.sides[name] = side
+
+    def begin(self) -> None:
+        """The case's first requests arrive."""
+        for number in range(self.case.running):
+            # With arrivals, one ends in each step from the start
+            self.add(WARM_UP // 2 + number if self.case.arrivals else 1 << 20)
+        for _ in range(self.case.waiting):
+            self.add(100)
+
+    def scheduler(self, kind: type) -> Any:
+        """A scheduler with as many blocks as the case has."""
+        given = self.core.scheduler
+        blocks = self.case.running * self.case.blocks + 16
+        return kind(
+            self.core.vllm_config,
+            dataclasses.replace(given.kv_cache_config, num_blocks=blocks),
+            self.core.structured_output_manager,
+            given.block_size,
+            hash_block_size=given.hash_block_size,
+            log_stats=True,
+        )
+
+    def add(self, max_tokens: int) -> None:
+        """A request arrives on both sides."""
+        prompt = np.random.default_rng(self.arrived).integers(10, VOCAB, 128).tolist()
+        for side in self.sides.values():
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            side.scheduler.add_request(
+                Request(
+                    f"chatcmpl-{self.arrived:032x}",
+                    list(prompt),
+                    params,
+                    None,
+                    arrival_time=0.0,
+                    block_hasher=self.core.request_block_hasher,
+                )
+            )
+        self.arrived += 1
+
+    def step(self, side: Side, measured: bool) -> Any:
+        """One step of the engine's loop with one side; returns what its clients get."""
+        self.core.scheduler, self.worker.model_runner = side.scheduler, side.runner
+        self.core.batch_queue = side.queue
+        side.now.clear()
+        start = time.thread_time_ns()
+        outputs, _ = self.core.step_fn()
+        whole = (time.thread_time_ns() - start) / 1e3
+        if measured:
+            side.times["all"].append(whole)
+            for part in PARTS:
+                side.times[part].append(side.now[part])
+            side.times["rest"].append(whole - sum(side.now[part] for part in PARTS))
+        return [
+            (each.request_id, each.new_token_ids, each.finish_reason)
+            for group in (outputs or {}).values()
+            for each in group.outputs
+        ]
+
+    def run(self, steps: int) -> None:
+        """Measure; both sides get each step, and each is first in turn.
+
+        Raises
+        ------
+        MismatchError
+            If they returned something else.
+        """
+        fill = -(-self.case.running * 128 // 8192) + 4
+        for number in range(fill + WARM_UP + steps):
+            for _ in range(self.case.arrivals):
+                self.add(self.case.running)
+            if self.case.aborts:
+                known = list(self.sides["ours"].scheduler.requests)[: self.case.aborts]
+                for side in self.sides.values():
+                    side.scheduler.finish_requests(known, RequestStatus.FINISHED_ABORTED)
+                for _ in known:
+                    self.add(self.case.running)
+            measured = number >= fill + WARM_UP
+            got = {
+                name: self.step(self.sides[name], measured)
+                for name in sorted(self.sides, reverse=bool(number % 2))
+            }
+            if got["ours"] != got["upstream"]:
+                raise MismatchError("outputs differ from upstream's")
+
+    def row(self, name: str, parts: bool) -> dict[str, Any]:
+        """The line of the case."""
+        times = {side: each.times for side, each in self.sides.items()}
+        middle = {
+            side: {part: statistics.median(each) for part, each in of.items()}
+            for side, of in times.items()
+        }
+        ours, upstream = middle["ours"]["all"], middle["upstream"]["all"]
+        row = {
+            "case": name,
+            "ours_us": round(ours, 1),
+            "upstream_us": round(upstream, 1),
+            "ratio": round(upstream / ours, 2),
+        }
+        if parts:
+            row["max_us"] = round(max(times["ours"]["all"]), 1)
+            row["upstream_max_us"] = round(max(times["upstream"]["all"]), 1)
+            for side, of in middle.items():
+                row |= {f"{side}_{part}_us": round(of[part], 1) for part in (*PARTS, "rest")}
+        return row
+
+
+@contextlib.contextmanager
+def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
+    """An engine of the case's size with both sides."""
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=1 << 16)
+    max_num_seqs = max(case.running, 256)
+    with (
+        engine(
+            model,
+            load_format="dummy",
+            enforce_eager=True,
+            max_model_len=2048,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(8192, max_num_seqs),
+            kv_cache_memory_bytes=4 << 20,
+            async_scheduling=not synchronous,
+            skip_tokenizer_init=True,
+            additional_config={"npu_prep": {"mask": "compressed"}},  # as NPUs get it
+        ) as llm,
+        torch.inference_mode(),
+    ):
+        torch.set_num_threads(1)
+        with runner_of(llm).prep_device.host_streams():
+            made = Bench(llm, case)
+            gc.collect()
+            freeze()  # as vLLM's engine does once it is made; what arrives later is collected
+            try:
+                made.begin()
+                yield made
+            finally:
+                unfreeze()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
+    parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
+    parser.add_argument("--parts", action="store_true", help="where the time goes, too")
+    parser.add_argument(
+        "--synchronous", action="store_true", help="without asynchronous scheduling"
+    )
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for each in args.case or SHOWN:
+            print(f"{each} ...", file=sys.stderr, flush=True)
+            with bench(CASES[each], Path(name), args.synchronous) as made:
+                try:
+                    made.run(args.steps)
+                except MismatchError as error:
+                    sys.exit(f"{each}: {error}; no numbers")
+                rows.append(made.row(each, args.parts))
+            if args.json:
+                print(json.dumps(rows[-1]), flush=True)
+    if not args.json:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
