@@ -7,6 +7,7 @@ MODEL ?=
 PORT ?= 8000
 ARGS ?=
 ONCE ?=
+VLLM ?=
 SPECULATE ?=
 VISION ?=
 PY := $(VENV)/bin/python
@@ -25,8 +26,8 @@ PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loads
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-install: ## make .venv with vLLM and the plugin; quick when nothing changed
-	@scripts/install.sh --venv $(VENV)
+install: ## make .venv with vLLM and the plugin; quick when nothing changed; VLLM=0.33.0 for the other supported release
+	@scripts/install.sh --venv $(VENV) $(if $(VLLM),--vllm $(VLLM))
 
 serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, VISION=1, ONCE=1, PORT=, ARGS="..."
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
@@ -83,9 +84,9 @@ soak: install ## random traffic through our scheduler and runner and upstream's,
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; MINUTES=30, FRESH=1, RETRY=1
 	$(PY) -m tests.mutants $(SLICE)
 
-VLLM ?=
-compat: install .cache/tiny-qwen3 ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
+compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
 	@[ -n "$(VLLM)" ] || { echo "compat: name a release: make compat VLLM=0.33.0" >&2; exit 2; }
+	@$(MAKE) --no-print-directory install .cache/tiny-qwen3 VLLM=
 	@PYTHON=$(PY) scripts/compat.sh $(VLLM) .cache/compat/$(VLLM)
 	@MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy .cache/compat/$(VLLM)/bin/python -m tests.compat --start .cache/tiny-qwen3 \
 	  --log .cache/compat/$(VLLM).log

@@ -24,7 +24,7 @@ setup(
     packages=find_packages(include=["vllm_npu_prep*"]),
     package_data={"vllm_npu_prep.inspect": ["page.css", "page.html", "page.js"]},
     install_requires=[
-        "vllm==0.32.0",
+        "vllm>=0.32.0,<=0.33.0",
         "torch==2.13.0",
         "numba==0.65.0",
         "jinja2",

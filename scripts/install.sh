@@ -5,9 +5,11 @@
 #
 #   scripts/install.sh [--venv DIR] [--extras test,npu] [--python PYTHON]
 #                      [--no-editable] [--steps environment,torch,...] [--constraints FILE]
+#                      [--vllm VERSION]
 #
 # Running it again is quick and safe: it does nothing when nothing has changed. With --steps it does
-# these, whatever was done before: a layer of an image holds one or some of them.
+# these, whatever was done before: a layer of an image holds one or some of them. --vllm installs
+# another supported release of vLLM than that of the constraints, beside the same torch.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -16,6 +18,7 @@ extras="test"
 python=${PYTHON:-}
 constraints=$root/constraints.txt
 editable=--editable
+vllm=
 all_steps=environment,torch,vllm,torchvision,plugin,emulator,caches
 steps=$all_steps
 while [ $# -gt 0 ]; do
@@ -26,6 +29,7 @@ while [ $# -gt 0 ]; do
     --no-editable) editable=; shift ;;
     --steps) steps=$2; shift 2 ;;
     --constraints) constraints=$2; shift 2 ;;
+    --vllm) vllm=$2; shift 2 ;;
     *) echo "install: unknown option $1 (see the top of $0)" >&2; exit 2 ;;
   esac
 done
@@ -45,6 +49,16 @@ if [ -z "$python" ]; then
   [ -n "$python" ] || fail "no Python 3.11 or 3.12 with venv found; install one or set PYTHON=/path/to/python"
 fi
 is_supported "$python" || fail "$python is not Python 3.11 or 3.12 with venv"
+
+if [ -n "$vllm" ] && [ "$vllm" != "$(sed -n 's/^vllm==//p' "$constraints")" ]; then
+  supported=$(sed -n 's/^SUPPORTED_VLLM = (\(.*\))$/\1/p' "$root/vllm_npu_prep/compat/releases.py" | tr -d '",')
+  case " $supported " in
+    *" $vllm "*) ;;
+    *) fail "vLLM $vllm is not supported; supported: $supported (to try another: make compat VLLM=$vllm)" ;;
+  esac
+else
+  vllm=
+fi
 
 version() { sed -n "s/^$1==//p" "$constraints"; }
 pip() { "$venv/bin/python" -m pip "$@"; }
@@ -76,7 +90,28 @@ step_torch() {
   fi
 }
 
+# The constraints are those of the pinned release. Another one gets all of them as they are, then
+# what it asks for besides, as far as the index has it.
+step_other_vllm() {
+  heading "vLLM $vllm, built without device kernels (about a minute)"
+  log "    with torch $(version torch), which this project tests; vLLM $vllm pins another"
+  local pins
+  pins=$(mktemp)
+  grep -Ev '^(vllm|torch|torchvision|torch_npu)==' "$constraints" >"$pins"
+  pip install --quiet --no-deps --requirement "$pins"
+  rm -f "$pins"
+  VLLM_VERSION_OVERRIDE=$vllm VLLM_TARGET_DEVICE=empty \
+    pip install --quiet --no-deps --no-build-isolation --no-binary vllm "vllm==$vllm"
+  (cd "$root" && run -c 'import sys; sys.path.insert(0, "."); from tests.compat.requirements import unmet; print(*unmet(), sep="\n")') |
+    while read -r requirement; do
+      [ -z "$requirement" ] || pip install --quiet "$requirement" </dev/null >/dev/null 2>&1 ||
+        log "    $requirement can't be installed; what is there stays"
+    done
+  remove triton
+}
+
 step_vllm() {
+  [ -z "$vllm" ] || { step_other_vllm; return; }
   heading "vLLM $(version vllm), built without device kernels (about a minute)"
   # Isolation would fetch several gigabytes of CUDA packages only to build nothing with them.
   VLLM_VERSION_OVERRIDE=$(version vllm) VLLM_TARGET_DEVICE=empty \
@@ -105,7 +140,9 @@ step_torchvision() {
 
 step_plugin() {
   heading "vllm_npu_prep${extras:+ with extras: $extras}"
-  PYTHONWARNINGS=ignore pip_install --no-build-isolation $editable "$root${extras:+[$extras]}"
+  # Another vLLM than the pinned one has all pins already, and asks for some that no index has.
+  PIP_NO_DEPS=${vllm:+1} PYTHONWARNINGS=ignore \
+    pip_install --no-build-isolation $editable "$root${extras:+[$extras]}"
   remove triton
   # numba compares times of files to the last digit, and layers of an image keep whole seconds.
   [ "$editable" ] || run - <<'PYTHON'
@@ -160,7 +197,7 @@ done
 stamp=$venv/.installed
 want=
 if [ "$steps" = "$all_steps" ]; then
-  want=$( { "$python" --version; echo "$extras$editable"; cat "$0" "$constraints" "$root/setup.py" \
+  want=$( { "$python" --version; echo "$extras$editable$vllm"; cat "$0" "$constraints" "$root/setup.py" \
     "$root/emulator/pyproject.toml" "$root/vllm_npu_prep/torchvision_import.py"; } | sha256sum)
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     exit 0

@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from tests.compat import bodies, changes, start
+from tests.compat import bodies, changes, others, start
 from tests.compat.requirements import unmet
 from tests.compat.seams import Uses
 
@@ -23,16 +23,26 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what the start says")
     options = parser.parse_args()
     version = metadata.version("vllm").partition("+")[0]
+    if options.write and version != others.PINNED:
+        parser.error(f"vLLM {version} is installed; the list is that of {others.PINNED}")
     uses = Uses.of_environment()
     if options.write:
         snapshot = changes.snapshot_of(uses)
         changes.write(snapshot, version)
         print(f"{len(snapshot)} seams of vLLM {version} in {changes.SNAPSHOT.name}")
         print(f"{bodies.write(version)} functions of vLLM {version} in {bodies.FILE.name}")
+        for other in others.OTHERS:
+            release = others.compared(others.source_of(other), snapshot)
+            release.write(others.file_of(other))
+            new = sum(not each.answer for each in release.differences)
+            print(
+                f"{len(release.differences)} of them differ in vLLM {other}, {new} without an "
+                f"answer in {others.file_of(other).name}"
+            )
         return 0
-    snapshot = changes.read()
+    snapshot, functions = others.of_installed(version)
     found = changes.changes(snapshot, uses)
-    rewritten = bodies.changed(bodies.read())
+    rewritten = bodies.changed(functions)
     failures = start_apart(options.start, options.log) if options.start else []
     needs = [
         f"needs    {requirement}, and {there or 'nothing'} is installed"

@@ -80,9 +80,14 @@ def changed(bodies: list[Body], texts: dict[str, str] | None = None) -> list[str
     return lines
 
 
-def digest_of(body: Body, texts: dict[str, str] | None = None) -> str | None:
-    """Digest of a function's code in the installed vLLM; None if it isn't there."""
-    text = (texts or {}).get(body.module) or text_of(body.module)
+def digest_of(
+    body: Body, texts: dict[str, str] | None = None, folder: Path | None = None
+) -> str | None:
+    """Digest of a function's code in the installed vLLM; None if it isn't there.
+
+    `folder` holds another release's package.
+    """
+    text = (texts or {}).get(body.module) or text_of(body.module, folder)
     node: ast.AST | None = ast.parse(text) if text is not None else None
     for part in body.name.split("."):
         node = next(
@@ -102,9 +107,11 @@ def digest_of(body: Body, texts: dict[str, str] | None = None) -> str | None:
     return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:12]
 
 
-def text_of(module: str) -> str | None:
-    """Text of a module, which is not imported."""
-    package = importlib.util.find_spec(module.partition(".")[0])
-    assert package is not None and package.origin is not None
-    path = Path(package.origin).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+def text_of(module: str, folder: Path | None = None) -> str | None:
+    """Text of a module, which is not imported; `folder` is its package, if it isn't installed."""
+    if folder is None:
+        package = importlib.util.find_spec(module.partition(".")[0])
+        assert package is not None and package.origin is not None
+        folder = Path(package.origin).parent
+    path = folder.parent.joinpath(*module.split(".")).with_suffix(".py")
     return path.read_text() if path.exists() else None

@@ -7,7 +7,12 @@ from pathlib import Path
 from vllm_npu_prep.inspect.doctor.host import Host, Ran
 from vllm_npu_prep.inspect.doctor.probe import MARK
 
-REQUIRED = {"vllm": "0.32.0", "torch": "2.13.0", "torch_npu": "2.13.0", "numba": "0.65.0"}
+REQUIRED = {
+    "vllm": ("0.32.0", "0.33.0"),
+    "torch": ("2.13.0",),
+    "torch_npu": ("2.13.0",),
+    "numba": ("0.65.0",),
+}
 ON_NPU = {"vllm": "0.32.0", "torch": "2.13.0+cpu", "torch_npu": "2.13.0", "numba": "0.65.0"}
 PLATFORM = "vllm_npu_prep.platform.NPUPlatform"
 LINE = "+---------------------------+---------------+----------------------------------------+"

@@ -58,7 +58,8 @@ class Speculation:
         """Whether each draft has a module of its own."""
         return self.method == "mtp"
 
-    use_eagle_block_drop = use_eagle
+    use_eagle_block_drop = needs_eagle_block_drop = use_eagle
+    disable_eagle_block_drop = disable_lookahead_block_hashes = False
 
     def use_dflash(self) -> bool:
         """No."""

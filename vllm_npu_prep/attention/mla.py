@@ -324,9 +324,10 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         slot_mapping: torch.Tensor,  # [num_input_tokens], padding below 0
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,  # from vLLM 0.33 on
     ) -> None:
         """Write the step's rows."""
-        del kv_cache_dtype, k_scale
+        del kv_cache_dtype, k_scale, skip_scale
         if kv_cache.numel() == 0:  # no cache exists yet
             return
         latent, rope = kv_c_normed.unsqueeze(1).contiguous(), k_pe.contiguous()

@@ -9,16 +9,15 @@ import logging
 import multiprocessing
 import os
 import sys
-from importlib import metadata
 
 from vllm_npu_prep import torchvision_import
 from vllm_npu_prep.compat import hosts, models, processes, schedulers, server, torch_names
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.processes import look_after_processes
 
-SUPPORTED_VLLM = ("0.32.0",)
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
 ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
@@ -35,7 +34,7 @@ def check_vllm_version() -> None:
     PrepError
         If the installed vLLM is not among `SUPPORTED_VLLM`.
     """
-    version = metadata.version("vllm").partition("+")[0]
+    version = installed_vllm()
     if version in SUPPORTED_VLLM:
         return
     if os.environ.get(ANY_VLLM_ENV_VAR) == "1":
@@ -45,7 +44,7 @@ def check_vllm_version() -> None:
     else:
         raise PrepError(
             f"vLLM {version} is installed, vllm_npu_prep supports {', '.join(SUPPORTED_VLLM)}: "
-            f"pip install vllm=={SUPPORTED_VLLM[-1]} as the README says"
+            f"pip install vllm=={SUPPORTED_VLLM[0]} as the README says"
         )
 
 

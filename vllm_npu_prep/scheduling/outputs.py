@@ -38,6 +38,9 @@ class Books:
         Tokens for which a request gets another hash.
     asynchronous
         Whether tokens are scheduled before the last ones are known, and placeholders counted.
+    caches_verified, speculates
+        Whether blocks enter the prefix cache up to the tokens that no step in flight computes; if
+        so, whether requests have drafts, with which they do without placeholders, too.
     free_encoder_inputs
         Upstream's method, for requests with images.
     """
@@ -47,6 +50,8 @@ class Books:
     needs: BlockNeeds
     hash_block_size: int
     asynchronous: bool
+    caches_verified: bool
+    speculates: bool
     free_encoder_inputs: Callable[[Request], None]
 
 
@@ -109,6 +114,8 @@ class Rows:
         books, manager = self.books, self.books.manager
         find, note_cached = books.requests.get, books.needs.note_cached
         asynchronous, hash_block_size = books.asynchronous, books.hash_block_size
+        caches_verified = books.caches_verified
+        caches = asynchronous or (caches_verified and books.speculates)
         index, sampled = self.sampled.req_id_to_index, self.sampled.sampled_token_ids
         drafts_of = self.step.scheduled_spec_decode_tokens
         invalid_drafts = self.step.num_invalid_spec_tokens or {}
@@ -160,11 +167,15 @@ class Rows:
             request._output_token_ids += new_ids
             if length % hash_block_size < num_new:
                 request.update_block_hashes()
-            if asynchronous:  # AsyncScheduler._update_request_with_output
-                placeholders = request.num_output_placeholders - num_new
-                request.num_output_placeholders = placeholders
-                assert placeholders >= 0
-                cacheable = request.num_computed_tokens - placeholders
+            if asynchronous:  # _update_request_with_output, of AsyncScheduler in vLLM 0.32
+                request.num_output_placeholders -= num_new
+                assert request.num_output_placeholders >= 0
+            if caches:  # there, and in Scheduler.update_from_output from vLLM 0.33 on
+                cacheable = request.num_computed_tokens - (
+                    request.num_in_flight_tokens
+                    if caches_verified
+                    else request.num_output_placeholders
+                )
                 if cacheable >= request.cached_until:
                     manager.cache_blocks(request, cacheable)
                     note_cached(request)

@@ -18,10 +18,11 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, StreamingUpdate
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_npu_prep.compat.releases import scheduler_rules
 from vllm_npu_prep.scheduling.blocks import BlockNeeds
 from vllm_npu_prep.scheduling.outputs import Books, Rows, add_drafts
 from vllm_npu_prep.scheduling.requests import GRAMMAR, NotedRequest, forget_blocks, note
-from vllm_npu_prep.scheduling.running import Decodes, loras_of
+from vllm_npu_prep.scheduling.running import Decodes, Taken, loras_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -52,6 +53,8 @@ class BatchedMixin(Scheduler):
         many of those before were left there; requests that it admits follow.
     active_loras
         During upstream's ``schedule``, if anyone waits: LoRA adapters of requests that run.
+    rules
+        What the installed release of vLLM does otherwise than others.
     """
 
     asynchronous = False
@@ -59,6 +62,7 @@ class BatchedMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.rules = scheduler_rules()
         self.needs = BlockNeeds(self.kv_cache_manager, self.max_model_len)
         self.books = Books(
             requests=self.requests,
@@ -66,6 +70,8 @@ class BatchedMixin(Scheduler):
             needs=self.needs,
             hash_block_size=self.hash_block_size,
             asynchronous=self.asynchronous,
+            caches_verified=self.rules.caches_verified_tokens,
+            speculates=self.num_spec_tokens > 0,
             free_encoder_inputs=self._free_encoder_inputs,
         )
         self.decodes = Decodes(self, self.needs, asynchronous=self.asynchronous)
@@ -105,6 +111,7 @@ class BatchedMixin(Scheduler):
             and self.num_prefill_lookahead > 1,
             "MFU metrics are on": self.perf_metrics is not None,
             "masks of sampling are returned": self.return_sampling_mask,
+            **self.rules.reasons_for_upstream(self),
         }
         return ", ".join(reason for reason, holds in reasons.items() if holds)
 
@@ -148,8 +155,7 @@ class BatchedMixin(Scheduler):
             return super().schedule(throttle_prefills)
         rest = cast("list[NotedRequest]", running[taken.num_requests :])
         if self.lora_config is not None and anyone_waits:
-            left = [request for request in rest if not self.decodes.waits(request)]
-            self.active_loras = taken.loras() | loras_of(left)
+            self.active_loras = self._adapters_of_running(taken, rest)
         self.num_left = len(rest)
         self._take_out(taken.num_requests, taken.num_tokens)
         try:
@@ -163,9 +169,17 @@ class BatchedMixin(Scheduler):
             loras = loras_of([cast("NotedRequest", self.requests[each]) for each in ids])
             assert len(taken.loras() | loras) <= self.lora_config.max_loras
         taken.join(output)
+        self.rules.complete(self, output, taken.req_ids)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(output.num_scheduled_tokens)
         return output
+
+    def _adapters_of_running(self, taken: Taken, rest: list[NotedRequest]) -> set[int]:
+        """Adapters of running requests that leave fewer to those who wait."""
+        if self.rules.counts_idle_adapters:
+            return loras_of(cast("list[NotedRequest]", self.running))
+        left = [request for request in rest if not self.decodes.waits(request)]
+        return taken.loras() | loras_of(left)
 
     def _no_victims_can_be_needed(self) -> bool:
         """Whether no running request can be preempted in this step.

@@ -288,7 +288,7 @@ class Hardware:
                 f"install CANN {OLDEST.name} or newer",
             )
         if tuple(map(int, numbers.groups())) < CANN_IN_TABLE:
-            wanted = self.host.required.get("torch_npu", "of this plugin")
+            (wanted,) = self.host.required.get("torch_npu", ("of this plugin",))
             return warning(
                 "CANN",
                 f"{version} in {folder}, older than {table}; fused attention is checked by the "

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM
+
 DISTRIBUTION = "vllm_npu_prep"
 PACKAGES = ("torch", "torch_npu", "vllm", "numba", "torchvision")
 """Distributions whose versions matter."""
@@ -51,7 +53,7 @@ class Host:
     versions
         Installed distributions among `PACKAGES`, to their versions.
     required
-        Versions that this plugin's own metadata demands.
+        Versions that this plugin was tested with, by distribution.
     platform_plugins
         Names under which platform plugins of vLLM are installed.
     run
@@ -65,7 +67,7 @@ class Host:
     root: Path
     environment: Mapping[str, str]
     versions: Mapping[str, str]
-    required: Mapping[str, str]
+    required: Mapping[str, tuple[str, ...]]
     platform_plugins: tuple[str, ...]
     run: Callable[[list[str], float], Ran]
     python: tuple[int, int] = field(default=sys.version_info[:2])
@@ -142,14 +144,18 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def required_versions() -> dict[str, str]:
-    """Versions that this plugin pins in its own metadata, with those of its extras."""
+def required_versions() -> dict[str, tuple[str, ...]]:
+    """Versions that this plugin pins in its own metadata, with those of its extras.
+
+    Of vLLM it supports several releases, and its metadata has a range.
+    """
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # on PYTHONPATH only
         return {}
     pinned = (re.match(r"([\w.-]+)==([\w.]+)", text) for text in requirements)
-    return {match[1].replace("-", "_"): match[2] for match in pinned if match}
+    pins = {match[1].replace("-", "_"): (match[2],) for match in pinned if match}
+    return {**pins, "vllm": SUPPORTED_VLLM}
 
 
 def run_command(command: list[str], seconds: float) -> Ran:

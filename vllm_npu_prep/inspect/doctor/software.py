@@ -35,9 +35,9 @@ class Software:
         return ok("python", found)
 
     def _package(self, name: str) -> Finding:
-        """A package and the version that the plugin pins."""
-        version, wanted = self.host.versions.get(name), self.host.required.get(name)
-        pin = f"{name}=={wanted}" if wanted else name
+        """A package and the versions that the plugin was tested with."""
+        version, wanted = self.host.versions.get(name), self.host.required.get(name, ())
+        pin = f"{name}=={wanted[0]}" if wanted else name
         if version is None and name == "torch_npu":
             if self.host.asked == "npu" or (
                 self.host.asked == "auto" and (self.hardware.nodes or self.hardware.chips)
@@ -50,12 +50,12 @@ class Software:
             return ok(name, "not installed; the CPU fallback needs none")
         if version is None:
             return failure(name, "not installed", f"run scripts/install.sh, or pip install {pin}")
-        if wanted is None or _release(version) == _release(wanted):
+        if not wanted or _release(version) in map(_release, wanted):
             return ok(name, version)
         how = "built with VLLM_TARGET_DEVICE=empty, as scripts/install.sh does"
         return failure(
             name,
-            f"{version}, the plugin was tested with {wanted}",
+            f"{version}, the plugin was tested with {' and '.join(wanted)}",
             f"pip install {pin}" + f", {how}" * (name == "vllm"),
         )
 

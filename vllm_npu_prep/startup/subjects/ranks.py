@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_npu_prep.compat.releases import ray_compiles_graphs
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
@@ -26,9 +27,7 @@ def _lack_devices(asked: Asked) -> bool:
 
 
 def _ray_compiles_graphs(asked: Asked) -> bool:
-    from vllm import envs
-
-    return _parallel(asked).use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    return _parallel(asked).use_ray and ray_compiles_graphs()
 
 
 DEVICES = (

@@ -1,0 +1,62 @@
+"""What the supported releases of vLLM do differently, as the rest of the plugin gets to know it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_npu_prep.compat.releases import (
+    SUPPORTED_VLLM,
+    SchedulerRules033,
+    ray_compiles_graphs,
+    scheduler_rules,
+)
+
+
+def test_each_release_has_its_own_rules():
+    assert type(scheduler_rules("0.32.0")).__name__ == "SchedulerRules"
+    assert isinstance(scheduler_rules("0.33.0"), SchedulerRules033)
+    assert SUPPORTED_VLLM == ("0.32.0", "0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("interval", "skips", "holds"),
+    [(1, False, []), (4, False, ["prefills wait"]), (1, True, ["drafts may be"])],
+)
+def test_steps_that_vllm_0_33_decides_by_all_requests_are_left_to_it(interval, skips, holds):
+    scheduler = SimpleNamespace(local_prefill_interval=interval, can_skip_drafts=skips)
+    reasons = SchedulerRules033().reasons_for_upstream(scheduler)
+    assert [r for r, h in reasons.items() if h and r.startswith(tuple(holds or "?"))] == [
+        r for r, h in reasons.items() if h
+    ]
+    assert sum(reasons.values()) == len(holds)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "taken", "counted"),
+    [(["a"], ["a"], 1), (["a", "b"], ["a"], 0), ([], [], 0)],
+)
+def test_a_step_counts_as_executed_if_upstream_saw_none_of_it(scheduled, taken, counted):
+    scheduler = SimpleNamespace(num_executed_steps=0, use_v2_model_runner=False)
+    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(scheduled, 1))
+    SchedulerRules033().complete(scheduler, output, taken)
+    assert scheduler.num_executed_steps == counted
+
+
+def test_encoder_inputs_of_requests_that_upstream_did_not_see_are_told_to_the_runner():
+    asked = []
+    scheduler = SimpleNamespace(
+        num_executed_steps=0,
+        use_v2_model_runner=True,
+        _get_encoder_input_updates=lambda ids, new, encoding: asked.append(ids) or {"a": {0: None}},
+    )
+    output = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1}, encoder_input_updates={"b": {}})
+    SchedulerRules033().complete(scheduler, output, ["a"])
+    assert list(asked[0]) == ["a"]
+    assert output.encoder_input_updates == {"b": {}, "a": {0: None}}
+
+
+def test_ray_compiles_graphs_only_where_vllm_still_has_that_executor(monkeypatch):
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    assert ray_compiles_graphs() == hasattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND")

@@ -1,0 +1,101 @@
+"""The supported releases of vLLM, and what they do differently where our own code has to know.
+
+Differences that a subclass or a keyword argument doesn't bridge by itself are here, so that no
+other module asks for a version. ``tests/compat`` lists each changed name with what answers it.
+"""
+
+from collections.abc import Iterable
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+SUPPORTED_VLLM = ("0.32.0", "0.33.0")
+"""Oldest first."""
+
+
+def installed_vllm() -> str:
+    """Release of the installed vLLM, without the kind of its build."""
+    return metadata.version("vllm").partition("+")[0]
+
+
+class SchedulerRules:
+    """Rules of vLLM 0.32.0's scheduler that another release changes.
+
+    Attributes
+    ----------
+    counts_idle_adapters
+        Whether LoRA adapters of running requests that a step leaves out count against
+        ``max_loras``.
+    caches_verified_tokens
+        Whether a request's blocks enter the prefix cache up to the tokens that no step in flight
+        computes, with synchronous speculation, too. Otherwise it is up to the placeholders, and
+        with asynchronous scheduling only.
+    """
+
+    counts_idle_adapters = False
+    caches_verified_tokens = False
+
+    def reasons_for_upstream(self, scheduler: "Scheduler") -> dict[str, bool]:
+        """Reasons to leave an engine to upstream's methods, and whether each holds."""
+        return {}
+
+    def complete(
+        self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str]
+    ) -> None:
+        """Add what upstream's ``schedule`` does once a step, for requests that it didn't see.
+
+        Parameters
+        ----------
+        scheduler
+            After the step was put together.
+        output
+            The whole step.
+        taken
+            Ids of the requests that were scheduled without it.
+        """
+
+
+class SchedulerRules033(SchedulerRules):
+    """Rules of vLLM 0.33.0: ``Scheduler.schedule`` and ``update_from_output``."""
+
+    counts_idle_adapters = True
+    caches_verified_tokens = True
+
+    def reasons_for_upstream(self, scheduler: "Scheduler") -> dict[str, bool]:
+        """Steps that upstream decides by all requests at once."""
+        rules: Any = scheduler
+        return {
+            "prefills wait for an interval": rules.local_prefill_interval > 1,
+            "drafts may be left out": rules.can_skip_drafts,
+        }
+
+    def complete(
+        self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str]
+    ) -> None:
+        """Count the step if upstream saw none of it, and tell the runner of encoder inputs."""
+        rules, step = scheduler, output  # type: Any, Any
+        ids = dict.fromkeys(taken, 0)
+        if ids and len(output.num_scheduled_tokens) == len(ids):
+            rules.num_executed_steps += 1
+        if rules.use_v2_model_runner:
+            step.encoder_input_updates |= rules._get_encoder_input_updates(ids, [], {})
+
+
+def scheduler_rules(version: str | None = None) -> SchedulerRules:
+    """Rules of a release of vLLM; by default of the one that is installed."""
+    newer = _numbers(version or installed_vllm()) >= (0, 33)
+    return SchedulerRules033() if newer else SchedulerRules()
+
+
+def ray_compiles_graphs() -> bool:
+    """Whether vLLM's first executor for Ray is asked for; vLLM 0.33 has the second one alone."""
+    from vllm import envs
+
+    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
