@@ -94,8 +94,13 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
         states, preempted = count_states(llm), count_preemptions(llm)
         verified, records = count_verified(llm), record_verified(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
-        counts = runner_of(llm).padding.counts.by_kind
-        assert runner_of(llm).use_async_scheduling == asynchronous
+        runner = runner_of(llm)
+        counts = dict(runner.padding.counts.by_kind)
+        assert runner.use_async_scheduling == asynchronous
+        before = [cache.clone() for cache in runner.kv_caches]
+        runner._dummy_run(20)  # as an engine that idles beside others
+        unwritten = [torch.equal(a, b) for a, b in zip(before, runner.kv_caches)]
+    assert unwritten and all(unwritten)
     print(dict(states), dict(verified), dict(counts), dict(preempted))
     assert got == [[row[:MAX_TOKENS] for row in tokens]] * 2
     check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
