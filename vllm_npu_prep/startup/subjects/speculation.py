@@ -235,7 +235,7 @@ DRAFTERS = (
         "{drafter} as a drafter ({method})",
         "its weights are quantised ({quantization}), and vLLM's names of a drafter's modules are "
         "not those in its files, which say how each was quantised",
-        "use a drafter with weights of 16 or 32 bits; the model that it drafts for can be quantised",
+        "use a drafter with weights of 16 or 32 bits; its target can be quantised",
         lambda c: {**_drafter(c), "quantization": method_of(c.drafter)},
     ),
     Refusal(
