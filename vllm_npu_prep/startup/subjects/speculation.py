@@ -240,7 +240,7 @@ DRAFTERS = (
     ),
     Refusal(
         "drafter-head-size",
-        lambda c: does_not_fit(c.drafter.get_head_size(), c.family),
+        lambda c: not c.drafter.use_mla and does_not_fit(c.drafter.get_head_size(), c.family),
         "{drafter} as a drafter ({method})",
         "its heads have size {head_size}, and kernel family {family} takes multiples of "
         "{multiple} up to {largest}",
