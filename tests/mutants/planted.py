@@ -99,6 +99,27 @@ MUTANTS = [
         ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",),
     ),
     Mutant(
+        "int8: decodes absorb weights with one scale for all channels",
+        "quantization/loaded.py",
+        "layer.channel_scale[:, None]",
+        "layer.channel_scale.mean()",
+        INT8,
+    ),
+    Mutant(
+        "int8: float MTP layers that nothing names are taken for int8",
+        "quantization/compressed.py",
+        "*float_modules_that_draft(headers, decoders)]",
+        "*float_modules_that_draft(headers, decoders)[:0]]",
+        INT8,
+    ),
+    Mutant(
+        "int8: layers of MiMo that draft begin at the first layer",
+        "quantization/checkpoint.py",
+        "layers.{num_decoder_layers + int(found[1])}.",
+        "layers.{int(found[1])}.",
+        INT8,
+    ),
+    Mutant(
         "rotary pairs of the other form",
         "ops/fused_rotary.py",
         '"half" if is_neox_style else "interleave"',
