@@ -9,6 +9,7 @@ ARGS ?=
 ONCE ?=
 SPECULATE ?=
 VISION ?=
+EMULATE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
@@ -28,9 +29,10 @@ help: ## this list
 install: ## make .venv with vLLM and the plugin; quick when nothing changed
 	@scripts/install.sh --venv $(VENV)
 
-serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, VISION=1, ONCE=1, PORT=, ARGS="..."
+serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, VISION=1, EMULATE=1, ONCE=1, PORT=, ARGS="..."
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
-	  $(if $(SPECULATE),--speculate $(SPECULATE)) $(if $(VISION),--vision) -- $(ARGS)
+	  $(if $(SPECULATE),--speculate $(SPECULATE)) $(if $(VISION),--vision) \
+	  $(if $(EMULATE),--emulate) -- $(ARGS)
 
 JUNIT =
 test: install ## everything that must hold at every change; of some tests fewer combinations
