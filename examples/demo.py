@@ -13,6 +13,8 @@ MODEL = CACHE / "tiny-qwen3"
 DRAFTERS = CACHE / "tiny-qwen3-drafters"
 ADAPTER = CACHE / "tiny-qwen3-polite"
 VISION = CACHE / "tiny-vision"
+DEEPSEEK = CACHE / "tiny-deepseek-v3"
+DEEPSEEK_INT8 = CACHE / "tiny-deepseek-v3-w8a8"
 SMALL = {
     "max_model_len": 512,
     "max_num_seqs": 16,
@@ -49,6 +51,38 @@ def adapter() -> str:
     import tiny_adapter
 
     return str(tiny_adapter.make(ADAPTER, tiny_model.make(MODEL)))
+
+
+STACK = [
+    *("--dtype", "bfloat16"),
+    *("--quantization", "ascend"),
+    *("--tensor-parallel-size", "2"),
+    "--enable-expert-parallel",
+    *("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}'),
+    *("--max-model-len", "512"),
+    *("--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "128"),
+    *("--block-size", "16"),
+    *("--kv-cache-memory-bytes", "64M"),
+    # The mode is the default; four sizes are captured sooner than fifty.
+    *(
+        "--compilation-config",
+        '{"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [3, 6, 12, 24]}',
+    ),
+    *("--additional-config", '{"npu_prep": {"check": "full"}}'),
+]
+"""Flags with which Ascend users serve DeepSeek V3, and sizes for a small model and a patient CPU.
+Asynchronous scheduling and prefix caching are on by themselves."""
+
+EMULATED = ["emulate", "--devices", "2", "--hazards", "error"]
+"""Arguments of ``vllm-npu-prep`` in front of a command that is to find two emulated cards."""
+
+
+def deepseek() -> Path:
+    """Folder of a model in DeepSeek V3's shape, W8A8, with an MTP layer; made first."""
+    import tiny_deepseek
+
+    return tiny_deepseek.make_int8(DEEPSEEK_INT8, tiny_deepseek.make(DEEPSEEK))
 
 
 def image_url() -> str:

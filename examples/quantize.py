@@ -8,8 +8,9 @@ the format of `--quantization ascend`; both choose scales by what a model comput
     python examples/quantize.py --model MODEL --out FOLDER --format modelslim
 
 What is quantised: the projections of attention and MLPs, those of experts among them. Embeddings,
-norms, routers and the head keep their dtype. `--static` (ModelSlim only) gives inputs one scale for
-all tokens, taken from a short run over token ids drawn at random: good enough to try the format.
+norms, routers, the head and the first projection of MTP layers keep their dtype. `--static`
+(ModelSlim only) gives inputs one scale for all tokens, taken from a short run over token ids drawn
+at random: good enough to try the format. MTP layers don't run in it, and stay dynamic.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 DEFAULT_MODEL = Path(".cache/tiny-qwen3")
-PROJECTION = re.compile(r"\.(\w+_proj|w[123])\.weight$")
-"""Weights that are quantised: two-dimensional ones of these modules."""
+PROJECTION = re.compile(r"\.(?!eh_proj|input_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
+"""Weights that are quantised: two-dimensional ones of these modules, but not the projections with
+which layers that draft begin."""
 
 DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30

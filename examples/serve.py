@@ -1,15 +1,17 @@
 """Start a real ``vllm serve`` with the plugin, ask it one thing over HTTP, print the answer.
 
-    python examples/serve.py [--model PATH] [--speculate METHOD] [--vision] [--port 8000] [--once]
-        [-- flags of vllm serve]
+    python examples/serve.py [--model PATH] [--speculate METHOD] [--vision] [--emulate]
+        [--port 8000] [--once] [-- flags of vllm serve]
 
 Without a model, the demo model is made first, and its drafter if one is asked for; or a tiny model
-that sees, which says gibberish about an image. The server stays until Ctrl-C or SIGTERM.
+that sees, which says gibberish about an image. With --emulate, a small model in DeepSeek V3's shape
+is served as Ascend users serve it, on two emulated cards. The server stays until Ctrl-C or SIGTERM.
 """
 
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,15 +28,18 @@ from vllm_npu_prep.progress import log_while_waiting
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
 QUESTION = "What is a slot mapping?"
 IMAGE_QUESTION = "What is this?"
-START_SECONDS = 600
+START_SECONDS = 1200
 
 
 def main() -> int:
     """Returns the exit code: 0 if the server answered and stopped cleanly."""
     args, flags = arguments()
     started = time.perf_counter()
-    model, defaults = args.model, []
-    if model is None and args.vision:
+    model, defaults, prefix = args.model, [], []
+    if args.emulate:
+        model, defaults = demo.deepseek(), demo.STACK
+        prefix = [str(Path(sys.executable).with_name("vllm-npu-prep")), *demo.EMULATED, "--"]
+    elif model is None and args.vision:
         import tiny_vision_model
 
         model, defaults = tiny_vision_model.make(demo.VISION) / "qwen2_5_vl", DEMO_FLAGS
@@ -45,11 +50,12 @@ def main() -> int:
     if args.speculate:
         defaults = [*defaults, "--speculative-config", json.dumps(demo.speculation(args.speculate))]
     vllm = Path(sys.executable).with_name("vllm")
-    command = [str(vllm), "serve", str(model), "--port", str(args.port), *defaults, *flags]
-    print("$", " ".join(command), flush=True)
+    command = [*prefix, str(vllm), "serve", str(model), "--port", str(args.port), *defaults, *flags]
+    print("$", shlex.join(command), flush=True)
     server_started = time.perf_counter()
     # A group of its own: Ctrl-C reaches this process alone, which then stops the server once.
-    server = subprocess.Popen(command, process_group=0)
+    environment = {**os.environ, **({"NPU_PREP_DEVICE": "npu"} if args.emulate else {})}
+    server = subprocess.Popen(command, process_group=0, env=environment)
     stop = Stopper(server)
     try:
         if not wait_until_ready(server, args.port, stop):
@@ -90,10 +96,21 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         help="send an image; without a model, to a tiny one with random weights",
     )
     parser.add_argument(
+        "--emulate",
+        action="store_true",
+        help="serve a small model in DeepSeek V3's shape on two emulated Ascend cards: W8A8, MTP, "
+        "expert parallelism, graphs, every check on",
+    )
+    parser.add_argument(
         "--port", type=int, default=8000, help="of the server (default: %(default)s)"
     )
     parser.add_argument("--once", action="store_true", help="stop after the answer")
     args = parser.parse_args(argv[:cut])
+    if args.emulate and (args.model or args.speculate or args.vision):
+        parser.error(
+            "--emulate serves a model of its own, which drafts by MTP; for yours: vllm-npu-prep "
+            "emulate -- vllm serve MODEL"
+        )
     if args.model and args.speculate not in (None, "ngram"):
         parser.error(
             f"--speculate {args.speculate} has a drafter for the demo model only; name your own "

@@ -277,6 +277,8 @@ WALLS: dict[str, set[str]] = {
     "ops": {"compat.kernels", "config", "ops"},
     "quantization": {"config", "ops.experts", "ops.fused", "ops.fused_experts", "quantization"},
     "attention": {"attention", "config", "device", "prep"},
+    # Decodes absorb weights, which can't be int8 then
+    "attention.mla": {"attention", "config", "device", "prep", "quantization.loaded"},
     "graph": {"attention", "config", "device", "driver", "graph", "prep"},
     "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
     | {"attention.latent_releases"}

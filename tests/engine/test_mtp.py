@@ -5,17 +5,35 @@ Not only tokens are compared: in every step, exactly those drafts are made and a
 off in any way is seen, though verification hides it from the tokens.
 """
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import SEED
-from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, runner_of
+from tests.engine.test_speculation import SAMPLED, SAMPLES, VOCAB, distribution_of
+from tests.helpers.engine import (
+    REPLAYED,
+    engine,
+    generate,
+    graphs,
+    greedy,
+    runner_of,
+    save_tokenizer,
+)
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.lora import make_adapter, merge
 from tests.helpers.mtp import FAMILIES, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
+from tests.helpers.statistics import check_distribution
 from tests.helpers.watch import count_preemptions, count_states, count_verified
 from vllm_npu_prep.runner import drafters
 from vllm_npu_prep.startup.asked import MTP_MODELS
@@ -94,8 +112,13 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
         states, preempted = count_states(llm), count_preemptions(llm)
         verified, records = count_verified(llm), record_verified(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
-        counts = runner_of(llm).padding.counts.by_kind
-        assert runner_of(llm).use_async_scheduling == asynchronous
+        runner = runner_of(llm)
+        counts = dict(runner.padding.counts.by_kind)
+        assert runner.use_async_scheduling == asynchronous
+        before = [cache.clone() for cache in runner.kv_caches]
+        runner._dummy_run(20)  # as an engine that idles beside others
+        unwritten = [torch.equal(a, b) for a, b in zip(before, runner.kv_caches)]
+    assert unwritten and all(unwritten)
     print(dict(states), dict(verified), dict(counts), dict(preempted))
     assert got == [[row[:MAX_TOKENS] for row in tokens]] * 2
     check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
@@ -143,6 +166,89 @@ def test_of_several_layers_the_first_one_drafts(tmp_path, seed, monkeypatch):
     assert got == [row[:MAX_TOKENS] for row in tokens]
     check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
     assert max(step.num_accepted for step in records) > 1
+
+
+def test_adapters_and_forced_requests_verify_drafts(made, tmp_path, seed):
+    """The MTP layer knows neither adapters nor grammars: what it drafts is only ever a guess."""
+    folder, *_ = made("MiMo")
+    changed = (f"model.layers.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up", "down"))
+    adapter = make_adapter(
+        tmp_path / "a", folder, seed=seed, modules=tuple(f"{name}_proj" for name in changed)
+    )
+    merged = merge(folder, adapter, tmp_path / "merged")
+    lora = LoRARequest("a", 1, str(adapter))
+    prompts, asked = prompts_of(seed, [20, 9, 40, 33]), ["a", None, "regex", "regex"]
+    expected = []
+    for prompt, kind in zip(prompts, asked):
+        if kind == "regex":
+            expected.append(forced_tokens(folder, prompt))
+        else:
+            expected += reference(merged if kind else folder, [prompt], MAX_TOKENS)
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=kind != "regex",
+            structured_outputs=StructuredOutputsParams(regex=FORM) if kind == "regex" else None,
+        )
+        for kind in asked
+    ]
+    served = tmp_path / "served"
+    shutil.copytree(folder, served)
+    save_tokenizer(served)
+    with engine(
+        served,
+        max_num_batched_tokens=48,
+        enable_lora=True,
+        max_lora_rank=8,
+        skip_tokenizer_init=False,
+        structured_outputs_config={"backend": "xgrammar"},
+        **drafts(),
+        **graphs("FULL_AND_PIECEWISE", 4, 16, 48),
+    ) as llm:
+        verified = count_verified(llm)
+        got = generate(llm, prompts, params, [lora if kind == "a" else None for kind in asked])
+    assert got == expected
+    assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
+
+
+FORM, FORCED = "(t1[0-9]){8}", 8
+"""Eight of ten tokens, and then the end."""
+
+
+def forced_tokens(model: Path, prompt: list[int]) -> list[int]:
+    """Greedy tokens of transformers among those that `FORM` allows."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = list(prompt)
+    for _ in range(FORCED):
+        with torch.no_grad():
+            logits = hf(torch.tensor([ids])).logits[0, -1, 10:20]
+        ids.append(10 + int(logits.argmax()))
+    return [*ids[len(prompt) :], 1]
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method):
+    """Whole continuations, by what transformers makes of each."""
+    folder, _ = make_mtp_model(
+        tmp_path, "MiMo", noise=0.1, vocab_size=VOCAB, num_hidden_layers=1, embedding_scale=4.0
+    )
+    (prompt,) = [[token % VOCAB for token in row] for row in prompts_of(seed, [9])]
+    params = SamplingParams(temperature=0.8, max_tokens=SAMPLED, ignore_eos=True, detokenize=False)
+    with engine(
+        folder,
+        max_num_seqs=256,
+        max_num_batched_tokens=2560,
+        **drafts(2, draft_sample_method=draft_sample_method),
+    ) as llm:
+        verified = count_verified(llm)
+        torch.manual_seed(seed)
+        tokens = generate(llm, [prompt] * SAMPLES, params)
+    print(dict(verified))
+    assert min(verified[what] for what in ("accepted", "rejected", "partly")) > SAMPLES / 100
+    counts = np.zeros([VOCAB] * SAMPLED)
+    np.add.at(counts, tuple(np.array(tokens).T), 1)
+    check_distribution(counts, distribution_of(folder, prompt, 0.8))
 
 
 # ------------------------------------------------------------------- faults that are seen

@@ -1,5 +1,6 @@
 """Int8 models through vLLM's engine: tokens are those of transformers with rounded inputs."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -7,11 +8,15 @@ import pytest
 
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, greedy_tokens
+from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.mtp import check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_model
+from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter, rounded_model
 from tests.helpers.ranks import serve_on_ranks
+from tests.helpers.watch import count_verified
 from vllm_npu_prep.quantization import experts
 from vllm_npu_prep.quantization import int8 as int8_code
+from vllm_npu_prep.quantization.checkpoint import DESCRIPTION
 
 FORMATS = {
     "compressed-tensors": ("compressed-tensors", False),
@@ -59,6 +64,76 @@ def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form):
     expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
     assert got == expected
     check_varied(expected)
+
+
+LATENT_FORMATS = {
+    "compressed-tensors": ("compressed-tensors", False, ()),
+    "ModelSlim, dynamic": ("modelslim", False, ("kv_b_proj",)),  # as msModelSlim leaves it
+    "ModelSlim, static": ("modelslim", True, ()),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_FORMATS)
+def test_latent_attention_with_rounded_weights_and_inputs(tmp_path, seed, name):
+    """Of DeepSeek V3, with experts; prompts in chunks over contexts, decodes in graphs.
+
+    What projects latent rows to K and V is dequantised, so prefills and decodes agree.
+    """
+    model = make_model(tmp_path / "float", "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
+    QUANTIZE(model, tmp_path / "int8", *LATENT_FORMATS[name])
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48)
+    with engine(tmp_path / "int8", max_num_batched_tokens=48, block_size=16, **settings) as llm:
+        got = generate(llm, prompts, greedy(12))
+    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 12)
+    assert got == expected
+    check_varied(expected)
+
+
+MTP = {  # family, format, static, modules that stay float
+    "int8 layers of DeepSeek": ("DeepseekV3", "modelslim", False, ()),
+    "float layers of DeepSeek": ("DeepseekV3", "modelslim", True, ("layers.2",)),
+    "int8 layers of GLM": ("Glm4Moe", "compressed-tensors", False, ()),
+    "int8 layers of MiMo": ("MiMo", "modelslim", False, ()),
+    "float layers of MiMo": ("MiMo", "compressed-tensors", False, ("mtp_layers",)),
+}
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_mtp_layers_draft_for_an_int8_model(tmp_path, seed, name):
+    """Every step's drafts are those of the rounded layers; float layers need not be named."""
+    family, form, static, keep = MTP[name]
+    model, drafter = make_mtp_model(tmp_path / "float", family)
+    folder = tmp_path / "int8"
+    QUANTIZE(model, folder, form, static, keep)
+    for pattern in keep:
+        forget(folder, pattern)
+    plain = rounded_drafter(model, folder, drafter)
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 20, 48, speculative_config=drafts)
+    with engine(folder, max_num_batched_tokens=48, block_size=16, **settings) as llm:
+        verified, records = count_verified(llm), record_verified(llm)
+        got = generate(llm, prompts, greedy(12))
+    expected = greedy_tokens(plain.target, prompts, 15)
+    assert got == [row[:12] for row in expected]
+    check_varied(expected)
+    check_accepted(plain, records, [a + b for a, b in zip(prompts, expected)])
+    assert verified["accepted"] and verified["rejected"]
+
+
+def forget(folder, pattern):
+    """Leave modules out of what says how they were quantised."""
+    path = folder / DESCRIPTION
+    if path.exists():
+        described = json.loads(path.read_text()).items()
+        kept = {name: kind for name, kind in described if pattern not in name}
+        path.write_text(json.dumps(kept))
+        return
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["ignore"] = [each for each in quantization["ignore"] if pattern not in each]
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_the_description_is_found_without_a_flag(int8):

@@ -113,6 +113,7 @@ class PlainDrafter(nn.Module):
     def __init__(self, family: str, target: Any) -> None:
         super().__init__()
         self.family, self.target = FAMILIES[family], target
+        self.is_mimo = family == "MiMo"
         config = copy.deepcopy(target.config)
         hidden = config.hidden_size
         self.embedding_norm, self.state_norm, self.final_norm = (

@@ -4,6 +4,7 @@ transformers doesn't compute with int8. It runs the model with dequantised weigh
 rounds the inputs of each quantised layer: the same arithmetic in float32.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quantize
+
+from tests.helpers.mtp import PlainDrafter
 
 QUANTIZE = quantize.quantize
 LAST = ("weight_scale", "weight_offset", "input_scale", "input_offset", "deq_scale", "quant_bias")
@@ -64,16 +67,41 @@ def rounded_model(model: Path, int8: Path) -> Any:
         model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     network.eval()
-    tensors = tensors_in(int8)
+    round_modules(network, tensors_in(int8))
+    return network
+
+
+def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDrafter:
+    """The plain reading of an MTP layer, as the int8 copy of its model computes.
+
+    Parameters
+    ----------
+    model, int8
+        Folders of the float model and of its copy.
+    drafter
+        The plain reading of the float model's.
+    """
+    rounded = copy.deepcopy(drafter)
+    rounded.target = rounded_model(model, int8)
+    index = rounded.target.config.num_hidden_layers
+    prefix = "model.mtp_layers.0." if drafter.is_mimo else f"model.layers.{index}."
+    round_modules(rounded.block, tensors_in(int8), prefix)
+    return rounded
+
+
+def round_modules(network: Any, tensors: dict[str, torch.Tensor], prefix: str = "") -> None:
+    """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
     for name, module in network.named_modules():
+        name = prefix + name
         scale = tensors.get(f"{name}.weight_scale")
         if scale is not None:
             module.weight.data = tensors[f"{name}.weight"].float() * scale.float()
+            if name.endswith(".kv_b_proj"):  # dequantised when the engine loads it
+                continue
             step, offset = (tensors.get(f"{name}.input_{what}") for what in ("scale", "offset"))
             module.register_forward_pre_hook(_rounds(step, offset))
-        elif type(module).__name__.endswith("Experts"):
+        elif f"{name}.0.gate_proj.weight_scale" in tensors:
             _round_experts(module, name, tensors)
-    return network
 
 
 def _rounds(step: torch.Tensor | None, offset: torch.Tensor | None) -> Callable[..., Any]:

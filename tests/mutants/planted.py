@@ -9,6 +9,7 @@ BOOKS = ("tests/runner/test_bookkeeping.py",)
 UPDATES = ("tests/runner/test_request_updates.py",)
 COUNTS = ("tests/npu/test_suites_on_device.py::test_on_the_device[steps]",)
 ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
+MTP_ON_NPU = "tests/npu/test_on_emulated_npu.py::test_mtp_layers_draft"
 FIA = (f"{ON_NPU}[fia-eager]",)
 ATB = (f"{ON_NPU}[atb-eager]",)
 FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
@@ -97,6 +98,27 @@ MUTANTS = [
         "scale.to(torch.int32).view(torch.float32)",
         "scale.float()",
         ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",),
+    ),
+    Mutant(
+        "int8: decodes absorb weights with one scale for all channels",
+        "quantization/loaded.py",
+        "layer.channel_scale[:, None]",
+        "layer.channel_scale.mean()",
+        INT8,
+    ),
+    Mutant(
+        "int8: float MTP layers that nothing names are taken for int8",
+        "quantization/compressed.py",
+        "*float_modules_that_draft(headers, decoders)]",
+        "*float_modules_that_draft(headers, decoders)[:0]]",
+        INT8,
+    ),
+    Mutant(
+        "int8: layers of MiMo that draft begin at the first layer",
+        "quantization/checkpoint.py",
+        "layers.{num_decoder_layers + int(found[1])}.",
+        "layers.{int(found[1])}.",
+        INT8,
     ),
     Mutant(
         "rotary pairs of the other form",
@@ -417,6 +439,48 @@ MUTANTS = [
         "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n",
         "",
         SPECULATION,
+    ),
+    Mutant(
+        "dummy runs of a drafter write into slots of the last step",
+        "runner/drafters.py",
+        "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n",
+        "",
+        MTP,
+    ),
+    Mutant(
+        "drafters go on from a rejected token's hidden state",
+        "ops/drafting.py",
+        "num_rejected_tokens, out=last_tokens)",
+        "0 * num_rejected_tokens, out=last_tokens)",
+        MTP,
+    ),
+    Mutant(
+        "drafters go on from the token before the last one",
+        "ops/drafting.py",
+        "torch.gather(choices, 1, last_valid, out",
+        "torch.gather(choices, 1, (last_valid - 1).clamp(min=0), out",
+        MTP,
+    ),
+    Mutant(
+        "later draft passes stay at the first one's positions",
+        "ops/drafting.py",
+        "torch.add(positions[:batch_size], 1, out",
+        "torch.add(positions[:batch_size], 0, out",
+        MTP,
+    ),
+    Mutant(
+        "later draft passes write in slots of the step's tokens",
+        "ops/drafting.py",
+        "torch.add(clamped_positions % block_size, block_ids",
+        "torch.add((clamped_positions - 1) % block_size, block_ids",
+        MTP,
+    ),
+    Mutant(
+        "padding of compiled draft passes counts as prefills",
+        "ops/fused_latent.py",
+        "    if seen < len(q):",
+        "    if seen < 0:",
+        (f"{MTP_ON_NPU}[deepseek]",),
     ),
     Mutant(
         "drafting stops for all near one request's end",

@@ -3,7 +3,7 @@
 python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat16/pp2/sync/eager
 
 A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
-images, or how ranks share experts (experts, scattered, cut, latent). Prompts and settings are those
+images, or how ranks share experts (experts, scattered, cut, latent, mtp). Prompts and settings are those
 of `tests.npu.generate`.
 """
 
@@ -31,9 +31,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "scattered": {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
     "cut": {},
     "latent": {"enable_expert_parallel": True},
+    "mtp": {"enable_expert_parallel": True},
 }
 """How ranks share the experts of a mixture: neighbours, every n-th, or a part of each; or of a
-model with latent attention."""
+model with latent attention, whose MTP layer may draft."""
 SEED = 20240607
 SECONDS = 480
 """Time limit of an engine: hosts may have fewer cores than it has ranks."""
@@ -64,11 +65,21 @@ def image_requests() -> list[Any]:
     return [chat(first, question), chat(question), second]
 
 
+def accepted_drafts() -> float:
+    """Drafts of all engines that were accepted so far."""
+    from prometheus_client import REGISTRY
+
+    name = "vllm:spec_decode_num_accepted_tokens"
+    families = (each for each in REGISTRY.collect() if each.name == name)
+    return sum(s.value for each in families for s in each.samples if s.name.endswith("_total"))
+
+
 async def traffic(ranks: Ranks, inputs: list[Any], loras: list[Any] | None) -> dict[str, Any]:
     """Tokens, undisturbed; then copies of some steps, then their arrays."""
     tokens = await ranks.generate(inputs[:1], 4)  # without an adapter, as the reference
     tokens += await ranks.generate(inputs, 12, loras=loras)
     told = {"facts": await ranks.ask("probe_facts"), "counts": await ranks.ask("probe_counts")}
+    told["accepted"] = accepted_drafts()
     await ranks.ask("probe_count")
     await ranks.generate(inputs[:3], 8, loras=loras and loras[:3])
     told |= {"copies": await ranks.ask("probe_copies"), "kept": await ranks.ask("probe_kept")}
@@ -104,6 +115,7 @@ def run(model: Path, case: str) -> dict[str, Any]:
         settings["skip_tokenizer_init"] = False
     elif feature in EXPERTS:
         settings |= EXPERTS[feature]
+        settings |= drafts_of(model, feature) if feature == "mtp" else {}
     elif feature:
         settings |= drafts_of(model, feature)
     if feature == "images":

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import REPLAYED, make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
+from tests.helpers.mtp import make_mtp_model
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
 from tests.npu.on_ranks import EXPERTS, SECONDS
@@ -40,6 +41,8 @@ CASES = [
     "float16/dp2tp2/sync/eager/experts",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/latent",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/latent",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
+    "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 
@@ -76,14 +79,20 @@ def latent(folder):
 
 
 @pytest.fixture(scope="module")
+def mtp(folder):
+    config = {"q_lora_rank": 96, **LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS}
+    return make_mtp_model(folder / "mtp", "DeepseekV3", noise=0.003, **config)[0]
+
+
+@pytest.fixture(scope="module")
 def model_of(request, model):
     """Function of a feature: the folder of its model."""
 
     def find(feature: str) -> Path:
         if feature == "images":
             return request.getfixturevalue("vision_models") / "qwen2_5_vl"
-        if feature == "latent":
-            return request.getfixturevalue("latent")
+        if feature in ("latent", "mtp"):
+            return request.getfixturevalue(feature)
         return request.getfixturevalue("mixture") if feature in EXPERTS else model
 
     return find
@@ -149,6 +158,8 @@ def test_tokens_are_those_of_the_cpu_fallback(model_of, reference, on_ranks, cas
     else:
         assert got["tokens"] == expected
 
+    if feature == "mtp":
+        assert got["accepted"] > 0
     num_ranks, per_engine = RANKS[layout]
     devices = [fact["device"] for fact in got["facts"]]
     assert devices == [f"npu:{rank}" for rank in range(num_ranks)]

@@ -835,7 +835,7 @@ SPECULATION = {
     ),
     "a drafter of few bits": Case(
         ("drafter-quantization",),
-        ("as a drafter", "no kernels for fp8"),
+        ("as a drafter", "its weights are quantised (fp8)"),
         drafts(quantization="fp8"),
     ),
     "a drafter of large heads": Case(

@@ -51,6 +51,7 @@ from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.latent import LatentSplit, split_prefills
 from vllm_npu_prep.prep.mask import MaskPlan
+from vllm_npu_prep.quantization.loaded import dequantize
 
 
 @dataclass
@@ -310,6 +311,15 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         )
         self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
         self._kv_cache: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Dequantise the weights that make K and V of latent rows; vLLM's layer reads them next.
+
+        Decodes absorb these weights, so they can't round what is multiplied by them. Prefills use
+        the same numbers: a token has the same K and V in both halves of a step.
+        """
+        del act_dtype
+        dequantize(self.kv_b_proj)
 
     def _planes(self, kv_cache: torch.Tensor) -> Planes:
         if self._kv_cache is not kv_cache:  # views cost a device's host several microseconds each

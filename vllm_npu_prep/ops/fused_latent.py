@@ -224,6 +224,11 @@ def attend_parts(
             attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output
         )
     assert q_dcp_replicated is not None
+    seen = attn_metadata.num_actual_tokens
+    if seen < len(q):  # a draft pass, padded to the size of a graph
+        output[seen:].zero_()
+        output, q, q_dcp_replicated = output[:seen], q[:seen], q_dcp_replicated[:seen]
+        k_c_normed, k_pe = k_c_normed[:seen], k_pe[:seen]
     count = attn_metadata.num_decode_tokens
     if count < len(q):
         attn.impl.attend_prefills(

@@ -23,6 +23,11 @@ REQUIRED = {
 """Tensors beside ``weight`` that each type needs."""
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
+MTP_LAYER = re.compile(r"\bmtp_layers\.(\d+)\.")
+"""MiMo's layers that draft, which its files count from 0."""
+
+NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
+"""Modules that vLLM makes without a look at how they were quantised."""
 
 
 class Entry(NamedTuple):
@@ -67,6 +72,24 @@ def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def served_name(module: str, num_decoder_layers: int) -> str:
+    """A module's name in vLLM, which counts layers that draft after the others."""
+    return MTP_LAYER.sub(lambda found: f"layers.{num_decoder_layers + int(found[1])}.", module)
+
+
+def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[str]:
+    """Modules of MTP layers that aren't int8, by their names in vLLM.
+
+    Tools that quantise a model often copy its MTP layers as they are, and don't name them.
+    """
+    found = []
+    for name in _weights(headers):
+        module = served_name(name.removesuffix(".weight"), num_decoder_layers)
+        if headers[name].dtype != "I8" and _layer_of(module) >= num_decoder_layers:
+            found.append(module)
+    return found
+
+
 def check_description(
     folder: Path, modules: Mapping[str, str], headers: Headers, num_layers: int
 ) -> None:
@@ -95,6 +118,8 @@ def check_description(
         if weight is None:
             raise PrepError(f"{source}: names {module}, but no safetensors file has its weight")
         is_int8 = weight.dtype == "I8"
+        if is_int8:
+            _refuse_where_unserved(module, folder / weight.file)
         if is_int8 == (kind == FLOAT):
             raise PrepError(
                 f"{source}: calls {module} {kind}, but its weight in {weight.file} is "
@@ -109,7 +134,11 @@ def check_description(
 
 
 def check_compressed(
-    folder: Path, headers: Headers, ignored: Iterable[str], num_layers: int
+    folder: Path,
+    headers: Headers,
+    ignored: Iterable[str],
+    num_layers: int,
+    num_decoder_layers: int | None = None,
 ) -> None:
     """Hold the weights of a compressed-tensors checkpoint against their scales.
 
@@ -123,6 +152,8 @@ def check_compressed(
         Modules that config.json leaves out: names, or ``re:`` and a pattern.
     num_layers
         Decoder layers of the model, with those that draft.
+    num_decoder_layers
+        Without those. None: the same.
 
     Raises
     ------
@@ -130,14 +161,19 @@ def check_compressed(
         Names the module and the file.
     """
     ignored = tuple(ignored)
+    num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
     int8 = [n.removesuffix(".weight") for n in _weights(headers) if headers[n].dtype == "I8"]
     names = {module.rpartition(".")[2] for module in int8}
     for module in int8:
-        _refuse_layers_beyond(module, num_layers, folder / headers[f"{module}.weight"].file)
+        path = folder / headers[f"{module}.weight"].file
+        _refuse_layers_beyond(module, num_layers, path)
+        _refuse_where_unserved(module, path)
         _check_module(folder, module, DYNAMIC, headers)
     for name in _weights(headers):
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
+        if _layer_of(served_name(module, num_decoder_layers)) >= num_decoder_layers:
+            continue  # drafts, and is served as it is
         if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
             raise PrepError(
                 f"{folder / entry.file}: the weight of {module} is {entry.dtype}, int8 is "
@@ -160,9 +196,22 @@ def _matches(module: str, pattern: str) -> bool:
     return module == pattern or module.startswith(f"{pattern}.")
 
 
-def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
+def _layer_of(module: str) -> int:
+    """Index of a module's decoder layer; -1 outside of them."""
     found = LAYER.search(module)
-    if found and int(found[1]) >= num_layers:
+    return int(found[1]) if found else -1
+
+
+def _refuse_where_unserved(module: str, path: Path) -> None:
+    if NEVER_INT8.search(module):
+        raise PrepError(
+            f"{path}: {module} is int8; embeddings, heads and the projections with which MTP "
+            "layers begin are served in 16 or 32 bits only"
+        )
+
+
+def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
+    if _layer_of(module) >= num_layers:
         raise PrepError(
             f"{source}: names {module}, but the model has {num_layers} layers (config.json)"
         )

@@ -19,7 +19,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms.interface import PlatformEnum
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.checkpoint import check_compressed, read_headers
+from vllm_npu_prep.quantization.checkpoint import (
+    check_compressed,
+    float_modules_that_draft,
+    read_headers,
+)
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import add_int8, check_scales, num_layers_of
@@ -42,7 +46,9 @@ class CheckedCompressedTensorsConfig(CompressedTensorsConfig):
         folder = Path(model_name)
         headers = read_headers(folder)
         if headers:
-            check_compressed(folder, headers, self.ignore, num_layers_of(hf_config))
+            decoders, layers = num_layers_of(hf_config)
+            check_compressed(folder, headers, self.ignore, layers, decoders)
+            self.ignore = [*self.ignore, *float_modules_that_draft(headers, decoders)]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """As vLLM's, but for experts, of which vLLM's are compiled kernels."""
@@ -100,7 +106,7 @@ class Int8LinearKernel(Int8ScaledMMLinearKernel):
             offset = zero if zero_point is None else zero_point.detach().flatten().int()
             total = weight.detach().sum(1, dtype=torch.int32)  # [N]
             kept = Int8Linear(kept.weight, scale * step, step, offset, -offset * total)
-        add_int8(layer, kept)
+        add_int8(layer, kept, scale)
 
     def apply_weights(
         self,

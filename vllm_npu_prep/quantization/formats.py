@@ -17,13 +17,20 @@ FORMATS = (COMPRESSED_TENSORS, MODELSLIM)
 """Values of ``--quantization`` that are served."""
 
 
+def method_of(model: "ModelConfig") -> str | None:
+    """How a model is quantised, by its config or the description beside its weights."""
+    if model.quantization is None and read_description(model.model, model.revision) is not None:
+        return MODELSLIM
+    return model.quantization
+
+
 def find_description(vllm_config: "VllmConfig") -> None:
     """Quantise as a description says that lies beside the weights, if nothing else was asked for.
 
     ModelSlim's checkpoints name no method in config.json, where vLLM looks for one.
     """
     model = vllm_config.model_config
-    if model.quantization is None and read_description(model.model, model.revision) is not None:
+    if model.quantization is None and method_of(model) is not None:
         model.quantization = MODELSLIM
         vllm_config.quant_config = type(vllm_config)._get_quantization_config(
             model, vllm_config.load_config

@@ -135,6 +135,27 @@ class NPUInt8Linear(Int8Linear):
         return product + bias if self.is_static and bias is not None else product
 
 
+@dataclass(frozen=True)
+class DequantizedLinear:
+    """Weights that were int8 in the checkpoint, and multiply inputs that are not rounded.
+
+    Attributes
+    ----------
+    weight
+        ``[N, K]``, in the dtype of the model.
+    """
+
+    weight: torch.Tensor
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [..., K]
+        bias: torch.Tensor | None = None,  # [N]
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias``, ``[..., N]``."""
+        return torch.nn.functional.linear(x, self.weight, bias)
+
+
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each row to int8 with a scale of its own.
 

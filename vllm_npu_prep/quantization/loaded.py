@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.int8 import Int8Linear, int8_linear
+from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear, int8_linear
 
 
 def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
@@ -28,17 +28,40 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
     return getattr(layer, "params_dtype", torch.get_default_dtype())
 
 
-def add_int8(layer: Any, kept: Int8Linear) -> None:
+def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
     """Make a layer ready to multiply: `layer.int8` for its device.
 
     Its parameters stay, as other parts of vLLM look at ``weight``.
+
+    Parameters
+    ----------
+    layer
+        vLLM's.
+    kept
+        Its weights and scales.
+    scale
+        float32 ``[N]``, of the weights alone.
     """
+    layer.channel_scale = scale
     layer.int8 = int8_linear(kept, dtype_of(layer))
 
 
-def num_layers_of(hf_config: Any) -> int:
-    """Decoder layers of a model, with those that draft; a large number if unknown."""
+def dequantize(layer: Any) -> None:
+    """Give a layer weights in the model's dtype in place of int8 ones; inputs aren't rounded then.
+
+    For weights that something else multiplies by, too: both then compute with the same numbers.
+    Layers that are not quantised stay as they are.
+    """
+    if not isinstance(getattr(layer, "int8", None), Int8Linear):
+        return
+    weight = layer.weight.detach().float() * layer.channel_scale[:, None]  # [N, K]
+    layer.weight = nn.Parameter(weight.to(dtype_of(layer)), requires_grad=False)
+    layer.int8 = DequantizedLinear(layer.weight.data)
+
+
+def num_layers_of(hf_config: Any) -> tuple[int, int]:
+    """Decoder layers of a model, without and with those that draft; large numbers if unknown."""
     text = getattr(hf_config, "text_config", None) or hf_config
     layers = getattr(text, "num_hidden_layers", None)
     drafting = getattr(text, "num_nextn_predict_layers", None) or 0
-    return 1 << 30 if layers is None else layers + drafting
+    return (1 << 30, 1 << 30) if layers is None else (layers, layers + drafting)

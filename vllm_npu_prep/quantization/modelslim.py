@@ -38,8 +38,10 @@ from vllm_npu_prep.quantization.checkpoint import (
     FLOAT,
     STATIC,
     check_description,
+    float_modules_that_draft,
     modules_of,
     read_headers,
+    served_name,
 )
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.formats import MODELSLIM, read_description
@@ -106,11 +108,12 @@ class ModelSlimConfig(QuantizationConfig):
                 f"--quantization {MODELSLIM}: {model_name} has no {DESCRIPTION}; leave the flag "
                 "out, or name a model that ModelSlim quantised"
             )
-        self.modules = modules_of(description)
-        folder = Path(model_name)
-        headers = read_headers(folder)
+        modules, folder = modules_of(description), Path(model_name)
+        headers, (decoders, layers) = read_headers(folder), num_layers_of(hf_config)
         if headers:
-            check_description(folder, self.modules, headers, num_layers_of(hf_config))
+            check_description(folder, modules, headers, layers)
+        self.modules = dict.fromkeys(float_modules_that_draft(headers, decoders), FLOAT)
+        self.modules |= {served_name(name, decoders): kind for name, kind in modules.items()}
         dtypes = {entry.dtype for name, entry in headers.items() if name.endswith(".deq_scale")}
         self.scales_as_int64 = dtypes == {"I64"} if dtypes else None
 
@@ -199,7 +202,7 @@ class ModelSlimDynamicLinear(LinearMethodBase):
         scale = layer.weight_scale.detach().flatten()
         check_scales(layer, "weight_scale", scale)
         self._refuse_offsets(layer)
-        add_int8(layer, Int8Linear(layer.weight.detach().t(), scale))
+        add_int8(layer, Int8Linear(layer.weight.detach().t(), scale), scale)
 
     @staticmethod
     def _refuse_offsets(layer: Any) -> None:
@@ -265,8 +268,8 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
         if scale.dtype == torch.int64:
             scale = scale.to(torch.int32).view(torch.float32)
         check_scales(layer, "deq_scale", scale)
-        expected = layer.weight_scale.detach().flatten() * steps[0]
-        if not torch.allclose(scale, expected, rtol=0.02, atol=0):
+        of_weights = layer.weight_scale.detach().flatten()
+        if not torch.allclose(scale, of_weights * steps[0], rtol=0.02, atol=0):
             raise PrepError(
                 f"{name_of(layer)}: deq_scale is not input_scale * weight_scale; quantise the "
                 "model again"
@@ -277,7 +280,8 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
             sum_bias = torch.zeros_like(sum_bias)
         offset = offsets[:1].round().int()
         weight = layer.weight.detach().t()
-        add_int8(layer, Int8Linear(weight, scale, steps[:1].clone(), offset, sum_bias))
+        kept = Int8Linear(weight, scale, steps[:1].clone(), offset, sum_bias)
+        add_int8(layer, kept, of_weights)
 
     def apply(
         self,

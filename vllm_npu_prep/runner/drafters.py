@@ -94,6 +94,16 @@ class ExactLengths(SpecDecodeBaseProposer):
         )
         return next_token_ids, valid_counts
 
+    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, but nothing is written into the cache.
+
+        Upstream's buffer has zeros, and later the slots of the last step. A latent layer writes
+        without metadata, too, so an engine that idles beside others would overwrite cached tokens.
+        """
+        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)
+        self._slots_of_group.clear()
+        super().dummy_run(*args, **kwargs)
+
     def prepare_inputs_padded(
         self,
         common_attn_metadata: CommonAttentionMetadata,

@@ -1,5 +1,6 @@
 """Ways to speculate, and drafters."""
 
+from vllm_npu_prep.quantization.formats import method_of
 from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, Asked, layer_types
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 from vllm_npu_prep.startup.subjects.kernels import does_not_fit, lacking
@@ -19,7 +20,6 @@ def _drafter(asked: Asked) -> dict[str, object]:
         "drafter": asked.drafter.model,
         "lacks": ", ".join(need.name for need in lacking(asked.drafter, asked.family)),
         "kinds": ", ".join(sorted(layer_types(asked.drafter))),
-        "quantization": asked.drafter.quantization,
     }
 
 
@@ -231,15 +231,16 @@ DRAFTERS = (
     ),
     Refusal(
         "drafter-quantization",
-        lambda c: c.drafter.quantization is not None,
+        lambda c: not c.mtp and method_of(c.drafter),  # MTP layers are quantised as their target is
         "{drafter} as a drafter ({method})",
-        "there are no kernels for {quantization}",
-        "use a drafter with weights of 16 or 32 bits",
-        _drafter,
+        "its weights are quantised ({quantization}), and vLLM's names of a drafter's modules are "
+        "not those in its files, which say how each was quantised",
+        "use a drafter with weights of 16 or 32 bits; its target can be quantised",
+        lambda c: {**_drafter(c), "quantization": method_of(c.drafter)},
     ),
     Refusal(
         "drafter-head-size",
-        lambda c: does_not_fit(c.drafter.get_head_size(), c.family),
+        lambda c: not c.drafter.use_mla and does_not_fit(c.drafter.get_head_size(), c.family),
         "{drafter} as a drafter ({method})",
         "its heads have size {head_size}, and kernel family {family} takes multiples of "
         "{multiple} up to {largest}",

@@ -1,0 +1,176 @@
+"""The stack as Ascend users run it: `vllm serve` on two emulated cards, under `vllm bench serve`.
+
+W8A8 weights, tensor parallelism with experts shared out, drafts, FULL_AND_PIECEWISE, asynchronous
+scheduling, prefix caching; every check on, and hazards are errors. Texts are those of the CPU
+fallback, which computes alone, eagerly and without drafts.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import demo
+import quantize
+import tiny_deepseek
+import tiny_model
+
+from tests.conftest import SEED
+from tests.helpers.demo import CACHE, make_demo
+from tests.helpers.drafters import make_eagle_head
+from tests.helpers.emulator import import_path, why_no_emulator
+from tests.helpers.engine import engine, generate, make_model, save_tokenizer
+from tests.helpers.mixtures import MIXTURES
+from tests.helpers.prompts import chat_prompt, prompts_of
+from tests.npu.only_some import HEAD_SIZE
+from tests.server.test_server import Server
+
+pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
+
+MAX_TOKENS = 32
+REPORT = "report.json"
+
+
+class Stack(NamedTuple):
+    """What is served."""
+
+    model: Path
+    flags: list[str]
+    prompts: list[str]
+    shared: str  # a prompt of several blocks; others begin with it
+    ignore_eos: bool
+
+
+def deepseek(folder: Path) -> Stack:
+    """In DeepSeek V3's shape; its MTP layer drafts. What it says it knows by heart."""
+    del folder
+    model = make_demo("tiny_deepseek.py", demo.DEEPSEEK.name)
+    int8 = tiny_deepseek.make_int8(CACHE / demo.DEEPSEEK_INT8.name, model)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(int8)
+    asked = [question for question, _ in tiny_deepseek.exchanges()]
+    prompts = [tokenizer.decode(chat_prompt(tokenizer, each)) for each in asked]
+    return Stack(int8, demo.STACK, prompts, prompts[0], False)
+
+
+def qwen3_moe(folder: Path) -> Stack:
+    """A Qwen3-MoE with random weights; an EAGLE-3 head drafts."""
+    config = {"head_dim": HEAD_SIZE, "spread": 0.1, "embedding_scale": 20}
+    model = make_model(folder / "model", "Qwen3Moe", **{**MIXTURES["Qwen3Moe"], **config})
+    save_tokenizer(model)
+    head = make_eagle_head(folder / "head", model, "eagle3", head_dim=HEAD_SIZE)
+    quantize.quantize(model, folder / "int8", "modelslim")
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    flags = [*demo.STACK, "--dtype", "float16", "--speculative-config", json.dumps(drafts)]
+    prompts = [
+        " ".join(f"t{token}" for token in each) for each in prompts_of(SEED, [5, 40, 17, 90, 30, 9])
+    ]
+    return Stack(folder / "int8", flags, prompts, prompts[3], True)
+
+
+STACKS: dict[str, Callable[[Path], Stack]] = {"DeepSeek V3": deepseek, "Qwen3-MoE": qwen3_moe}
+
+
+class EmulatedServer(Server):
+    """`vllm serve` on two emulated cards."""
+
+    def __init__(self, stack: Stack, folder: Path) -> None:
+        report = ("--report", str(folder / REPORT), "--hang-seconds", "300")
+        emulate = [sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED, *report, "--"]
+        self.prefix = tuple(emulate)
+        environment = {"PYTHONPATH": import_path(), "NPU_PREP_DEVICE": "npu"}
+        super().__init__(stack.model, folder / "log", *stack.flags, **environment)
+
+    def vllm_metrics(self) -> dict[str, float]:
+        """vLLM's own counters, summed over their labels."""
+        _, text = self.request("GET", "/metrics")
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
+
+    def complete(self, prompt: str, ignore_eos: bool) -> str:
+        """The text after a prompt."""
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+        status, answer = self.request("POST", "/v1/completions", body | {"ignore_eos": ignore_eos})
+        assert status == 200, answer
+        return json.loads(answer)["choices"][0]["text"]
+
+
+def bench(server: Server, stack: Stack, folder: Path) -> dict[str, Any]:
+    """What ``vllm bench serve`` found, each prompt sent once, four at a time."""
+    prompts = [{"conversations": [{"value": p}, {"value": p}]} for p in stack.prompts]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    command = [
+        *(str(Path(sys.executable).with_name("vllm")), "bench", "serve"),
+        *("--backend", "openai", "--endpoint", "/v1/completions", "--port", str(server.port)),
+        *("--model", str(stack.model), "--temperature", "0", "--disable-tqdm"),
+        *("--dataset-name", "sharegpt", "--dataset-path", str(folder / "prompts.json")),
+        *("--sharegpt-output-len", str(MAX_TOKENS), "--num-prompts", str(len(prompts))),
+        *("--max-concurrency", "4", "--save-result", "--save-detailed"),
+        *("--result-dir", str(folder), "--result-filename", "bench.json"),
+        *(["--ignore-eos"] if stack.ignore_eos else []),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads((folder / "bench.json").read_text())
+
+
+def texts_of_the_fallback(stack: Stack) -> list[str]:
+    """In this process: one rank, eagerly, without drafts."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(stack.model)
+    dtype = stack.flags[len(stack.flags) - stack.flags[::-1].index("--dtype")]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=stack.ignore_eos)
+    with engine(
+        stack.model, dtype=dtype, quantization="ascend", block_size=16, skip_tokenizer_init=False
+    ) as llm:
+        inputs = [tokenizer(prompt).input_ids for prompt in stack.prompts]
+        rows = generate(llm, inputs, params)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+@pytest.mark.parametrize("which", STACKS)
+def test_texts_are_those_of_the_cpu_fallback(which, tmp_path):
+    stack = STACKS[which](tmp_path)
+    expected = texts_of_the_fallback(stack)
+    if which == "DeepSeek V3":
+        answers = dict(tiny_model.exchanges())
+        known = [answers[question] for question, _ in tiny_deepseek.exchanges()]
+        assert [a.startswith(text) for text, a in zip(expected, known)] == [True] * len(known)
+    server = EmulatedServer(stack, tmp_path)
+    try:
+        assert "check         full" in server.log()
+        assert "asynchronous, batched" in server.log()
+        assert server.complete(stack.prompts[0], stack.ignore_eos) == expected[0]
+        found = bench(server, stack, tmp_path)
+        assert (found["completed"], found["failed"]) == (len(expected), 0)
+        assert sorted(found["generated_texts"]) == sorted(expected)
+        # Again, from the prefix cache if it is long enough
+        place = stack.prompts.index(stack.shared)
+        assert server.complete(stack.shared, stack.ignore_eos) == expected[place]
+        counted = server.vllm_metrics()
+        steps = server.metrics()
+        code = server.stop(15)
+    finally:
+        server.kill()
+    print({key: value for key, value in counted.items() if "spec_decode" in key}, steps)
+    drafted, accepted = (
+        counted[f"vllm:spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted")
+    )
+    assert 0 < accepted < drafted
+    assert which == "DeepSeek V3" or counted["vllm:prefix_cache_hits_total"] > 0
+    assert code == 0, server.log()[-3000:]
+    report = json.loads((tmp_path / REPORT).read_text())
+    assert report["hazards"] == []
+    assert any(name.startswith("HcclAllReduce") for name in report["kernels"])
