@@ -41,10 +41,14 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def rounded_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Inputs after a scale for each token: 255 values, the largest magnitude kept."""
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return torch.where(step > 0, torch.round(x / step) * step, x)
+def rounded_tokens(x: torch.Tensor, slices: int = 1) -> torch.Tensor:
+    """Inputs after a scale for each token: 255 values, the largest magnitude kept.
+
+    With several ranks, each rounds its slice of the inputs of a layer whose results they add up.
+    """
+    parts = x.unflatten(-1, (slices, -1))
+    step = parts.abs().amax(-1, keepdim=True) / 127
+    return torch.where(step > 0, torch.round(parts / step) * step, parts).flatten(-2)
 
 
 def rounded_all(x: torch.Tensor, step: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -53,13 +57,21 @@ def rounded_all(x: torch.Tensor, step: torch.Tensor, offset: torch.Tensor) -> to
     return (levels - offset) * step
 
 
-def rounded_model(model: Path, int8: Path) -> Any:
+SUMMED = ("o_proj", "down_proj")
+"""Projections that tensor parallelism cuts by their inputs; ranks add up the results."""
+
+
+def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = False) -> Any:
     """transformers' model of a float checkpoint, as its int8 copy computes.
 
     Parameters
     ----------
     model, int8
         Folders of the float model and of its copy.
+    ranks
+        Of tensor parallelism.
+    cut_experts
+        Whether each rank has a part of each expert, rather than some of the experts.
     """
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +79,7 @@ def rounded_model(model: Path, int8: Path) -> Any:
         model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     network.eval()
-    round_modules(network, tensors_in(int8))
+    round_modules(network, tensors_in(int8), "", ranks, cut_experts)
     return network
 
 
@@ -89,7 +101,13 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
     return rounded
 
 
-def round_modules(network: Any, tensors: dict[str, torch.Tensor], prefix: str = "") -> None:
+def round_modules(
+    network: Any,
+    tensors: dict[str, torch.Tensor],
+    prefix: str = "",
+    ranks: int = 1,
+    cut_experts: bool = False,
+) -> None:
     """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
     for name, module in network.named_modules():
         name = prefix + name
@@ -99,18 +117,21 @@ def round_modules(network: Any, tensors: dict[str, torch.Tensor], prefix: str = 
             if name.endswith(".kv_b_proj"):  # dequantised when the engine loads it
                 continue
             step, offset = (tensors.get(f"{name}.input_{what}") for what in ("scale", "offset"))
-            module.register_forward_pre_hook(_rounds(step, offset))
+            slices = ranks if name.endswith(SUMMED) else 1
+            module.register_forward_pre_hook(_rounds(step, offset, slices))
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
-            _round_experts(module, name, tensors)
+            _round_experts(module, name, tensors, ranks if cut_experts else 1)
 
 
-def _rounds(step: torch.Tensor | None, offset: torch.Tensor | None) -> Callable[..., Any]:
+def _rounds(
+    step: torch.Tensor | None, offset: torch.Tensor | None, slices: int
+) -> Callable[..., Any]:
     if step is None:
-        return lambda module, inputs: (rounded_tokens(inputs[0]), *inputs[1:])
+        return lambda module, inputs: (rounded_tokens(inputs[0], slices), *inputs[1:])
     return lambda module, inputs: (rounded_all(inputs[0], step, offset), *inputs[1:])
 
 
-def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor], slices: int) -> None:
     """Let a module of fused experts compute with rounded weights and inputs, one by one."""
     weights = {}
     for expert in range(module.num_experts):
@@ -128,7 +149,7 @@ def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> 
             for expert, factor in zip(ids.tolist(), factors):
                 gate = weights[expert, "gate_proj"] @ x
                 up = weights[expert, "up_proj"] @ x
-                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up)
+                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up, slices)
                 total[token] += factor * (weights[expert, "down_proj"] @ hidden)
         return total
 

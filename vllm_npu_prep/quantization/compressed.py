@@ -26,10 +26,15 @@ from vllm_npu_prep.quantization.checkpoint import (
 )
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
-from vllm_npu_prep.quantization.loaded import add_int8, check_scales, num_layers_of
+from vllm_npu_prep.quantization.loaded import (
+    KnowsFusedModules,
+    add_int8,
+    check_scales,
+    num_layers_of,
+)
 
 
-class CheckedCompressedTensorsConfig(CompressedTensorsConfig):
+class CheckedCompressedTensorsConfig(KnowsFusedModules, CompressedTensorsConfig):  # type: ignore[misc]  # a field there
     """vLLM's, which also holds the checkpoint's files against each other."""
 
     def maybe_update_config(

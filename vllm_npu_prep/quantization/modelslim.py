@@ -46,13 +46,19 @@ from vllm_npu_prep.quantization.checkpoint import (
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.formats import MODELSLIM, read_description
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
-from vllm_npu_prep.quantization.loaded import add_int8, check_scales, name_of, num_layers_of
+from vllm_npu_prep.quantization.loaded import (
+    KnowsFusedModules,
+    add_int8,
+    check_scales,
+    name_of,
+    num_layers_of,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
-class ModelSlimConfig(QuantizationConfig):
+class ModelSlimConfig(KnowsFusedModules, QuantizationConfig):  # type: ignore[misc]  # a field there
     """Which layers are quantised, and how.
 
     Attributes
