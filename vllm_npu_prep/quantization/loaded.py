@@ -1,7 +1,5 @@
 """What both formats do with a layer whose weights have been loaded."""
 
-from collections import ChainMap
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -9,31 +7,6 @@ from torch import nn
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear, int8_linear
-
-FUSED_MODULES = {
-    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-    "gate_up_proj": ["gate_proj", "up_proj"],
-    "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
-}
-"""Modules that vLLM makes of several of a checkpoint's, by the same names in all models."""
-
-
-class KnowsFusedModules:
-    """A quantisation config that knows fused modules of models that don't name theirs.
-
-    vLLM's Qwen3-MoE names the parts of dense layers too late to be heard, for one.
-    """
-
-    _fused: MutableMapping[str, list[str]]
-
-    @property
-    def packed_modules_mapping(self) -> MutableMapping[str, list[str]]:
-        """Parts of each fused module: what the model says, then the usual ones."""
-        return self._fused
-
-    @packed_modules_mapping.setter
-    def packed_modules_mapping(self, given: dict[str, list[str]]) -> None:
-        self._fused = ChainMap(given, FUSED_MODULES)  # models add to what they gave
 
 
 def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
