@@ -11,7 +11,14 @@ from tests.helpers.huggingface import check_varied, greedy_tokens
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mtp import check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter, rounded_model
+from tests.helpers.quantized import (
+    QUANTIZE,
+    change_tensors,
+    draw_biases,
+    make_static,
+    rounded_drafter,
+    rounded_model,
+)
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.watch import count_verified
 from vllm_npu_prep.quantization import experts
@@ -58,6 +65,27 @@ def test_tokens_are_those_of_rounded_weights_and_inputs(qwen3, int8, seed, name)
 def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form):
     model = make_model(tmp_path / "float", "Qwen3Moe", **MOE)
     QUANTIZE(model, tmp_path / "int8", form)
+    prompts = prompts_of(seed, [3, 1, 60, 17])
+    with engine(tmp_path / "int8", max_num_batched_tokens=48) as llm:
+        got = generate(llm, prompts, greedy(10))
+    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
+    assert got == expected
+    check_varied(expected)
+
+
+STATIC = {
+    "compressed-tensors, symmetric": partial(make_static, symmetric=True),
+    "compressed-tensors, zero points": partial(make_static, symmetric=False),
+    "ModelSlim": lambda model, folder: QUANTIZE(model, folder, "modelslim", True),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_scales_beside_biases(tmp_path, seed, name):
+    """Of Qwen2's attention: float ones are added to products, ModelSlim's to integer sums."""
+    model = make_model(tmp_path / "float", "Qwen2")
+    change_tensors(model, draw_biases)
+    STATIC[name](model, tmp_path / "int8")
     prompts = prompts_of(seed, [3, 1, 60, 17])
     with engine(tmp_path / "int8", max_num_batched_tokens=48) as llm:
         got = generate(llm, prompts, greedy(10))

@@ -5,6 +5,7 @@ rounds the inputs of each quantised layer: the same arithmetic in float32.
 """
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,47 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     tensors = {name: tensor.clone() for name, tensor in tensors_in(folder).items()}
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
+    """Change the biases of Q, K and V, which are 0 in new models, of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    biases = [name for name in tensors if name.endswith("_proj.bias")]
+    assert len(biases) == 6
+    for name in biases:
+        tensors[name] = torch.randn(tensors[name].shape, generator=generator)
+
+
+def make_static(model: Path, folder: Path, symmetric: bool) -> None:
+    """Write a compressed-tensors copy of a model, in which inputs have one scale for all tokens.
+
+    Parameters
+    ----------
+    model, folder
+        Of the model and of the copy.
+    symmetric
+        Without zero points.
+    """
+    QUANTIZE(model, folder, "compressed-tensors")
+    modules = {name.removesuffix(".weight_scale") for name in tensors_in(folder)}
+    ranges = quantize.input_ranges(model, modules)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for module, (low, high) in ranges.items():
+            if f"{module}.weight_scale" not in tensors:
+                continue
+            scale, offset = quantize.static_scales(low, high)
+            if symmetric:
+                scale = torch.tensor([max(-low, high) / 127])
+            else:
+                tensors[f"{module}.input_zero_point"] = offset.to(torch.int8)
+            tensors[f"{module}.input_scale"] = scale
+
+    change_tensors(folder, add)
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    group |= {"strategy": "tensor", "dynamic": False, "symmetric": symmetric}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def rounded_tokens(x: torch.Tensor, slices: int = 1) -> torch.Tensor:
@@ -116,7 +158,13 @@ def round_modules(
             module.weight.data = tensors[f"{name}.weight"].float() * scale.float()
             if name.endswith(".kv_b_proj"):  # dequantised when the engine loads it
                 continue
-            step, offset = (tensors.get(f"{name}.input_{what}") for what in ("scale", "offset"))
+            step = tensors.get(f"{name}.input_scale")
+            offset = tensors.get(f"{name}.input_offset", tensors.get(f"{name}.input_zero_point"))
+            total = tensors.get(f"{name}.quant_bias")
+            if total is not None and module.bias is not None:  # in whole units of both scales
+                assert step is not None and offset is not None
+                sums = tensors[f"{name}.weight"].sum(1, dtype=torch.int32)
+                module.bias.data = (total + offset.int() * sums) * (step * scale.flatten())
             slices = ranks if name.endswith(SUMMED) else 1
             module.register_forward_pre_hook(_rounds(step, offset, slices))
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
@@ -128,7 +176,8 @@ def _rounds(
 ) -> Callable[..., Any]:
     if step is None:
         return lambda module, inputs: (rounded_tokens(inputs[0], slices), *inputs[1:])
-    return lambda module, inputs: (rounded_all(inputs[0], step, offset), *inputs[1:])
+    start = torch.zeros(1) if offset is None else offset.float()
+    return lambda module, inputs: (rounded_all(inputs[0], step, start), *inputs[1:])
 
 
 def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor], slices: int) -> None:

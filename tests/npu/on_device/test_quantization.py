@@ -7,7 +7,13 @@ from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import MODEL, forget_layers, settings
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, rounded_model
+from tests.helpers.quantized import (
+    QUANTIZE,
+    change_tensors,
+    draw_biases,
+    make_static,
+    rounded_model,
+)
 from tests.helpers.step_logits import greedy_steps
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import int8 as int8_probes
@@ -92,6 +98,19 @@ def test_a_llama_in_graphs_stays_within_its_budget(tmp_path, seed):
         model, tmp_path / "int8", "float16", seed, **graphs("FULL_AND_PIECEWISE", 4, 16)
     )
     assert replayed < BOUND["float16"]
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_static_scales_beside_float_biases(tmp_path, seed, form):
+    """Of Qwen2's attention; with zero points, which are taken out before biases are added."""
+    model = make_model(tmp_path / "float", "Qwen2", **MODEL)
+    change_tensors(model, draw_biases)
+    if form == "modelslim":
+        QUANTIZE(model, tmp_path / "int8", form, True)
+    else:
+        make_static(model, tmp_path / "int8", symmetric=False)
+    worst, _ = distance(model, tmp_path / "int8", "float16", seed)
+    assert worst < BOUND["float16"]
 
 
 FAMILIES = {
