@@ -151,7 +151,7 @@ class NPUCommunicator(DeviceCommunicatorBase):
             mine = mine[start : start + num_tokens]
             if len(mine) < num_tokens:
                 mine = functional.pad(mine, (0, num_tokens - len(mine)), value=1)
-        manager = self.all2all_manager
+        manager: Any = self.all2all_manager
         group = manager._get_comm_group(is_sequence_parallel)
         sizes = manager._get_sizes(num_tokens, group)
         gathered = group.all_gatherv(mine[:num_tokens], dim=0, sizes=sizes)

@@ -269,7 +269,7 @@ def add_gated(
 ) -> torch.Tensor:
     """The routed experts' sum and the shared experts' output times the sigmoid of its gate.
 
-    Two launches. ``aclnnAddcmul`` broadcasts inside of its kernel; in float16 and bfloat16 it rounds
-    once (cann/ops-math 9.1.0, `math/addcmul/op_api/aclnn_addcmul.cpp`).
+    Two launches: ``aclnnAddcmul`` broadcasts inside of its kernel (cann/ops-math 9.1.0,
+    `math/addcmul/op_api/aclnn_addcmul.cpp`).
     """
     return torch.addcmul(routed, shared, gate.sigmoid())
