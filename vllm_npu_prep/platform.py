@@ -246,6 +246,9 @@ class NPUPlatform(Platform):
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         if vllm_config.kv_transfer_config is not None:
             vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
+        # On the device each step would take a copy there and a read-back. vLLM's default is the
+        # host, too, with asynchronous scheduling.
+        vllm_config.parallel_config.disable_nccl_for_dp_synchronization = True
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler

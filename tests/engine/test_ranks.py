@@ -136,6 +136,10 @@ def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing
     assert kinds[False, False] > 1, "both worked at once"
     for step in (*working[0], *idle[0]):
         assert step["is_dummy"] or step["padding"] == [step["num_tokens"], step["mode"]]
+    k = model["num_experts_per_tok"]
+    for a, b in zip(working[0], idle[0]):
+        pairs = k * (a["num_real_tokens"] + b["num_real_tokens"])
+        assert a["num_pairs"] == b["num_pairs"] == pairs, "padding goes to no expert"
     if "compilation_config" in settings:
         kinds_of_graphs = set(settings["compilation_config"]["cudagraph_mode"].split("_AND_"))
         assert kinds_of_graphs <= {mode for mode, _ in decided[0]}

@@ -176,6 +176,7 @@ class RankProbe:
         """From now on, note each step and each dummy run."""
         runner = self.model_runner
         self.probe_steps: list[dict[str, Any]] = []
+        self._watch_routers()
         prepare, decide = runner._prepare_inputs, runner._determine_batch_execution_and_padding
 
         def prepare_inputs(*args: Any) -> Any:
@@ -186,7 +187,7 @@ class RankProbe:
         def determine(*args: Any, **kwargs: Any) -> Any:
             decided = decide(*args, **kwargs)
             if runner.dummy_run is not None:
-                self.probe_steps.append({"is_dummy": True})
+                self.probe_steps.append({"is_dummy": True, "num_real_tokens": 0})
             mode, descriptor, _, across, _ = decided
             self.probe_steps[-1] |= {
                 "mode": mode.name,
@@ -197,6 +198,21 @@ class RankProbe:
 
         runner._prepare_inputs = prepare_inputs
         runner._determine_batch_execution_and_padding = determine
+
+    def _watch_routers(self) -> None:
+        """Note how many pairs of token and expert each step has in its last layer of experts."""
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, MoERunner):
+                num_experts = module.router.global_num_experts
+
+                def note(ids: Any, num_experts: int = num_experts) -> None:
+                    is_pair = (ids >= 0) & (ids < num_experts)
+                    if self.probe_steps:
+                        self.probe_steps[-1]["num_pairs"] = int(is_pair.sum())
+
+                module.router.set_capture_fn(note)
 
     def probe_noted(self) -> list[dict[str, Any]]:
         """What was noted."""
@@ -230,6 +246,7 @@ def _step_of(runner: Any) -> dict[str, Any]:
         "is_dummy": False,
         "state": step.attn_state.name,
         "num_reqs": step.num_reqs,
+        "num_real_tokens": int(step.batch.total_num_scheduled_tokens),
         "padding": [step.padding.num_input_tokens, step.padding.mode.name],
         "arrays": digests,
     }

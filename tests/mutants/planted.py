@@ -1204,6 +1204,23 @@ MUTANTS = [
         EXPERTS,
     ),
     Mutant(
+        "padding of other ranks reaches experts",
+        "device/communicator.py",
+        "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool",
+        "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)",
+        (
+            "tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_"
+            "one_writes_nothing[experts and tensors]",
+        ),
+    ),
+    Mutant(
+        "shared experts are added as they are",
+        "ops/fused_experts.py",
+        "torch.addcmul(routed, shared, gate.sigmoid())",
+        "torch.addcmul(routed, shared, torch.ones_like(gate))",
+        EXPERTS,
+    ),
+    Mutant(
         "a rank computes its neighbour's experts",
         "ops/fused_experts.py",
         "return cls(num_experts, start, start + count)",

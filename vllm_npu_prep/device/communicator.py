@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
+from vllm.forward_context import get_forward_context
+
+PADDING_IS_GATHERED = "padding_is_gathered"
+"""In the forward context: its mask of padding is that of the tokens of all ranks."""
 
 
 def union_over_ranks(items: set[int]) -> set[int]:
@@ -109,10 +113,50 @@ class NPUCommunicator(DeviceCommunicatorBase):
         dist.reduce_scatter_tensor(mine, input_.contiguous(), group=self.device_group)
         return mine[: sizes[self.rank_in_group]]
 
-    def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokens and their router logits from all ranks, as ``AgRsAll2AllManager`` does it."""
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+        router_logits: torch.Tensor,  # [num_tokens, num_experts]
+        is_sequence_parallel: bool = False,
+        *args: Any,
+    ) -> Any:
+        """Tokens and their router logits from all ranks, as ``AgRsAll2AllManager`` does it.
+
+        The forward pass's padding mask becomes that of these tokens.
+        """
         assert self.all2all_manager is not None
-        return self.all2all_manager.dispatch_router_logits(*args, **kwargs)
+        self._gather_padding(len(hidden_states), is_sequence_parallel)
+        return self.all2all_manager.dispatch_router_logits(
+            hidden_states, router_logits, is_sequence_parallel, *args
+        )
+
+    def _gather_padding(self, num_tokens: int, is_sequence_parallel: bool) -> None:
+        """Exchange the masks of padding, once in a forward pass, in its first layer of experts.
+
+        Parameters
+        ----------
+        num_tokens
+            That this rank gives to the experts.
+        is_sequence_parallel
+            Whether that is a part of the step: tensor parallel ranks share its tokens out in equal
+            parts, the last of which is padded.
+        """
+        context = get_forward_context()
+        kept = context.additional_kwargs
+        if context.is_padding is None or PADDING_IS_GATHERED in kept:  # alike on all ranks
+            return
+        mine = context.is_padding.view(torch.uint8)  # HCCL has no bool
+        if is_sequence_parallel:
+            start = get_tensor_model_parallel_rank() * num_tokens
+            mine = mine[start : start + num_tokens]
+            if len(mine) < num_tokens:
+                mine = functional.pad(mine, (0, num_tokens - len(mine)), value=1)
+        manager: Any = self.all2all_manager
+        group = manager._get_comm_group(is_sequence_parallel)
+        sizes = manager._get_sizes(num_tokens, group)
+        gathered = group.all_gatherv(mine[:num_tokens], dim=0, sizes=sizes)
+        context.is_padding = gathered.view(torch.bool)
+        kept[PADDING_IS_GATHERED] = True
 
     def combine(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """This rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` does it."""

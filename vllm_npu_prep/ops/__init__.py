@@ -98,11 +98,14 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
     from vllm_npu_prep.config import fused_operators
     from vllm_npu_prep.ops.fused_rotary import replace_long_rotary
     from vllm_npu_prep.ops.fused_routing import replace_routers
+    from vllm_npu_prep.ops.gated_shared import join_gates
 
     switches = fused_operators(vllm_config)
     if "rotary" in switches:
         replace_long_rotary(model)
     replace_routers(model, switches)
+    if "experts" in switches:
+        join_gates(model)
 
 
 def _prefer_in_ir(names: frozenset[str]) -> None:

@@ -260,3 +260,16 @@ def compute_experts(
         row_of_pair = row_of_pair.bitwise_and(PAST_ANY_ROW)
     probabilities = None if apply_router_weight_on_input else topk_weights
     return torch.ops.npu.npu_moe_token_unpermute(output, row_of_pair, probs=probabilities)
+
+
+def add_gated(
+    routed: torch.Tensor,  # [T, hidden_size]
+    shared: torch.Tensor,  # [T, hidden_size]
+    gate: torch.Tensor,  # [T, 1]
+) -> torch.Tensor:
+    """The routed experts' sum and the shared experts' output times the sigmoid of its gate.
+
+    Two launches: ``aclnnAddcmul`` broadcasts inside of its kernel (cann/ops-math 9.1.0,
+    `math/addcmul/op_api/aclnn_addcmul.cpp`).
+    """
+    return torch.addcmul(routed, shared, gate.sigmoid())

@@ -482,20 +482,24 @@ class NPUModelRunner(GPUModelRunner):
     def _prepare_padding_mask(self, num_tokens_unpadded: int, num_tokens_padded: int) -> Any:
         """The step's padding mask, which routers read; dummy runs without a graph use upstream's.
 
-        Upstream asks for it last before the forward pass of a step or of a dummy run. With
-        all-to-all experts we return None: routers see tokens of several ranks, and our mask covers
-        only this rank's tokens, in other rows. Without padding and without a graph there is nothing
-        to mask, which saves launches in each layer of experts.
+        Upstream asks for it last before the forward pass of a step or of a dummy run. Without
+        padding and without a graph there is nothing to mask, which saves launches in each layer of
+        experts. Where experts see tokens of several ranks, these exchange their masks
+        (`vllm_npu_prep.device.communicator`), and each has to have one.
         """
         if self.in_flight is None:
             is_padding = super()._prepare_padding_mask(num_tokens_unpadded, num_tokens_padded)
         else:
             self.graphs.check_padding(self.in_flight, self.preparer)
             is_padding = self.in_flight.staged.device.is_padding
-            is_replayed = self.in_flight.dispatched[0] != CUDAGraphMode.NONE
-            if num_tokens_unpadded == num_tokens_padded and not is_replayed:
+            is_needed = (
+                num_tokens_unpadded < num_tokens_padded
+                or self.in_flight.dispatched[0] != CUDAGraphMode.NONE
+                or self._experts_see_other_tokens
+            )
+            if not is_needed:
                 return None
-        return None if self._experts_see_other_tokens else is_padding
+        return is_padding
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; steps with embeddings bypass the compiled model, which takes token ids."""

@@ -18,19 +18,23 @@ def _numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def experts(dtype: torch.dtype) -> Probe:
-    """A layer of six experts: all on this rank, three of them, one of them, three scattered."""
+    """A layer of six experts: all on this rank, three of them, one of them, three scattered; and
+    the sum with shared experts that have a gate."""
     hidden, inner = 64, 32
     x = _numbers(len(CHOSEN), hidden, dtype=dtype, seed=0) / 2
     w13 = _numbers(EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / 8
     w2 = _numbers(EXPERTS, hidden, inner, dtype=dtype, seed=2) / 4
     ids = torch.tensor(CHOSEN, dtype=torch.int32)
     weights = _numbers(len(CHOSEN), TOP_K, dtype=torch.float32, seed=3).abs() + 0.1
+    shared = _numbers(len(CHOSEN), hidden, dtype=dtype, seed=4)
+    gate = _numbers(len(CHOSEN), 1, dtype=dtype, seed=5)
     shares = (range(EXPERTS), range(1, 4), range(2, 3), range(1, EXPERTS, 2))
 
     def call(put: Put) -> Results:
         from vllm_npu_prep.ops.fused_experts import (
             OwnedExperts,
             UnquantisedExperts,
+            add_gated,
             compute_experts,
         )
 
@@ -44,12 +48,13 @@ def experts(dtype: torch.dtype) -> Probe:
             layer = SimpleNamespace(w13_weight=put(w13[mine]), w2_weight=put(w2[mine]))
             layer_weights = UnquantisedExperts(layer, lambda y: torch.ops.npu.npu_swiglu(y, -1))
             results.append(compute_experts(*arguments, owned, layer_weights, has_padding=True))
-        return tuple(results)
+        return (*results, add_gated(put(x), put(shared), put(gate)))
 
-    return Probe(
-        call,
-        lambda: tuple(formulas.experts(x, w13, w2, weights, ids, share) for share in shares),
-    )
+    def expected() -> Results:
+        results = (formulas.experts(x, w13, w2, weights, ids, share) for share in shares)
+        return (*results, x.double() + shared.double() / (1 + (-gate.double()).exp()))
+
+    return Probe(call, expected)
 
 
 def gating(dtype: torch.dtype) -> Probe:

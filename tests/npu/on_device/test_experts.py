@@ -24,7 +24,12 @@ from tests.helpers.fused import settings
 from tests.helpers.mixtures import MIXTURES
 from vllm_npu_prep.ops import experts, fused_experts, register_fused
 from vllm_npu_prep.ops.experts import activation_of, apply_experts
-from vllm_npu_prep.ops.fused_experts import OwnedExperts, UnquantisedExperts, compute_experts
+from vllm_npu_prep.ops.fused_experts import (
+    OwnedExperts,
+    UnquantisedExperts,
+    add_gated,
+    compute_experts,
+)
 from vllm_npu_prep.ops.fused_routing import GatingRouter, SoftmaxRouter, fused_router
 from vllm_npu_prep.ops.routing import register_operators
 from vllm_npu_prep.verify.fused import is_right
@@ -143,6 +148,19 @@ def test_where_every_pair_has_a_row_no_index_is_changed(seed):
     got, counts = on_device(layer, padding=False)
     assert_near(got, in_torch(layer))
     assert asked_of(counts) == {"launches": 5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_shared_experts_are_weighed_by_their_gate_as_they_are_added(dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    routed, shared = (torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    gate = torch.randn(TOKENS, 1, generator=generator).to(dtype)
+    arguments = [each.npu() for each in (routed, shared, gate)]
+    torch.npu.synchronize()
+    with torch.inference_mode(), ascend_emulator.count() as c:
+        got = add_gated(*arguments)
+    assert_near(got.cpu(), routed.float() + shared.float() * gate.float().sigmoid())
+    assert asked_of(c) == {"launches": 2}
 
 
 def test_a_graph_is_replayed_with_other_tokens_for_each_expert(seed):
