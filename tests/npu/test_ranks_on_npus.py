@@ -40,6 +40,7 @@ CASES = [
     "float16/dp2tp2/sync/eager/experts",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/latent",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/latent",
+    "bfloat16/pp2/sync/FULL_AND_PIECEWISE/latent",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 

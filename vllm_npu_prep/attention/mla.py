@@ -36,6 +36,7 @@ from vllm_npu_prep.attention.kernels.latent import (
     Projected,
     make_latent_kernels,
     planes_of,
+    with_heads,
 )
 from vllm_npu_prep.attention.latent import (
     Halves,
@@ -309,6 +310,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale
         )
         self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
+        self.decode_shape = self.shape._replace(num_heads=self.kernels.decode_heads(num_heads))
         self._kv_cache: torch.Tensor | None = None
 
     def _planes(self, kv_cache: torch.Tensor) -> Planes:
@@ -352,7 +354,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         assert isinstance(q, tuple)
         step = attn_metadata.decode
         assert step is not None
-        query, query_rope = q[0].contiguous(), q[1].contiguous()
+        query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
         planes = self._planes(kv_c_and_k_pe_cache)
         call = LatentCall(
@@ -361,7 +363,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             query[:seen],
             query_rope[:seen],
             planes,
-            self.shape,
+            self.decode_shape,
             output[:seen],
         )
         if attn_metadata.tasks is not None:
@@ -370,7 +372,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             call(attn_metadata)
         if seen < len(output):
             output[seen:].zero_()
-        return output, None
+        return output[:, : self.num_heads], None
 
     def forward_mha(
         self,
