@@ -25,6 +25,7 @@ LAYOUTS = {
     "tensors and stages": (TP2 | PP2, {}),
     "latent attention": (TP2 | {"async_scheduling": False}, DEEPSEEK),
     "latent attention and experts": (TP2 | EXPERTS | GRAPHS, DEEPSEEK),
+    "latent attention in stages": (PP2 | GRAPHS | {"async_scheduling": False}, DEEPSEEK),
     "experts": (TP2 | EXPERTS | {"async_scheduling": False}, {"family": "Mixtral", **MIXTRAL}),
 }
 

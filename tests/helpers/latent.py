@@ -1,5 +1,8 @@
 """Configs of small models with latent attention, for `tests.helpers.engine.make_model`."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 LATENT: dict[str, Any] = {  # sizes that only the CPU fallback takes
@@ -40,3 +43,60 @@ V3_EXPERTS: dict[str, Any] = {  # by sigmoid, bias and groups; layer 0 dense
 
 V3_EXPERTS_ON_NPUS = {**V3_EXPERTS, "n_routed_experts": 12}
 """`npu_moe_gating_top_k` takes groups of three experts or more."""
+
+YARN = {  # as Kimi K2's, but for fewer positions before it stretches them
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 50000.0,
+}
+
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+
+V2_LITE: dict[str, Any] = {  # queries without a low rank; experts by softmax, not renormalised
+    **GROUPED_EXPERTS,
+    **ONE_GROUP,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+}
+
+V2: dict[str, Any] = {
+    **GROUPED_EXPERTS,
+    "first_k_dense_replace": 1,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 1.5,
+}
+
+KIMI_K2: dict[str, Any] = {
+    **V3_EXPERTS,
+    **ONE_GROUP,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": YARN,
+}
+
+GLM_FLASH: dict[str, Any] = {  # GLM-4.7-Flash: heads are no power of two, values wider than keys
+    **GROUPED_EXPERTS,
+    **ONE_GROUP,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "routed_scaling_factor": 1.8,
+}
+
+GLM_FLASH_ON_NPUS = {**GLM_FLASH, "qk_nope_head_dim": 192, "v_head_dim": 256}
+
+
+def as_kimi_k2(model: Path) -> Path:
+    """The same DeepSeek V3, as a checkpoint of Kimi K2 names it; transformers doesn't know it."""
+    copy = model.with_name(f"{model.name}-kimi")
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    return copy

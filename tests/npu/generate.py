@@ -3,6 +3,8 @@
 python -m tests.npu.generate OUT MODEL:fia:float16/async/FULL MODEL:atb:bfloat16/sync/eager
 
 A case is a dtype, a scheduling, a graph mode and, if drafts are to be verified, how these are made.
+With ``/recorded`` at its end, the full check looks at every step, `records_of` has their records,
+and the cache is too small for the batch.
 Where a case fails, its error stands in place of its tokens, and the next one begins.
 """
 
@@ -17,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, runner_of
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
-from tests.helpers.watch import count_states, count_verified
+from tests.helpers.watch import count_preemptions, count_states, count_verified
 from tests.npu.only_some import HEAD_SIZE
 
 LENGTHS = [5, 150, 33, 1, 70, 128, 129]
@@ -70,9 +72,26 @@ def adapters_of(model: Path) -> list[LoRARequest | None]:
     return [requests[index] for index in LORA_IDS]
 
 
+def records_of(model: Path) -> Path:
+    """Folder of the records of a model's steps."""
+    return model.with_name(f"{model.name}-steps")
+
+
 def run(
-    model: Path, attention: str, dtype: str, scheduling: str, mode: str, method: str = ""
+    model: Path,
+    attention: str,
+    dtype: str,
+    scheduling: str,
+    mode: str,
+    method: str = "",
+    recorded: str = "",
 ) -> dict:
+    options: dict = {"attention": attention}
+    if recorded:
+        options |= {
+            "check": "full",
+            "record": {"dir": str(records_of(model)), "steps": "0:1000"},
+        }
     with engine(
         model,
         dtype=dtype,
@@ -80,13 +99,15 @@ def run(
         max_num_batched_tokens=64,
         max_num_seqs=4,
         kv_cache_memory_bytes=32 << 20,
-        additional_config={"npu_prep": {"attention": attention}},
+        additional_config={"npu_prep": options},
+        **({"num_gpu_blocks_override": 4} if recorded else {}),
         **SCHEDULING[scheduling],
         **(drafts_of(model, method) if method else {}),
         **({} if mode == "eager" else graphs(mode, 4, 16)),
     ) as llm:
         runner = runner_of(llm)
         states, verified = count_states(llm), count_verified(llm)
+        preempted = count_preemptions(llm)
         loras = adapters_of(model) if scheduling == "lora" else None
         inputs = prompts(scheduling)
         tokens = generate(llm, inputs[:1], greedy(4))
@@ -98,6 +119,7 @@ def run(
         "states": dict(states),
         "steps": steps,
         "verified": dict(verified),
+        "preempted": preempted["preempted"],
         "device": device,
     }
 

@@ -9,6 +9,21 @@ HEAD_SIZE = 64
 """Every profile takes it in every form: 8.5 takes windows, and heads of which each has K and V of
 its own, of few sizes only. Start-up refuses the others in one line."""
 
-LEFT_OUT = {"docs": {"fia-block-256", "fia-block-384", "fia-block-512"}}
-"""Rows of ``verify-device`` that are left out: the documentation wants blocks of 128. Start-up
-refuses other blocks where it is asked to (``"kernel_rules": "documented"``)."""
+LEFT_OUT = {
+    "docs": {"fia-block-256", "fia-block-384", "fia-block-512", "latent-prefill-fp16"},
+    "8.5": {"latent-wide-prefill-bf16"},
+}
+"""Rows of ``verify-device`` that are left out: the documentation wants blocks of 128, and projected
+keys with a rotated part in bfloat16. Start-up refuses others where it is asked to
+(``"kernel_rules": "documented"``). On 8.5 see `REFUSED_MODELS`."""
+
+REFUSED_MODELS = {
+    "8.5": {"GLM-4.7-Flash": "projected heads of 128"},
+}
+"""Models with latent attention that start-up refuses, and what it says: joined heads of 256, of
+which each has K and V of its own, have no kernel in 8.5."""
+
+
+def refused_models(profile: str) -> dict[str, str]:
+    """Models that a profile refuses, with a part of the message."""
+    return REFUSED_MODELS.get(profile, {})

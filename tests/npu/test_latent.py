@@ -4,49 +4,150 @@ What only hardware can show (numerics, speed, layout limits of real kernels) is 
 """
 
 import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers.emulator import emulate, why_no_emulator
+from ascend_emulator import profiles
+from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
+from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
-from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
+from tests.helpers.latent import (
+    GLM_FLASH_ON_NPUS,
+    KIMI_K2,
+    LATENT_ON_NPUS,
+    V2,
+    V2_LITE,
+    V3_EXPERTS_ON_NPUS,
+    as_kimi_k2,
+)
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
+from tests.npu.only_some import refused_models
+from vllm_npu_prep.cli import main
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
+
+class Model(NamedTuple):
+    """A small model, and what its engine does."""
+
+    family: str
+    config: dict[str, Any]
+    how: str
+    is_kimi: bool = False
+
+
+LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
 MODELS = {
-    "dense": {"first_k_dense_replace": 2, "n_routed_experts": 0},
-    "experts": V3_EXPERTS_ON_NPUS,
+    "DeepSeek V2 Lite": Model(
+        "DeepseekV2",
+        # Its fallback in bfloat16 then keeps most tokens of float32
+        {**LATENT_ON_NPUS, **V2_LITE, "spread": 0.2, "embedding_scale": 10},
+        "sync/FULL_AND_PIECEWISE",
+    ),
+    "dense layers": Model(
+        "DeepseekV3",
+        {**LOW_RANK, "first_k_dense_replace": 2, "n_routed_experts": 0},
+        "sync/FULL_AND_PIECEWISE/ngram/recorded",
+    ),
+    "Kimi K2": Model("DeepseekV3", {**LOW_RANK, **KIMI_K2}, "async/FULL_AND_PIECEWISE", True),
+    "DeepSeek V2": Model(
+        "DeepseekV2", {**LOW_RANK, **V2, "n_routed_experts": 12}, "async/PIECEWISE"
+    ),
+    "DeepSeek V3": Model(
+        "DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, "async/FULL_AND_PIECEWISE"
+    ),
+    "GLM-4.7-Flash": Model(
+        "Glm4MoeLite", {**LOW_RANK, **GLM_FLASH_ON_NPUS}, "async/FULL_AND_PIECEWISE"
+    ),
 }
-CASES = {"experts": "async/FULL_AND_PIECEWISE", "dense": "sync/FULL_AND_PIECEWISE/ngram"}
-"""What the engine of each model does."""
+CASES = [(profile, name) for profile in profiles.PROFILES for name in MODELS]
 
 
-def test_tokens_equal_those_of_the_fallback(tmp_path):
-    """Prompts in chunks with contexts, shared prefixes; decodes and drafts in full graphs."""
-    how = {"spread": 0.1, "embedding_scale": 20, "q_lora_rank": 96, **LATENT_ON_NPUS}
-    models = {
-        layers: make_model(tmp_path / layers, "DeepseekV3", **how, **config)
-        for layers, config in MODELS.items()
-    }
-    out, report = tmp_path / "tokens.json", tmp_path / "report.json"
-    names = {layers: f"{models[layers]}:fia:bfloat16/{case}" for layers, case in CASES.items()}
-    result = emulate(
-        *("-m", "tests.npu.generate", str(out), *names.values()),
-        options=("--delay", "skewed", "--report", str(report)),
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Folders of a model: as vLLM loads it, and as transformers does."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def make(name: str) -> tuple[Path, Path]:
+        model = MODELS[name]
+        how = {"spread": 0.1, "embedding_scale": 20, **model.config}
+        made = make_model(folder / name.replace(" ", "-"), model.family, **how)
+        return (as_kimi_k2(made) if model.is_kimi else made), made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def on_fallback(model_of):
+    """Function of a model: what the CPU fallback makes of it."""
+    return cache(
+        lambda name: generate.run(model_of(name)[0], "reference", "bfloat16", "async", "eager")
     )
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert json.loads(report.read_text())["hazards"] == []
-    results = json.loads(out.read_text())
-    states = {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
-    for layers, name in names.items():
-        got, model = results[name], models[layers]
-        assert "error" not in got, f"{layers}\n{got['error']}"
-        assert got["device"] == "npu:0"
-        assert states <= set(got["states"]), got["states"]
-        assert {"full graph", "piecewise graphs"} <= set(got["steps"]), got["steps"]
-        reference = generate.run(model, "reference", "bfloat16", "async", "eager")
-        same_but_close_calls(model, "async", got, reference)
-    drafts = results[names["dense"]]
-    assert drafts["states"]["SpecDecoding"] and drafts["verified"]["accepted"]
+
+
+@pytest.fixture(scope="module")
+def on_card(request, model_of, tmp_path_factory):
+    """Function of a profile and a model: what its card makes of it, all models in one process."""
+    chosen = selected(request, test_tokens_equal_those_of_the_fallback)
+
+    @cache
+    def run(profile: str) -> dict[str, Any]:
+        names = [params["name"] for params in chosen if params["profile"] == profile]
+        cases = {name: f"{model_of(name)[0]}:fia:bfloat16/{MODELS[name].how}" for name in names}
+        folder = tmp_path_factory.mktemp("card")
+        out, report = folder / "tokens.json", folder / "report.json"
+        result = emulate(
+            *("-m", "tests.npu.generate", str(out), *cases.values()),
+            options=("--delay", "skewed", "--profile", profile, "--report", str(report)),
+        )
+        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+        assert json.loads(report.read_text())["hazards"] == []
+        results = json.loads(out.read_text())
+        return {name: results[case] for name, case in cases.items()}
+
+    return lambda profile, name: run(profile)[name]
+
+
+@pytest.mark.parametrize(("profile", "name"), CASES)
+def test_tokens_equal_those_of_the_fallback(profile, name, model_of, on_card, on_fallback, capsys):
+    """Prompts in chunks with contexts, shared prefixes; decodes and drafts in full graphs."""
+    got, how = on_card(profile, name), MODELS[name].how
+    if refusal := refused_models(profile).get(name):
+        assert refusal in got.get("error", ""), got
+        return
+    assert "error" not in got, got["error"]
+    assert got["device"] == "npu:0"
+    states = {"PrefillNoCache", "ChunkedPrefill"}
+    assert states | {"SpecDecoding" if "ngram" in how else "DecodeOnly"} <= set(got["states"])
+    kinds = {"piecewise graphs"} | ({"full graph"} if "FULL" in how else set())
+    assert kinds <= set(got["steps"]), got["steps"]
+    assert bool(got["verified"].get("accepted")) == ("ngram" in how)
+    same_but_close_calls(model_of(name)[1], "async", got, on_fallback(name))
+    if "recorded" in how:
+        assert got["preempted"] > 0
+        check_records(generate.records_of(model_of(name)[0]), capsys)
+
+
+def check_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Core, oracle and upstream prepare each step again; `explain` shows both halves of one."""
+    records = records_in(folder)
+    check(records, *DRAFT_ARRAYS)
+    sizes = "num_decodes", "num_prefills", "num_chunks"
+    both = [
+        record.number
+        for record in records
+        if all(int(record.prepared[f"latent.{size}"]) for size in sizes)
+    ]
+    assert both, "a step with decodes, and prefills that have contexts"
+    capsys.readouterr()
+    assert main(["explain", str(folder), "--step", str(both[0])]) == 0
+    said = capsys.readouterr().out.splitlines()
+    line = next(line for line in said if line.startswith("latent"))
+    assert "over latent rows" in line and "over projected K and V" in line
+    shutil.rmtree(folder)  # the next profile's engine begins anew

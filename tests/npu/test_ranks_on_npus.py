@@ -49,6 +49,7 @@ CASES = [
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-static",
     "float16/tp2/async/FULL_AND_PIECEWISE/int8-experts",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-latent",
+    "bfloat16/pp2/sync/FULL_AND_PIECEWISE/latent",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 

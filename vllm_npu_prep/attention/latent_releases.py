@@ -1,17 +1,20 @@
 """Which layers of latent attention the fused operator takes, by release of CANN.
 
-Both forms of call reach kernel V3. Sources: CANN's published ops-transformer (GitHub
-``mirror-cann/ops-transformer``), tag v8.5.0 (``CheckFeatureHeadDim`` and
-``CheckFeatureMlaNoQuantShape``) and branch 9.1.0 (``rope_checker.cpp``, ``CheckHeadNum``,
-``CheckBlockSizeNonQuant910B``); for what only documentation demands, the docstring of
-``torch_npu.npu_fused_infer_attention_score_v2``. Of releases before 8.5 no source is published.
-Nothing was run on hardware.
+Both forms of call with rope reach kernel V3: over latent rows, and over projected heads of 128.
+Other projected heads are joined with their rotated part, which makes a call like any other. Decodes
+are given heads of zeros up to the next of `NUM_HEADS`; vllm-project/vllm-ascend does both.
+
+Sources: CANN's published ops-transformer (GitHub ``mirror-cann/ops-transformer``), tag v8.5.0
+(``CheckFeatureHeadDim`` and ``CheckFeatureMlaNoQuantShape``) and branch 9.1.0
+(``rope_checker.cpp``, ``CheckHeadNum``, ``CheckBlockSizeNonQuant910B``); for what only
+documentation demands, the docstring of ``torch_npu.npu_fused_infer_attention_score_v2``. Of
+releases before 8.5 no source is published. Nothing was run on hardware.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.attention.fused_releases import OLDEST, FusedRules
+from vllm_npu_prep.attention.fused_releases import OLDEST, Form, FusedCall, FusedRules, Kernel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,11 +83,13 @@ def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
         return f"latent rows of {KV_LORA_RANK}, not {layers.kv_lora_rank}"
     if layers.rope_size != ROPE_SIZE:
         return f"rotated keys of {ROPE_SIZE}, not {layers.rope_size}"
-    if {layers.key_size, layers.value_size} != {HEAD_SIZE}:
-        return f"projected heads of {HEAD_SIZE}, not {layers.key_size} and {layers.value_size}"
-    if layers.num_heads not in NUM_HEADS:
-        listed = ", ".join(map(str, NUM_HEADS[:-1]))
-        return f"{listed} or {NUM_HEADS[-1]} heads a rank, not {layers.num_heads}"
+    if not _takes_projected(layers, rules):
+        return (
+            f"projected heads of {HEAD_SIZE} (CANN 9.0 and newer: or values as wide as a key and "
+            f"its rotated part), not {layers.key_size} and {layers.value_size}"
+        )
+    if layers.num_heads > NUM_HEADS[-1]:
+        return f"up to {NUM_HEADS[-1]} heads a rank, not {layers.num_heads}"
     size = layers.block_size
     if size % 16 or size > 1024:
         return f"blocks of 16 to 1024 tokens, in steps of 16, not {size}"
@@ -93,3 +98,13 @@ def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
     if rules.documented and layers.dtype != "torch.bfloat16":
         return "bfloat16, by its documentation"
     return None
+
+
+def _takes_projected(layers: LatentLayers, rules: FusedRules) -> bool:
+    """Whether prefills' calls are taken: with rope, or of heads that have it joined to them."""
+    if {layers.key_size, layers.value_size} == {HEAD_SIZE}:
+        return True
+    heads, size = layers.num_heads, layers.key_size + layers.rope_size
+    call = FusedCall(Form.PROMPT, layers.dtype, heads, heads, size, layers.block_size)
+    kernel = rules.release.kernel_of(call)
+    return size == layers.value_size and kernel is not Kernel.PFA and not rules.refusal(call)

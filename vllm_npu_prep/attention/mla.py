@@ -36,6 +36,7 @@ from vllm_npu_prep.attention.kernels.latent import (
     Projected,
     make_latent_kernels,
     planes_of,
+    with_heads,
 )
 from vllm_npu_prep.attention.latent import (
     Halves,
@@ -310,6 +311,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale
         )
         self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
+        self.decode_shape = self.shape._replace(num_heads=self.kernels.decode_heads(num_heads))
         self._kv_cache: torch.Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -363,7 +365,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         assert isinstance(q, tuple)
         step = attn_metadata.decode
         assert step is not None
-        query, query_rope = q[0].contiguous(), q[1].contiguous()
+        query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
         planes = self._planes(kv_c_and_k_pe_cache)
         call = LatentCall(
@@ -372,7 +374,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             query[:seen],
             query_rope[:seen],
             planes,
-            self.shape,
+            self.decode_shape,
             output[:seen],
         )
         if attn_metadata.tasks is not None:
@@ -381,7 +383,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             call(attn_metadata)
         if seen < len(output):
             output[seen:].zero_()
-        return output, None
+        return output[:, : self.num_heads], None
 
     def forward_mha(
         self,

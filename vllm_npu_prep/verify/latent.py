@@ -13,6 +13,7 @@ from vllm_npu_prep.attention.kernels.latent import (
     Planes,
     Projected,
     planes_of,
+    with_heads,
 )
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -63,10 +64,15 @@ class LatentForm:
 
 
 def shape_of(
-    num_heads: int, kv_lora_rank: int = 512, rope: int = 64, size: int = 128
+    num_heads: int,
+    kv_lora_rank: int = 512,
+    rope: int = 64,
+    size: int = 128,
+    value_size: int | None = None,
 ) -> LatentShape:
     """Constants of a layer; by default those of DeepSeek but for the heads."""
-    return LatentShape(num_heads, kv_lora_rank, rope, size, size, 1 / math.sqrt(size + rope))
+    scale = 1 / math.sqrt(size + rope)
+    return LatentShape(num_heads, kv_lora_rank, rope, size, value_size or size, scale)
 
 
 class LatentStep:
@@ -218,10 +224,14 @@ class LatentStep:
             if halves.decodes is not None:
                 decodes = halves.decodes
         if num_decodes:
-            query = self._put(self.absorbed[:first])
-            query_rope = self._put(self.query[:first, :, shape.qk_nope_head_dim :].contiguous())
-            output = torch.zeros_like(query)
-            self.kernels.attend_latent(query, query_rope, self.planes, decodes, shape, output)
+            heads = self.kernels.decode_heads(shape.num_heads)
+            rotated = self.query[:first, :, shape.qk_nope_head_dim :]
+            query, query_rope = (
+                with_heads(self._put(part), heads) for part in (self.absorbed[:first], rotated)
+            )
+            output, padded = torch.zeros_like(query), shape._replace(num_heads=heads)
+            self.kernels.attend_latent(query, query_rope, self.planes, decodes, padded, output)
+            output = output[:, : shape.num_heads]
             expected = [self._decode(row) for row in range(num_decodes)]
             outcomes.append(compare(output, torch.cat(expected), str(form), tolerance=self._bound))
         return worst_of(outcomes, str(form))

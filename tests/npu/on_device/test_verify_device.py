@@ -52,7 +52,7 @@ def test_a_row_is_the_same_as_its_formula(name, bench):
     assert works != is_left_out
 
 
-FUSED_ATTENTION = [name for name in BY_NAME if name.startswith(("fia", "graph-fia"))]
+FUSED_ATTENTION = [name for name in BY_NAME if name.startswith(("fia", "graph-fia", "latent"))]
 
 
 @pytest.mark.parametrize("name", FUSED_ATTENTION)

@@ -68,11 +68,23 @@ def planes_of(kv_cache: torch.Tensor, shape: LatentShape) -> Planes:
     return Planes(*(p.view(num_blocks, block_size, 1, w) for p, w in zip(parts, widths)))
 
 
+def with_heads(
+    part: torch.Tensor,  # [T, N, width]
+    num_heads: int,
+) -> torch.Tensor:
+    """A contiguous tensor of so many heads; those that `part` doesn't have are zero."""
+    missing = num_heads - part.shape[1]
+    return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part.contiguous()
+
+
 class LatentKernels(Protocol):
     """The verbs of a family with latent attention."""
 
     family: KernelFamily
     workspace_serves_all_lengths: bool  # False: a new one is needed when lengths change
+
+    def decode_heads(self, num_heads: int) -> int:
+        """Heads that `attend_latent` takes for a layer of so many; see `with_heads`."""
 
     def write(
         self,
@@ -93,7 +105,7 @@ class LatentKernels(Protocol):
         output: torch.Tensor,  # [T, N, kv_lora_rank], written
         workspace: torch.Tensor | None = None,
     ) -> None:
-        """Attend over latent rows, which have the step's own already."""
+        """Attend over latent rows, which have the step's own already; N is `decode_heads`'."""
 
     def attend_prompts(
         self,

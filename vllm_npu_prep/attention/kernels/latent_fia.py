@@ -2,9 +2,9 @@
 
 Sources: the schema and docstring of ``torch_npu.npu_fused_infer_attention_score_v2``; CANN's
 published checks of calls with rope (``rope_checker.cpp``, branch 9.1.0); vllm-project/vllm-ascend,
-``attention/mla_v1.py``. Decodes pass latent rows as keys and as values, with one K/V head; prefills
-pass K and V of every head. Contexts are gathered by ``npu_gather_pa_kv_cache`` and merged by
-``npu_attention_update``.
+``attention/mla_v1.py``. Decodes pass latent rows as keys and as values, with one K/V head, and
+heads of zeros up to a power of two; prefills pass K and V of every head. Contexts are gathered by
+``npu_gather_pa_kv_cache`` and merged by ``npu_attention_update``.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from vllm_npu_prep.attention.kernels.latent import (
     Projected,
 )
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
+from vllm_npu_prep.attention.latent_releases import HEAD_SIZE
 from vllm_npu_prep.attention.metadata import AscendMetadata
 
 NO_MASK_MODE = 0
@@ -35,6 +36,10 @@ class LatentFiaKernels:
 
     def __init__(self) -> None:
         self._no_lse: torch.Tensor | None = None
+
+    def decode_heads(self, num_heads: int) -> int:
+        """The next power of two."""
+        return 1 << (num_heads - 1).bit_length()
 
     def write(
         self,
@@ -155,14 +160,15 @@ def _absorbed(
 def _projected(
     given: Projected, shape: LatentShape, query_ends: list[int], kv_ends: list[int]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Query and arguments of attention over projected K and V, apart from the mask."""
+    """Query and arguments of attention over projected K and V, apart from the mask.
+
+    Rotated parts are arguments of their own if the operator takes these heads so. Others, those of
+    GLM-4.7-Flash, are joined to heads as wide as the values.
+    """
     query, query_rope = given.query.contiguous(), given.query_rope.contiguous()
-    key_rope = given.key_rope.expand(-1, shape.num_heads, -1).contiguous()
-    return query, {
-        "key": given.key.contiguous(),
+    key, key_rope = given.key, given.key_rope.expand(-1, shape.num_heads, -1)
+    arguments: dict[str, Any] = {
         "value": given.value.contiguous(),
-        "query_rope": query_rope,
-        "key_rope": key_rope,
         "input_layout": "TND",
         "actual_seq_qlen": query_ends,
         "actual_seq_kvlen": kv_ends,
@@ -170,3 +176,10 @@ def _projected(
         "num_key_value_heads": shape.num_heads,
         "softmax_scale": shape.scale,
     }
+    if shape.qk_nope_head_dim != HEAD_SIZE:
+        return torch.cat((query, query_rope), -1), {
+            "key": torch.cat((key, key_rope), -1),
+            **arguments,
+        }
+    rope = {"query_rope": query_rope, "key_rope": key_rope.contiguous()}
+    return query, {"key": key.contiguous(), **rope, **arguments}

@@ -34,6 +34,10 @@ class LatentReferenceKernels:
     family = REFERENCE
     workspace_serves_all_lengths = True
 
+    def decode_heads(self, num_heads: int) -> int:
+        """Any number, as it is."""
+        return num_heads
+
     def write(
         self,
         latent: torch.Tensor,

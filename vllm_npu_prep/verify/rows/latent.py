@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
+from vllm_npu_prep.attention.kernels.latent import LatentShape, make_latent_kernels
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.verify.latent import LatentStep, forms_of, shape_of
 from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row
@@ -40,21 +40,39 @@ WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
 """Form of a step, and what it tries, by the name of its rows."""
 
 
-def latent(what: str, dtype: torch.dtype, block_size: int, bench: Bench) -> Outcome:
+USUAL = shape_of(4)
+WIDE = shape_of(5, size=192, value_size=256)
+"""As GLM-4.7-Flash's: five heads, no power of two; values as wide as keys and their rotated part."""
+
+
+def latent(
+    what: str, shape: LatentShape, dtype: torch.dtype, block_size: int, bench: Bench
+) -> Outcome:
     """A step of latent attention beside its formula."""
-    form = forms_of(shape_of(4), dtype, block_size, 3)[what]
+    form = forms_of(shape, dtype, block_size, 3)[what]
     mask = bench.put(torch.from_numpy(compressed_mask()))
     kernels = make_latent_kernels("fia")
     return LatentStep(form, bench.device.device, kernels, mask).run()
 
 
-ROWS = tuple(
-    Row(
-        f"latent-{name}-{short}",
-        f"latent attention: {what}",
-        partial(latent, what, dtype, 128),
+def _row(name: str, short: str, shape: LatentShape, instead: str = "") -> Row:
+    what, records = WHAT[name]
+    is_wide = shape is WIDE
+    return Row(
+        f"latent-{'wide-' * is_wide}{name}-{short}",
+        f"latent attention{', heads of 192 and 256' * is_wide}: {what}",
+        partial(latent, what, shape, DTYPES[short], 128),
         records,
+        instead=instead,
     )
-    for name, (what, records) in WHAT.items()
-    for short, dtype in DTYPES.items()
+
+
+ROWS = (
+    *(
+        _row(name, short, USUAL, "use bfloat16" * (name == "prefill" and short == "fp16"))
+        for name in WHAT
+        for short in DTYPES
+    ),
+    _row("drafts", "bf16", WIDE),
+    _row("prefill", "bf16", WIDE, "use another model, or CANN 9.0 or newer"),
 )
