@@ -39,13 +39,13 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import gc
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from gc import collect, freeze, unfreeze  # of the module `engine` makes the last two do nothing
 from pathlib import Path
 from typing import Any
 
@@ -355,10 +355,13 @@ def runners(
         if ours.step_check is not None:
             ours.step_check.limits[1:] = np.iinfo(np.int32).max  # blocks are made up
         upstream = twin_of(ours)
-        gc.collect()
-        gc.freeze()
-        with ours.prep_device.host_streams():  # upstream's asynchronous outputs make some
-            yield ours, upstream
+        collect()
+        freeze()  # as vLLM's worker does once it is made; collections then skip both runners
+        try:
+            with ours.prep_device.host_streams():  # upstream's asynchronous outputs make some
+                yield ours, upstream
+        finally:
+            unfreeze()
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         "positions start at zero in every chunk",
         "prep/fused_pass.py",
-        "out.positions[start + offset] = first + offset",
-        "out.positions[start + offset] = offset",
+        "positions[offset] = first + offset",
+        "positions[offset] = offset",
     ),
     Mutant(
         "slot of the logical block",
@@ -177,8 +177,8 @@ MUTANTS = [
     Mutant(
         "slots of a block's later tokens shifted",
         "prep/fused_pass.py",
-        "out.slot_mapping[group, token + offset] = slot + offset",
-        "out.slot_mapping[group, token + offset] = slot",
+        "slots[offset] = slot + offset",
+        "slots[offset] = slot",
     ),
     Mutant(
         "first group's block table for all groups",
@@ -308,15 +308,15 @@ MUTANTS = [
     Mutant(
         "metadata keeps the mask of another state",
         "attention/backend.py",
-        "self._plan(step.attn_state, *sizes",
-        "self._plan(type(step.attn_state)(0), *sizes",
+        "self._plan(step.attn_state, num_input_tokens",
+        "self._plan(type(step.attn_state)(0), num_input_tokens",
         ENGINE,
     ),
     Mutant(
         "async: sampled tokens are not scattered",
         "device/staging.py",
-        "        if last_samples is not None:\n",
-        "        if False:\n",
+        "        if last_samples is not None:  #",
+        "        if False:  #",
         ENGINE,
     ),
     Mutant(
@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant(
         "seq_lens not bound",
         "runner/upstream_buffers.py",
-        '        namespace["seq_lens"] = device.seq_lens\n',
+        '            "seq_lens": device.seq_lens,\n',
         "",
         ENGINE,
     ),
@@ -647,8 +647,8 @@ MUTANTS = [
     Mutant(
         "npu: stale block table",
         "device/staging.py",
-        "        if step.num_block_changes:\n",
-        "        if False:\n",
+        "        if num_changes:  #",
+        "        if False:  #",
         FIA,
     ),
     Mutant(

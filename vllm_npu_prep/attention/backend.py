@@ -93,8 +93,8 @@ class AscendAttentionBackend(AttentionBackend):
         return attn_type in ATTN_TYPES
 
 
-class AttendedRequests(NamedTuple):
-    """The requests that a group's layers see, as `AscendMetadata` has them."""
+class VirtualRequests(NamedTuple):
+    """The requests that a group with chunks sees, as `AscendMetadata` has them."""
 
     query_start_loc: torch.Tensor
     query_start_loc_np: np.ndarray
@@ -106,35 +106,21 @@ class AttendedRequests(NamedTuple):
     max_seq_len: int
 
 
-def attended_requests(
-    step: PreparedStep, staged: StagedArrays, are_virtual: bool
-) -> AttendedRequests:
-    """The step's requests; the layout has exactly the rows that attention sees.
+def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequests:
+    """The virtual requests of a step (`vllm_npu_prep.prep.local_attention`).
+
+    Only full graphs see the padding rows after these.
 
     Parameters
     ----------
     step, staged
         The prepared step and its arrays.
-    are_virtual
-        Whether layers see virtual requests (`vllm_npu_prep.prep.local_attention`); only full
-        graphs see the padding rows after these.
     """
     arrays, host, local = staged.device, staged.np, step.local
-    if not are_virtual:
-        return AttendedRequests(
-            arrays.query_start_loc,
-            host.query_start_loc,
-            arrays.seq_lens,
-            host.seq_lens,
-            arrays.num_computed_tokens,
-            step.batch.num_reqs,
-            step.max_query_len,
-            step.max_seq_len,
-        )
     assert local is not None
     in_full_graph = step.padding.mode is GraphMode.FULL
     num_rows = len(host.chunk_local_seq_lens) if in_full_graph else local.num_reqs
-    return AttendedRequests(
+    return VirtualRequests(
         arrays.chunk_local_query_start_loc[: num_rows + 1],
         host.chunk_local_query_start_loc[: num_rows + 1],
         arrays.chunk_local_seq_lens[:num_rows],
@@ -247,18 +233,30 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         masks
             Masks that other groups made for this step; this group's mask is added.
         """
-        arrays, num_input_tokens = staged.device, step.padding.num_input_tokens
-        has_chunks = self.attention_chunk_size is not None
-        requests = attended_requests(step, staged, has_chunks)
-        if has_chunks:
+        arrays, host, batch, padding = staged.device, staged.np, step.batch, step.padding
+        num_input_tokens = padding.num_input_tokens
+        requests: tuple[Any, ...]  # in the order of `VirtualRequests`
+        if self.attention_chunk_size is None:
+            requests = (  # the layout has exactly the rows that attention sees
+                arrays.query_start_loc,
+                host.query_start_loc,
+                arrays.seq_lens,
+                host.seq_lens,
+                arrays.num_computed_tokens,
+                batch.num_reqs,
+                step.max_query_len,
+                step.max_seq_len,
+            )
+        else:
+            requests = virtual_requests(step, staged)
             assert block_table is not None
             block_table = block_table[: len(requests.seq_lens_np)]
         plan = self._plans_of_any_size[step.attn_state]
         if plan is not None:
             mask = self.masks.constant() if plan.kind is MaskKind.COMPRESSED else None
         else:
-            sizes = num_input_tokens, requests.max_seq_len
-            plan = self._plan(step.attn_state, *sizes, self.causal)
+            max_seq_len = requests[-1]
+            plan = self._plan(step.attn_state, num_input_tokens, max_seq_len, self.causal)
             mask = masks.get(plan)
             if mask is None:
                 positions = arrays.positions[: step.total_num_scheduled_tokens]
@@ -269,12 +267,12 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             block_table,
             None if block_table is None else arrays.slot_mappings[group],
             *requests,  # in the order of its fields: by name, this takes three times as long
-            num_actual_tokens=step.batch.total_num_scheduled_tokens,
-            num_input_tokens=num_input_tokens,
-            sliding_window=plan.sliding_window,
-            attention_chunk_size=self.attention_chunk_size,
-            causal=self.causal,
-            in_full_graph=step.padding.mode is GraphMode.FULL,
+            batch.total_num_scheduled_tokens,
+            num_input_tokens,
+            plan.sliding_window,
+            self.attention_chunk_size,
+            self.causal,
+            padding.mode is GraphMode.FULL,
         )
 
     def build(

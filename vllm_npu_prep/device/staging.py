@@ -46,7 +46,7 @@ class DeviceArrays(Arrays[torch.Tensor]):
         self.slot_mappings = self.slot_mapping.unbind()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagedArrays:
     """The arrays of one layout in a pinned buffer and on the device."""
 
@@ -147,28 +147,22 @@ class StagingRing:
             int32 ``[num_targets]``: the last step's samples if they are on the device only
             (asynchronous scheduling), in the order of ``sampled_token_targets``.
         """
-        nbytes = step.layout.nbytes(step.batch.num_targets, step.num_block_changes)
+        layout, device, num_changes = step.layout, self.device, step.num_block_changes
+        num_targets = step.batch.num_targets
+        nbytes = layout.nbytes(num_targets, num_changes)
         self.submit(nbytes)
-        if last_samples is not None:
-            self._scatter_samples(step.layout, last_samples)
-        if step.num_block_changes:
-            self._scatter_block_changes(step)
+        if last_samples is None and not num_changes:
+            return
+        targets, indices, ids = layout.variable_part(num_targets, num_changes)
+        if last_samples is not None:  # into the token ids and the drafts
+            device.scatter(self._int32, self._int64[targets], device.native(last_samples))
+        if num_changes:  # into the block tables of all groups
+            device.scatter(self._block_tables, self._int64[indices], self._int32[ids])
 
     def submit(self, nbytes: int) -> None:
         """Copy the first `nbytes` of the buffer to the device: the one copy of a step."""
         self._copies[self.turn](nbytes)
         self.slots[self.turn].event = self.device.record_event()
-
-    def _scatter_samples(self, layout: StepLayout, last_samples: torch.Tensor) -> None:
-        """Write the last step's samples into the token ids and the drafts."""
-        targets, _, _ = layout.variable_part(len(last_samples), 0)
-        values = self.device.native(last_samples)
-        self.device.scatter(self._int32, self._int64[targets], values)
-
-    def _scatter_block_changes(self, step: PreparedStep) -> None:
-        """Write new entries into the block tables of all groups."""
-        _, indices, ids = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
-        self.device.scatter(self._block_tables, self._int64[indices], self._int32[ids])
 
 
 def _keep(views: dict[StepLayout, Any], layout: StepLayout, made: object) -> None:

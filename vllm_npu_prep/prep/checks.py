@@ -165,10 +165,10 @@ def check_step_at(
             awaited = end - 1 - num_draft_tokens[req]
         # Two loops: without an exit, the processor compares many tokens at once.
         is_wrong = False
-        for token in range(start, end):
-            token_id = out.input_ids[token]
-            is_wrong |= out.positions[token] != first + token - start
-            is_wrong |= token_id < 0 or token_id >= vocab_size
+        input_ids, positions = out.input_ids[start:end], out.positions[start:end]
+        for offset in range(query_len):
+            is_wrong |= positions[offset] != first + offset
+            is_wrong |= (input_ids[offset] < 0) | (input_ids[offset] >= vocab_size)
         if is_wrong:
             for token in range(start, end):
                 token_id = out.input_ids[token]
@@ -196,9 +196,10 @@ def check_step_at(
             if out.slot_mapping[group, token] != slot + last - block * block_size:
                 return LAST_SLOT, req, token, group
         is_wrong = False
+        slots = out.slot_mapping[group, :start]
         for token in range(start):
-            slot = out.slot_mapping[group, token]
-            is_wrong |= slot < block_size or slot >= num_slots  # below: the null block
+            slot = slots[token]
+            is_wrong |= (slot < block_size) | (slot >= num_slots)  # below: the null block
         if is_wrong:
             for token in range(start):
                 slot = out.slot_mapping[group, token]

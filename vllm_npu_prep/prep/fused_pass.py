@@ -165,10 +165,14 @@ def fill_step(t, step, out):
             out.input_ids[start] = t.token_ids[req, first]
             out.positions[start] = first
         else:
+            # Slices: the compiler sees that no index is negative, and writes many tokens at once.
+            known_ids = t.token_ids[req, first : first + query_len]
+            input_ids = out.input_ids[start : start + query_len]
+            positions = out.positions[start : start + query_len]
             for offset in range(query_len):
-                out.input_ids[start + offset] = t.token_ids[req, first + offset]
+                input_ids[offset] = known_ids[offset]
             for offset in range(query_len):
-                out.positions[start + offset] = first + offset
+                positions[offset] = first + offset
     for draft in range(num_drafts):
         token = out.logits_indices[out.target_logits_indices[draft]] + 1
         out.draft_token_ids[draft] = out.input_ids[token]
@@ -205,8 +209,9 @@ def fill_slots(t, num_reqs, out):
                 block = position // block_size
                 slot = t.block_table_flat[row + block] * block_size + position % block_size
                 in_block = min(seq_len, (block + 1) * block_size) - position
+                slots = out.slot_mapping[group, token : token + in_block]
                 for offset in range(in_block):
-                    out.slot_mapping[group, token + offset] = slot + offset
+                    slots[offset] = slot + offset
                 token += in_block
                 position += in_block
         table += num_rows * width
@@ -220,8 +225,7 @@ def pad(num_reqs, decode_query_len, longest, out):
     """
     num_input_tokens = out.positions.shape[0]
     end = out.query_start_loc[num_reqs]
-    for token in range(end):
-        out.is_padding[token] = False
+    out.is_padding[:end] = False
     if end < num_input_tokens or num_reqs < out.seq_lens.shape[0]:
         write_padding(out, end, num_reqs)
     query_len = longest if decode_query_len == 0 else decode_query_len

@@ -171,8 +171,6 @@ class ModelInputs:
         prompt_embeds
             Prompts given as embeddings, by row.
         """
-        if not (prompt_embeds or self.follows_rows):
-            return False
         prompts = list(prompt_embeds)
         return takes_embeds(tables, num_scheduled_tokens, prompts, self._placeholder_runs)
 

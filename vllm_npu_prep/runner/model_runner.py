@@ -317,10 +317,15 @@ class NPUModelRunner(GPUModelRunner):
         samples: LastSamples,
     ) -> StepBatch:
         """The step as the pure core reads it: views, nothing is copied."""
-        rows, preparer = self.input_batch, self.preparer
-        if self.inputs.follows_rows:
+        rows, preparer, inputs = self.input_batch, self.preparer, self.inputs
+        takes_embeds = False
+        if inputs.follows_rows:
             new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-            self.inputs.follow_rows(rows.req_ids, new, self.requests)
+            inputs.follow_rows(rows.req_ids, new, self.requests)
+        if inputs.follows_rows or rows.req_prompt_embeds:
+            takes_embeds = inputs.takes_embeds(
+                preparer.tables, num_scheduled_tokens, rows.req_prompt_embeds
+            )
         num_draft_tokens = preparer.no_drafts
         if drafts := scheduler_output.scheduled_spec_decode_tokens:
             num_draft_tokens = self.speculation.num_draft_tokens(drafts, rows.req_ids)
@@ -332,7 +337,7 @@ class NPUModelRunner(GPUModelRunner):
             self.block_tables.previous_rows,
             samples.num_rows,
             samples.num_drafts,
-            self.inputs.takes_embeds(preparer.tables, num_scheduled_tokens, rows.req_prompt_embeds),
+            takes_embeds,
         )
 
     def _begin_step(self, in_flight: StepInFlight) -> None:
@@ -509,8 +514,7 @@ class NPUModelRunner(GPUModelRunner):
 
     # ----------------------------------------------------------------- after the forward pass
 
-    @torch.inference_mode()  # `inference_mode` without a call, upstream's, isn't a method to mypy
-    def sample_tokens(  # type: ignore[override]
+    def sample_tokens(  # type: ignore[override]  # upstream's decorator isn't a method to mypy
         self, *args: Any, **kwargs: Any
     ) -> ModelRunnerOutput:
         """As upstream's, whose asynchronous output creates a stream event.

@@ -119,7 +119,7 @@ class StepPadding:
         self.depends_on_counts_only = depends_on_counts_only
         self.counts = StepCounts()
         self.cache_limits: CacheLimits | None = None
-        self._kept: dict[Counts, Decision] = {}
+        self._kept: dict[tuple[int, ...], Decision] = {}  # by `Counts`
 
     def decide(self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int) -> Decision:
         """Decide the padding of a step and count the step.
@@ -137,7 +137,7 @@ class StepPadding:
         max_query_len = 1
         if num_tokens != num_reqs:
             max_query_len = int(batch.num_scheduled_tokens.max())
-        counts = Counts(
+        counts = (  # a `Counts`, which takes longer to make than to look up
             False,
             batch.takes_embeds,
             num_tokens,
@@ -146,12 +146,12 @@ class StepPadding:
             num_encoder_reqs,
             num_active_loras,
         )
-        decision = self._kept.get(counts) or self._decide(batch, counts)
+        decision = self._kept.get(counts) or self._decide(batch, Counts(*counts))
         limits = self.cache_limits
         in_full_graph = decision.padding.mode is GraphMode.FULL
         if limits is not None and in_full_graph and not limits.allow(batch, decision.padding):
-            counts = counts._replace(eager=True)
-            decision = self._kept.get(counts) or self._decide(batch, counts)
+            counts = True, *counts[1:]
+            decision = self._kept.get(counts) or self._decide(batch, Counts(*counts))
         self.counts.add(decision.kind)
         return decision
 

@@ -137,8 +137,10 @@ class Speculation:
             Views of the step's arrays.
         """
         if not self.num_spec_tokens:
-            logits_indices = arrays.logits_indices
-            return _leading(logits_indices, step.num_logits, step.layout.max_logits), None, 1
+            logits_indices, num_logits = arrays.logits_indices, step.num_logits
+            if num_logits != step.layout.max_logits:
+                logits_indices = logits_indices[:num_logits]
+            return logits_indices, None, 1
         num_reqs, num_drafts, layout = step.num_reqs, step.num_drafts, step.layout
         drafts, reqs = (num_drafts, layout.max_drafts), (num_reqs, layout.num_reqs_padded)
         metadata = SpecDecodeMetadata(

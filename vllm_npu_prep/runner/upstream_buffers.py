@@ -1,12 +1,13 @@
 """Binds upstream's buffers to a step's arrays, and restores them."""
 
+import copy
 from collections.abc import Container
 from typing import Any
 
 import torch
 from vllm.v1.utils import CpuGpuBuffer
 
-from vllm_npu_prep.device.staging import StagedArrays
+from vllm_npu_prep.device.staging import CACHED_LAYOUTS, StagedArrays
 
 GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
 """Names of the buffers that a graph reads."""
@@ -22,8 +23,8 @@ class UpstreamBuffers:
     positions, seq_lens, num_computed_tokens, optimistic_seq_lens_cpu
         Tensors among them, which are replaced.
     input_ids, query_start_loc, discard_request_mask, mrope_positions
-        Buffers among them, whose host and device sides are replaced. The last one exists only if
-        the model has M-RoPE.
+        Buffers among them, which are replaced, too: by copies with other sides. The last one
+        exists only if the model has M-RoPE.
     """
 
     def __init__(
@@ -40,40 +41,45 @@ class UpstreamBuffers:
         mrope_positions: CpuGpuBuffer | None,
     ) -> None:
         self._namespace = namespace
-        self._tensors = {
+        self._own: dict[str, Any] = {
+            "input_ids": input_ids,
+            "query_start_loc": query_start_loc,
+            "discard_request_mask": discard_request_mask,
             "positions": positions,
             "seq_lens": seq_lens,
             "num_computed_tokens": num_computed_tokens,
             "optimistic_seq_lens_cpu": optimistic_seq_lens_cpu,
         }
-        buffers = {
-            "input_ids": input_ids,
-            "query_start_loc": query_start_loc,
-            "discard_request_mask": discard_request_mask,
-            "mrope_positions": mrope_positions,
-        }
-        self._sides = {name: (each, vars(each).copy()) for name, each in buffers.items() if each}
-        self._input_ids = input_ids
-        self._query_start_loc = query_start_loc
-        self._discard_request_mask = discard_request_mask
-        self._mrope_positions = mrope_positions
+        if mrope_positions is not None:
+            self._own["mrope_positions"] = mrope_positions
+        self._of_step: dict[StagedArrays, dict[str, Any]] = {}
 
     def bind(self, staged: StagedArrays) -> None:
-        """Point every name at the arrays of a step."""
+        """Point every name at the arrays of a step: one update, of names that are kept."""
+        names = self._of_step.get(staged)
+        if names is None:
+            if len(self._of_step) == CACHED_LAYOUTS:
+                self._of_step.clear()
+            names = self._of_step[staged] = self._names_of(staged)
+        self._namespace.update(names)
+
+    def _names_of(self, staged: StagedArrays) -> dict[str, Any]:
+        """What each name stands for in steps of these arrays."""
         host, cpu, device = staged.np, staged.cpu, staged.device
-        ids, starts, discard = self._input_ids, self._query_start_loc, self._discard_request_mask
-        ids.gpu, ids.cpu, ids.np = device.input_ids, cpu.input_ids, host.input_ids
-        starts.gpu, starts.cpu = device.query_start_loc, cpu.query_start_loc
-        starts.np = host.query_start_loc
-        discard.gpu, discard.cpu = device.discard_request_mask, cpu.discard_request_mask
-        discard.np = host.discard_request_mask
-        if self._mrope_positions is not None:
-            self._mrope_positions.gpu = device.mrope_positions
-        namespace = self._namespace
-        namespace["positions"] = device.positions
-        namespace["seq_lens"] = device.seq_lens
-        namespace["num_computed_tokens"] = device.num_computed_tokens
-        namespace["optimistic_seq_lens_cpu"] = cpu.seq_lens
+        names: dict[str, Any] = {
+            "positions": device.positions,
+            "seq_lens": device.seq_lens,
+            "num_computed_tokens": device.num_computed_tokens,
+            "optimistic_seq_lens_cpu": cpu.seq_lens,
+        }
+        for name in ("input_ids", "query_start_loc", "discard_request_mask"):
+            buffer = names[name] = copy.copy(self._own[name])
+            buffer.gpu, buffer.cpu = getattr(device, name), getattr(cpu, name)
+            buffer.np = getattr(host, name)
+        if "mrope_positions" in self._own:
+            buffer = names["mrope_positions"] = copy.copy(self._own["mrope_positions"])
+            buffer.gpu = device.mrope_positions
+        return names
 
     def restore(self, leave: Container[str] = ()) -> None:
         """Point every name at upstream's own memory, which has the largest sizes.
@@ -83,9 +89,6 @@ class UpstreamBuffers:
         leave
             Names that are not changed.
         """
-        for name, tensor in self._tensors.items():
+        for name, own in self._own.items():
             if name not in leave:
-                self._namespace[name] = tensor
-        for name, (buffer, sides) in self._sides.items():
-            if name not in leave:
-                vars(buffer).update(sides)
+                self._namespace[name] = own
