@@ -26,7 +26,8 @@ here: about a fifth of its time.
 
 Our steps are counted for metrics and cheaply checked, as they are by default (``--check off``: not
 checked), and with ``--record`` the last 64 are kept for a record. ``--looks`` times each of these
-by itself: ``count_us``, ``check_us``, ``keep_us``, and in percent of our step.
+by itself: ``count_us``, ``check_us``, ``keep_us``, and in percent of our step. The cheap check is
+a part of the fused pass: ``check_us`` is only what is left of it afterwards.
 
 ``--thread-time`` counts the time that the thread ran instead of the time that passed: for machines
 on which others work, too. It leaves out waiting for torch's other threads.

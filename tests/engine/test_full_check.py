@@ -12,6 +12,7 @@ from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_out
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.violation import StepCheckError
+from vllm_npu_prep.prep.checks import NOT_CHECKED
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.runner import model_runner
 
@@ -236,6 +237,7 @@ def in_step(monkeypatch, fault):
     def planted(*args):
         step = prepare_step(*args)
         fault(step)
+        step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
         return step
 
     monkeypatch.setattr(model_runner, "prepare_step", planted)

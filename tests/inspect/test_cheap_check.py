@@ -1,6 +1,7 @@
 """The cheap check: silent on whatever is prepared, and loud on each kind of fault, by name."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import RandomBatch, local_step, random_batches
-from vllm_npu_prep.observe.check import RULES, explain_fault
-from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.checks import Rule, find_fault
+from vllm_npu_prep.observe.check import RULES, StepCheck, explain_fault
+from vllm_npu_prep.observe.violation import StepCheckError
+from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
+from vllm_npu_prep.prep.checks import NOT_CHECKED, Rule, find_fault
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode
 
@@ -69,6 +71,35 @@ def message(step: PreparedStep) -> str:
     error = explain_fault(step, limits(step), fault, REQ_IDS)
     assert error.rule == RULES[fault.rule][0]
     return str(error)
+
+
+def test_the_pass_that_writes_a_step_checks_it():
+    """What it says is put into words later; without limits it says nothing."""
+    requests = [OracleRequest(9, 1, 4, list(range(10)), [3, 1, 2])]
+    step = owned(RandomBatch(requests, 4, 40, None, None, True).step())
+    told = limits(step)
+    assert step.rule == NOT_CHECKED
+    check = StepCheck(VOCAB, told[1:].tolist())
+
+    def written() -> PreparedStep:
+        return prepare_step(replace(step.batch, check_limits=told), step.padding)
+
+    def verify(written: PreparedStep) -> None:
+        batch = SimpleNamespace(req_ids=REQ_IDS)
+        flight = SimpleNamespace(step=written)
+        check.verify(SimpleNamespace(in_flight=flight, input_batch=batch), None)
+
+    right = written()
+    assert right.rule == Rule.HOLDS
+    verify(right)
+    step.batch.tables.token_ids[0, 9] = VOCAB
+    wrong = written()
+    assert wrong.rule == Rule.VOCABULARY
+    with pytest.raises(StepCheckError, match=f"request one, token 0: given {VOCAB}"):
+        verify(wrong)
+    step.batch.tables.token_ids[0, 9] = VOCAB - 1
+    step.batch.tables.num_blocks[0, 0] = 1
+    assert written().rule == Rule.BLOCKS
 
 
 def beyond_max_model_len(step):

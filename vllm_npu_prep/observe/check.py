@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
-from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
+from vllm_npu_prep.prep.checks import HOLDS, Fault, Rule, find_fault
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -31,12 +31,16 @@ class StepCheck:
     ----------
     limits, limits_with_embeds
         Arguments of `find_fault` for steps of token ids and for steps with embeddings.
+    limits_in_pass
+        Those with which steps of token ids are checked as they are written
+        (`StepBatch.check_limits`).
     """
 
     def __init__(self, vocab_size: int, num_slots: list[int]) -> None:
         self.limits = np.array([vocab_size, *num_slots], np.int64)
         self.limits_with_embeds = self.limits.copy()
         self.limits_with_embeds[0] = 1 << 31
+        self.limits_in_pass = self.limits
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
         """Learn what the scheduler decided, before the runner's tables do."""
@@ -50,6 +54,8 @@ class StepCheck:
             Names the rule, the request, the token, what was given and what is allowed.
         """
         step = runner.in_flight.step
+        if step.rule == HOLDS and step.local is None:
+            return
         limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
         fault = find_fault(step, limits)
         if fault is not None:

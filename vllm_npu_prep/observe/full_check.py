@@ -20,6 +20,7 @@ from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
 from vllm_npu_prep.observe.violation import expect, given_allowed
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
+from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import (
     OracleRequest,
@@ -61,6 +62,7 @@ class FullCheck(StepCheck):
 
     def __init__(self, vocab_size: int, num_slots: list[int], ledger: SlotLedger) -> None:
         super().__init__(vocab_size, num_slots)
+        self.limits_in_pass = NO_LIMITS  # it looks at steps as they are launched, not earlier
         self.ledger = ledger
         self._sent: tuple[Any, int, int] | None = None  # a staging buffer as it was sent
         self._compressed_mask: np.ndarray | None = None

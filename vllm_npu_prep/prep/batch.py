@@ -12,7 +12,7 @@ from vllm_npu_prep.prep.bookkeeping import (
     append_verified_tokens,
     write_draft_tokens,
 )
-from vllm_npu_prep.prep.checks import find_fault
+from vllm_npu_prep.prep.checks import NO_LIMITS, NOT_CHECKED, find_fault
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.latent import LatentSplit, LatentStep, split_prefills
 from vllm_npu_prep.prep.layout import (
@@ -45,6 +45,8 @@ class StepBatch:
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 if they are not on the device
     num_sampled_drafts: int = 0  # drafts after the sample of each of these rows
     takes_embeds: bool = False  # the model gets embeddings (`vllm_npu_prep.prep.embeds`)
+    # [1 + num_groups] int64: the step is checked as soon as it is written (`checks.find_fault`)
+    check_limits: np.ndarray = field(default_factory=lambda: NO_LIMITS)
     num_reqs: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class PreparedStep(Arrays[np.ndarray]):
     num_block_changes: int  # block-table entries that travel with the step
     local: LocalRequests | None = None  # virtual requests of chunked local attention
     latent: LatentStep | None = None  # decodes, prefills and context chunks of latent attention
+    rule: int = NOT_CHECKED  # that the step broke when it was written (`checks.Rule`); 0: none
 
     # --- scalars
     @property
@@ -279,19 +282,23 @@ def prepare_step(
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_table_flat))
         arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
-    max_query_len, max_seq_len, num_logits, flags, num_block_changes = fill_step_at(
+    in_full_graph = padding.mode is GraphMode.FULL
+    max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule = fill_step_at(
         tables.addresses,
         arrays.addresses,
+        batch.check_limits,
         batch.num_scheduled_tokens,
         batch.num_draft_tokens,
         batch.previous_rows,
         batch.num_sampled_rows,
         batch.num_sampled_drafts,
+        batch.total_num_scheduled_tokens,
         padding.decode_query_len,
+        in_full_graph,
     )
     if tables.mrope is not None:
         tables.mrope.fill(batch.num_reqs, arrays)
-    if padding.mode is GraphMode.FULL:
+    if in_full_graph:
         attn_state = captured_state(padding.decode_query_len)
     else:
         attn_state = attention_state(flags, tables.chunked_prefill)
@@ -307,6 +314,7 @@ def prepare_step(
         num_block_changes,
         _local_requests(batch, padding, arrays) if tables.local is not None else None,
         _latent_step(batch, tables.latent, arrays) if tables.latent is not None else None,
+        rule,
     )
 
 

@@ -20,7 +20,7 @@ from numba.np.arrayobj import populate_array
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ArrayType, Level, PaddingRule
 
-SOURCES = ("arrays.py", "compiled.py", "state.py", "tables.py")
+SOURCES = ("arrays.py", "checks.py", "compiled.py", "state.py", "tables.py")
 """Files of this folder that change what functions in other files compile to."""
 
 

@@ -10,6 +10,7 @@ many requests at once. One loop over everything took twice the time.
 from collections import namedtuple
 
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, NULL_BLOCK_ID, PADDING_ROWS
+from vllm_npu_prep.prep.checks import NOT_CHECKED, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
@@ -38,14 +39,20 @@ StepInputs = namedtuple(
 def fill_step_at(
     tables,  # int64, `vllm_npu_prep.prep.tables.BatchTables.addresses`
     arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
+    limits,  # int64, of `vllm_npu_prep.prep.checks.find_fault`; empty: the step is not checked
     num_scheduled_tokens,
     num_draft_tokens,
     previous_rows,
     num_sampled_rows,
     num_sampled_drafts,
+    total_num_scheduled_tokens,
     decode_query_len,
+    in_full_graph,
 ):
-    """`fill_step` by address: unboxing two dozen arrays costs as much as the pass itself."""
+    """`fill_step` by address: unboxing two dozen arrays costs as much as the pass itself.
+
+    Returns what `fill_step` does, and the rule that the step breaks (`checks.Rule`).
+    """
     step = StepInputs(
         num_scheduled_tokens,
         num_draft_tokens,
@@ -54,7 +61,26 @@ def fill_step_at(
         num_sampled_drafts,
         decode_query_len,
     )
-    return fill_step(tables_of(tables), step, arrays_of(arrays))
+    max_query_len, max_seq_len, num_logits, flags, num_block_changes = fill_step(
+        tables_of(tables), step, arrays_of(arrays)
+    )
+    rule = NOT_CHECKED
+    if limits.shape[0] > 0:
+        rule = check_step_at(
+            tables,
+            arrays,
+            limits,
+            num_scheduled_tokens,
+            num_draft_tokens,
+            previous_rows,
+            num_sampled_rows,
+            total_num_scheduled_tokens,
+            max_query_len,
+            max_seq_len,
+            num_logits,
+            in_full_graph,
+        )[0]
+    return max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule
 
 
 @inlined

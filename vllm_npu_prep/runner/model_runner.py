@@ -49,6 +49,7 @@ from vllm_npu_prep.ops import replace_modules
 from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
@@ -318,7 +319,7 @@ class NPUModelRunner(GPUModelRunner):
     ) -> StepBatch:
         """The step as the pure core reads it: views, nothing is copied."""
         rows, preparer, inputs = self.input_batch, self.preparer, self.inputs
-        takes_embeds = False
+        takes_embeds, check = False, self.step_check
         if inputs.follows_rows:
             new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
             inputs.follow_rows(rows.req_ids, new, self.requests)
@@ -338,6 +339,7 @@ class NPUModelRunner(GPUModelRunner):
             samples.num_rows,
             samples.num_drafts,
             takes_embeds,
+            NO_LIMITS if check is None or takes_embeds else check.limits_in_pass,
         )
 
     def _begin_step(self, in_flight: StepInFlight) -> None:
