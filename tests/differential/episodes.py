@@ -24,6 +24,7 @@ from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.lora import make_adapter
+from tests.helpers.mixtures import MIXTURES
 from tests.helpers.watch import count_preemptions
 
 VOCAB = 512
@@ -183,6 +184,25 @@ class Episode:
             int8 = str(np.random.default_rng((seed, 10)).choice(formats))
         return cls(seed, family, settings, reordered, int8)
 
+    @classmethod
+    def draw_for_device(cls, seed: int) -> "Episode":
+        """Draw an engine with experts that an NPU serves: without drafts, which have other cases.
+
+        Its sizes are those that fused attention takes.
+        """
+        drawn, rng = cls.draw(seed), np.random.default_rng((seed, 26))
+        family = str(rng.choice(list(MIXTURES)))
+        left_out = ("speculative_config", "enable_prompt_embeds", "runner", "convert")
+        left_out += ("enable_lora", "max_loras", "max_cpu_loras", "disable_hybrid_kv_cache_manager")
+        settings = {name: v for name, v in drawn.settings.items() if name not in left_out}
+        settings |= {
+            "dtype": "float16",
+            "block_size": 128,
+            "num_gpu_blocks_override": -(-MAX_MODEL_LEN // 128) + int(rng.integers(2, 9)),
+            "additional_config": {"npu_prep": {"attention": str(rng.choice(["fia", "atb"]))}},
+        }
+        return cls(seed, family, settings)
+
     def parts(self) -> set[str]:
         """What of an engine it has, in a few words each."""
         settings = self.settings
@@ -230,6 +250,16 @@ def model_of(family: str) -> Path:
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
     return folder
+
+
+@cache
+def mixture_of(family: str) -> Path:
+    """A random mixture of experts whose sizes suit an NPU, with the same tokenizer."""
+    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-"))
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return make_model(folder, family, vocab_size=VOCAB, **ids, **MIXTURES[family])
 
 
 @cache
@@ -513,9 +543,13 @@ def play(episode: Episode, steps: int) -> Traffic:
         drafts = settings["speculative_config"] = dict(drafts)
         if "model" in drafts:
             drafts["model"] = str(drafter_of(family, drafts["method"], drafts["model"]))
+    if episode.settings.get("dtype") == "float16":
+        model = mixture_of(family)
+    else:
+        model = int8_of(family, episode.int8) if episode.int8 else model_of(family)
     with (
         engine(
-            int8_of(family, episode.int8) if episode.int8 else model_of(family),
+            model,
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=False,
             structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},

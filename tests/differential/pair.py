@@ -12,8 +12,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.differential.upstream import UpstreamRunner
 
-GREATEST_LOGITS_DIFFERENCE = 1e-4
-"""Padding of a graph changes how a product of matrices is cut, hence the last bits."""
+GREATEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 0.02}
+"""Of logits, by the model's dtype.
+
+Padding of a graph changes how a product of matrices is cut, hence the last bits.
+"""
 
 
 class DisagreementError(AssertionError):
@@ -191,13 +194,17 @@ class Pair:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ours, name)
 
+    def close(self, name: str, ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+        """As near as the model's dtype allows."""
+        close(name, ours, theirs, GREATEST_DIFFERENCE[self.ours.dtype])
+
     @contextlib.contextmanager
     def running(self, runner: Any) -> Iterator[None]:
         """Bind the runner's cache to the layers; random numbers start anew for both."""
         layers = self.ours.compilation_config.static_forward_context
         for name, cache in self.caches[runner].items():
             layers[name].kv_cache = cache
-        torch.default_generator.manual_seed(self.steps)
+        torch.manual_seed(self.steps)  # that of an NPU, too
         yield
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +253,7 @@ class Pair:
         with self.running(self.ours):
             ours = self.ours.sample_tokens(grammar_output)
         mine, others = (self.watched[each].logits for each in (self.ours, self.upstream))
-        close("logits", flat([mine]), flat([others]))
+        self.close("logits", flat([mine]), flat([others]))
         self._compare_drafts()
         return self._compare_results(ours, theirs)
 
@@ -256,7 +263,7 @@ class Pair:
         check("draft passes", len(ours), len(theirs))
         for index, (mine, others) in enumerate(zip(ours, theirs)):
             name = f"hidden_states of draft pass {index}"
-            close(name, flat([mine.pop("hidden_states")]), flat([others.pop("hidden_states")]))
+            self.close(name, flat([mine.pop("hidden_states")]), flat([others.pop("hidden_states")]))
             for name in mine:
                 check(f"{name} of draft pass {index}", mine[name], others[name])
         check(
@@ -265,7 +272,7 @@ class Pair:
         for name in ("_draft_prob_req_ids", "prev_num_spec_tokens"):
             check(name, getattr(self.ours, name), getattr(self.upstream, name))
         probs = self.ours._draft_probs, self.upstream._draft_probs
-        close("draft probabilities", *(flat([each]) for each in probs))
+        self.close("draft probabilities", *(flat([each]) for each in probs))
 
     def take_draft_token_ids(self) -> Any:
         ours, theirs = self.ours.take_draft_token_ids(), self.upstream.take_draft_token_ids()
@@ -294,12 +301,12 @@ class Pair:
         for name in ("req_ids", "req_id_to_index", "sampled_token_ids"):
             check(name, getattr(ours, name), getattr(theirs, name))
         check("pooled", is_there(ours.pooler_output), is_there(theirs.pooler_output))
-        close("pooled", flat(ours.pooler_output), flat(theirs.pooler_output))
-        close("logprobs", flat(ours.logprobs), flat(theirs.logprobs))
+        self.close("pooled", flat(ours.pooler_output), flat(theirs.pooler_output))
+        self.close("logprobs", flat(ours.logprobs), flat(theirs.logprobs))
         mine, others = ours.prompt_logprobs_dict, theirs.prompt_logprobs_dict
         check("requests with prompt logprobs", sorted(mine), sorted(others))
         for req_id in mine:
-            close("prompt logprobs", flat(mine[req_id]), flat(others[req_id]))
+            self.close("prompt logprobs", flat(mine[req_id]), flat(others[req_id]))
         self.on_output(ours, drafts)
 
 
@@ -321,10 +328,10 @@ def check(name: str, ours: Any, theirs: Any) -> None:
         raise DisagreementError(f"{name}: ours {ours!r}, upstream's {theirs!r}")
 
 
-def close(name: str, ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+def close(name: str, ours: list[np.ndarray], theirs: list[np.ndarray], difference: float) -> None:
     check(f"shapes of {name}", [a.shape for a in ours], [a.shape for a in theirs])
     for mine, other in zip(ours, theirs):
-        if not np.allclose(mine, other, rtol=1e-4, atol=GREATEST_LOGITS_DIFFERENCE):
+        if not np.allclose(mine, other, rtol=1e-4, atol=difference):
             raise DisagreementError(f"{name}: ours {mine}, upstream's {other}")
 
 
@@ -336,7 +343,8 @@ def flat(values: Any) -> list[np.ndarray]:
     """Numbers of a (named) tuple or list of arrays, tensors, lists and Nones."""
     if values is None:
         return []
-    return [np.asarray(value, np.float64) for value in values if value is not None]
+    on_host = [v.cpu() if torch.is_tensor(v) else v for v in values if v is not None]
+    return [np.asarray(value, np.float64) for value in on_host]
 
 
 def as_lists(values: Any) -> Any:

@@ -150,7 +150,8 @@ class UpstreamRunner(GPUModelRunner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Generators of the CPU can't be set back, as upstream does where it drops the sample."""
         generators, held = self.input_batch.generators, {}
-        for row in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]):
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        for row in np.flatnonzero(discarded & self.prep_device.computes_on_host):
             if int(row) in generators:
                 held[int(row)] = generators.pop(int(row))
         with self.prep_device.host_streams():

@@ -15,6 +15,8 @@ SUITES = under_every_profile(
         "int8": suite("quantization"),
         "experts": suite("experts"),
         "expert budgets": suite("expert_budgets"),
+        "episodes": suite("episodes"),
+        "more episodes": suite("more_episodes"),
     },
     "fused",
     "fused families",
