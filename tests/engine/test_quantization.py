@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, greedy_tokens
 from tests.helpers.latent import LATENT, V3_EXPERTS
@@ -96,7 +97,7 @@ def test_static_scales_beside_biases(tmp_path, seed, name):
 
 LATENT_FORMATS = {
     "compressed-tensors": ("compressed-tensors", False, ()),
-    "ModelSlim, dynamic": ("modelslim", False, ("kv_b_proj",)),  # as msModelSlim leaves it
+    "ModelSlim, dynamic": ("modelslim", False, ("kv_b_proj",)),  # as vllm-ascend wants it
     "ModelSlim, static": ("modelslim", True, ()),
 }
 
@@ -162,6 +163,24 @@ def forget(folder, pattern):
     quantization = config["quantization_config"]
     quantization["ignore"] = [each for each in quantization["ignore"] if pattern not in each]
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_float_drafters_draft_for_an_int8_model(qwen3, int8, tmp_path, seed, method):
+    """In ModelSlim's format, whose description says nothing of the drafter."""
+    if method == "eagle":
+        make_eagle_head(tmp_path, qwen3, method)
+    else:
+        disturb_model(tmp_path, qwen3, share=0.05)
+    prompts = prompts_of(seed, [3, 40, 17])
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
+    with engine(int8["ModelSlim, static"], speculative_config=drafts) as llm:
+        verified = count_verified(llm)
+        got = generate(llm, prompts, greedy(12))
+    rounded = rounded_model(qwen3, int8["ModelSlim, static"])
+    assert got == greedy_tokens(rounded, prompts, 12)
+    print(dict(verified))
+    assert verified["accepted"] + verified["rejected"] > 0
 
 
 def test_the_description_is_found_without_a_flag(int8):

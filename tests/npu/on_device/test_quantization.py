@@ -6,6 +6,7 @@ import torch
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import MODEL, forget_layers, settings
+from tests.helpers.latent import LATENT_ON_NPUS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import (
     QUANTIZE,
@@ -21,6 +22,9 @@ from vllm_npu_prep.verify import int8 as int8_probes
 BUDGET = {"Qwen3": 14, "Llama": 12}
 """Launches of a layer, with copies: two more than of the float layer. One rounds the input of the
 attention's last projection; one copies V out of the projection, which int8 products don't split."""
+
+LATENT = {"launches": 22, "hidden_copies": 8}
+"""Of a dense latent layer, which runs vLLM's code; a float one takes 16 with its MLP."""
 
 FORMATS = {
     "compressed-tensors": ("compressed-tensors", False),
@@ -111,6 +115,16 @@ def test_static_scales_beside_float_biases(tmp_path, seed, form):
         make_static(model, tmp_path / "int8", symmetric=False)
     worst, _ = distance(model, tmp_path / "int8", "float16", seed)
     assert worst < BOUND["float16"]
+
+
+def test_latent_layers(tmp_path, seed):
+    """Of DeepSeek V3, dense; what decodes absorb is int8 in the files, too."""
+    config = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
+    model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    worst, counts = distance(model, tmp_path / "int8", "bfloat16", seed)
+    assert worst < BOUND["bfloat16"]
+    assert counts == LATENT
 
 
 FAMILIES = {
