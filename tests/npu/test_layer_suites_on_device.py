@@ -18,6 +18,7 @@ SUITES = under_every_profile(
     },
     "fused",
     "fused families",
+    "latent",
 )
 
 
