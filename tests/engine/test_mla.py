@@ -10,7 +10,14 @@ from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.latent import GROUPED_EXPERTS, LATENT, V3_EXPERTS
+from tests.helpers.latent import (
+    GLM_FLASH,
+    GROUPED_EXPERTS,
+    KIMI_K2,
+    LATENT,
+    V3_EXPERTS,
+    as_kimi_k2,
+)
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_preemptions, count_states
 from vllm_npu_prep.cli import main
@@ -80,6 +87,28 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
     assert (planes, shapes) == (4, {(16, 1, 24), (16, 1, 8)}), "latent rows and rotated keys"
     assert runs["prefills"] and runs["decodes"] and runs["both"], dict(runs)
     assert runs["chunks"], "contexts of prompts' later chunks are read"
+
+
+@pytest.mark.parametrize("name", ["Kimi K2", "GLM-4.7-Flash"])
+def test_models_of_the_same_layers(tmp_path, seed, name):
+    """Kimi K2 stretches positions by YaRN; GLM-4.7-Flash has five heads and wide values."""
+    is_kimi = name == "Kimi K2"
+    family, config = ("DeepseekV3", KIMI_K2) if is_kimi else ("Glm4MoeLite", GLM_FLASH)
+    sizes = {**LATENT, "q_lora_rank": 20, **({} if is_kimi else {"v_head_dim": 24})}
+    folder = make_model(tmp_path / "model", family, **{**sizes, **config})
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    with engine(
+        as_kimi_k2(folder) if is_kimi else folder,
+        block_size=16,
+        max_num_batched_tokens=48,
+        **graphs("FULL_AND_PIECEWISE", 1, 4, 8),
+    ) as llm:
+        runs = count_halves(runner_of(llm))
+        got = generate(llm, prompts, greedy(16))
+    expected = reference(folder, prompts, 16)
+    assert got == expected
+    check_varied(expected)
+    assert runs["both"] and runs["chunks"], dict(runs)
 
 
 @pytest.mark.parametrize("mask", ["dense", "compressed"])

@@ -17,6 +17,7 @@ FIA_FULL = (f"{ON_NPU}[fia-full]",)
 EXPERTS = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[experts]",)
 DRAFTING = ("tests/ops/test_drafting.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
+LATENT_ON_NPU = COUNTS
 SPECULATION = ("tests/engine/test_speculation.py",)
 MTP = ("tests/engine/test_mtp.py",)
 DRAFTERS = ("tests/examples/test_drafters.py",)
@@ -1311,6 +1312,55 @@ MUTANTS = [
         "query_start_loc[req] - num_decode_tokens",
         "query_start_loc[req]",
         ("tests/prep/test_latent.py",),
+    ),
+    Mutant(
+        "context chunks on NPUs are not merged",
+        "attention/kernels/latent_fia.py",
+        "        return Attended(output.view_as(first.output), lse.view_as(first.lse))\n",
+        "        return first\n",
+        LATENT_ON_NPU,
+    ),
+    Mutant(
+        "context chunks on NPUs are merged as if all weighed the same",
+        "attention/kernels/latent_fia.py",
+        "[part.lse.reshape(-1) for part in parts]",
+        "[part.lse.reshape(-1) * 0 for part in parts]",
+        LATENT_ON_NPU,
+    ),
+    Mutant(
+        "pieces on NPUs are read from the context's begin",
+        "attention/kernels/latent_fia.py",
+        "seq_offset=chunk.starts",
+        "seq_offset=chunk.starts * 0",
+        LATENT_ON_NPU,
+    ),
+    Mutant(
+        "decodes on NPUs read latent rows past a request's length",
+        "attention/kernels/latent_fia.py",
+        "metadata.seq_lens_np.tolist()",
+        "(metadata.seq_lens_np + 1).tolist()",
+        LATENT_ON_NPU,
+    ),
+    Mutant(
+        "joined heads on NPUs get keys that are not rotated",
+        "attention/kernels/latent_fia.py",
+        "torch.cat((key, key_rope), -1)",
+        "torch.cat((key, 0 * key_rope), -1)",
+        LATENT_ON_NPU,
+    ),
+    Mutant(
+        "heads of zeros stand before the layer's",
+        "attention/kernels/latent.py",
+        "(0, 0, 0, missing)",
+        "(0, 0, missing, 0)",
+        LATENT_ON_NPU,
+    ),
+    Mutant(
+        "keys of fused latent layers are not rotated",
+        "ops/fused_latent.py",
+        "        output = self._attend(query, query_rope, latent, key_rope)\n",
+        "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n",
+        ("tests/npu/test_latent.py::test_tokens_equal_those_of_the_fallback[9.1-Kimi K2]",),
     ),
     Mutant(
         "latent rows are read past a piece's length",

@@ -20,6 +20,7 @@ SUITES = under_every_profile(
     },
     "fused",
     "fused families",
+    "latent",
 )
 
 

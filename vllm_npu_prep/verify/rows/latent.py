@@ -42,7 +42,7 @@ WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
 
 USUAL = shape_of(4)
 WIDE = shape_of(5, size=192, value_size=256)
-"""As GLM-4.7-Flash's: five heads, no power of two; values as wide as keys and their rotated part."""
+"""As GLM-4.7-Flash's: heads no power of two; values as wide as keys and their rotated part."""
 
 
 def latent(
