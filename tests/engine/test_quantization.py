@@ -6,12 +6,20 @@ from functools import partial
 
 import pytest
 
+from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, greedy_tokens
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mtp import check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter, rounded_model
+from tests.helpers.quantized import (
+    QUANTIZE,
+    change_tensors,
+    draw_biases,
+    make_static,
+    rounded_drafter,
+    rounded_model,
+)
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.watch import count_verified
 from vllm_npu_prep.quantization import experts
@@ -66,9 +74,30 @@ def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form):
     check_varied(expected)
 
 
+STATIC = {
+    "compressed-tensors, symmetric": partial(make_static, symmetric=True),
+    "compressed-tensors, zero points": partial(make_static, symmetric=False),
+    "ModelSlim": lambda model, folder: QUANTIZE(model, folder, "modelslim", True),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_scales_beside_biases(tmp_path, seed, name):
+    """Of Qwen2's attention: float ones are added to products, ModelSlim's to integer sums."""
+    model = make_model(tmp_path / "float", "Qwen2")
+    change_tensors(model, draw_biases)
+    STATIC[name](model, tmp_path / "int8")
+    prompts = prompts_of(seed, [3, 1, 60, 17])
+    with engine(tmp_path / "int8", max_num_batched_tokens=48) as llm:
+        got = generate(llm, prompts, greedy(10))
+    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
+    assert got == expected
+    check_varied(expected)
+
+
 LATENT_FORMATS = {
     "compressed-tensors": ("compressed-tensors", False, ()),
-    "ModelSlim, dynamic": ("modelslim", False, ("kv_b_proj",)),  # as msModelSlim leaves it
+    "ModelSlim, dynamic": ("modelslim", False, ("kv_b_proj",)),  # as vllm-ascend wants it
     "ModelSlim, static": ("modelslim", True, ()),
 }
 
@@ -136,6 +165,24 @@ def forget(folder, pattern):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_float_drafters_draft_for_an_int8_model(qwen3, int8, tmp_path, seed, method):
+    """In ModelSlim's format, whose description says nothing of the drafter."""
+    if method == "eagle":
+        make_eagle_head(tmp_path, qwen3, method)
+    else:
+        disturb_model(tmp_path, qwen3, share=0.05)
+    prompts = prompts_of(seed, [3, 40, 17])
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
+    with engine(int8["ModelSlim, static"], speculative_config=drafts) as llm:
+        verified = count_verified(llm)
+        got = generate(llm, prompts, greedy(12))
+    rounded = rounded_model(qwen3, int8["ModelSlim, static"])
+    assert got == greedy_tokens(rounded, prompts, 12)
+    print(dict(verified))
+    assert verified["accepted"] + verified["rejected"] > 0
+
+
 def test_the_description_is_found_without_a_flag(int8):
     config = engine_config(int8["ModelSlim, static"])
     assert config.model_config.quantization == "ascend"
@@ -149,24 +196,39 @@ async def all_at_once(ranks, prompts):
 
 
 RANKS = {
-    "tensors": ("Qwen3", True, (), {}),
-    "experts": ("Qwen3Moe", False, ("self_attn",), {"enable_expert_parallel": True}),
+    "static": ("Qwen3", "modelslim", True, {}),
+    "dynamic, experts shared out": (
+        "Qwen3Moe",
+        "modelslim",
+        False,
+        {"enable_expert_parallel": True},
+    ),
+    "dynamic, experts cut": ("Qwen3Moe", "compressed-tensors", False, {}),
 }
-"""Static scales are the same for all ranks; dynamic ones of sums over ranks are not, so attention,
-whose last projection is such a sum, stays float beside experts."""
+"""The first layer of the mixtures is dense."""
 
 
 @pytest.mark.parametrize("split", RANKS)
-def test_two_ranks_compute_what_one_does(tmp_path, seed, split):
-    family, static, keep, more = RANKS[split]
-    model = make_model(tmp_path / "float", family, **(MOE if family == "Qwen3Moe" else {}))
-    QUANTIZE(model, tmp_path / "int8", "modelslim", static, keep)
+def test_two_ranks_compute_with_their_slices(tmp_path, seed, split):
+    """Static scales are those of one rank; dynamic ones are of the slice that a rank has.
+
+    That is how vllm-ascend and compressed-tensors' kernels round: no rank sees the whole row. So
+    with dynamic scales, tokens are those of a model that rounds each half for itself, and not those
+    of one rank.
+    """
+    family, form, static, more = RANKS[split]
+    config = {"mlp_only_layers": [0], **MOE} if family == "Qwen3Moe" else {}
+    model = make_model(tmp_path / "float", family, **config)
+    QUANTIZE(model, tmp_path / "int8", form, static)
     prompts = prompts_of(seed, [3, 1, 60, 17])
     settings = {"tensor_parallel_size": 2, **more}
     got = serve_on_ranks(tmp_path / "int8", settings, partial(all_at_once, prompts=prompts))
-    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
+    rounded = rounded_model(model, tmp_path / "int8", 2, cut_experts=not more)
+    expected = greedy_tokens(rounded, prompts, 10)
     assert got == expected
     check_varied(expected)
+    whole = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
+    assert (whole == expected) == static
 
 
 def transpose_scales(tensors):

@@ -43,11 +43,15 @@ def logits_of(folder: Path) -> Callable[[list[int]], np.ndarray]:
     """Function of a sequence: logits behind each of its tokens, float64 ``[len, vocab_size]``."""
     from transformers import AutoModelForCausalLM
 
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return logits_by(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+def logits_by(network: Any) -> Callable[[list[int]], np.ndarray]:
+    """As `logits_of`, of a model of transformers that is loaded."""
 
     @torch.no_grad()
     def run(token_ids: list[int]) -> np.ndarray:
-        return hf(torch.tensor([token_ids])).logits[0].double().numpy()
+        return network(torch.tensor([token_ids])).logits[0].double().numpy()
 
     return run
 

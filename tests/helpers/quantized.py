@@ -5,6 +5,7 @@ rounds the inputs of each quantised layer: the same arithmetic in float32.
 """
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +42,55 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def rounded_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Inputs after a scale for each token: 255 values, the largest magnitude kept."""
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return torch.where(step > 0, torch.round(x / step) * step, x)
+def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
+    """Change the biases of Q, K and V, which are 0 in new models, of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    biases = [name for name in tensors if name.endswith("_proj.bias")]
+    assert len(biases) == 6
+    for name in biases:
+        tensors[name] = torch.randn(tensors[name].shape, generator=generator)
+
+
+def make_static(model: Path, folder: Path, symmetric: bool) -> None:
+    """Write a compressed-tensors copy of a model, in which inputs have one scale for all tokens.
+
+    Parameters
+    ----------
+    model, folder
+        Of the model and of the copy.
+    symmetric
+        Without zero points.
+    """
+    QUANTIZE(model, folder, "compressed-tensors")
+    modules = {name.removesuffix(".weight_scale") for name in tensors_in(folder)}
+    ranges = quantize.input_ranges(model, modules)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for module, (low, high) in ranges.items():
+            if f"{module}.weight_scale" not in tensors:
+                continue
+            scale, offset = quantize.static_scales(low, high)
+            if symmetric:
+                scale = torch.tensor([max(-low, high) / 127])
+            else:
+                tensors[f"{module}.input_zero_point"] = offset.to(torch.int8)
+            tensors[f"{module}.input_scale"] = scale
+
+    change_tensors(folder, add)
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    group |= {"strategy": "tensor", "dynamic": False, "symmetric": symmetric}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rounded_tokens(x: torch.Tensor, slices: int = 1) -> torch.Tensor:
+    """Inputs after a scale for each token: 255 values, the largest magnitude kept.
+
+    With several ranks, each rounds its slice of the inputs of a layer whose results they add up.
+    """
+    parts = x.unflatten(-1, (slices, -1))
+    step = parts.abs().amax(-1, keepdim=True) / 127
+    return torch.where(step > 0, torch.round(parts / step) * step, parts).flatten(-2)
 
 
 def rounded_all(x: torch.Tensor, step: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -53,13 +99,21 @@ def rounded_all(x: torch.Tensor, step: torch.Tensor, offset: torch.Tensor) -> to
     return (levels - offset) * step
 
 
-def rounded_model(model: Path, int8: Path) -> Any:
+SUMMED = ("o_proj", "down_proj")
+"""Projections that tensor parallelism cuts by their inputs; ranks add up the results."""
+
+
+def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = False) -> Any:
     """transformers' model of a float checkpoint, as its int8 copy computes.
 
     Parameters
     ----------
     model, int8
         Folders of the float model and of its copy.
+    ranks
+        Of tensor parallelism.
+    cut_experts
+        Whether each rank has a part of each expert, rather than some of the experts.
     """
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +121,7 @@ def rounded_model(model: Path, int8: Path) -> Any:
         model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     network.eval()
-    round_modules(network, tensors_in(int8))
+    round_modules(network, tensors_in(int8), "", ranks, cut_experts)
     return network
 
 
@@ -89,7 +143,13 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
     return rounded
 
 
-def round_modules(network: Any, tensors: dict[str, torch.Tensor], prefix: str = "") -> None:
+def round_modules(
+    network: Any,
+    tensors: dict[str, torch.Tensor],
+    prefix: str = "",
+    ranks: int = 1,
+    cut_experts: bool = False,
+) -> None:
     """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
     for name, module in network.named_modules():
         name = prefix + name
@@ -98,19 +158,29 @@ def round_modules(network: Any, tensors: dict[str, torch.Tensor], prefix: str = 
             module.weight.data = tensors[f"{name}.weight"].float() * scale.float()
             if name.endswith(".kv_b_proj"):  # dequantised when the engine loads it
                 continue
-            step, offset = (tensors.get(f"{name}.input_{what}") for what in ("scale", "offset"))
-            module.register_forward_pre_hook(_rounds(step, offset))
+            step = tensors.get(f"{name}.input_scale")
+            offset = tensors.get(f"{name}.input_offset", tensors.get(f"{name}.input_zero_point"))
+            total = tensors.get(f"{name}.quant_bias")
+            if total is not None and module.bias is not None:  # in whole units of both scales
+                assert step is not None and offset is not None
+                sums = tensors[f"{name}.weight"].sum(1, dtype=torch.int32)
+                module.bias.data = (total + offset.int() * sums) * (step * scale.flatten())
+            slices = ranks if name.endswith(SUMMED) else 1
+            module.register_forward_pre_hook(_rounds(step, offset, slices))
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
-            _round_experts(module, name, tensors)
+            _round_experts(module, name, tensors, ranks if cut_experts else 1)
 
 
-def _rounds(step: torch.Tensor | None, offset: torch.Tensor | None) -> Callable[..., Any]:
+def _rounds(
+    step: torch.Tensor | None, offset: torch.Tensor | None, slices: int
+) -> Callable[..., Any]:
     if step is None:
-        return lambda module, inputs: (rounded_tokens(inputs[0]), *inputs[1:])
-    return lambda module, inputs: (rounded_all(inputs[0], step, offset), *inputs[1:])
+        return lambda module, inputs: (rounded_tokens(inputs[0], slices), *inputs[1:])
+    start = torch.zeros(1) if offset is None else offset.float()
+    return lambda module, inputs: (rounded_all(inputs[0], step, start), *inputs[1:])
 
 
-def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor], slices: int) -> None:
     """Let a module of fused experts compute with rounded weights and inputs, one by one."""
     weights = {}
     for expert in range(module.num_experts):
@@ -128,7 +198,7 @@ def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor]) -> 
             for expert, factor in zip(ids.tolist(), factors):
                 gate = weights[expert, "gate_proj"] @ x
                 up = weights[expert, "up_proj"] @ x
-                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up)
+                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up, slices)
                 total[token] += factor * (weights[expert, "down_proj"] @ hidden)
         return total
 

@@ -37,6 +37,16 @@ SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.p
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
 SCHEDULING = ("tests/scheduling/test_outputs.py", "tests/scheduling/test_twin.py")
 INT8 = ("tests/engine/test_quantization.py", "tests/quantization")
+INT8_TOKENS = (
+    "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
+)
+INT8_RANKS = ("tests/engine/test_quantization.py::test_two_ranks_compute_with_their_slices",)
+INT8_LATENT = (
+    "tests/engine/test_quantization.py::test_latent_attention_with_rounded_weights_and_inputs",
+)
+INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
+INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
+INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -69,14 +79,14 @@ MUTANTS = [
         "quantization/int8.py",
         "product *= rows.scale[:, None]",
         "product *= rows.scale[:1, None]",
-        INT8,
+        INT8_TOKENS,
     ),
     Mutant(
         "int8: the offset of inputs stays in",
         "quantization/int8.py",
         "sums = sums + self.sum_bias",
         "sums = sums + 0 * self.sum_bias",
-        INT8,
+        INT8_TOKENS,
     ),
     Mutant(
         "int8: experts take each other's scales",
@@ -90,35 +100,64 @@ MUTANTS = [
         "quantization/modelslim.py",
         "layer.tp_rank > 0:",
         "layer.tp_rank > 9:",
-        INT8,
+        INT8_RANKS,
     ),
     Mutant(
         "int8: scales kept as bits are read as numbers",
         "quantization/modelslim.py",
         "scale.to(torch.int32).view(torch.float32)",
         "scale.float()",
-        ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",),
+        INT8_ON_NPU,
     ),
     Mutant(
         "int8: decodes absorb weights with one scale for all channels",
         "quantization/loaded.py",
         "layer.channel_scale[:, None]",
         "layer.channel_scale.mean()",
-        INT8,
+        INT8_LATENT,
     ),
     Mutant(
         "int8: float MTP layers that nothing names are taken for int8",
         "quantization/compressed.py",
         "*float_modules_that_draft(headers, decoders)]",
         "*float_modules_that_draft(headers, decoders)[:0]]",
-        INT8,
+        INT8_MTP,
     ),
     Mutant(
         "int8: layers of MiMo that draft begin at the first layer",
         "quantization/checkpoint.py",
         "layers.{num_decoder_layers + int(found[1])}.",
         "layers.{int(found[1])}.",
-        INT8,
+        INT8_MTP,
+    ),
+    Mutant(
+        "int8: each of two ranks has its neighbour's scales",
+        "quantization/modelslim.py",
+        "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)",
+        "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: "
+        "loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)",
+        INT8_RANKS,
+    ),
+    Mutant(
+        "int8: gate and up exchanged where they are rounded",
+        "quantization/fused.py",
+        "activate_left=True",
+        "activate_left=False",
+        INT8_ON_NPU,
+    ),
+    Mutant(
+        "int8: scales of columns pass the check of files",
+        "quantization/checkpoint.py",
+        "{(), (1,)}, {(outputs,), (outputs, 1)}",
+        "{(), (1,)}, {(outputs,), (outputs, 1), (1, outputs)}",
+        INT8_FILES,
+    ),
+    Mutant(
+        "int8: a module that the model lacks is not looked for",
+        "quantization/modules.py",
+        "if start and start in layers and module not in made and not is_experts:",
+        "if start in () and module not in made and not is_experts:",
+        INT8_FILES,
     ),
     Mutant(
         "rotary pairs of the other form",

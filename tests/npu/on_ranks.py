@@ -3,8 +3,8 @@
 python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat16/pp2/sync/eager
 
 A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
-images, or how ranks share experts (experts, scattered, cut, latent, mtp). Prompts and settings are those
-of `tests.npu.generate`.
+images, how ranks share experts (experts, scattered, cut, latent, mtp), or an int8 model. Prompts
+and settings are those of `tests.npu.generate`.
 """
 
 import argparse
@@ -35,6 +35,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """How ranks share the experts of a mixture: neighbours, every n-th, or a part of each; or of a
 model with latent attention, whose MTP layer may draft."""
+
+INT8: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "int8-static": {},
+    "int8-experts": {"enable_expert_parallel": True},
+    "int8-latent": {"enable_expert_parallel": True},
+    "int8-mtp": {"enable_expert_parallel": True},
+}
+"""Int8 models: dense ones, a mixture, two with latent attention and experts."""
 SEED = 20240607
 SECONDS = 480
 """Time limit of an engine: hosts may have fewer cores than it has ranks."""
@@ -113,9 +122,9 @@ def run(model: Path, case: str) -> dict[str, Any]:
         loras = adapters_of(model)
     elif feature == "images":
         settings["skip_tokenizer_init"] = False
-    elif feature in EXPERTS:
-        settings |= EXPERTS[feature]
-        settings |= drafts_of(model, feature) if feature == "mtp" else {}
+    elif feature in EXPERTS | INT8:
+        settings |= (EXPERTS | INT8)[feature]
+        settings |= drafts_of(model, "mtp") if feature.endswith("mtp") else {}
     elif feature:
         settings |= drafts_of(model, feature)
     if feature == "images":
@@ -124,6 +133,29 @@ def run(model: Path, case: str) -> dict[str, Any]:
         inputs = prompts(scheduling)
     talk = partial(traffic, inputs=inputs, loras=loras)
     return serve_on_ranks(model, settings, talk, seconds=SECONDS)
+
+
+def on_the_fallback(model: Path, dtype: str, layout: str, feature: str) -> list[list[int]]:
+    """Tokens of an int8 model over as many ranks of the CPU fallback, eagerly.
+
+    Ranks round their slices of a row, so tokens of one process would be others.
+    """
+    settings = {
+        "dtype": dtype,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 32 << 20,
+        "additional_config": {"npu_prep": {"check": "cheap"}},
+        **LAYOUTS[layout],
+        **INT8[feature],
+    }
+    talk = partial(only_tokens, inputs=prompts("sync"))
+    return serve_on_ranks(model, settings, talk, seconds=SECONDS)
+
+
+async def only_tokens(ranks: Ranks, inputs: list[Any]) -> list[list[int]]:
+    """Tokens of `traffic`."""
+    return await ranks.generate(inputs[:1], 4) + await ranks.generate(inputs, 12)
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import REPLAYED, make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
+from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.npu import generate
-from tests.npu.close_calls import same_but_close_calls
-from tests.npu.on_ranks import EXPERTS, SECONDS
+from tests.npu.close_calls import CLOSE_IN_INT8, same_but_close_calls
+from tests.npu.on_ranks import EXPERTS, INT8, SECONDS, on_the_fallback
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -41,7 +42,12 @@ CASES = [
     "float16/dp2tp2/sync/eager/experts",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/latent",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/latent",
+    "float16/tp2/sync/eager/int8",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-static",
+    "float16/tp2/async/FULL_AND_PIECEWISE/int8-experts",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-latent",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
@@ -85,6 +91,26 @@ def mtp(folder):
 
 
 @pytest.fixture(scope="module")
+def int8(folder, model, mixture, latent, mtp):
+    """Folders of int8 models and of their float ones, by feature; files are written once."""
+    made = {
+        "int8": (model, "compressed-tensors", False, ()),
+        "int8-static": (model, "modelslim", True, ()),
+        "int8-experts": (mixture, "modelslim", False, ()),
+        "int8-latent": (latent, "modelslim", False, ("kv_b_proj",)),
+        "int8-mtp": (mtp, "modelslim", False, ("kv_b_proj",)),
+    }
+
+    @cache
+    def find(feature: str) -> tuple[Path, Path]:
+        source, *how = made[feature]
+        QUANTIZE(source, folder / feature, *how)
+        return folder / feature, source
+
+    return find
+
+
+@pytest.fixture(scope="module")
 def model_of(request, model):
     """Function of a feature: the folder of its model."""
 
@@ -93,6 +119,8 @@ def model_of(request, model):
             return request.getfixturevalue("vision_models") / "qwen2_5_vl"
         if feature in ("latent", "mtp"):
             return request.getfixturevalue(feature)
+        if feature in INT8:
+            return request.getfixturevalue("int8")(feature)[0]
         return request.getfixturevalue("mixture") if feature in EXPERTS else model
 
     return find
@@ -143,7 +171,7 @@ def feature_of(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.replace("/", "-") for case in CASES])
-def test_tokens_are_those_of_the_cpu_fallback(model_of, reference, on_ranks, case):
+def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_ranks, case):
     """And every rank of an engine prepared the same arrays in every step, with one copy each."""
     got = on_ranks(case)
     assert "error" not in got, got["error"]
@@ -151,14 +179,19 @@ def test_tokens_are_those_of_the_cpu_fallback(model_of, reference, on_ranks, cas
     feature = feature_of(case)
     if feature == "images":
         expected = tokens_of_transformers(model_of(feature))
+    elif feature in INT8:
+        expected = on_the_fallback(model_of(feature), dtype, layout, feature)
     else:
         expected = reference(dtype, feature)
-    if dtype == "bfloat16":  # fused operators round elsewhere: close calls may fall otherwise
+    if feature in INT8:  # a level more or less, here and there
+        rounded = rounded_model(*request.getfixturevalue("int8")(feature)[::-1], RANKS[layout][1])
+        same_but_close_calls(rounded, "sync", got, {"tokens": expected}, close=CLOSE_IN_INT8)
+    elif dtype == "bfloat16":  # fused operators round elsewhere: close calls may fall otherwise
         same_but_close_calls(model_of(feature), "sync", got, {"tokens": expected})
     else:
         assert got["tokens"] == expected
 
-    if feature == "mtp":
+    if feature.endswith("mtp"):
         assert got["accepted"] > 0
     num_ranks, per_engine = RANKS[layout]
     devices = [fact["device"] for fact in got["facts"]]

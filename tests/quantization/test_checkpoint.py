@@ -1,16 +1,18 @@
 """Damaged checkpoints: one line that names module and file, before a weight is loaded."""
 
+import contextlib
 import json
 import re
 
 import pytest
 import torch
 
-from tests.helpers.engine import engine_config, make_model
+from tests.helpers.engine import engine, engine_config, make_model
 from tests.helpers.quantized import QUANTIZE, change_tensors
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, check_compressed, read_headers
 from vllm_npu_prep.quantization.formats import fault
+from vllm_npu_prep.quantization.modules import refuse_unknown
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 FORMS = {"compressed": ("compressed-tensors", False)} | {
@@ -139,6 +141,49 @@ def test_descriptions_that_do_not_fit(model, tmp_path, case):
     path = tmp_path / "int8" / DESCRIPTION
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     check_refused(tmp_path / "int8", parts)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_a_module_that_the_model_lacks_is_named_before_weights_are_loaded(model, tmp_path, form):
+    """Files and description agree, so it shows only when the model has been made."""
+    QUANTIZE(model, tmp_path / "int8", form)
+    other = "model.layers.1.mlp.other_proj"
+
+    def add(tensors):
+        source = DOWN + "."
+        for name in [name for name in tensors if name.startswith(source)]:
+            tensors[f"{other}.{name.removeprefix(source)}"] = tensors[name].clone()
+
+    change_tensors(tmp_path / "int8", add)
+    path = tmp_path / "int8" / DESCRIPTION
+    if path.exists():
+        described = json.loads(path.read_text()) | {f"{other}.weight": "W8A8_DYNAMIC"}
+        path.write_text(json.dumps(described))
+    with (
+        pytest.raises(PrepError, match=f"names {re.escape(other)}, a module that the model does"),
+        engine(tmp_path / "int8"),
+    ):
+        pass
+
+
+MADE = {"model.layers.0.mlp.down_proj", "model.layers.0.mlp.experts", "model.layers.1.a"}
+
+
+@pytest.mark.parametrize(
+    ("module", "is_known"),
+    [
+        ("model.layers.0.mlp.down_proj", True),
+        ("model.layers.0.mlp.experts.7.up_proj", True),
+        ("model.layers.0.mlp.up_proj", False),
+        ("model.layers.1.mlp.experts.7.up_proj", False),
+        ("model.layers.2.mlp.up_proj", True),  # of another rank, or it drafts
+        ("visual.layers.0.mlp.up_proj", True),  # is not made where images are forbidden
+        ("other", True),
+    ],
+)
+def test_unknown_modules_are_those_of_layers_that_are_made(module, is_known):
+    with contextlib.nullcontext() if is_known else pytest.raises(PrepError, match=module):
+        refuse_unknown({module: "file"}, MADE)
 
 
 def test_a_description_that_is_no_json(model, tmp_path):

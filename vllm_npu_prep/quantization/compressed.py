@@ -1,7 +1,7 @@
 """compressed-tensors: vLLM's own reader, with kernels and checks of this plugin."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.kernels.linear import register_linear_kernel
@@ -13,8 +13,13 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
 )
 from vllm.platforms.interface import PlatformEnum
 
@@ -23,13 +28,24 @@ from vllm_npu_prep.quantization.checkpoint import (
     check_compressed,
     float_modules_that_draft,
     read_headers,
+    served_name,
 )
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
-from vllm_npu_prep.quantization.loaded import add_int8, check_scales, num_layers_of
+from vllm_npu_prep.quantization.loaded import (
+    add_int8,
+    check_scales,
+    num_layers_of,
+)
+from vllm_npu_prep.quantization.modules import KnowsModules
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 
-class CheckedCompressedTensorsConfig(CompressedTensorsConfig):
+class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
+    KnowsModules, CompressedTensorsConfig
+):
     """vLLM's, which also holds the checkpoint's files against each other."""
 
     def maybe_update_config(
@@ -49,11 +65,25 @@ class CheckedCompressedTensorsConfig(CompressedTensorsConfig):
             decoders, layers = num_layers_of(hf_config)
             check_compressed(folder, headers, self.ignore, layers, decoders)
             self.ignore = [*self.ignore, *float_modules_that_draft(headers, decoders)]
+            weights = {name.removesuffix(".weight"): each for name, each in headers.items()}
+            int8 = {name: each for name, each in weights.items() if each.dtype == "I8"}
+            files = {name: str(folder / each.file) for name, each in int8.items()}
+            self.expect({served_name(name, decoders): file for name, file in files.items()})
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
+        """Names of modules as the model has them."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.rename(hf_to_vllm_mapper.apply_dict)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """As vLLM's, but for experts, of which vLLM's are compiled kernels."""
         if not isinstance(layer, RoutedExperts):
-            return super().get_quant_method(layer, prefix)
+            if isinstance(layer, LinearBase):
+                self.made(prefix)
+            method = super().get_quant_method(layer, prefix)
+            is_int8 = type(method) is CompressedTensorsLinearMethod
+            return CheckedLinearMethod(self) if is_int8 else method
+        self.made(prefix)
         self._add_fused_moe_to_target_scheme_map()
         names = [str(getattr(layer, f"ckpt_{part}_proj_name")) for part in ("gate", "up", "down")]
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
@@ -71,7 +101,19 @@ class CheckedCompressedTensorsConfig(CompressedTensorsConfig):
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
                 f"these have weights by {weights.strategy} and inputs by {inputs.strategy}"
             )
-        return Int8Experts(layer)
+        return Int8Experts(layer, self)
+
+
+@register_weight_loader_v2_supported_method
+class CheckedLinearMethod(CompressedTensorsLinearMethod):
+    """vLLM's, which holds the model's modules against the files before weights are loaded."""
+
+    def create_weights(self, *args: Any, **extra: Any) -> None:
+        """As vLLM's."""
+        config: Any = self.quantization_config
+        super().create_weights(
+            *args, **{**extra, "weight_loader": config.before_loading(extra["weight_loader"])}
+        )
 
 
 class Int8LinearKernel(Int8ScaledMMLinearKernel):

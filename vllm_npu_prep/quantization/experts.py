@@ -27,6 +27,7 @@ from vllm_npu_prep.ops.fused_experts import (
 )
 from vllm_npu_prep.quantization.int8 import TorchInt8Linear
 from vllm_npu_prep.quantization.loaded import check_scales, name_of
+from vllm_npu_prep.quantization.modules import KnowsModules
 
 
 def apply_int8_experts(
@@ -133,6 +134,8 @@ class Int8Experts(FusedMoEMethodBase):
     ----------
     layer
         vLLM's experts, for which this is made.
+    config
+        Of the model's quantisation.
     has_offsets
         Whether the files have ``weight_offset``, as ModelSlim's do.
 
@@ -145,8 +148,9 @@ class Int8Experts(FusedMoEMethodBase):
     is_monolithic = False  # vLLM's routers choose experts
     grouped: GroupedExperts | None = None
 
-    def __init__(self, layer: Any, has_offsets: bool = False) -> None:
+    def __init__(self, layer: Any, config: KnowsModules, has_offsets: bool = False) -> None:
         super().__init__(layer.moe_config)
+        self.config = config
         self.has_offsets = has_offsets
         self._is_fused, self._in_one_launch = is_fused("experts"), is_fused("int8_swiglu")
         if not self._is_fused:
@@ -174,6 +178,8 @@ class Int8Experts(FusedMoEMethodBase):
     ) -> None:
         """Weights of this rank's experts, and a scale for each output channel of each."""
         self.dtype = params_dtype
+        loader = self.config.before_loading(extra_weight_attrs["weight_loader"])
+        extra_weight_attrs["weight_loader"] = loader
         parts = 2 if self.moe.is_act_and_mul else 1
         sizes = {
             "w13": (parts * intermediate_size_per_partition, hidden_size),

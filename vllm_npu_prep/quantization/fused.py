@@ -21,19 +21,40 @@ if TYPE_CHECKING:
 
 MODELS = "vllm.model_executor.models."
 DECODERS = {
+    "glm4.Glm4DecoderLayer",
+    "glm4_moe.Glm4MoeDecoderLayer",
     "llama.LlamaDecoderLayer",
+    "minimax_m2.MiniMaxM2DecoderLayer",
+    "mistral.MistralDecoderLayer",
+    "mixtral.MixtralDecoderLayer",
     "qwen2.Qwen2DecoderLayer",
+    "qwen2_moe.Qwen2MoeDecoderLayer",
     "qwen3.Qwen3DecoderLayer",
     "qwen3_moe.Qwen3MoeDecoderLayer",
 }
 ATTENTIONS = {
+    "glm4.Glm4Attention",
+    "glm4_moe.Glm4MoeAttention",
     "llama.LlamaAttention",
+    "minimax_m2.MiniMaxM2Attention",
+    "mistral.MistralAttention",
+    "mixtral.MixtralAttention",
     "qwen2.Qwen2Attention",
+    "qwen2_moe.Qwen2MoeAttention",
     "qwen3.Qwen3Attention",
     "qwen3_moe.Qwen3MoeAttention",
 }
-MLPS = {"llama.LlamaMLP", "qwen2.Qwen2MLP", "qwen3_moe.Qwen3MoeMLP"}
-"""Classes whose ``forward`` is known; subclasses that have their own are not among them."""
+MLPS = {
+    "deepseek_v2.DeepseekV2MLP",
+    "glm4_moe.Glm4MoeMLP",
+    "llama.LlamaMLP",
+    "mistral.MistralMLP",
+    "qwen2.Qwen2MLP",
+    "qwen2_moe.Qwen2MoeMLP",
+    "qwen3_moe.Qwen3MoeMLP",
+}
+"""Classes whose ``forward`` is known; subclasses that have their own are not among them. Gemma's
+norms and GELU have no operator that rounds, nor has a norm without a residual."""
 
 
 class QuantizingNorm(nn.Module):
@@ -128,24 +149,32 @@ def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
     names = fused_operators(vllm_config)
     if vllm_config.lora_config is not None:
         return
-    decoder: Any
-    for decoder in model.modules():
-        if not _is_known(decoder, DECODERS):
-            continue
-        attention, mlp = decoder.self_attn, decoder.mlp
-        if "int8_norm" in names:
-            if _is_known(attention, ATTENTIONS):
-                _fuse_norm(decoder, "input_layernorm", attention.qkv_proj)
-            if _is_known(mlp, MLPS):
-                _fuse_norm(decoder, "post_attention_layernorm", mlp.gate_up_proj)
-        if "int8_swiglu" in names and _is_known(mlp, MLPS) and isinstance(mlp.act_fn, SiluAndMul):
-            linear = getattr(mlp.down_proj, "int8", None)
-            if linear is not None:
-                mlp.act_fn = QuantizingSiluAndMul(linear)
+    module: Any
+    for module in model.modules():
+        if "int8_norm" in names and _is_known(module, DECODERS):
+            _fuse_norms(module)
+        if "int8_swiglu" in names and _is_known(module, MLPS):  # shared experts among them
+            linear = getattr(module.down_proj, "int8", None)
+            if linear is not None and isinstance(module.act_fn, SiluAndMul):
+                module.act_fn = QuantizingSiluAndMul(linear)
 
 
-def _is_known(module: nn.Module, classes: Iterable[str]) -> bool:
+def _fuse_norms(decoder: Any) -> None:
+    """Let a decoder layer's norms round for the projections that alone read their results."""
+    if _is_known(decoder.self_attn, ATTENTIONS):
+        _fuse_norm(decoder, "input_layernorm", decoder.self_attn.qkv_proj)
+    mlp: Any = getattr(decoder, "mlp", None)
+    # Mistral may scale what the norm gives, and gates of shared experts read it, too
+    is_scaled = getattr(decoder, "ada_rms_norm_t_cond", None) is not None
+    is_gated = getattr(mlp, "expert_gate", None) is not None
+    if _is_known(mlp, MLPS) and not (is_scaled or is_gated):
+        _fuse_norm(decoder, "post_attention_layernorm", mlp.gate_up_proj)
+
+
+def _is_known(module: Any, classes: Iterable[str]) -> bool:
     """Whether a module runs the ``forward`` of one of these classes."""
+    if not isinstance(module, nn.Module):
+        return False
     forward = type(module).forward
     return f"{forward.__module__}.{forward.__qualname__}" in {
         f"{MODELS}{name}.forward" for name in classes

@@ -46,13 +46,21 @@ from vllm_npu_prep.quantization.checkpoint import (
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.formats import MODELSLIM, read_description
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
-from vllm_npu_prep.quantization.loaded import add_int8, check_scales, name_of, num_layers_of
+from vllm_npu_prep.quantization.loaded import (
+    add_int8,
+    check_scales,
+    name_of,
+    num_layers_of,
+)
+from vllm_npu_prep.quantization.modules import KnowsModules
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
-class ModelSlimConfig(QuantizationConfig):
+class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
+    KnowsModules, QuantizationConfig
+):
     """Which layers are quantised, and how.
 
     Attributes
@@ -114,12 +122,15 @@ class ModelSlimConfig(QuantizationConfig):
             check_description(folder, modules, headers, layers)
         self.modules = dict.fromkeys(float_modules_that_draft(headers, decoders), FLOAT)
         self.modules |= {served_name(name, decoders): kind for name, kind in modules.items()}
+        source = str(folder / DESCRIPTION)
+        self.expect({name: source for name, kind in self.modules.items() if kind != FLOAT})
         dtypes = {entry.dtype for name, entry in headers.items() if name.endswith(".deq_scale")}
         self.scales_as_int64 = dtypes == {"I64"} if dtypes else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
         """Names of modules as the model has them."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+        self.rename(hf_to_vllm_mapper.apply_dict)
 
     def kind_of(self, prefix: str) -> str:
         """How a layer was quantised, by its name in the model.
@@ -143,8 +154,10 @@ class ModelSlimConfig(QuantizationConfig):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """How vLLM is to make and call a layer; None for those without weights to multiply."""
         if isinstance(layer, RoutedExperts):
+            self.made(prefix)
             return modelslim_experts(self, layer, prefix)
         if isinstance(layer, LinearBase):
+            self.made(prefix)
             kind = self.kind_of(prefix)
             return UnquantizedLinearMethod() if kind == FLOAT else METHODS[kind](self)
         if isinstance(layer, VocabParallelEmbedding) and self.modules.get(prefix, FLOAT) != FLOAT:
@@ -178,7 +191,8 @@ class ModelSlimDynamicLinear(LinearMethodBase):
     ) -> None:
         """Parameters by the names in the files."""
         del input_size, output_size
-        outputs, loader = sum(output_partition_sizes), extra["weight_loader"]
+        outputs = sum(output_partition_sizes)
+        loader = self.config.before_loading(extra["weight_loader"])
         layer.logical_widths = output_partition_sizes
         layer.params_dtype = params_dtype
         weight = torch.empty(outputs, input_size_per_partition, dtype=torch.int8)
@@ -322,4 +336,4 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
         return UnquantizedFusedMoEMethod(layer.moe_config)
     if kind != DYNAMIC:
         raise PrepError(f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} is supported")
-    return Int8Experts(layer, has_offsets=True)
+    return Int8Experts(layer, config, has_offsets=True)

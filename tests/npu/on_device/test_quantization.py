@@ -6,8 +6,15 @@ import torch
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import MODEL, forget_layers, settings
+from tests.helpers.latent import LATENT_ON_NPUS
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, rounded_model
+from tests.helpers.quantized import (
+    QUANTIZE,
+    change_tensors,
+    draw_biases,
+    make_static,
+    rounded_model,
+)
 from tests.helpers.step_logits import greedy_steps
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import int8 as int8_probes
@@ -30,6 +37,16 @@ BOUND_OF_EXPERTS = 0.5
 
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **MODEL}
 LENGTHS = [5, 33, 17, 1]
+
+GLM = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "use_qk_norm": True,
+}
 
 
 def distance(model, int8, dtype, seed, **more):
@@ -82,6 +99,53 @@ def test_a_llama_in_graphs_stays_within_its_budget(tmp_path, seed):
         model, tmp_path / "int8", "float16", seed, **graphs("FULL_AND_PIECEWISE", 4, 16)
     )
     assert replayed < BOUND["float16"]
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_static_scales_beside_float_biases(tmp_path, seed, form):
+    """Of Qwen2's attention; with zero points, which are taken out before biases are added."""
+    model = make_model(tmp_path / "float", "Qwen2", **MODEL)
+    change_tensors(model, draw_biases)
+    if form == "modelslim":
+        QUANTIZE(model, tmp_path / "int8", form, True)
+    else:
+        make_static(model, tmp_path / "int8", symmetric=False)
+    worst, _ = distance(model, tmp_path / "int8", "float16", seed)
+    assert worst < BOUND["float16"]
+
+
+def test_latent_layers(tmp_path, seed):
+    """Of DeepSeek V3, dense; what decodes absorb is int8 in the files, too."""
+    config = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
+    model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    worst, counts = distance(model, tmp_path / "int8", "bfloat16", seed)
+    assert worst < BOUND["bfloat16"]
+    print(counts)
+
+
+FAMILIES = {
+    "Mistral": ("float16", {}),
+    "Glm4": ("bfloat16", {"partial_rotary_factor": 0.5}),  # vLLM refuses float16
+    "Glm4Moe": ("float16", GLM),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_layer_takes_two_launches_more_than_a_float_one(tmp_path, seed, family):
+    """Layer 1 is dense; GLM-4.5's is its second of three, of which the last has experts."""
+    dtype, config = FAMILIES[family]
+    model = make_model(tmp_path / "float", family, **MODEL, **config)
+    QUANTIZE(model, tmp_path / "int8", "modelslim")
+    launches = {}
+    for folder in (model, tmp_path / "int8"):
+        forget_layers()
+        with engine(folder, **settings(dtype)) as llm:
+            counted = ModuleCounts(runner_of(llm).get_model(), ["model.layers.1"])
+            generate(llm, prompts_of(seed, LENGTHS), greedy(3))
+        launches[folder.name] = next(iter(counted.counts.values()))["launches"]
+    print(family, launches)
+    assert launches["int8"] <= launches["float"] + 2
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
