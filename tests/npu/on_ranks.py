@@ -41,8 +41,9 @@ INT8: dict[str, dict[str, Any]] = {
     "int8-static": {},
     "int8-experts": {"enable_expert_parallel": True},
     "int8-latent": {"enable_expert_parallel": True},
+    "int8-mtp": {"enable_expert_parallel": True},
 }
-"""Int8 models: dense ones, a mixture, one with latent attention and experts."""
+"""Int8 models: dense ones, a mixture, two with latent attention and experts."""
 SEED = 20240607
 SECONDS = 480
 """Time limit of an engine: hosts may have fewer cores than it has ranks."""
@@ -123,7 +124,7 @@ def run(model: Path, case: str) -> dict[str, Any]:
         settings["skip_tokenizer_init"] = False
     elif feature in EXPERTS | INT8:
         settings |= (EXPERTS | INT8)[feature]
-        settings |= drafts_of(model, feature) if feature == "mtp" else {}
+        settings |= drafts_of(model, "mtp") if feature.endswith("mtp") else {}
     elif feature:
         settings |= drafts_of(model, feature)
     if feature == "images":

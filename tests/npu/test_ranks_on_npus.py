@@ -43,13 +43,14 @@ CASES = [
     "float16/dp2tp2/async/FULL_AND_PIECEWISE/experts",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/latent",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/latent",
-    "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
-    "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
     "float16/tp2/sync/eager/int8",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-static",
     "float16/tp2/async/FULL_AND_PIECEWISE/int8-experts",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-latent",
     "bfloat16/pp2/sync/FULL_AND_PIECEWISE/latent",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
+    "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 
@@ -92,13 +93,14 @@ def mtp(folder):
 
 
 @pytest.fixture(scope="module")
-def int8(folder, model, mixture, latent):
+def int8(folder, model, mixture, latent, mtp):
     """Folders of int8 models and of their float ones, by feature; files are written once."""
     made = {
         "int8": (model, "compressed-tensors", False, ()),
         "int8-static": (model, "modelslim", True, ()),
         "int8-experts": (mixture, "modelslim", False, ()),
         "int8-latent": (latent, "modelslim", False, ("kv_b_proj",)),
+        "int8-mtp": (mtp, "modelslim", False, ("kv_b_proj",)),
     }
 
     @cache
@@ -191,7 +193,7 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
     else:
         assert got["tokens"] == expected
 
-    if feature == "mtp":
+    if feature.endswith("mtp"):
         assert got["accepted"] > 0
     num_ranks, per_engine = RANKS[layout]
     devices = [fact["device"] for fact in got["facts"]]

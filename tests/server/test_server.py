@@ -59,6 +59,7 @@ class Server:
     """One `vllm serve` process and its log."""
 
     prefix: tuple[str, ...] = ()  # of its command
+    start_seconds = 400
 
     def __init__(self, model: Path, log: Path, *more_flags: str, **environment: str):
         self.port, self.log_path, self.model_name = free_port(), log, str(model)
@@ -74,7 +75,7 @@ class Server:
                 process_group=0,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             )
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + self.start_seconds
         while True:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()

@@ -81,6 +81,8 @@ STACKS: dict[str, Callable[[Path], Stack]] = {"DeepSeek V3": deepseek, "Qwen3-Mo
 class EmulatedServer(Server):
     """`vllm serve` on two emulated cards."""
 
+    start_seconds = 1200
+
     def __init__(self, stack: Stack, folder: Path) -> None:
         report = ("--report", str(folder / REPORT), "--hang-seconds", "300")
         emulate = [sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED, *report, "--"]
