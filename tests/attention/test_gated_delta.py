@@ -16,6 +16,7 @@ from vllm_npu_prep.prep.state import AttentionState
 K_HEADS, V_HEADS, KEY, VALUE, KERNEL = 2, 4, 6, 5, 4
 WIDTH = 2 * K_HEADS * KEY + V_HEADS * VALUE
 BLOCKS = 12
+METHODS = ("forward_core", "_decode", "_prefill", "_parts", "_convolution", "_rule_inputs")
 
 
 def given_tokens(generator: torch.Generator, num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -39,7 +40,7 @@ def make_layer(seed: int) -> Any:
             torch.full((BLOCKS, V_HEADS, VALUE, KEY), torch.nan),
         ),
     )
-    for name in ("forward_core", "_decode", "_prefill", "_parts", "_rule_inputs"):
+    for name in METHODS:
         method = getattr(AscendGatedDeltaNetAttention, name)
         setattr(layer, name, method.__get__(layer))
     return layer

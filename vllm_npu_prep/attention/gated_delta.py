@@ -82,6 +82,11 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         cache: Any = self.kv_cache
         return cache
 
+    def _convolution(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight ``[width, kernel_size]`` and bias of the convolution."""
+        convolution: Any = self.conv1d
+        return convolution.weight.squeeze(1), convolution.bias
+
     def _rule_inputs(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     ) -> gated_delta.RuleInputs:
@@ -101,7 +106,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         rows = slice(0, metadata.num_decodes)
         source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows]
         empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = self._convolution()
         last = conv_states.index_select(0, source).masked_fill_(empty, 0)
         mixed, last = gated_delta.convolve_next(mixed, weight, bias, last)
         conv_states.index_copy_(0, target.long(), last.to(conv_states.dtype))
@@ -124,7 +129,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         rows = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows].long()
         empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = self._convolution()
         lasts = conv_states.index_select(0, source).masked_fill_(empty, 0)
         initial = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
         new_lasts, new_states, start = [], [], 0

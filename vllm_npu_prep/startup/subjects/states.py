@@ -3,7 +3,7 @@
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
-ON_ONE_CPU = (
+STATES = (
     Refusal(
         "states-on-npus",
         lambda c: c.family.device_type == "npu",
@@ -18,9 +18,6 @@ ON_ONE_CPU = (
         "states that are divided among ranks have not been tried",
         "use one rank",
     ),
-)
-
-BESIDE_STATES = (
     Refusal(
         "states-alone",
         lambda c: c.layer_types and "full_attention" not in c.layer_types,
@@ -77,7 +74,4 @@ def _has_states(asked: Asked) -> bool:
     return asked.has_states
 
 
-SUBJECTS = (
-    Subject("states", ON_ONE_CPU, when=_has_states),
-    Subject("beside states", BESIDE_STATES, when=_has_states),
-)
+SUBJECTS = (Subject("states", STATES, when=_has_states),)
