@@ -420,6 +420,9 @@ def test_a_circle_is_seen(a, when):
 
 
 LONG = {
+    "inspect/explain.py": "every table of a step that explain prints, a function each",
+    "inspect/scenario.py": "every field of a scenario file, and the rules for them",
+    "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
     "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
 }
 """Files of more than 500 lines: what their one job is."""

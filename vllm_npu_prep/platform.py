@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
+    from vllm_npu_prep.attention.states import StatePage
+
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 KIND = choose_device()
@@ -202,6 +204,16 @@ class NPUPlatform(Platform):
         return True
 
     @classmethod
+    def _align_hybrid_block_size(cls, vllm_config: "VllmConfig", backend_cls: Any) -> None:
+        """Blocks whose K holds the larger part of a state, so that planes and states share them."""
+        page, cache = _state_page(vllm_config), vllm_config.cache_config
+        if page is None:
+            return
+        cache.block_size, cache.mamba_page_size_padded = page.block_size, page.page_bytes
+        if cache.mamba_cache_mode == "align":
+            cache.mamba_block_size = page.block_size
+
+    @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
         """Allowed: layers find their cache by name, not by index."""
 
@@ -354,6 +366,9 @@ def _log_start_up(
         ranks = " x ".join(f"{size} {name}" for size, name in sizes if size > 1) or "1"
         by = "ray" if parallel.use_ray else parallel.distributed_executor_backend
         lines.append(f"ranks         {ranks}, started by {by}, over {KIND.dist_backend}")
+    page = _state_page(vllm_config)
+    if page is not None:
+        lines.append(f"states        {page.describe()}")
     if config.record is not None:
         lines.append(f"record        {config.record.steps}, in {config.record.dir}")
     if model.supports_multimodal_inputs:
@@ -371,6 +386,15 @@ def _log_start_up(
     lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
     lines += [f"off           {line}" for line in switched_off]
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
+
+
+def _state_page(vllm_config: "VllmConfig") -> "StatePage | None":
+    """How blocks are sized if the model has states; the rest of them is imported only then."""
+    if not vllm_config.model_config.is_hybrid:
+        return None
+    from vllm_npu_prep.attention.states import find_state_page
+
+    return find_state_page(vllm_config)
 
 
 def _used_operators(vllm_config: "VllmConfig") -> str:

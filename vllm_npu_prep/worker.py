@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.compat import kernels
+from vllm_npu_prep.compat.states import leave_states_in_their_blocks
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
@@ -66,6 +67,11 @@ class NPUWorker(Worker):
         gc.freeze()  # so that collections while loading and profiling skip modules
         if self.parallel_config.use_ray:  # vLLM's other processes do so from their start
             survive_signals()
+        if self.model_config.is_hybrid:
+            from vllm_npu_prep.attention.gated_delta import register_layer
+
+            register_layer()
+            leave_states_in_their_blocks()
         register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
         register_kernels()
         assigned = self.parallel_config.assigned_physical_gpu_ids

@@ -147,7 +147,31 @@ def test_padded_pages_are_refused():
         allocate_planes(config(spec), CPUDevice())
 
 
-def test_caches_whose_attention_is_not_built_are_refused():
-    spec = MambaSpec(block_size=4, shapes=((2, 8), (4,)), dtypes=(torch.float32, torch.float32))
-    with pytest.raises(PrepError, match="MambaSpec"):
-        allocate_planes(config(spec), CPUDevice())
+def states(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> MambaSpec:
+    """States of the convolution and of the rule, padded to the page of attention."""
+    page = FullAttentionSpec(**SHAPE).page_size_bytes
+    return MambaSpec(4, shapes, (torch.float16, dtype), page_size_padded=page)
+
+
+def test_states_share_a_region_with_attention_and_touch_their_own_blocks_only():
+    spec = states((3, 5), (2, 3, 2))
+    plan = config(FullAttentionSpec(**SHAPE), spec, layers=1)
+    attention, (conv, rule) = allocate_planes(plan, CPUDevice()).values()
+    assert (conv.shape, rule.shape) == ((BLOCKS, 3, 5), (BLOCKS, 2, 3, 2))
+    assert (conv.dtype, rule.dtype) == (torch.float16, torch.float32)
+    assert all(part[1].is_contiguous() for part in (conv, rule))
+    for block in range(BLOCKS):
+        attention.zero_()
+        conv[block], rule[block] = 1, 2
+        touched = attention.flatten(2).any(-1)
+        assert touched.any(0).tolist() == [each == block for each in range(BLOCKS)]
+        assert touched[:, block].all(), "each part is in a plane of its own"
+        assert (conv[block] == 1).all() and (rule[block] == 2).all(), "parts don't overlap"
+
+
+@pytest.mark.parametrize("shapes", [((3, 5), (2, 3, 12)), ((3, 50), (2, 3, 2)), ((3, 5), ())])
+def test_states_that_do_not_fit_into_half_a_page_are_refused(shapes):
+    """256 bytes of half a page: 288 of the rule, or 300 of the convolution, or one part alone."""
+    spec = states(*(shape for shape in shapes if shape))
+    with pytest.raises(PrepError, match="do not fit into the halves"):
+        allocate_planes(config(FullAttentionSpec(**SHAPE), spec, layers=1), CPUDevice())

@@ -12,6 +12,7 @@ from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
+from vllm_npu_prep.prep.states import StateGroups
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 LOCAL_GROUPS = (0, 2)
@@ -138,6 +139,35 @@ def latent_step(
     padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
     sizes = padding.num_input_tokens, padding.num_reqs_padded, 1, 4
     return prepare_step(step, padding, step_layout(*sizes, latent=split)), split
+
+
+STATE_GROUPS = (0, 2)
+"""Groups with states; attention's is between them."""
+
+
+def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) -> PreparedStep:
+    """The step of an engine with states of two groups; ids of the last are the first's plus 1000.
+
+    `keeps_states`: a state for every block, as with the prefix cache, instead of one.
+    """
+    states = StateGroups(STATE_GROUPS, decode_threshold)
+    step = step_batch(batch.requests, batch.block_size, batch.max_model_len, batch.chunked_prefill)
+    table = step.tables.block_table(0)
+    of_states = table if keeps_states else table[:, :1].copy()
+    size = batch.block_size if keeps_states else batch.max_model_len
+    step.tables = dataclasses.replace(
+        step.tables,
+        block_sizes=np.array([size, batch.block_size, size], np.int32),
+        states=states,
+        **device_has_all([of_states, table, of_states + np.int32(1000) * (of_states > 0)]),
+    )
+    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
+    if batch.capture_sizes is not None:
+        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
+        sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
+        padding = full_graph_padding(*sizes, batch.max_model_len)
+    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, states=states)
+    return prepare_step(step, padding, layout)
 
 
 @st.composite

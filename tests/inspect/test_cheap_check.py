@@ -261,4 +261,5 @@ def test_only_samples_on_the_device_may_be_placeholders():
 
 def test_every_rule_has_a_fault():
     planted = {parts[0] for _, parts in FAULTS.values()} | {"local end"}
+    planted |= {RULES[rule][0] for rule in Rule if rule >= Rule.NO_SLOT}  # prep/test_states.py
     assert planted == {name for name, _ in RULES.values()}

@@ -16,6 +16,8 @@ FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
 FIA_FULL = (f"{ON_NPU}[fia-full]",)
 EXPERTS = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[experts]",)
 DRAFTING = ("tests/ops/test_drafting.py",)
+STATES = ("tests/prep/test_states.py",)
+STATE_LAYERS = ("tests/attention/test_gated_delta.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = COUNTS
 SPECULATION = ("tests/engine/test_speculation.py",)
@@ -1305,6 +1307,76 @@ MUTANTS = [
         """prefills = Prefills(
         0,""",
         LATENT,
+    ),
+    Mutant(
+        "states of the next block",
+        "prep/states.py",
+        "column = (seq_lens[req] - 1) // block_sizes[index]",
+        "column = seq_lens[req] // block_sizes[index]",
+        STATES,
+    ),
+    Mutant(
+        "a state index is shifted by one",
+        "prep/states.py",
+        "            state_indices[index, req] = block_table_flat[row + column]\n",
+        "            state_indices[index, req] = block_table_flat[row + column] + 1\n",
+        STATES,
+    ),
+    Mutant(
+        "every request has an initial state",
+        "prep/states.py",
+        "has_initial_state[req] = num_computed_tokens[req] > 0",
+        "has_initial_state[req] = True",
+        STATES,
+    ),
+    Mutant(
+        "a state is read from the block of the step's last token",
+        "prep/states.py",
+        "column = (num_computed_tokens[req] - 1) // block_sizes[index]",
+        "column = (seq_lens[req] - 1) // block_sizes[index]",
+        STATES,
+    ),
+    Mutant(
+        "a decode begins with the state that a block's last owner left",
+        "attention/gated_delta.py",
+        "        state = states.index_select(0, source).float().masked_fill_(empty.",
+        "        state = states.index_select(0, source).float().masked_fill_(False & empty.",
+        STATE_LAYERS,
+    ),
+    Mutant(
+        "a prompt begins with the state that a block's last owner left",
+        "attention/gated_delta.py",
+        "initial = states.index_select(0, source).float().masked_fill_(empty",
+        "initial = states.index_select(0, source).float().masked_fill_(False & empty",
+        STATE_LAYERS,
+    ),
+    Mutant(
+        "the convolution begins with the inputs of a block's last owner",
+        "attention/gated_delta.py",
+        "lasts = conv_states.index_select(0, source).masked_fill_(empty, 0)",
+        "lasts = conv_states.index_select(0, source)",
+        STATE_LAYERS,
+    ),
+    Mutant(
+        "a new state is written over the one that was read",
+        "attention/gated_delta.py",
+        "states.index_copy_(0, target, torch.stack(new_states)",
+        "states.index_copy_(0, source.long(), torch.stack(new_states)",
+        STATE_LAYERS,
+    ),
+    Mutant(
+        "a state overlays another block's K",
+        "attention/kv_cache.py",
+        "first, second = buffer.view(2, -1, half)",
+        "first, second = buffer.view(-1, 2, half).unbind(1)",
+        ("tests/attention/test_kv_cache.py",),
+    ),
+    Mutant(
+        "a shared state goes unnoticed",
+        "prep/checks.py",
+        "                return STATE_SHARED, order[place], -1, group",
+        "                return HOLDS, order[place], -1, group",
+        STATES,
     ),
     Mutant(
         "starts of prefills are the step's",

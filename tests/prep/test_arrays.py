@@ -39,6 +39,10 @@ NAMED_MORE_OFTEN = {
     "cu_num_draft_tokens": "an argument of vLLM's kernels that are replaced",
     "chunk_local_query_start_loc": "written by the pass of virtual requests, and checked twice",
     "chunk_local_seq_lens": "written by the pass of virtual requests, and checked twice",
+    "initial_state_indices": "layers with states, and whoever checks or shows a state",
+    "state_indices": "layers with states, and whoever checks or shows a state",
+    "has_initial_state": "layers with states, and whoever checks or shows a state",
+    "prefill_query_start_loc": "latent attention and states",
     "discard_request_mask": "a buffer of vLLM's runner has this name, too",
 }
 """Arrays that more files may name, and why."""

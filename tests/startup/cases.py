@@ -341,7 +341,16 @@ GRAPHS = {
     ),
 }
 
-STATES = ("state-space or linear-attention model", "the KV cache holds K and V")
+STATES = ("state-space or linear-attention model", "prepared for the states of these only")
+HYBRID = (
+    "Qwen3Next",
+    {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+    },
+)
 MODELS = {
     "ALiBi": Case(("alibi",), ("ALiBi",), model=("Bloom", {})),
     "ALiBi of an encoder": Case(
@@ -369,10 +378,61 @@ MODELS = {
         STATES,
         model=("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
     ),
-    "linear attention": Case(
-        ("states",),
-        STATES,
-        model=("Qwen3Next", {"layer_types": ["linear_attention"], "num_experts": 0}),
+    "linear attention alone": Case(
+        ("states-alone",),
+        ("without full attention", "sized by K and V"),
+        model=(
+            "Qwen3Next",
+            {**HYBRID[1], "layer_types": ["linear_attention"], "num_hidden_layers": 1},
+        ),
+    ),
+    "states on an NPU": Case(
+        ("states-on-npus",),
+        ("on an NPU", "computed by the CPU fallback only"),
+        HALF,
+        ("Qwen3Next", {**HYBRID[1], "head_dim": 64}),
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+    ),
+    "states on two ranks": Case(
+        ("states-ranks",),
+        ("on several ranks", "have not been tried"),
+        {"tensor_parallel_size": 2},
+        model=HYBRID,
+    ),
+    "drafts beside states": Case(
+        ("states-speculation",),
+        ("speculation with", "before a rejected draft"),
+        NGRAM,
+        model=HYBRID,
+    ),
+    "adapters beside states": Case(
+        ("states-lora",),
+        ("LoRA with", "linear attention"),
+        {"enable_lora": True},
+        model=HYBRID,
+    ),
+    "quantised states": Case(
+        ("quantization", "states-quantization"),
+        ("quantised weights of", "int8 projections"),
+        {**HALF, "quantization": "fp8"},
+        HYBRID,
+    ),
+    "a connector beside states": Case(
+        ("states-connector",),
+        ("a KV connector with", "not states"),
+        {**connector(), "enable_prefix_caching": False},
+        HYBRID,
+    ),
+    "states that are pooled": Case(
+        ("states-pooling",), ("pooling with", "models that generate"), POOLING, HYBRID
+    ),
+    "replayed states": Case(
+        ("states-replay",),
+        ("--use-replayssm", "step by step"),
+        {"use_replayssm": True},
+        model=HYBRID,
     ),
     # vLLM knows it no longer, and would run transformers' code
     "states in transformers' code": Case(
@@ -733,7 +793,7 @@ SPECULATION = {
         ("Qwen3", {EDITED: {"architectures": ["Step3p5ForCausalLM"]}}),
     ),
     "MTP layers beside states": Case(
-        ("states", "mtp-model"),
+        ("states-speculation", "mtp-model"),
         ("mtp with Qwen3NextMTP", "linear attention keeps states"),
         drafts("mtp"),
         ("Qwen3Next", {"num_nextn_predict_layers": 1}),

@@ -142,9 +142,12 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     ----------
     latent
         How steps are split for latent attention; None without it, and if prefills are absorbed.
+    holds_states
+        False: those of linear attention have another builder (`attention.states`).
     """
 
     latent: LatentSplit | None = None
+    holds_states = False
 
     def __init__(
         self,

@@ -1,5 +1,10 @@
 """The KV cache: two contiguous planes for each layer, K and V, or latent rows and rotated keys.
 
+Layers with states share the regions of attention layers: a block belongs to one group at a time,
+and in either plane has one row of half a page. A state has two parts. The rule's is at the
+beginning of a row of the first plane, the convolution's of one of the second, so that a state
+touches no bytes of another block.
+
 A layer's cache is ``(2, num_blocks, block_size, num_kv_heads, head_size)``, because Ascend kernels
 take K and V each as a contiguous ``(num_blocks, block_size, ...)``. Planes of latent attention have
 unequal widths, which no single tensor has: its cache is ``(num_blocks, page)``, whose memory is one
@@ -24,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -31,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.kernels.latent import planes_of
+from vllm_npu_prep.attention.states import state_bytes
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 
@@ -115,7 +122,7 @@ def split_by_window(
     return split
 
 
-def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Tensor]:
+def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, Any]:
     """Allocate the cache that `config` plans, a buffer for each layer, viewed as planes.
 
     vLLM plans one region of tens of GB. One operator over that many elements, such as the one that
@@ -133,7 +140,8 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
     -------
     dict
         Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``, or to
-        ``(num_blocks, page)`` for latent attention.
+        ``(num_blocks, page)`` for latent attention, or for states to both parts of those of all
+        blocks.
 
     Raises
     ------
@@ -143,7 +151,7 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
     """
     if not config.kv_cache_tensors:
         return {}
-    caches: dict[str, torch.Tensor] = {}
+    caches: dict[str, Any] = {}
     regions: dict[int, tuple[int, int]] = {}  # start of a region of the plan -> end, planes
     buffers: dict[int, torch.Tensor] = {}  # by start of the region
     for tensor in config.kv_cache_tensors:
@@ -157,7 +165,7 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                     f"{tensor.block_stride}, page {spec.page_size_bytes}); planes need a layer-"
                     "compact layout: unset VLLM_KV_CACHE_LAYOUT"
                 )
-            planes = PLANE_SPECS[type(spec)]
+            planes = 2 if isinstance(spec, MambaSpec) else PLANE_SPECS[type(spec)]
             if any(
                 start < other_end
                 and other < start + size
@@ -170,6 +178,9 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, torch.Te
                 )
             if start not in regions:
                 regions[start], buffers[start] = (start + size, planes), device.zeros(size)
+            if isinstance(spec, MambaSpec):
+                caches[layer_name] = _states_of(layer_name, spec, buffers[start])
+                continue
             cache = buffers[start].view(spec.dtype)
             if isinstance(spec, MLAAttentionSpec):
                 caches[layer_name] = cache.view(config.num_blocks, -1)
@@ -189,7 +200,27 @@ def _layer_spec(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
     raise AssertionError(f"{layer_name} belongs to no KV-cache group")
 
 
-def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
+def _states_of(
+    layer_name: str, spec: MambaSpec, buffer: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both parts of the states of all blocks: the convolution's and the rule's."""
+    sizes, half = state_bytes(spec), spec.page_size_bytes // 2
+    if len(sizes) != 2 or max(sizes) > half or spec.page_size_bytes % 2:
+        raise PrepError(
+            f"{layer_name}: parts of a state of {sizes} bytes do not fit into the halves of a page "
+            f"of {spec.page_size_bytes} bytes"
+        )
+    first, second = buffer.view(2, -1, half)
+    rows = zip((second, first), sizes, spec.dtypes, spec.shapes)
+    conv, rule = (
+        plane[:, :size].view(dtype).unflatten(1, shape) for plane, size, dtype, shape in rows
+    )
+    return conv, rule
+
+
+def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
+    if isinstance(spec, MambaSpec):
+        return spec
     if type(spec) not in PLANE_SPECS:
         allowed = ", ".join(each.__name__ for each in PLANE_SPECS)
         raise PrepError(f"{layer_name} has a {type(spec).__name__}: {allowed} are supported")
@@ -206,7 +237,7 @@ def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
 
 
 def single_planes(
-    kv_caches: Iterable[torch.Tensor], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+    kv_caches: Iterable[Any], caches: Mapping[str, Any], layers: Mapping[str, Any]
 ) -> list[torch.Tensor]:
     """The planes of all layers, each of which has a block in each row of its first dimension.
 
@@ -218,12 +249,17 @@ def single_planes(
         Caches and attention layers by name.
     """
     shapes: dict[int, Any] = {
-        id(cache): getattr(layers[name].impl, "shape", None) for name, cache in caches.items()
+        id(cache): getattr(getattr(layers[name], "impl", None), "shape", None)
+        for name, cache in caches.items()
     }
     return [
         plane
         for cache in kv_caches
-        for plane in (cache if cache.dim() > 2 else planes_of(cache, shapes[id(cache)]))
+        for plane in (
+            cache
+            if isinstance(cache, tuple) or cache.dim() > 2
+            else planes_of(cache, shapes[id(cache)])
+        )
     ]
 
 

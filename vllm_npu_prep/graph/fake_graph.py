@@ -43,7 +43,9 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
     if isinstance(call.run, torch.nn.Module):
         inputs |= dict(call.run.named_parameters()) | dict(call.run.named_buffers())
         inputs |= _adapters_of(call.run)
-    inputs |= {f"KV cache of {name}": call.layers[name].kv_cache for name in call.attn_metadata}
+    for name in call.attn_metadata:
+        caches = tensors_of([call.layers[name].kv_cache])  # of states: two parts
+        inputs |= {f"KV cache {i} of {name}".replace(" 0 ", " "): t for i, t in enumerate(caches)}
     groups: dict[int, tuple[str, Any]] = {}
     for layer_name, metadata in call.attn_metadata.items():
         groups.setdefault(id(metadata), (layer_name, metadata))

@@ -10,6 +10,7 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
+from vllm_npu_prep.prep.states import StateStep
 
 if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
@@ -80,6 +81,13 @@ LATENT_LINES = tuple(
     line for line in STEP_ARRAYS.values() if line.level in (Level.PREFILL, Level.PIECE)
 )
 """Arrays of latent attention; records of other engines don't have them."""
+STATE_SCALARS = tuple(item.name for item in fields(StateStep))
+OF_STATES = [line for line in STEP_ARRAYS.values() if line.dims[-1] == "Z"]
+STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "N")
+"""Variables that each group with states has its own copy of."""
+STATE_LINES = (*OF_STATES, *(line for line in LATENT_LINES if line.level is Level.PREFILL))
+"""Arrays of states; records of other engines don't have them."""
+OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES}
 MASK_ARRAYS = (
     "shape",
     "form",
@@ -90,7 +98,9 @@ MASK_ARRAYS = (
 
 
 def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGroup") -> MaskPlan:
-    """Mask of a group's layers in a step."""
+    """Mask of a group's layers in a step; layers with states have none."""
+    if group.state_threshold is not None:
+        return MaskPlan(MaskKind.NONE, None)
     local = step.local if group.attention_chunk_size is not None else None
     return plan_mask(
         step.attn_state,
@@ -111,8 +121,26 @@ def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
     return out | {line.name: getattr(step, line.name) for line in LATENT_LINES}
 
 
+def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
+    """Where the states of a group are, and how the step is split; empty for groups without."""
+    states = step.batch.tables.states
+    if step.states is None or states is None or group not in states.groups:
+        return {}
+    index = states.groups.index(group)
+    out = {name: np.array(getattr(step.states, name), np.int64) for name in STATE_SCALARS}
+    for line in STATE_LINES:
+        array = getattr(step, line.name)
+        out[line.name] = array[index] if line.name in STATE_BLOCKS else array
+    return out
+
+
 def group_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
-    """A KV-cache group's own arrays, by the names of `GROUP_LEVEL`."""
+    """A KV-cache group's own arrays, by the names of `GROUP_LEVEL`; of states, their blocks."""
+    of_states = state_variables(step, group)
+    if of_states:
+        own = {name: of_states[name] for name in STATE_BLOCKS}
+        sent = {line.name: getattr(step, line.name)[group] for line in SHOWN if line.by_group}
+        return {"block_table": step.block_table(group), **sent, **own}
     found = {name: getattr(step, name) for name in GROUP_LEVEL}
     return {n: v[group] if n in STEP_ARRAYS else v(group) for n, v in found.items()}
 
@@ -122,14 +150,14 @@ def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, n
     staged = {}
     for name, line in STEP_ARRAYS.items():
         array = getattr(arrays, name)
-        if line in LATENT_LINES and not array.size:
+        if line in OF_SOME_ENGINES and not array.size:
             continue
         if not line.by_group:
             staged[line.recorded_as] = array
             continue
         for index, group in enumerate(settings.groups):
             if group.group < len(array):
-                where = f"kv_cache_groups.{index}." if index else ""
+                where = "" if index == settings.main_group else f"kv_cache_groups.{index}."
                 staged[f"{where}{line.recorded_as}"] = array[group.group]
     return staged
 
@@ -149,12 +177,14 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
     for index, (group, prefix) in enumerate(zip(settings.groups, settings.group_prefixes)):
         arrays = _group_arrays(step, settings, group)
         out |= {f"{prefix}{name}": array for name, array in arrays.items()}
-        if prefix and index == 0:
+        if prefix and index == settings.main_group:
             out |= {n: a for n, a in arrays.items() if not n.startswith("local_requests.")}
     scalars: dict[str, Any] = {name: getattr(step, name) for name in SCALARS}
     scalars["num_reqs_padded"] = step.padding.num_reqs_padded
     if step.local is not None:
         scalars |= {f"local_requests.{n}": getattr(step.local, n) for n in LOCAL_SCALARS}
+    if step.states is not None:
+        scalars |= {f"states.{n}": getattr(step.states, n) for n in STATE_SCALARS}
     if step.latent is not None:
         scalars |= {f"latent.{n}": getattr(step.latent, n) for n in LATENT_SCALARS}
     out |= {name: np.array(value, np.int64) for name, value in scalars.items()}
@@ -177,7 +207,11 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
 
 def prepared_names(settings: "RecordSettings") -> set[str]:
     """Every name that `prepared_arrays` can give an array of a step with such settings."""
-    of_group = {*GROUP_LEVEL, *(line.recorded_as for line in STEP_ARRAYS.values() if line.by_group)}
+    of_group = {
+        *GROUP_LEVEL,
+        *STATE_BLOCKS,
+        *(line.recorded_as for line in STEP_ARRAYS.values() if line.by_group),
+    }
     of_group |= {f"attn_mask.{name}" for name in MASK_ARRAYS}
     of_group |= {f"local_requests.{name}" for name in (*LOCAL_ARRAYS, *LOCAL_SCALARS)}
     names = {f"{prefix}{name}" for prefix in ("", *settings.group_prefixes) for name in of_group}
@@ -185,6 +219,7 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
     names |= {"attn_state", "model_input", "num_reqs_padded"}
     names |= {"sampled_token_targets", "is_on_device"}
     names |= {f"latent.{name}" for name in LATENT_SCALARS}
+    names |= {f"states.{name}" for name in STATE_SCALARS}
     return names | {line.recorded_as for line in STEP_ARRAYS.values()}
 
 

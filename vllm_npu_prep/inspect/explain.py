@@ -17,10 +17,12 @@ from vllm_npu_prep.inspect.contract import (
     REQUEST_LEVEL,
     SCALARS,
     SEVERAL_PER_TOKEN,
+    STATE_BLOCKS,
     TOKEN_LEVEL,
     group_variables,
     latent_variables,
     mask_arrays,
+    state_variables,
 )
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
@@ -83,6 +85,15 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
     if step.latent is not None:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
+    if view.state_groups:
+        out["states"] = [
+            {
+                "group": group,
+                "block_size": int(step.batch.tables.block_sizes[group]),
+                **{name: value.tolist() for name, value in state_variables(step, group).items()},
+            }
+            for group in view.state_groups
+        ]
     if any(request.items for request in view.requests):
         out["model_input"] = view.model_input
         out["multimodal"] = view.spans()
@@ -198,6 +209,8 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
     if step.latent is not None:
         lines.append(("latent", latent_halves(step.latent)))
+    if step.states is not None:
+        lines.append(("states", state_halves(view)))
     tokens = step.num_input_tokens - step.total_num_scheduled_tokens
     requests = padding.num_reqs_padded - step.num_reqs
     return [
@@ -292,6 +305,33 @@ def local_table(view: StepView, index: int) -> StepTable:
     return StepTable(f"system level{group_title(view, index)}: virtual requests", names, rows)
 
 
+def state_halves(view: StepView) -> str:
+    """How a step is split for layers with states, and whose states begin, in words."""
+    states, begun = view.step.states, view.step.has_initial_state
+    assert states is not None
+    empty = int(np.count_nonzero(~begun))
+    return (
+        f"{counted(states.num_decodes, 'decode')} of {counted(states.num_decode_tokens, 'token')} "
+        f"updated together, {counted(states.num_prefills, 'prefill')} in chunks; "
+        f"{counted(empty, 'request')} with an empty state; "
+        f"{counted(len(view.state_groups), 'group')}"
+    )
+
+
+def state_table(view: StepView, selection: Selection, group: int) -> StepTable:
+    """The state that each request reads and the one that it writes, in one group."""
+    step, found = view.step, state_variables(view.step, group)
+    rows: list[list[object]] = []
+    for row in selection.requests:
+        reads, writes = (int(found[name][row]) for name in STATE_BLOCKS)
+        kind = "decode" if row < int(found["num_decodes"]) else "prefill"
+        from_ = str(reads) if found["has_initial_state"][row] else "empty"
+        computed, length = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
+        rows.append([view.requests[row].req_id, kind, computed, from_, length, writes])
+    names = ["req_id", "half", "tokens before", "reads state", "tokens after", "writes state"]
+    return StepTable(f"states of group {group}", names, rows)
+
+
 def latent_halves(latent: LatentStep) -> str:
     """Both halves of a step of latent attention, in words."""
     decodes = (
@@ -358,6 +398,8 @@ def explain_text(
     print_folded(console, request_table(view, selection))
     if view.step.latent is not None:
         print_folded(console, latent_table(view, selection))
+    for table in view.state_groups:
+        print_folded(console, state_table(view, selection, table))
     items = item_table(view, selection)
     if items.rows:
         print_folded(console, items)

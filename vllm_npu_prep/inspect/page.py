@@ -25,6 +25,7 @@ from vllm_npu_prep.inspect.explain import (
     local_table,
     request_table,
     select,
+    state_table,
     summary,
     token_table,
 )
@@ -243,6 +244,9 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
     if view.step.latent is not None:
         halves = latent_table(view, selection)
         yield _table(halves, [Line(cells) for cells in halves.rows])
+    for group in view.state_groups:
+        states = state_table(view, selection, group)
+        yield _table(states, [Line(cells) for cells in states.rows])
     items = item_table(view, selection)
     if items.rows:
         yield _table(items, [Line(cells) for cells in items.rows])

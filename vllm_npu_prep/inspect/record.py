@@ -23,7 +23,13 @@ from functools import cached_property
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import LATENT_SCALARS, LOCAL_SCALARS, mask_plan, staged_arrays
+from vllm_npu_prep.inspect.contract import (
+    LATENT_SCALARS,
+    LOCAL_SCALARS,
+    STATE_SCALARS,
+    mask_plan,
+    staged_arrays,
+)
 from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
@@ -35,6 +41,7 @@ from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.prep.states import StateStep
 from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.wording import counted
 
@@ -199,6 +206,7 @@ class StepRecord:
             mrope=self._mrope_tables(),
             local=settings.local,
             latent=settings.latent_split,
+            states=settings.states,
         )
 
     def _mrope_tables(self) -> MropeTables | None:
@@ -266,6 +274,11 @@ class StepRecord:
             limits = num_reqs, layout.num_input_tokens, num_reqs, room, room
             named = zip(LATENT_SCALARS, limits)
             latent = LatentStep(*(self._scalar(f"latent.{n}", m) for n, m in named))
+        states = None
+        if settings.states is not None:
+            most_of_each = settings.num_reqs, layout.num_input_tokens, settings.num_reqs
+            halves = zip(STATE_SCALARS, most_of_each)
+            states = StateStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
         state = self._array("attn_state").tobytes().decode("ascii", "replace")
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")
@@ -281,6 +294,7 @@ class StepRecord:
             0,
             local,
             latent,
+            states,
         )
 
     def _array(self, name: str, like: np.ndarray | None = None) -> np.ndarray:

@@ -9,6 +9,7 @@ from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.states import StateGroups
 
 
 class _Strict(BaseModel):
@@ -22,6 +23,8 @@ class RecordGroup(_Strict):
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
+    # Most tokens of a decode, in a group that holds states (`vllm_npu_prep.prep.states`)
+    state_threshold: Positive | None = None
 
 
 class RecordLatent(_Strict):
@@ -123,8 +126,19 @@ class RecordSettings(_Strict):
         return LocalGroups(chunk_size, chunk_size // self.block_sizes[group], tuple(chunked))
 
     @property
+    def states(self) -> StateGroups | None:
+        """Groups that hold states."""
+        found = {g.group: g.state_threshold for g in self.groups if g.state_threshold}
+        return StateGroups(tuple(found), max(found.values())) if found else None
+
+    @property
+    def main_group(self) -> int:
+        """The first group that attends; states have no values of tokens."""
+        return next((i for i, g in enumerate(self.groups) if g.state_threshold is None), 0)
+
+    @property
     def group_prefixes(self) -> list[str]:
-        """Prefix of each group's array names; the first group has unprefixed names as well."""
+        """Prefix of each group's array names; the main group has unprefixed names as well."""
         if len(self.groups) == 1 and not self.groups[0].attention_chunk_size:
             return [""]
         return [f"kv_cache_groups.{index}." for index in range(len(self.groups))]
@@ -141,6 +155,7 @@ class RecordSettings(_Strict):
             self.mrope_dims,
             self.local,
             self.latent_split,
+            self.states,
         )
 
     @property

@@ -50,7 +50,8 @@ def replay_oracle(record: "StepRecord") -> Difference | None:
     settings = record.settings
     prefixes = settings.group_prefixes
     for index, group in enumerate(settings.groups):
-        expected = _oracle_arrays(record, group, prefixes[index] if index else "")
+        prefix = "" if index == settings.main_group else prefixes[index]
+        expected = _oracle_arrays(record, group, prefix)
         found = first_difference(record, expected, "oracle")
         if found is not None:
             return found
@@ -138,6 +139,8 @@ def _oracle_arrays(
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
 
     settings = record.settings
+    if group.state_threshold is not None:
+        return _oracle_states(record, group, prefix)
     has_table = group.group < len(settings.block_sizes)
     block_size = settings.block_sizes[group.group] if has_table else settings.max_model_len
     requests = oracle_requests(record, group.group)
@@ -195,6 +198,33 @@ def _oracle_arrays(
             out[f"{prefix}attn_mask.shape"] = np.empty(0, np.int64)
         elif f"{prefix}attn_mask.masked" in record.prepared and mask != "compressed":
             out[f"{prefix}attn_mask.masked"] = np.array(mask, bool)
+    return out
+
+
+def _oracle_states(
+    record: "StepRecord", group: "RecordGroup", prefix: str
+) -> dict[str, np.ndarray]:
+    """Where the states of a group are, and how the step is split, by a record's names."""
+    from vllm_npu_prep.inspect.contract import STATE_BLOCKS
+    from vllm_npu_prep.prep.oracle import oracle_state_step
+
+    settings = record.settings
+    states, threshold = settings.states, group.state_threshold
+    assert states is not None and threshold is not None
+    said = oracle_state_step(
+        oracle_requests(record, group.group),
+        decode_threshold=threshold,
+        block_size=settings.block_sizes[group.group],
+    )
+    blocks = {name: np.array(said.pop(name)) for name in STATE_BLOCKS}
+    out = {f"{prefix}{name}": array for name, array in blocks.items()}
+    total = settings.total_num_scheduled_tokens
+    out[f"{prefix}slot_mapping"] = np.full(total, -1)
+    for name, value in said.items():
+        if isinstance(value, int):
+            out[f"states.{name}"] = np.array(value)
+        else:
+            out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", value)
     return out
 
 

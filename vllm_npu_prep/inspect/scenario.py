@@ -24,6 +24,7 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
+from vllm_npu_prep.prep.states import StateGroups
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
@@ -71,6 +72,7 @@ class ScenarioGroup(_Strict):
     block_ids: list[list[Int32]]  # of each request
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
+    holds_states: bool = False  # of linear attention: a state for every block_size tokens
 
     def first_seen(self, position: int) -> int:
         """First position that a token there sees."""
@@ -149,6 +151,11 @@ class Scenario(_Strict):
         assert group.attention_chunk_size is not None
         blocks = group.attention_chunk_size // group.block_size
         return LocalGroups(group.attention_chunk_size, blocks, tuple(chunked))
+
+
+def _state_groups(scenario: Scenario) -> StateGroups | None:
+    groups = tuple(i for i, group in enumerate(scenario.groups) if group.holds_states)
+    return StateGroups(groups) if groups else None
 
 
 def _latent_split(scenario: Scenario) -> LatentSplit | None:
@@ -294,6 +301,7 @@ def _check(scenario: Scenario) -> None:
         _check_request(scenario, request, f"requests.{index}")
         _check_inputs(scenario, request, f"requests.{index}")
     _check_chunks(scenario.groups)
+    _check_states(scenario.groups, scenario.latent)
     for place, group in enumerate(scenario.groups):
         if len(group.block_ids) != len(requests):
             raise PrepError(
@@ -309,6 +317,17 @@ def _check(scenario: Scenario) -> None:
         for row, request in enumerate(requests):
             _check_blocks(scenario.max_model_len, group, request, group.block_ids[row], where[row])
         _check_owners(group, requests, where)
+
+
+def _check_states(groups: list[ScenarioGroup], latent: ScenarioLatent | None) -> None:
+    """Groups with states have nothing that narrows attention, and no latent attention beside."""
+    for place, group in enumerate(groups[1:]):
+        narrowed = group.sliding_window or group.attention_chunk_size
+        if group.holds_states and (narrowed or latent is not None):
+            raise PrepError(
+                f"more_kv_cache_groups.{place}.holds_states: a group with states has neither "
+                "sliding_window nor attention_chunk_size, and its scenario no latent attention"
+            )
 
 
 def _check_chunks(groups: list[ScenarioGroup]) -> None:
@@ -474,6 +493,7 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         mrope=mrope,
         local=local,
         latent=_latent_split(scenario),
+        states=_state_groups(scenario),
         **device_has_all(block_tables),
     )
     num_scheduled_tokens = column("num_scheduled_tokens")

@@ -139,13 +139,25 @@ def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
         table = runner.input_batch.block_table[group.group].get_device_tensor(reqs)
         blocks = table[:, :columns].numpy()
         arrays = {"slot_mapping": slots[group.group].numpy(), "block_table": blocks}
+        if group.state_threshold is not None:
+            states = _states(table, runner.seq_lens[:reqs], settings.block_sizes[group.group])
+            arrays = {"block_table": blocks, "state_indices": states}
         prefix = settings.group_prefixes[index]
         out |= {f"{prefix}{name}": array for name, array in arrays.items()}
-        if not index:
+        if index == settings.main_group:
             out |= arrays
         if group.attention_chunk_size is not None:
             out |= _local_requests(settings, group, prefix, runner, table)
     return _with_rest(record, out)
+
+
+def _states(table: Any, seq_lens: Any, block_size: int) -> np.ndarray:
+    """Blocks to which upstream's layers write the states of a group."""
+    from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = MambaSpec(block_size, (), ())
+    return mamba_get_block_table_tensor(table, seq_lens, spec, "align")[:, 0].numpy()
 
 
 def _without_samples(

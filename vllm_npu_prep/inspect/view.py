@@ -111,6 +111,8 @@ class StepView:
         Whether the device sees other sizes than the scheduler's.
     tokens_per_expert
         By layer: tokens of each expert, if the record was asked for them.
+    state_groups
+        KV-cache groups that hold states; they are not among `groups`, because nobody attends.
     """
 
     name: str
@@ -120,6 +122,7 @@ class StepView:
     graph: str
     padded: bool
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
+    state_groups: list[int] = field(default_factory=list)
 
     @classmethod
     def of_scenario(cls, scenario: Scenario) -> "StepView":
@@ -127,6 +130,8 @@ class StepView:
         step = prepare_step(*scenario_batch(scenario))
         groups = []
         for table, group in enumerate(scenario.groups):
+            if group.holds_states:
+                continue
             local = step.local if group.attention_chunk_size is not None else None
             plan = plan_mask(
                 step.attn_state,
@@ -156,6 +161,7 @@ class StepView:
             groups,
             _graph_of(scenario, step),
             bool(scenario.capture_sizes),
+            state_groups=[i for i, group in enumerate(scenario.groups) if group.holds_states],
         )
 
     @classmethod
@@ -177,6 +183,8 @@ class StepView:
         settings, step = record.settings, record.step()
         groups = []
         for group, plan in zip(settings.groups, record.plans(step)):
+            if group.state_threshold is not None:
+                continue
             has_table = group.group < len(settings.block_sizes)
             groups.append(
                 GroupView(
@@ -201,7 +209,8 @@ class StepView:
         graph = settings.kind
         if step.padding.mode is not GraphMode.NONE:
             graph += f" of {counted(step.num_input_tokens, 'token')}"
-        return cls(name, step, requests, groups, graph, padded=True)
+        states = list(settings.states.groups) if settings.states is not None else []
+        return cls(name, step, requests, groups, graph, padded=True, state_groups=states)
 
     # ----------------------------------------------------------------- why
 

@@ -80,7 +80,7 @@ def explain_fault(
     arrays, tables = step.arrays, step.batch.tables
     if req < 0 <= token < step.total_num_scheduled_tokens:
         req = int(np.searchsorted(arrays.query_start_loc[: step.num_reqs + 1], token, "right")) - 1
-    is_local = rule >= Rule.LOCAL_QUERY_LENS
+    is_local = Rule.LOCAL_QUERY_LENS <= rule <= Rule.LOCAL_ENDS_AT_INPUT_TOKENS
     starts = arrays.chunk_local_query_start_loc if is_local else arrays.query_start_loc
     given: Any
     allowed: Any
@@ -137,6 +137,13 @@ def explain_fault(
     elif rule == Rule.LOCAL_QUERY_LENS:
         given = f"{starts[req]} to {starts[req + 1]}"
         allowed = f"rising from 0 to {step.num_input_tokens} at most"
+    elif rule == Rule.NO_SLOT:
+        given, allowed = arrays.slot_mapping[group, token], "-1"
+    elif rule == Rule.STATE_BEGINS:
+        given, computed = bool(arrays.has_initial_state[req]), arrays.num_computed_tokens[req]
+        allowed = f"{bool(computed)}, with {counted(int(computed), 'computed token')}"
+    elif rule in (Rule.STATE_BLOCKS, Rule.STATE_SHARED, Rule.STATE_PADDING):
+        given, allowed = _states(step, req, group, rule)
     else:
         given = arrays.chunk_local_seq_lens[req]
         assert tables.local is not None
@@ -152,6 +159,29 @@ def explain_fault(
         text = f"{text} (padding request {req})"
     where: dict[str, Any] = {"request": who, "token": token if token >= 0 else None}
     return given_allowed(name, text, given, allowed, **where, group=group if group >= 0 else None)
+
+
+def _states(step: "PreparedStep", req: int, group: int, rule: Rule) -> tuple[str, str]:
+    """What a rule of states says of a request: the blocks that it was given, and those allowed."""
+    arrays, tables = step.arrays, step.batch.tables
+    assert tables.states is not None
+    if group < 0:
+        return "a state of a padding request", "none"
+    index = tables.states.groups.index(group)
+    reads = int(arrays.initial_state_indices[index, req])
+    writes = int(arrays.state_indices[index, req])
+    has_state = bool(arrays.has_initial_state[req])
+    given = f"reads block {reads}, writes block {writes}" if has_state else f"writes block {writes}"
+    if rule == Rule.STATE_PADDING:
+        return given, "the null block"
+    if rule == Rule.STATE_SHARED:
+        return f"{given}, as another request does", "a block of its own"
+    size, row = int(tables.block_sizes[group]), tables.block_table(group)[req]
+    after = int(row[(int(arrays.seq_lens[req]) - 1) // size])
+    if not has_state:
+        return given, f"writes block {after}"
+    before = int(row[(int(arrays.num_computed_tokens[req]) - 1) // size])
+    return given, f"reads block {before}, writes block {after}, and neither is the null block"
 
 
 RULES: dict[Rule, tuple[str, str]] = {
@@ -178,5 +208,10 @@ RULES: dict[Rule, tuple[str, str]] = {
         "local TND end",
         "chunk_local_query_start_loc of a full graph ends at its tokens",
     ),
+    Rule.NO_SLOT: ("state slots", "layers with states write no slots"),
+    Rule.STATE_BLOCKS: ("states", "a state is in the block that the table names"),
+    Rule.STATE_SHARED: ("shared state", "no two running requests share a state"),
+    Rule.STATE_BEGINS: ("initial state", "a state is read if tokens are computed already"),
+    Rule.STATE_PADDING: ("padding states", "padding has the state of the null block"),
 }
 """Each rule's name and text."""

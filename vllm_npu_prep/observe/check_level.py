@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
+from vllm_npu_prep.prep.checks import NO_SLOTS
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
@@ -32,7 +33,11 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
     # Groups of encoder-only layers come after the groups that have tables.
     block_sizes = runner.preparer.tables.block_sizes.tolist()
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
-    num_slots = [cache.num_blocks * spec.block_size for spec in specs]
+    states = runner.preparer.tables.states
+    num_slots = [
+        NO_SLOTS if states and group in states.groups else cache.num_blocks * spec.block_size
+        for group, spec in enumerate(specs)
+    ]
     if level == "cheap":
         return StepCheck(vocab_size, num_slots)
     from vllm_npu_prep.observe.full_check import FullCheck
@@ -59,8 +64,10 @@ def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
     block_size
         Of its block table.
     """
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
+    if isinstance(spec, MambaSpec):
+        return LedgerGroup(block_size, holds_states=True)
     pages = spec.block_size // block_size
     for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
         spec = each

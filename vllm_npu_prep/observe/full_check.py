@@ -12,9 +12,11 @@ import numpy as np
 
 from vllm_npu_prep.inspect.contract import (
     REQUEST_LEVEL,
+    STATE_BLOCKS,
     TOKEN_LEVEL,
     group_variables,
     latent_variables,
+    state_variables,
 )
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
@@ -26,6 +28,7 @@ from vllm_npu_prep.prep.oracle import (
     OracleRequest,
     oracle_latent_step,
     oracle_local_requests,
+    oracle_state_step,
     oracle_step,
 )
 from vllm_npu_prep.prep.padding import GraphMode
@@ -129,7 +132,11 @@ class FullCheck(StepCheck):
         """Compare all variables with the oracle, which computes them token by token."""
         tables, arrays = step.batch.tables, step.arrays
         awaited = step.batch.num_sampled_rows > 0
-        for group in range(max(1, tables.num_groups)):
+        with_states = () if tables.states is None else tables.states.groups
+        for group in with_states:
+            self._check_states(runner, step, group, input_ids, awaited)
+        attends = [group for group in range(max(1, tables.num_groups)) if group not in with_states]
+        for group in attends:
             block_size = int(tables.block_sizes[group]) if tables.num_groups else 1
             requests = [
                 self._oracle_request(runner, step, row, group, input_ids, awaited)
@@ -149,7 +156,7 @@ class FullCheck(StepCheck):
                 for name in ("slot_mapping", "block_numbers", "block_offsets"):
                     self._compare(step, name, own[name], expected[name], group)
                 self._check_local(step, requests, group, block_size)
-            if group:
+            if group != attends[0]:
                 continue
             for name in (*TOKEN_LEVEL, *REQUEST_LEVEL):
                 if name not in STEP_ARRAYS or not STEP_ARRAYS[name].sampled:
@@ -210,6 +217,31 @@ class FullCheck(StepCheck):
             draft_token_ids=token_ids[seq_len - drafts : seq_len],
             **mrope,
         )
+
+    def _check_states(
+        self, runner: Any, step: "PreparedStep", group: int, input_ids: np.ndarray, awaited: bool
+    ) -> None:
+        """Compare where the states of a group are, and how the step is split."""
+        tables = step.batch.tables
+        assert tables.states is not None
+        requests = [
+            self._oracle_request(runner, step, row, group, input_ids, awaited)
+            for row in range(step.num_reqs)
+        ]
+        expected = oracle_state_step(
+            requests,
+            decode_threshold=tables.states.decode_threshold,
+            block_size=int(tables.block_sizes[group]),
+        )
+        for name, given in state_variables(step, group).items():
+            if given.tolist() != expected[name]:
+                raise given_allowed(
+                    f"states {name}",
+                    f"{name} of states are the oracle's",
+                    given.tolist(),
+                    expected[name],
+                    group=group,
+                )
 
     def _check_latent(
         self, step: "PreparedStep", requests: list[OracleRequest], latent: "LatentSplit"
@@ -323,10 +355,28 @@ class FullCheck(StepCheck):
         for group, builder, layer_names in runner.preparer.builders:
             for metadata in {id(seen[name]): seen[name] for name in layer_names}.values():
                 where: dict[str, Any] = {"group": group}
+                if builder.holds_states:
+                    self._check_state_layers(step, metadata, group)
+                    continue
                 expect("state of layers", metadata.attn_state.name, step.attn_state.name, **where)
                 self._check_mask(step, builder, metadata, group)
                 self._check_lists(step, builder, metadata, group)
                 self._check_tables(step, builder, metadata, group)
+
+    def _check_state_layers(self, step: "PreparedStep", metadata: Any, group: int) -> None:
+        """Check what layers with states read, on the device."""
+        num_reqs, own = len(metadata.state_indices), state_variables(step, group)
+        padding = [0] * (num_reqs - step.num_reqs)
+        for name in STATE_BLOCKS:
+            given = getattr(metadata, name).tolist()
+            expect(f"{name} of layers", given, own[name].tolist() + padding, group=group)
+        given = metadata.has_initial_state.tolist()
+        begun = own["has_initial_state"].tolist() + [bool(each) for each in padding]
+        expect("has_initial_state of layers", given, begun, group=group)
+        is_full = step.padding.mode is GraphMode.FULL
+        expect("in a full graph", metadata.in_full_graph, is_full, group=group)
+        if not is_full:
+            expect("decodes", metadata.num_decodes, int(own["num_decodes"]), group=group)
 
     def _check_mask(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
         max_seq_len = step.max_seq_len

@@ -3,7 +3,8 @@
 A worker sees the scheduler's decisions only: which blocks a request gets, and that it finished or
 was preempted. From these the ledger knows each block's purpose without the runner's own tables. A
 slot's content is named by a hash of the tokens up to it, as prefix caching names blocks: only
-requests with the same beginning may read the same slot.
+requests with the same beginning may read the same slot. A state of linear attention is named
+likewise, by all tokens that are in it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,9 +40,12 @@ class LedgerGroup:
     blocks_per_page: int = 1  # blocks of the tables for each one that the scheduler hands out
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    holds_states: bool = False  # its blocks have a state each, and no slots
 
     def first_needed(self, position: int) -> int:
         """First position that the token at a position sees; earlier blocks may be freed."""
+        if self.holds_states:
+            return max(0, position - 1)
         if self.sliding_window is not None:
             return max(0, position - self.sliding_window + 1)
         if self.attention_chunk_size is not None:
@@ -102,9 +106,11 @@ class SlotLedger:
     ) -> None:
         self.groups = tuple(groups)
         self.loads, self.counts_are_bounds = loads, counts_are_bounds
-        width = max((group.block_size for group in groups), default=1)
+        with_slots = [group for group in groups if not group.holds_states]
+        width = max((group.block_size for group in with_slots), default=1)
         # [num_blocks, largest block size] int64, content of each slot
         self.contents = np.full((num_blocks, width), NOBODY, np.int64)
+        self.states: dict[int, int] = {}  # content of each block that holds a state
         self.writers: dict[int, str] = {}  # last writer, by block
         self.freed: dict[int, str] = {}  # last request that gave back a block
         self.requests: dict[str, _Request] = {}
@@ -202,6 +208,7 @@ class SlotLedger:
         pages = self.groups[0].blocks_per_page if self.groups else 1
         for block in output.new_block_ids_to_zero or ():
             self.contents[block * pages : (block + 1) * pages] = NOBODY
+            self.states.pop(block, None)
         for source, target in output.kv_cache_block_copies or ():
             of_source = self.contents[source * pages : (source + 1) * pages]
             self.contents[target * pages : (target + 1) * pages] = of_source
@@ -229,11 +236,18 @@ class SlotLedger:
         self._tables = [step.batch.tables.block_table(i) for i in range(len(self.groups))]
         for row, req_id in enumerate(req_ids):
             self._feed(step, row, req_id, input_ids)
-            for group in range(len(self.groups)):
-                self._write(step, row, req_id, group, owners)
+            for index, group in enumerate(self.groups):
+                if group.holds_states:
+                    self._check_blocks(step, row, req_id, index)
+                    self._read_state(step, row, req_id, index)
+                else:
+                    self._write(step, row, req_id, index, owners)
         for row, req_id in enumerate(req_ids):  # a request may read what others write in this step
-            for group in range(len(self.groups)):
-                self._read(step, row, req_id, group)
+            for index, group in enumerate(self.groups):
+                if group.holds_states:
+                    self._write_state(step, row, req_id, index, owners)
+                else:
+                    self._read(step, row, req_id, index)
 
     def _owners(self) -> dict[int, dict[str, bool]]:
         """Requests that own each block, and whether they got it as a cached one.
@@ -310,11 +324,13 @@ class SlotLedger:
         while len(request.chain) < end:
             position = len(request.chain)
             is_unknown = request.tokens[position] == UNKNOWN and position not in request.contents
-            if not is_unknown or not self.groups:
+            index = next((i for i, g in enumerate(self.groups) if not g.holds_states), None)
+            if not is_unknown or index is None:
                 request.extend_chain(position + 1)
                 continue
-            block, offset = divmod(position, self.groups[0].block_size)
-            request.chain.append(int(self.contents[request.blocks[0][block], offset]) or 1)
+            block, offset = divmod(position, self.groups[index].block_size)
+            kept = int(self.contents[request.blocks[index][block], offset]) - index
+            request.chain.append(max(kept, 1))
 
     def _write(
         self,
@@ -324,32 +340,10 @@ class SlotLedger:
         index: int,
         owners: dict[int, dict[str, bool]],
     ) -> None:
+        self._check_blocks(step, row, req_id, index)
         group, request = self.groups[index], self.requests[req_id]
         blocks, size = request.blocks[index], group.block_size
         computed, end = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
-        owned = int(step.batch.tables.num_blocks[index, row])
-        named = self._tables[index][row, :owned].tolist()
-        if end > size * len(blocks):
-            raise given_allowed(
-                "blocks",
-                "sequences fit the blocks that their request owns",
-                end,
-                f"up to {size * len(blocks)}",
-                request=req_id,
-                group=index,
-            )
-        for place, (given, expected) in enumerate(zip(named, blocks)):
-            if given != expected:
-                raise self._misplaced("a block table names", req_id, index, given, expected, place)
-        if len(named) != len(blocks):
-            raise given_allowed(
-                "block table",
-                "a row of a block table is as long as its request's blocks",
-                counted(len(named), "block"),
-                f"{len(blocks)}",
-                request=req_id,
-                group=index,
-            )
         first = int(step.query_start_loc[row])
         slots = step.slot_mapping[index][first : first + end - computed].tolist()
         for offset, slot in enumerate(slots):
@@ -404,7 +398,106 @@ class SlotLedger:
                         group=index,
                     )
             self.contents[block, position % size] = request.chain[position] + index
+            self.states.pop(block, None)
             self.writers[block] = req_id
+
+    def _check_blocks(self, step: "PreparedStep", row: int, req_id: str, index: int) -> None:
+        """Check that a row of a block table has the blocks that its request was given."""
+        request, size = self.requests[req_id], self.groups[index].block_size
+        blocks, end = request.blocks[index], int(step.seq_lens[row])
+        owned = int(step.batch.tables.num_blocks[index, row])
+        named = self._tables[index][row, :owned].tolist()
+        if end > size * len(blocks):
+            raise given_allowed(
+                "blocks",
+                "sequences fit the blocks that their request owns",
+                end,
+                f"up to {size * len(blocks)}",
+                request=req_id,
+                group=index,
+            )
+        for place, (given, expected) in enumerate(zip(named, blocks)):
+            if given != expected:
+                raise self._misplaced("a block table names", req_id, index, given, expected, place)
+        if len(named) != len(blocks):
+            raise given_allowed(
+                "block table",
+                "a row of a block table is as long as its request's blocks",
+                counted(len(named), "block"),
+                f"{len(blocks)}",
+                request=req_id,
+                group=index,
+            )
+
+    def _state_of(self, step: "PreparedStep", row: int, index: int, name: str) -> int:
+        """Block of a request's state in one of the step's two arrays."""
+        states = step.batch.tables.states
+        assert states is not None
+        return int(getattr(step, name)[states.groups.index(index), row])
+
+    def _read_state(self, step: "PreparedStep", row: int, req_id: str, index: int) -> None:
+        """Check that a request reads the state of its own last computed token, or none."""
+        computed, request = int(step.num_computed_tokens[row]), self.requests[req_id]
+        begins = not bool(step.has_initial_state[row])
+        if begins != (computed == 0):
+            raise given_allowed(
+                "initial state",
+                "a state is read if tokens are computed already",
+                "an empty state" if begins else "a state",
+                "an empty state" if computed == 0 else f"the state after {computed} tokens",
+                request=req_id,
+                group=index,
+            )
+        if begins:
+            return
+        expected = request.chain[computed - 1] + index
+        block = self._state_of(step, row, index, "initial_state_indices")
+        if computed <= request.loaded:
+            self.states.setdefault(block, expected)
+        if self.states.get(block) == expected:
+            return
+        if block not in self.states:
+            rule, given = "use before write", f"block {block}, whose state nobody wrote"
+        else:
+            writer = self.writers.get(block)
+            rule, given = "state content", f"block {block}, last written by request {writer}"
+        raise given_allowed(
+            rule,
+            "a request reads the state after its last computed token",
+            given,
+            f"the state after {computed} tokens",
+            request=req_id,
+            group=index,
+        )
+
+    def _write_state(
+        self,
+        step: "PreparedStep",
+        row: int,
+        req_id: str,
+        index: int,
+        owners: dict[int, dict[str, bool]],
+    ) -> None:
+        """Check that a request writes a state of its own, and note what is in it then."""
+        end, request = int(step.seq_lens[row]), self.requests[req_id]
+        place = (end - 1) // self.groups[index].block_size
+        block, expected = self._state_of(step, row, index, "state_indices"), request.blocks[index]
+        if block != expected[place] or block == NULL_BLOCK:
+            text = "a state is written to"
+            raise self._misplaced(text, req_id, index, block, expected[place], place, owners=owners)
+        others = [other for other in owners.get(block, {}) if other != req_id]
+        if others:
+            raise given_allowed(
+                "shared state",
+                "no two running requests share a state",
+                f"block {block}, also of request {others[0]}",
+                "a block of its own",
+                request=req_id,
+                group=index,
+            )
+        self.states[block] = request.chain[end - 1] + index
+        self.contents[block] = NOBODY
+        self.writers[block] = req_id
 
     def _misplaced(
         self,

@@ -351,6 +351,7 @@ def make_recorder(
             sliding_window=builder.sliding_window,
             attention_chunk_size=builder.attention_chunk_size,
             causal=builder.causal,
+            state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
         )
         for group, builder, _ in builders
     )

@@ -17,7 +17,10 @@ D      ``max_drafts``
 S      R in an engine with speculation, else 0
 V      most virtual requests of chunked local attention, else 0; ``V + 1`` for their borders
 L      KV-cache groups whose layers see virtual requests
-Q      R in an engine with latent attention, else 0; ``Q + 1`` for borders of its prefills
+N      KV-cache groups that hold states (linear attention)
+Z      R in an engine with states, else 0
+Q      R in an engine with latent attention or with states, else 0; ``Q + 1`` for borders of its
+       prefills
 C      most pieces of contexts that prefills of latent attention read, else 0
 =====  ==========================================================================================
 """
@@ -50,7 +53,7 @@ class Level(Enum):
     LOGIT = "row of logits"  # a request has one for each of its drafts, and one after them
     DRAFT = "draft"
     CHUNK = "virtual request"  # of chunked local attention
-    PREFILL = "prefill"  # of latent attention: a request after the decodes
+    PREFILL = "prefill"  # of latent attention, or of states: a request after the decodes
     PIECE = "piece of a context"  # which a prefill of latent attention reads in one chunk
 
 
@@ -198,10 +201,16 @@ class Arrays(Generic[A]):
     chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
     chunk_local_table_rows: A = array(int32, "L, V", CHUNK, BY_RULE, NOTHING)
     discard_request_mask: A = array(bool_, "R", REQUEST, True, NOTHING)
-    # Latent attention (`prep.latent`): where the queries of prefills begin, counted from the first
-    # prefill's; and of each piece of their contexts the request, the first position, the length,
-    # and the chunk in which it is gathered.
+    # States (`prep.states`): in each state group, the block from which a request's state is read
+    # and the one to which it is written; and whether it has computed anything that is to be read.
+    initial_state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
+    state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
+    has_initial_state: A = array(bool_, "Z", REQUEST, False, NOTHING)
+    # Latent attention (`prep.latent`) and states: where the queries of prefills begin, counted from
+    # the first prefill's.
     prefill_query_start_loc: A = array(int32, "Q + 1", PREFILL, UNDEFINED, NOTHING)
+    # Latent attention: of each piece of a prefill's context the request, the first position, the
+    # length, and the chunk in which it is gathered.
     context_piece_reqs: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)

@@ -26,6 +26,7 @@ from vllm_npu_prep.prep.local_attention import LocalGroups, LocalRequests, split
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
+from vllm_npu_prep.prep.states import StateGroups, StateStep, find_states
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
@@ -79,6 +80,7 @@ class PreparedStep(Arrays[np.ndarray]):
     num_block_changes: int  # block-table entries that travel with the step
     local: LocalRequests | None = None  # virtual requests of chunked local attention
     latent: LatentStep | None = None  # decodes, prefills and context chunks of latent attention
+    states: StateStep | None = None  # decodes and prefills of layers with states
     rule: int = NOT_CHECKED  # that the step broke when it was written (`checks.Rule`); 0: none
 
     # --- scalars
@@ -125,8 +127,9 @@ class PreparedStep(Arrays[np.ndarray]):
 
     @property
     def num_prefills(self) -> int:
-        """Requests after the decodes of latent attention."""
-        return 0 if self.latent is None else self.latent.num_prefills
+        """Requests after the decodes of latent attention, or of layers with states."""
+        halves = self.states if self.latent is None else self.latent
+        return 0 if halves is None else halves.num_prefills
 
     @property
     def num_pieces(self) -> int:
@@ -278,6 +281,7 @@ def prepare_step(
             0 if tables.mrope is None else tables.mrope.num_dims,
             tables.local,
             tables.latent,
+            tables.states,
         )
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_table_flat))
@@ -314,6 +318,7 @@ def prepare_step(
         num_block_changes,
         _local_requests(batch, padding, arrays) if tables.local is not None else None,
         _latent_step(batch, tables.latent, arrays) if tables.latent is not None else None,
+        _state_step(batch, tables.states, arrays) if tables.states is not None else None,
         rule,
     )
 
@@ -358,8 +363,30 @@ def _latent_step(batch: StepBatch, latent: LatentSplit, arrays: StepArrays) -> L
     return LatentStep(*sizes)
 
 
+def _state_step(batch: StepBatch, states: StateGroups, arrays: StepArrays) -> StateStep:
+    """Write where states are, found from arrays that are written already."""
+    sizes = find_states(
+        batch.num_reqs,
+        states.decode_threshold,
+        arrays.query_start_loc,
+        arrays.seq_lens,
+        arrays.num_computed_tokens,
+        batch.tables.block_table_flat,
+        *batch.tables.state_rows,
+        arrays.slot_mapping,
+        arrays.initial_state_indices,
+        arrays.state_indices,
+        arrays.has_initial_state,
+        arrays.prefill_query_start_loc,
+    )
+    return StateStep(*sizes)
+
+
 def warm_up(
-    mrope_dims: int = 0, local: LocalGroups | None = None, latent: LatentSplit | None = None
+    mrope_dims: int = 0,
+    local: LocalGroups | None = None,
+    latent: LatentSplit | None = None,
+    states: StateGroups | None = None,
 ) -> PreparedStep:
     """Compile or load the compiled code, for the types that runners use.
 
@@ -371,6 +398,8 @@ def warm_up(
         The engine's groups with chunked local attention.
     latent
         How the engine splits steps for latent attention.
+    states
+        The engine's groups that hold states.
 
     Returns
     -------
@@ -379,6 +408,8 @@ def warm_up(
     """
     if local is not None:
         local = LocalGroups(local.attention_chunk_size, 1, (0,))
+    if states is not None:
+        states = StateGroups((0,), states.decode_threshold)
     one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
     tables = BatchTables(
         num_computed_tokens=one,
@@ -389,6 +420,7 @@ def warm_up(
         mrope=MropeTables(mrope_dims, 1) if mrope_dims else None,
         local=local,
         latent=latent,
+        states=states,
         **device_has_all([table]),
     )
     step = prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))

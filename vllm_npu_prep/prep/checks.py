@@ -46,6 +46,14 @@ LOCAL_QUERY_LENS = 17
 LOCAL_SEQ_LENS = 18
 LOCAL_ENDS_AT_TOKENS = 19
 LOCAL_ENDS_AT_INPUT_TOKENS = 20
+NO_SLOT = 21
+STATE_BLOCKS = 22
+STATE_SHARED = 23
+STATE_BEGINS = 24
+STATE_PADDING = 25
+
+NO_SLOTS = 0
+"""Slots of a group whose layers write none: it holds states."""
 
 
 class Rule(IntEnum):
@@ -72,6 +80,11 @@ class Rule(IntEnum):
     LOCAL_SEQ_LENS = LOCAL_SEQ_LENS
     LOCAL_ENDS_AT_TOKENS = LOCAL_ENDS_AT_TOKENS
     LOCAL_ENDS_AT_INPUT_TOKENS = LOCAL_ENDS_AT_INPUT_TOKENS
+    NO_SLOT = NO_SLOT
+    STATE_BLOCKS = STATE_BLOCKS
+    STATE_SHARED = STATE_SHARED
+    STATE_BEGINS = STATE_BEGINS
+    STATE_PADDING = STATE_PADDING
 
 
 class Fault(NamedTuple):
@@ -91,8 +104,9 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
     step
         Prepared, and not yet launched.
     limits
-        int64 ``[1 + num_groups]``: size of the vocabulary, and each group's number of slots. A step
-        with embeddings has undefined ids, so its caller gives no limit for the vocabulary.
+        int64 ``[1 + num_groups]``: size of the vocabulary, and each group's number of slots,
+        `NO_SLOTS` for groups that hold states. A step with embeddings has undefined ids, so its
+        caller gives no limit for the vocabulary.
 
     Returns
     -------
@@ -127,6 +141,17 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
             step.arrays.chunk_local_query_start_loc,
             step.arrays.chunk_local_seq_lens,
             step.arrays.chunk_local_num_computed_tokens,
+        )
+    if found[0] == HOLDS and step.states is not None:
+        found = check_states(
+            batch.num_reqs,
+            batch.tables.block_table_flat,
+            *batch.tables.state_rows,
+            step.arrays.seq_lens,
+            step.arrays.num_computed_tokens,
+            step.arrays.initial_state_indices,
+            step.arrays.state_indices,
+            step.arrays.has_initial_state,
         )
     return None if found[0] == HOLDS else Fault(Rule(found[0]), *found[1:])
 
@@ -191,6 +216,15 @@ def check_step_at(
     for group in range(num_groups):
         block_size, num_slots = t.block_sizes[group], limits[1 + group]
         width = t.max_num_blocks[group]
+        if num_slots == NO_SLOTS:
+            for req in range(num_reqs):
+                if t.num_blocks[group, req] * block_size < out.seq_lens[req]:
+                    return BLOCKS, req, -1, group
+            for token in range(num_input_tokens):
+                if out.slot_mapping[group, token] >= 0:
+                    return NO_SLOT, -1, token, group
+            table += (max_num_reqs + PADDING_ROWS) * width
+            continue
         per_block = 1.0 / block_size
         for req in range(num_reqs):
             if t.num_blocks[group, req] * block_size < out.seq_lens[req]:
@@ -265,4 +299,61 @@ def check_local_requests(
             return LOCAL_ENDS_AT_TOKENS, req, -1, -1
     if in_full_graph and end != num_input_tokens:
         return LOCAL_ENDS_AT_INPUT_TOKENS, -1, -1, -1
+    return HOLDS, -1, -1, -1
+
+
+@compiled
+def check_states(
+    num_reqs,
+    block_table_flat,  # [E] int32
+    groups,  # [num_state_groups] int32
+    first_entries,  # [num_state_groups] int64
+    widths,  # [num_state_groups] int32
+    block_sizes,  # [num_state_groups] int32
+    seq_lens,  # [num_reqs or more] int32
+    num_computed_tokens,  # [num_reqs or more] int32
+    initial_state_indices,  # [num_state_groups, R] int32
+    state_indices,  # [num_state_groups, R] int32
+    has_initial_state,  # [R] bool
+):
+    """`check_step_at` for states (`vllm_npu_prep.prep.states`).
+
+    Blocks are the ones that the tables name for the last computed and the last scheduled token. No
+    two requests write one state, and nobody reads what another request writes in this step.
+    """
+    for req in range(num_reqs):
+        if has_initial_state[req] != (num_computed_tokens[req] > 0):
+            return STATE_BEGINS, req, -1, -1
+    for req in range(num_reqs, has_initial_state.shape[0]):
+        if has_initial_state[req]:
+            return STATE_PADDING, req, -1, -1
+    for index in range(groups.shape[0]):
+        group, size = groups[index], block_sizes[index]
+        written = state_indices[index]
+        read = initial_state_indices[index]
+        for req in range(num_reqs):
+            row = first_entries[index] + req * widths[index]
+            after = block_table_flat[row + (seq_lens[req] - 1) // size]
+            if written[req] == 0 or written[req] != after:
+                return STATE_BLOCKS, req, -1, group
+            if num_computed_tokens[req] == 0:
+                continue
+            before = block_table_flat[row + (num_computed_tokens[req] - 1) // size]
+            if read[req] == 0 or read[req] != before:
+                return STATE_BLOCKS, req, -1, group
+        order = np.argsort(written[:num_reqs])
+        for place in range(1, num_reqs):
+            if written[order[place]] == written[order[place - 1]]:
+                return STATE_SHARED, order[place], -1, group
+        for req in range(num_reqs):
+            if not has_initial_state[req]:
+                continue
+            place = np.searchsorted(written[order], read[req])
+            if place < num_reqs:
+                writer = order[place]
+                if written[writer] == read[req] and writer != req:
+                    return STATE_SHARED, req, -1, group
+        for req in range(num_reqs, state_indices.shape[1]):
+            if written[req] != 0 or read[req] != 0:
+                return STATE_PADDING, req, -1, group
     return HOLDS, -1, -1, -1

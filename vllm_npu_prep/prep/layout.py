@@ -10,6 +10,7 @@ from vllm_npu_prep.prep.arrays import PADDING_ROWS, STEP_ARRAYS, Arrays
 from vllm_npu_prep.prep.compiled import STEP
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
+from vllm_npu_prep.prep.states import StateGroups
 
 ALIGNMENT = 64
 """Bytes to which every array of a layout is aligned (a cache line; a multiple of 32, which Ascend
@@ -67,6 +68,8 @@ class StepLayout:
         Groups with chunked local attention; None in an engine without any.
     latent
         How steps are split for latent attention; None in an engine without it.
+    states
+        Groups that hold states; None in an engine without any.
 
     Notes
     -----
@@ -93,6 +96,7 @@ class StepLayout:
     mrope_dims: int = 0
     local: LocalGroups | None = None
     latent: LatentSplit | None = None
+    states: StateGroups | None = None
 
     @property
     def local_sizes(self) -> tuple[int, int]:
@@ -110,6 +114,8 @@ class StepLayout:
         num_pieces, latent = 0, self.latent
         if latent is not None:
             num_pieces = latent.max_pieces(self.num_input_tokens, num_reqs)
+        num_states = 0 if self.states is None else num_reqs
+        num_halved = num_reqs if latent is not None else num_states
         return {
             "T": self.num_input_tokens,
             "R": num_reqs,
@@ -122,8 +128,10 @@ class StepLayout:
             "V": num_local,
             "V + 1": num_local + 1 if num_local else 0,
             "L": num_local_groups,
-            "Q": num_reqs if latent is not None else 0,
-            "Q + 1": num_reqs + 1 if latent is not None else 0,
+            "N": 0 if self.states is None else len(self.states.groups),
+            "Z": num_states,
+            "Q": num_halved,
+            "Q + 1": num_halved + 1 if num_halved else 0,
             "C": num_pieces,
         }
 
@@ -240,12 +248,13 @@ def step_layout(
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
+    states: StateGroups | None = None,
 ) -> StepLayout:
     """The layout of these sizes: cached, so that its offsets are computed once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states
         See `StepLayout`.
     max_logits_per_req
         Most rows of logits of one request: one for each draft, and one after them.
@@ -254,7 +263,7 @@ def step_layout(
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
-    return StepLayout(*sizes, local, latent)
+    return StepLayout(*sizes, local, latent, states)
 
 
 def targets_per_row(num_drafts: int) -> int:
@@ -271,6 +280,7 @@ def largest_step(
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
+    states: StateGroups | None = None,
 ) -> int:
     """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
@@ -279,7 +289,7 @@ def largest_step(
     """
     num_rows = max_num_reqs + PADDING_ROWS
     layout = step_layout(
-        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local, latent
+        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local, latent, states
     )
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)

@@ -424,3 +424,52 @@ def oracle_latent_step(
         "context_piece_lens": [piece[2] for chunk in chunks for piece in chunk],
         "context_piece_chunks": [i for i, chunk in enumerate(chunks) for _ in chunk],
     }
+
+
+def oracle_state_step(
+    requests: Sequence[OracleRequest], *, decode_threshold: int, block_size: int
+) -> dict[str, Any]:
+    """Where the states of one group are, and how the step is split, padding excluded.
+
+    Parameters
+    ----------
+    requests
+        The batch in order, with their blocks in the group.
+    decode_threshold
+        Most tokens of a decode.
+    block_size
+        Tokens of a request that share a state.
+
+    Returns
+    -------
+    dict
+        ``num_decodes``, ``num_decode_tokens``, ``num_prefills``, ``prefill_query_start_loc``,
+        ``has_initial_state``, ``initial_state_indices`` (0 for requests that begin) and
+        ``state_indices``.
+    """
+    prefills = list(requests)
+    while prefills and prefills[0].num_scheduled_tokens <= decode_threshold:
+        prefills.pop(0)
+    decodes = requests[: len(requests) - len(prefills)]
+    starts, reads, writes, begun = [0], [], [], []
+    for request in prefills:
+        starts.append(starts[-1] + request.num_scheduled_tokens)
+    for request in requests:
+        state = 0
+        for position in range(request.num_computed_tokens):
+            state = request.block_ids[position // block_size]
+        begun.append(request.num_computed_tokens != 0)
+        reads.append(state)
+        for offset in range(request.num_scheduled_tokens):
+            position = request.num_computed_tokens + offset
+            state = request.block_ids[position // block_size]
+        writes.append(state)
+    return {
+        "num_decodes": len(decodes),
+        "num_decode_tokens": sum(request.num_scheduled_tokens for request in decodes),
+        "num_prefills": len(prefills),
+        "prefill_query_start_loc": starts,
+        "has_initial_state": begun,
+        "initial_state_indices": reads,
+        "state_indices": writes,
+    }

@@ -13,6 +13,7 @@ from vllm_npu_prep.prep.compiled import ArrayTuple
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
+from vllm_npu_prep.prep.states import StateGroups
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class BatchTables:
     mrope: MropeTables | None = None  # of a model with M-RoPE
     local: LocalGroups | None = None  # groups with chunked local attention
     latent: LatentSplit | None = None  # how steps are split for latent attention
+    states: StateGroups | None = None  # groups that hold states
 
     def __post_init__(self) -> None:
         for name in TABLES:
@@ -86,6 +88,22 @@ class BatchTables:
         chunks = self.max_num_blocks // self.local.blocks_per_chunk
         ends = np.cumsum(chunks * (len(self.token_ids) + PADDING_ROWS), dtype=np.int32)
         return np.append(np.int32(0), ends)[groups], chunks[groups]
+
+    @cached_property
+    def state_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The state groups, and where their block tables are.
+
+        Returns
+        -------
+        groups, first_entries, widths, block_sizes
+            ``[num_state_groups]`` each; `first_entries` int64, the others int32.
+        """
+        assert self.states is not None
+        groups = np.array(self.states.groups, np.int32)
+        rows = len(self.token_ids) + PADDING_ROWS
+        ends = np.cumsum(self.max_num_blocks * rows, dtype=np.int64)
+        first_entries = np.append(np.int64(0), ends)[groups]
+        return groups, first_entries, self.max_num_blocks[groups], self.block_sizes[groups]
 
     @cached_property
     def addresses(self) -> np.ndarray:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_npu_prep.prep.latent import LatentSplit
     from vllm_npu_prep.prep.local_attention import LocalGroups
     from vllm_npu_prep.prep.mrope import MropeTables
+    from vllm_npu_prep.prep.states import StateGroups
 
 
 class Bookkeeping:
@@ -194,6 +195,7 @@ def tables_of(
     mrope: "MropeTables | None" = None,
     local: "LocalGroups | None" = None,
     latent: "LatentSplit | None" = None,
+    states: "StateGroups | None" = None,
 ) -> BatchTables:
     """Upstream's input batch by the names of the pure core: views, nothing is copied.
 
@@ -201,7 +203,7 @@ def tables_of(
     ----------
     batch, blocks
         The batch and its block tables.
-    chunked_prefill, mrope, local, latent
+    chunked_prefill, mrope, local, latent, states
         See `BatchTables`.
     """
     return BatchTables(
@@ -219,4 +221,5 @@ def tables_of(
         mrope=mrope,
         local=local,
         latent=latent,
+        states=states,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from vllm_npu_prep.attention.kv_cache import (
 from vllm_npu_prep.attention.latent import describe, find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
 from vllm_npu_prep.attention.metadata import common_metadata
+from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.communicator import union_over_ranks
@@ -136,6 +138,9 @@ class NPUModelRunner(GPUModelRunner):
         # Upstream would give the model embeddings in every step, which graphs can't read.
         self.enable_prompt_embeds = False
         self._end_step()
+        if self.model_config.is_hybrid:  # upstream copies counts that nothing reads in every step
+            counts: Any = self.num_accepted_tokens
+            counts.copy_to_gpu = lambda n=None: counts.gpu
         self._uses_mla = self.model_config.use_mla  # cached: the property takes 30 us
         self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
         self.buffers = UpstreamBuffers(
@@ -703,6 +708,12 @@ class NPUModelRunner(GPUModelRunner):
             self.maybe_remove_all_loras(self.lora_config)  # dummy adapters with ids of real ones
             self.padding.forget()  # sizes that did not fit were dropped
 
+    # ----------------------------------------------------------------- states of linear attention
+
+    def _get_mamba_bufs(self) -> Any:
+        """Buffers for copies of states between blocks: none, because nothing is copied."""
+        return SimpleNamespace(preprocess=None, postprocess_align=None)
+
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -775,6 +786,7 @@ class NPUModelRunner(GPUModelRunner):
                 mrope=self.inputs.mrope_tables,
                 local=find_local_groups(self.attn_groups),
                 latent=find_latent_split(builders),
+                states=find_state_groups(builders),
             ),
             self.block_tables,
             builders,
@@ -802,7 +814,7 @@ class NPUModelRunner(GPUModelRunner):
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
         caches = allocate_planes(kv_cache_config, self.prep_device)
         for layer_name, target in self.shared_kv_cache_layers.items():
@@ -830,7 +842,7 @@ class NPUModelRunner(GPUModelRunner):
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
         tables = self.preparer.tables
-        step = warm_up(self.inputs.mrope_dims, tables.local, tables.latent)
+        step = warm_up(self.inputs.mrope_dims, tables.local, tables.latent, tables.states)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

@@ -68,11 +68,11 @@ class Preparer:
         self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
         self.no_drafts = np.zeros(max_num_reqs, np.int32)
         num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
-        latent = tables.latent
-        self._layout_sizes = num_groups, max_logits_per_req, dims, local, latent
+        kinds = local, tables.latent, tables.states
+        self._layout_sizes = num_groups, max_logits_per_req, dims, *kinds
         num_entries = len(block_tables.block_table_flat)
         sizes = max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries
-        nbytes = largest_step(*sizes, dims, local, latent)
+        nbytes = largest_step(*sizes, dims, *kinds)
         self.staging = StagingRing(
             device, nbytes, block_tables=block_tables.block_table_flat, pin_memory=pin_memory
         )
@@ -161,6 +161,7 @@ def builders_of(attn_groups: Sequence[Sequence[AttentionGroup]]) -> Builders:
         for group, attn_groups_of_one in enumerate(attn_groups)
         for attn_group in attn_groups_of_one
     ]
-    for _, builder, _ in builders:  # one causal matrix for each window
-        builder.masks = builders[0][1].masks
+    attend = [builder for _, builder, _ in builders if not builder.holds_states]
+    for builder in attend:  # one causal matrix for each window
+        builder.masks = attend[0].masks
     return builders

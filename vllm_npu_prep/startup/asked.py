@@ -26,6 +26,15 @@ MTP_MODELS = {
 }
 """Architectures of MTP layers that draft, and of the models that they come with."""
 
+STATE_MODELS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Architectures with gated delta nets beside attention, whose states steps are prepared for."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -59,6 +68,11 @@ class Asked:
     def layer_types(self) -> set[str]:
         """Kinds of its layers, by transformers' ``layer_types``."""
         return layer_types(self.model)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether its layers of linear attention are ones whose states are prepared."""
+        return self.model.is_hybrid and self.model.architecture in STATE_MODELS
 
     @property
     def pools(self) -> bool:

@@ -15,6 +15,7 @@ from vllm_npu_prep.startup.subjects import (
     kernels,
     ranks,
     speculation,
+    states,
 )
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *kernels.SUBJECTS,
     *graphs.SUBJECTS,
     *features.SUBJECTS,
+    *states.SUBJECTS,
     *ranks.SUBJECTS,
     *cache.SUBJECTS,
     *inputs.SUBJECTS,

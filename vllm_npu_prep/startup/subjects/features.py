@@ -1,6 +1,7 @@
 """Features of vLLM, and kinds of models, that this version doesn't support."""
 
 from vllm_npu_prep.quantization.formats import fault
+from vllm_npu_prep.startup.asked import STATE_MODELS
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -32,13 +33,17 @@ MODELS = (
     Refusal(
         "states",
         lambda c: (
-            c.model.is_hybrid
-            or c.model.is_attention_free
-            or not c.layer_types.isdisjoint(STATE_LAYERS)
+            not c.has_states
+            and (
+                c.model.is_hybrid
+                or c.model.is_attention_free
+                or not c.layer_types.isdisjoint(STATE_LAYERS)
+            )
         ),
         "a state-space or linear-attention model ({model})",
-        "the KV cache holds K and V planes only",
-        "use another model",
+        "steps are prepared for the states of these only: {known}",
+        "use one of them, or a model without states",
+        lambda c: {"known": ", ".join(STATE_MODELS)},
     ),
     Refusal(
         "diffusion",

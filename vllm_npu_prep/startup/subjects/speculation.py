@@ -26,9 +26,9 @@ def _drafter(asked: Asked) -> dict[str, object]:
 _MTP_REASONS = {
     "Gemma4MTPModel": "its passes read the K and V of the target's layers, all from one position",
     "Step3p5MTP": "its layers are in several KV-cache groups, and each makes a pass of its own",
-    "Qwen3NextMTP": "its model's linear attention keeps states, which steps don't prepare",
-    "Qwen3_5MTP": "its model's linear attention keeps states, which steps don't prepare",
-    "Qwen3_5MoeMTP": "its model's linear attention keeps states, which steps don't prepare",
+    "Qwen3NextMTP": "its model's linear attention keeps states, one for all drafts",
+    "Qwen3_5MTP": "its model's linear attention keeps states, one for all drafts",
+    "Qwen3_5MoeMTP": "its model's linear attention keeps states, one for all drafts",
 }
 """Why MTP layers of these architectures don't draft; those of others have not been tried."""
 

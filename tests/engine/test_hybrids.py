@@ -1,0 +1,115 @@
+"""Gated delta nets beside attention: greedy tokens are those of transformers.
+
+A request's state lives in a block that another request, or attention, had before: if anything of it
+were read, tokens would differ.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import SEED
+from tests.engine.test_record import check, records_in
+from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT
+from tests.helpers.prompts import prompts_of
+from tests.helpers.watch import count_preemptions, count_states
+from vllm_npu_prep.cli import main
+
+MAX_TOKENS = 16
+
+
+def sizes_of(runner: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the states of one layer, and of K and V of one block."""
+    layers = runner.compilation_config.static_forward_context
+    caches = {
+        name.split(".")[-2 if "attn.attn" in name else -1]: layer.kv_cache
+        for name, layer in layers.items()
+        if hasattr(layer, "kv_cache")
+    }
+    conv, rule = caches["linear_attn"]
+    return {
+        "conv": tuple(conv.shape[1:]),
+        "rule": tuple(rule.shape[1:]),
+        "block": tuple(caches["self_attn"].shape[2:]),
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Function of a family: its model, prompts and what transformers makes of them."""
+    kept: dict[str, Any] = {}
+    families = {
+        "Qwen3Next": QWEN3_NEXT,
+        "Qwen3_5": GATED_DELTA,
+        "Qwen3_5Moe": {**GATED_DELTA, **EXPERTS},
+    }
+
+    def make(family: str) -> Any:
+        if family not in kept:
+            folder = make_model(tmp_path_factory.mktemp(family), family, **families[family])
+            prompts = prompts_of(SEED, [3, 1, 90, 40, 17])
+            prompts.append(prompts[2][:80] + prompts[3])
+            expected = reference(folder, prompts, MAX_TOKENS)
+            check_varied(expected)
+            kept[family] = folder, prompts, expected
+        return kept[family]
+
+    return make
+
+
+CASES = [
+    # family, asynchronous, graph mode, other settings
+    ("Qwen3Next", True, "FULL_AND_PIECEWISE", {"enable_prefix_caching": True}),
+    ("Qwen3Next", False, None, {"enable_prefix_caching": False, "num_gpu_blocks_override": 26}),
+    ("Qwen3_5", False, "FULL_DECODE_ONLY", {"enable_prefix_caching": True}),
+    ("Qwen3_5Moe", True, None, {"enable_prefix_caching": True, "num_gpu_blocks_override": 40}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "asynchronous", "mode", "settings"),
+    CASES,
+    ids=[f"{family}-{'async' if a else 'sync'}-{mode}" for family, a, mode, _ in CASES],
+)
+def test_tokens_equal_transformers(made, tmp_path, capsys, family, asynchronous, mode, settings):
+    """In chunks of prompts, mixed with decodes, preempted, from the prefix cache, in graphs.
+
+    The full check follows states from step to step; core, oracle and upstream prepare each step
+    again from its record.
+    """
+    folder, prompts, expected = made(family)
+    record = {"dir": str(tmp_path), "steps": "0:1000"}
+    with engine(
+        folder,
+        block_size=16,
+        max_num_batched_tokens=48,
+        max_num_seqs=5,
+        async_scheduling=asynchronous,
+        additional_config={"npu_prep": {"check": "full", "record": record}},
+        **settings,
+        **(graphs(mode, 1, 4, 8, 16, 48) if mode else {}),
+    ) as llm:
+        runner = runner_of(llm)
+        states, preempted = count_states(llm), count_preemptions(llm)
+        got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
+        counts, sizes = runner.padding.counts.by_kind, sizes_of(runner)
+        groups = runner.preparer.tables.states.groups
+        cached = runner.cache_config.mamba_cache_mode
+    print(dict(states), dict(counts), dict(preempted), sizes, groups)
+    assert got == [expected] * 2
+    assert len(groups) == 3, "the fourth group is attention's"
+    assert sizes == {"conv": (3, 96), "rule": (4, 8, 16), "block": (16, 2, 16)}
+    assert (cached == "align") == settings["enable_prefix_caching"]
+    assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
+    assert states["ChunkedPrefill"] > 0 and states["DecodeOnly"] > 0
+    assert mode is None or set(counts) >= REPLAYED[mode]
+
+    records = records_in(tmp_path)
+    check(records)
+    states_of = [record.settings.states for record in records]
+    assert all(each is not None and len(each.groups) == 3 for each in states_of)
+    number = next(r.number for r in records if r.prepared["has_initial_state_padded"].any())
+    assert main(["explain", str(tmp_path), "--step", str(number)]) == 0
+    assert "states of group" in capsys.readouterr().out

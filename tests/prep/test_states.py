@@ -1,0 +1,238 @@
+"""States of linear attention: the oracle's, upstream's, and what the check says of wrong ones."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, GDNAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from tests.helpers.batches import STATE_GROUPS, RandomBatch, random_batches, state_step
+from tests.prep.test_latent import sorted_batch
+from vllm_npu_prep.observe.check import RULES, explain_fault
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
+from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
+from vllm_npu_prep.prep.states import StateGroups
+
+LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
+thresholds = st.integers(1, 4)
+
+
+def without_drafts(batch: RandomBatch) -> RandomBatch:
+    """The same requests, none of which verifies drafts."""
+    requests = [
+        dataclasses.replace(
+            r, num_draft_tokens=0, token_ids=[*r.token_ids, *r.draft_token_ids], draft_token_ids=[]
+        )
+        for r in batch.requests
+    ]
+    return dataclasses.replace(batch, requests=requests)
+
+
+@given(random_batches(), thresholds, st.booleans(), st.booleans())
+def test_every_array_equals_the_oracle(batch, threshold, keeps_states, is_sorted):
+    if is_sorted:
+        batch = sorted_batch(batch, threshold)
+    step = state_step(batch, threshold, keeps_states)
+    size = batch.block_size if keeps_states else batch.max_model_len
+    expected = oracle_state_step(batch.requests, decode_threshold=threshold, block_size=size)
+    assert step.states is not None
+    for name, value in dataclasses.asdict(step.states).items():
+        assert value == expected[name], name
+    assert step.prefill_query_start_loc.tolist() == expected["prefill_query_start_loc"]
+    assert step.has_initial_state.tolist() == expected["has_initial_state"]
+    for name in ("initial_state_indices", "state_indices"):
+        first, last = getattr(step, name).tolist()
+        assert first == expected[name], name
+        assert last == [block + 1000 if block else 0 for block in expected[name]], name
+    padding = slice(step.num_reqs, None)
+    assert not step.arrays.has_initial_state[padding].any()
+    assert not step.arrays.state_indices[:, padding].any()
+    assert not step.arrays.initial_state_indices[:, padding].any()
+    for group in STATE_GROUPS:
+        assert (step.arrays.slot_mapping[group] == -1).all(), "layers with states write no slots"
+    assert (step.slot_mapping[1] >= 0).all()
+
+
+@given(random_batches(), thresholds, st.booleans())
+def test_slots_of_attention_are_those_of_an_engine_without_states(batch, threshold, keeps_states):
+    assert (
+        state_step(batch, threshold, keeps_states).slot_mapping[1].tolist()
+        == batch.step().slot_mapping[0].tolist()
+    )
+
+
+def upstream_builder(batch: RandomBatch, keeps_states: bool) -> GDNAttentionMetadataBuilder:
+    """Upstream's builder, without the parts that ask for CUDA."""
+    builder = object.__new__(GDNAttentionMetadataBuilder)
+    mode = "align" if keeps_states else "none"
+    builder.kv_cache_spec = MambaSpec(  # type: ignore[misc]
+        batch.block_size if keeps_states else batch.max_model_len, ((1,),), (torch.float32,)
+    )
+    builder.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
+    builder.use_spec_decode = builder.use_full_cuda_graph = False
+    builder.decode_cudagraph_max_bs, builder.gdn_prefill_backend = 0, "triton"
+    builder.checkpoint_builder = SimpleNamespace(build=lambda *given: None)
+    builder._build_chunk_metadata = lambda *given: (None, None)  # indices of Triton's blocks
+    return builder
+
+
+def upstream_metadata(
+    batch: RandomBatch, step: PreparedStep, keeps_states: bool
+) -> GDNAttentionMetadata:
+    """What upstream's builder makes of the step."""
+    starts = torch.from_numpy(step.query_start_loc.copy())
+    lengths = torch.from_numpy(step.seq_lens.copy())
+    prompts = torch.tensor([request.num_prompt_tokens for request in batch.requests])
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=step.num_reqs,
+        num_actual_tokens=step.total_num_scheduled_tokens,
+        max_query_len=step.max_query_len,
+        max_seq_len=step.max_seq_len,
+        block_table_tensor=torch.from_numpy(
+            step.batch.tables.block_table(0)[: step.num_reqs].copy()
+        ),
+        slot_mapping=torch.zeros(step.total_num_scheduled_tokens, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=lengths,
+        is_prefilling=torch.from_numpy(step.num_computed_tokens.copy()) < prompts,
+    )
+    return upstream_builder(batch, keeps_states).build(0, common)
+
+
+@given(random_batches(), st.booleans())
+def test_every_array_equals_upstream_s(batch, keeps_states):
+    """`GDNAttentionMetadataBuilder`, array by array, for a batch in upstream's order.
+
+    First chunks of one token are prefills there, and decodes here; the arrays of requests are the
+    same for both.
+    """
+    batch = sorted_batch(without_drafts(batch), 1)
+    step = state_step(batch, 1, keeps_states)
+    theirs, ours = upstream_metadata(batch, step, keeps_states), step.states
+    assert ours is not None
+    assert theirs.non_spec_state_indices_tensor.tolist() == step.state_indices[0].tolist()
+    assert theirs.non_spec_query_start_loc.tolist() == step.query_start_loc.tolist()
+    assert theirs.num_actual_tokens == step.total_num_scheduled_tokens
+    begins = [r.num_computed_tokens == 0 and r.num_scheduled_tokens == 1 for r in batch.requests]
+    if theirs.has_initial_state is not None:
+        assert theirs.has_initial_state.tolist() == step.has_initial_state.tolist()
+    more = ours.num_decodes - theirs.num_decodes  # requests that upstream counts as prefills
+    assert all(begins[theirs.num_decodes : ours.num_decodes])
+    assert ours.num_decode_tokens == theirs.num_decode_tokens + more
+    assert ours.num_prefills == theirs.num_prefills - more
+    if not theirs.num_prefills:
+        return
+    starts = theirs.prefill_query_start_loc[more:] - theirs.prefill_query_start_loc[more]
+    assert starts.tolist() == step.prefill_query_start_loc.tolist()
+    assert (
+        theirs.prefill_state_indices[more:].tolist()
+        == step.state_indices[0, ours.num_decodes :].tolist()
+    )
+
+
+def test_an_engine_without_states_has_none_of_their_arrays():
+    layout = step_layout(64, 8, 2)
+    assert all(layout.arrays[name].nbytes == 0 for name in LINES)
+    sizes = step_layout(64, 8, 3, states=StateGroups((0, 2))).arrays
+    assert sizes["state_indices"].shape == sizes["initial_state_indices"].shape == (2, 8)
+    assert (sizes["has_initial_state"].shape, sizes["prefill_query_start_loc"].shape) == (
+        (8,),
+        (9,),
+    )
+    assert [STEP_ARRAYS[name].padding for name in LINES[:3]] == [0, 0, False]
+
+
+@pytest.mark.parametrize(
+    ("groups", "threshold", "message"), [((), 1, "no groups"), ((0,), 0, "at least one")]
+)
+def test_sizes_that_make_no_sense_are_refused(groups, threshold, message):
+    with pytest.raises(ValueError, match=message):
+        StateGroups(groups, threshold)
+
+
+# ------------------------------------------------------------------- the check
+
+
+def some_step() -> PreparedStep:
+    """A decode, a chunk of a prompt that crosses a block, and a prompt; padded to five requests."""
+    requests = [
+        OracleRequest(
+            num_computed_tokens=computed,
+            num_scheduled_tokens=scheduled,
+            num_prompt_tokens=prompt,
+            token_ids=list(range(2, computed + scheduled + 2)),
+            block_ids=blocks,
+        )
+        for computed, scheduled, prompt, blocks in (
+            (7, 1, 4, [3, 5]),
+            (4, 3, 9, [9, 2]),
+            (0, 2, 2, [7]),
+        )
+    ]
+    batch = RandomBatch(requests, 4, 16, [8], None, True)
+    step = state_step(batch, 1, keeps_states=True)
+    step.batch.tables.num_blocks[:] = 4
+    return step
+
+
+LIMITS = np.array([100, NO_SLOTS, 4 * 40, NO_SLOTS], np.int64)
+
+
+def test_a_right_step_is_accepted():
+    step = some_step()
+    assert step.initial_state_indices[0].tolist() == [5, 9, 0]
+    assert step.state_indices[0].tolist() == [5, 2, 7]
+    assert find_fault(step, LIMITS) is None
+
+
+WRONG = [
+    ("state_indices", (0, 1), 3, Rule.STATE_BLOCKS, 1, 0),
+    ("state_indices", (1, 2), 1008, Rule.STATE_BLOCKS, 2, 2),
+    ("initial_state_indices", (0, 0), 3, Rule.STATE_BLOCKS, 0, 0),
+    ("initial_state_indices", (0, 1), 2, Rule.STATE_BLOCKS, 1, 0),
+    ("has_initial_state", (2,), True, Rule.STATE_BEGINS, 2, -1),
+    ("has_initial_state", (0,), False, Rule.STATE_BEGINS, 0, -1),
+    ("state_indices", (0, 3), 4, Rule.STATE_PADDING, 3, 0),
+    ("slot_mapping", (2, 1), 9, Rule.NO_SLOT, -1, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value", "rule", "req", "group"), WRONG)
+def test_a_wrong_value_is_found(name, place, value, rule, req, group):
+    step = some_step()
+    assert step.padding.num_reqs_padded > step.num_reqs
+    getattr(step.arrays, name)[place] = value
+    fault = find_fault(step, LIMITS)
+    assert fault is not None
+    assert (fault.rule, fault.req, fault.group) == (rule, req, group)
+    said = str(explain_fault(step, LIMITS, fault, ["a", "b", "c"]))
+    assert said.startswith(f'step check "{RULES[rule][0]}": ') and "\n" not in said
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["one reads it", "both write it"])
+def test_a_shared_state_is_found(reads):
+    """The tables themselves are wrong: two requests have the same block."""
+    step = some_step()
+    table = step.batch.tables.block_table(0)
+    place, name = ((1, 0), "initial_state_indices") if reads else ((1, 1), "state_indices")
+    table[place] = 5  # the state of the first request
+    getattr(step.arrays, name)[0, 1] = 5
+    fault = find_fault(step, LIMITS)
+    assert fault is not None
+    assert (fault.rule, fault.group) == (Rule.STATE_SHARED, 0)
+
+
+def test_every_rule_of_states_is_broken_above():
+    of_states = {rule for rule in Rule if rule >= Rule.NO_SLOT}
+    assert of_states == {*(case[3] for case in WRONG), Rule.STATE_SHARED}

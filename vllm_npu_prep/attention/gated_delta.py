@@ -1,0 +1,156 @@
+"""The gated delta net of Qwen3-Next and Qwen3.5: vLLM's layer, with its core computed by torch.
+
+vLLM's layer projects its input, hands queries, keys, values and gates to its core, and projects
+what comes back. The core is Triton kernels or compiled ones. Here it is `forward_core`: decodes,
+which come first in the batch, are computed together, and prefills one after the other.
+
+A block that another request or another group left may hold any bits, not-a-numbers included: an
+empty state is filled with zeros, never multiplied by them.
+"""
+
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.v1.attention.backend import AttentionBackend
+
+from vllm_npu_prep.attention.kernels import gated_delta
+from vllm_npu_prep.attention.states import StateBackend, StateMetadata
+
+
+class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
+    """vLLM's layer over states of this plugin's cache."""
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend whose builder makes `StateMetadata`."""
+        return StateBackend
+
+    def bind_kv_cache(self, kv_cache: Any) -> None:
+        """Take the parts of the states of all blocks (`vllm_npu_prep.attention.kv_cache`).
+
+        Parameters
+        ----------
+        kv_cache
+            Inputs of the convolution ``[num_blocks, kernel_size - 1, width]``, and states of the
+            rule ``[num_blocks, H, value_dim, key_dim]``; each block's part is contiguous.
+        """
+        self.kv_cache = kv_cache
+
+    def _forward_core(
+        self,
+        mixed_qkv: torch.Tensor,  # [num_input_tokens, width]
+        b: torch.Tensor,  # [num_input_tokens, num_v_heads]
+        a: torch.Tensor,  # [num_input_tokens, num_v_heads]
+        core_attn_out: torch.Tensor,  # [num_input_tokens, num_v_heads, value_dim], zeros, written
+    ) -> None:
+        metadata = get_forward_context().attn_metadata
+        of_layer: Any = metadata.get(self.prefix) if isinstance(metadata, dict) else None
+        if of_layer is None:  # no cache exists yet, or a piecewise graph is being captured
+            return
+        self.forward_core(mixed_qkv, b, a, core_attn_out, of_layer)
+
+    def forward_core(
+        self,
+        mixed: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+        metadata: StateMetadata,
+    ) -> None:
+        """Convolve, apply the rule, and keep the new states.
+
+        Parameters
+        ----------
+        mixed, b, a
+            Of each token: queries, keys and values; what rates and decays are made of.
+        output
+            Written, but for padding outside of full graphs.
+        metadata
+            Where the states are.
+        """
+        decodes, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        if decodes:
+            self._decode(mixed[:decodes], b[:decodes], a[:decodes], output[:decodes], metadata)
+        if metadata.num_prefills:
+            tokens = slice(decodes, end)
+            self._prefill(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both parts of the states of all blocks; vLLM's types don't agree on what a cache is."""
+        cache: Any = self.kv_cache
+        return cache
+
+    def _convolution(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight ``[width, kernel_size]`` and bias of the convolution."""
+        convolution: Any = self.conv1d
+        return convolution.weight.squeeze(1), convolution.bias
+
+    def _rule_inputs(
+        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+    ) -> gated_delta.RuleInputs:
+        dims = self.head_k_dim, self.head_v_dim
+        return gated_delta.rule_inputs(mixed, a, b, self.A_log, self.dt_bias, *dims)
+
+    def _decode(
+        self,
+        mixed: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+        metadata: StateMetadata,
+    ) -> None:
+        """One token of each request; in a full graph padding, too, over the null block."""
+        conv_states, states = self._parts()
+        rows = slice(0, metadata.num_decodes)
+        source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows]
+        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
+        weight, bias = self._convolution()
+        last = conv_states.index_select(0, source).masked_fill_(empty, 0)
+        mixed, last = gated_delta.convolve_next(mixed, weight, bias, last)
+        conv_states.index_copy_(0, target.long(), last.to(conv_states.dtype))
+        state = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
+        given = self._rule_inputs(mixed, b, a)
+        out, state = gated_delta.update_states(given, state)
+        states.index_copy_(0, target.long(), state.to(states.dtype))
+        output.copy_(out)
+
+    def _prefill(
+        self,
+        mixed: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+        metadata: StateMetadata,
+    ) -> None:
+        """The requests after the decodes, one after the other."""
+        conv_states, states = self._parts()
+        rows = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
+        source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows].long()
+        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
+        weight, bias = self._convolution()
+        lasts = conv_states.index_select(0, source).masked_fill_(empty, 0)
+        initial = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
+        new_lasts, new_states, start = [], [], 0
+        for end, last, state in zip(metadata.prefill_ends, lasts, initial):
+            tokens = slice(start, end)
+            convolved, last = gated_delta.convolve(mixed[tokens], weight, bias, last)
+            given = self._rule_inputs(convolved, b[tokens], a[tokens])
+            out, state = gated_delta.scan(given, state)
+            output[tokens] = out.to(output.dtype)
+            new_lasts.append(last)
+            new_states.append(state)
+            start = end
+        conv_states.index_copy_(0, target, torch.stack(new_lasts).to(conv_states.dtype))
+        states.index_copy_(0, target, torch.stack(new_states).to(states.dtype))
+
+
+def register_layer() -> None:
+    """Let our layer stand in for vLLM's, before a model is made."""
+    theirs: Any = QwenGatedDeltaNetAttention
+    ours: Any = AscendGatedDeltaNetAttention
+    if theirs.__name__ not in op_registry_oot:
+        switch = theirs.name  # by which users switch vLLM's layer
+        PluggableLayer.register_oot(ours, name=theirs.__name__)
+        ours.name = switch

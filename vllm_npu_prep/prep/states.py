@@ -1,0 +1,122 @@
+"""States of linear attention: where each request's state is, and whether it holds anything yet.
+
+Layers with linear attention (gated delta nets) keep one *state* for each request instead of K and V
+for each token. A state is a block of the KV cache: a *state group* has a block table like any other
+group, of which a step reads one entry for each request. Its layers write no slots.
+
+A block may hold what another request left there. So a request's first tokens begin with an empty
+state, whatever the block holds: `has_initial_state` tells that, and nothing has to be cleared.
+
+The batch is split as vLLM's ``GDNAttentionMetadataBuilder`` splits it: leading requests of one
+token are *decodes*, which update their state token by token; the others are *prefills*, which are
+computed in chunks. vLLM counts a prompt's first chunk of one token as a prefill, too; here both
+halves ask `has_initial_state`, so that a full graph of decodes may contain it.
+"""
+
+from dataclasses import dataclass
+
+from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, PAD_SLOT_ID
+from vllm_npu_prep.prep.compiled import compiled
+
+
+@dataclass(frozen=True)
+class StateGroups:
+    """The KV-cache groups of an engine that hold states.
+
+    Attributes
+    ----------
+    groups
+        Their indices.
+    decode_threshold
+        Most tokens of a decode.
+    """
+
+    groups: tuple[int, ...]
+    decode_threshold: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("no groups: an engine without states has no StateGroups")
+        if self.decode_threshold < 1:
+            raise ValueError(f"decodes of {self.decode_threshold} tokens: there is at least one")
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """How a step is split for layers with states, padding excluded.
+
+    Attributes
+    ----------
+    num_decodes, num_decode_tokens
+        The leading requests of the batch, and their tokens.
+    num_prefills
+        The requests after them.
+    """
+
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+
+
+@compiled
+def find_states(
+    num_reqs,
+    decode_threshold,
+    query_start_loc,  # [num_reqs + 1 or more] int32
+    seq_lens,  # [num_reqs or more] int32
+    num_computed_tokens,  # [num_reqs or more] int32
+    block_table_flat,  # [E] int32, the groups' tables one after the other
+    # Of each state group:
+    groups,  # [num_state_groups] int32, among all groups
+    first_entries,  # [num_state_groups] int64, of its block table
+    widths,  # [num_state_groups] int32, columns of its block table
+    block_sizes,  # [num_state_groups] int32, tokens of a request that share a state
+    # Outputs; N = state groups, Z and Q = requests after padding, T = tokens after padding
+    slot_mapping,  # [num_groups, T] int32
+    initial_state_indices,  # [N, Z] int32
+    state_indices,  # [N, Z] int32
+    has_initial_state,  # [Z] bool
+    prefill_query_start_loc,  # [Q + 1] int32
+):
+    """Find each request's state, and where prefills begin.
+
+    The state after a token is in the block of that token: the only block of a row, unless the
+    prefix cache keeps a state for every `block_sizes` tokens. Then a request that enters a block
+    reads its state from the one before, and leaves it there for others.
+
+    Returns
+    -------
+    tuple of int
+        The sizes of `StateStep`.
+
+    Raises
+    ------
+    ValueError
+        If a request is longer than its row of a block table.
+    """
+    num_decodes = 0
+    while num_decodes < num_reqs:
+        query_len = query_start_loc[num_decodes + 1] - query_start_loc[num_decodes]
+        if query_len > decode_threshold:
+            break
+        num_decodes += 1
+    num_decode_tokens = query_start_loc[num_decodes]
+    for req in range(num_decodes, num_reqs + 1):
+        prefill_query_start_loc[req - num_decodes] = query_start_loc[req] - num_decode_tokens
+    for req in range(num_reqs):
+        has_initial_state[req] = num_computed_tokens[req] > 0
+    for index in range(groups.shape[0]):
+        for req in range(num_reqs):
+            column = (seq_lens[req] - 1) // block_sizes[index]
+            if column >= widths[index]:
+                raise ValueError("a sequence is longer than its row of the block table")
+            row = first_entries[index] + req * widths[index]
+            state_indices[index, req] = block_table_flat[row + column]
+            initial_state_indices[index, req] = NULL_BLOCK_ID
+            if num_computed_tokens[req] > 0:
+                column = (num_computed_tokens[req] - 1) // block_sizes[index]
+                initial_state_indices[index, req] = block_table_flat[row + column]
+        slots = slot_mapping[groups[index]]
+        for token in range(slots.shape[0]):
+            slots[token] = PAD_SLOT_ID
+    return num_decodes, num_decode_tokens, num_reqs - num_decodes
