@@ -289,8 +289,8 @@ def check_local_requests(
     end = 0
     for req in range(chunk_local_seq_lens.shape[0]):
         start, end = end, chunk_local_query_start_loc[req + 1]
-        is_padding = req >= num_local_reqs
-        if end < start or end > num_input_tokens or (end == start and not is_padding):
+        pads = req >= num_local_reqs
+        if end < start or end > num_input_tokens or (end == start and not pads):
             return LOCAL_QUERY_LENS, req, -1, -1
         seq_len = chunk_local_num_computed_tokens[req] + end - start
         if chunk_local_seq_lens[req] != seq_len or seq_len > attention_chunk_size:
