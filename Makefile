@@ -58,11 +58,12 @@ timing: JUNIT := --junitxml=.cache/timing.xml
 timing: test ## make test, measured file by file; writes the table of tests/README.md
 	$(PY) -m tests.timing .cache/timing.xml --write
 
-bench: install ## host time of a step beside upstream's runner and scheduler, its growth (growth.png), device counts, replays
+bench: install ## host time of a step beside upstream's runner and scheduler, its growth (growth.png), a server, device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
 	$(PY) benchmarks/host_step.py
 	$(PY) benchmarks/host_step.py --growth growth.png
 	$(PY) benchmarks/engine_step.py --parts
+	$(PY) benchmarks/serving.py
 	$(PY) benchmarks/looking_costs.py
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/device_counts.py
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/graph_replay.py

@@ -1,0 +1,273 @@
+"""Requests a second and latency of a server whose model returns at once, beside vLLM's.
+
+    python benchmarks/serving.py [--json] [--rounds 3] [--concurrency 256] [--prompts 512]
+
+Two servers (``vllm serve``) wait for requests, and ``vllm bench serve`` asks them in turns:
+
+========  ==========================================================================================
+server    what runs in its engine process
+========  ==========================================================================================
+ours      this plugin's scheduler and runner, as they are by default
+vllm      vLLM's own `AsyncScheduler` and V1 runner, with a metadata builder that does nothing and
+          this plugin's torch replacement of the Triton kernel for slots
+========  ==========================================================================================
+
+Everything else is the same vLLM in both: API server, tokenizer, engine loop, client. vLLM can't
+run here without a platform, so the second server loads this plugin, too, and takes nothing
+else from it in a step. Model and sampler return at once: what is measured is all of a server but
+the device.
+
+Columns: requests a second, medians of the time between tokens (``itl``) and to the first token
+(``ttft``), and microseconds of the engine process's processor time for each token. The last one
+hardly depends on what else the machine does. API server and client take more of a machine with few
+cores than the engine does.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+SIDE_VARIABLE = "SERVING_SIDE"
+SIDES = ("ours", "vllm")
+VOCAB = 512
+START_LIMIT = 600.0
+"""Seconds in which a server has to answer."""
+
+
+def instant_worker() -> type:
+    """The class of both servers' worker, in their engine process."""
+    import torch
+    from engine_step import ConstantSampler
+    from host_step import StubModel, twin_of
+
+    from vllm_npu_prep.worker import NPUWorker
+
+    class InstantWorker(NPUWorker):
+        """A worker whose model and sampler return at once, with our runner or vLLM's."""
+
+        @torch.inference_mode()
+        def compile_or_warm_up_model(self) -> Any:
+            """Replace the model, the sampler and, on vLLM's side, the runner."""
+            made = super().compile_or_warm_up_model()
+            runner: Any = self.model_runner
+            self.tasks = runner.get_supported_tasks()
+            if os.environ[SIDE_VARIABLE] == "vllm":
+                runner = twin_of(runner)
+            runner.model = StubModel(runner.max_num_tokens)
+            runner.sampler = ConstantSampler()
+            self.model_runner = runner
+            # For as long as the process lives: vLLM's asynchronous outputs make streams
+            self.streams = self.prep_device.host_streams()
+            self.streams.__enter__()
+            return made
+
+        def get_supported_tasks(self) -> Any:
+            """What the replaced model can do."""
+            return self.tasks
+
+    return InstantWorker
+
+
+def __getattr__(name: str) -> Any:
+    """``serving.InstantWorker``, made where it is asked for: the benchmark needs no vLLM."""
+    if name == "InstantWorker":
+        return instant_worker()
+    raise AttributeError(name)
+
+
+class Server:
+    """One server of this benchmark.
+
+    Parameters
+    ----------
+    side
+        ``"ours"`` or ``"vllm"``.
+    model
+        Folder of the model.
+    folder
+        Where it logs.
+    concurrency
+        Most requests of a step.
+    """
+
+    def __init__(self, side: str, model: Path, folder: Path, concurrency: int) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        options = {"mask": "compressed"}  # as NPUs get it
+        if side == "vllm":
+            options["scheduler"] = "upstream"
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *("--port", str(self.port), "--host", "127.0.0.1", "--dtype", "float32"),
+            *("--load-format", "dummy", "--enforce-eager", "--max-model-len", "2048"),
+            *("--max-num-seqs", str(concurrency), "--max-num-batched-tokens", "8192"),
+            *("--kv-cache-memory-bytes", str(256 << 20), "--worker-cls", "serving.InstantWorker"),
+            *("--additional-config", json.dumps({"npu_prep": options})),
+            *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+        ]
+        self.side, self.log = side, folder / f"{side}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment(side), stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def wait(self) -> None:
+        """Until it answers.
+
+        Raises
+        ------
+        SystemExit
+            If it ended, or did not answer in time.
+        """
+        end = time.monotonic() + START_LIMIT
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10)
+                return
+            time.sleep(1)
+        sys.exit(f"the server of {self.side} did not start:\n{self.log.read_text()[-3000:]}")
+
+    def engine_seconds(self) -> float:
+        """Processor time of its engine process until now."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
+                times = child.cpu_times()
+                return times.user + times.system
+        raise RuntimeError(f"the server of {self.side} has no engine process")
+
+    def stop(self) -> None:
+        """End it and wait until it has."""
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def environment(side: str) -> dict[str, str]:
+    """Variables of a server, or of the client."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "NPU_PREP_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        SIDE_VARIABLE: side,
+    }
+
+
+def ask(server: Server, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Run the client once against a server.
+
+    Raises
+    ------
+    SystemExit
+        If it failed, or a request did.
+    """
+    result = folder / "result.json"
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *("--backend", "vllm", "--base-url", f"http://127.0.0.1:{server.port}"),
+        *("--model", str(model), "--dataset-name", "random", "--ignore-eos"),
+        *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),
+        *("--num-prompts", str(args.prompts), "--max-concurrency", str(args.concurrency)),
+        *("--seed", "0", "--disable-tqdm", "--save-result", "--result-filename", str(result)),
+    ]
+    before = server.engine_seconds()
+    done = subprocess.run(command, env=environment("client"), capture_output=True, text=True)
+    seconds = server.engine_seconds() - before
+    if done.returncode or not result.exists():
+        sys.exit(f"the client failed:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
+    told = json.loads(result.read_text())
+    expected = args.prompts * args.output_len
+    if told["completed"] != args.prompts or told["total_output_tokens"] != expected:
+        sys.exit(f"{server.side}: {told['completed']} requests were served; no numbers")
+    return {
+        "requests_per_s": told["request_throughput"],
+        "itl_ms": told["median_itl_ms"],
+        "p99_itl_ms": told["p99_itl_ms"],
+        "ttft_ms": told["median_ttft_ms"],
+        "engine_us_per_token": 1e6 * seconds / expected,
+    }
+
+
+@contextlib.contextmanager
+def servers(model: Path, folder: Path, concurrency: int) -> Iterator[list[Server]]:
+    """Both servers; one starts after the other."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for side in SIDES:
+            print(f"starting the server of {side} ...", file=sys.stderr, flush=True)
+            server = Server(side, model, folder, concurrency)
+            stack.callback(server.stop)
+            server.wait()
+            made.append(server)
+        yield made
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of the client for each server")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests at once")
+    parser.add_argument("--prompts", type=int, default=512, help="requests of each run")
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from tests.helpers.engine import make_model, save_tokenizer
+
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(
+            folder / "model", vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=1 << 16
+        )
+        save_tokenizer(model, VOCAB)
+        with servers(model, folder, args.concurrency) as made:
+            for turn in range(args.rounds + 1):  # the first is not counted
+                for server in sorted(made, key=lambda each: each.side, reverse=bool(turn % 2)):
+                    print(f"run {turn} of {args.rounds}: {server.side} ...", file=sys.stderr)
+                    found = ask(server, model, folder, args)
+                    if turn:
+                        runs[server.side].append(found)
+    rows = [
+        {"server": side}
+        | {name: round(statistics.median(run[name] for run in of), 2) for name in of[0]}
+        for side, of in runs.items()
+    ]
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
