@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -196,6 +196,9 @@ def test_adapters_and_forced_requests_verify_drafts(made, tmp_path, seed):
     served = tmp_path / "served"
     shutil.copytree(folder, served)
     save_tokenizer(served)
+    tokenizer = AutoTokenizer.from_pretrained(served)
+    tokenizer.eos_token = "[SEP]"  # with which forms end
+    tokenizer.save_pretrained(served)
     with engine(
         served,
         max_num_batched_tokens=48,

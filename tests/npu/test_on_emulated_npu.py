@@ -79,7 +79,7 @@ def deepseek(folder):
     """Latent attention and experts, in the MTP layer, too; vLLM compiles its draft passes."""
     if not (folder / "deepseek").exists():
         config = {"q_lora_rank": 96, **LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS}
-        make_mtp_model(folder / "deepseek", "DeepseekV3", noise=0.003, **config)
+        make_mtp_model(folder / "deepseek", "DeepseekV3", **config)
     return folder / "deepseek"
 
 
@@ -309,7 +309,10 @@ def test_mtp_layers_draft(request, reference, on_npu, attention, which, cases):
         else:
             assert ours["tokens"] == theirs["tokens"], case
         print(case, ours["verified"])
-        assert min(ours["verified"][what] for what in ("accepted", "partly", "rejected")) > 0
+        kinds = (
+            ("partly", "rejected") if which == "deepseek" else ("accepted", "partly", "rejected")
+        )
+        assert min(ours["verified"][what] for what in kinds) > 0
         assert {kind for kind in ours["steps"] if not kind.startswith("eager")} == (
             set() if (attention, mode) == ("atb", "FULL_DECODE_ONLY") else REPLAYED[mode]
         )

@@ -89,7 +89,7 @@ def latent(folder):
 @pytest.fixture(scope="module")
 def mtp(folder):
     config = {"q_lora_rank": 96, **LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS}
-    return make_mtp_model(folder / "mtp", "DeepseekV3", noise=0.003, **config)[0]
+    return make_mtp_model(folder / "mtp", "DeepseekV3", **config)[0]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 W8A8 weights, tensor parallelism with experts shared out, drafts, FULL_AND_PIECEWISE, asynchronous
 scheduling, prefix caching; every check on, and hazards are errors. Texts are those of the CPU
 fallback, which computes alone, eagerly and without drafts.
+
+No suite includes this file yet: it has not been seen through. ``pytest tests/server/stack.py``.
 """
 
 import json
@@ -45,6 +47,7 @@ class Stack(NamedTuple):
     prompts: list[str]
     shared: str  # a prompt of several blocks; others begin with it
     ignore_eos: bool
+    emulated: bool = True
 
 
 def deepseek(folder: Path) -> Stack:
@@ -75,19 +78,33 @@ def qwen3_moe(folder: Path) -> Stack:
     return Stack(folder / "int8", flags, prompts, prompts[3], True)
 
 
-STACKS: dict[str, Callable[[Path], Stack]] = {"DeepSeek V3": deepseek, "Qwen3-MoE": qwen3_moe}
+def on_the_fallback(folder: Path) -> Stack:
+    """The same Qwen3-MoE on one rank of the CPU fallback, in float32."""
+    stack = qwen3_moe(folder)
+    flags = [*stack.flags, "--dtype", "float32", "--tensor-parallel-size", "1"]
+    flags.remove("--enable-expert-parallel")
+    return stack._replace(flags=flags, emulated=False)
 
 
-class EmulatedServer(Server):
-    """`vllm serve` on two emulated cards."""
+STACKS: dict[str, Callable[[Path], Stack]] = {
+    "DeepSeek V3": deepseek,
+    "Qwen3-MoE": qwen3_moe,
+    "Qwen3-MoE on the fallback": on_the_fallback,
+}
+
+
+class StackServer(Server):
+    """`vllm serve` on two emulated cards, or on the fallback."""
 
     start_seconds = 1200
 
     def __init__(self, stack: Stack, folder: Path) -> None:
-        report = ("--report", str(folder / REPORT), "--hang-seconds", "300")
-        emulate = [sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED, *report, "--"]
-        self.prefix = tuple(emulate)
-        environment = {"PYTHONPATH": import_path(), "NPU_PREP_DEVICE": "npu"}
+        environment = {"PYTHONPATH": import_path()}
+        if stack.emulated:
+            report = ("--report", str(folder / REPORT), "--hang-seconds", "300")
+            command = (sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED)
+            self.prefix = (*command, *report, "--")
+            environment["NPU_PREP_DEVICE"] = "npu"
         super().__init__(stack.model, folder / "log", *stack.flags, **environment)
 
     def vllm_metrics(self) -> dict[str, float]:
@@ -150,7 +167,7 @@ def test_texts_are_those_of_the_cpu_fallback(which, tmp_path):
         answers = dict(tiny_model.exchanges())
         known = [answers[question] for question, _ in tiny_deepseek.exchanges()]
         assert [a.startswith(text) for text, a in zip(expected, known)] == [True] * len(known)
-    server = EmulatedServer(stack, tmp_path)
+    server = StackServer(stack, tmp_path)
     try:
         assert "check         full" in server.log()
         assert "asynchronous, batched" in server.log()
@@ -173,6 +190,8 @@ def test_texts_are_those_of_the_cpu_fallback(which, tmp_path):
     assert 0 < accepted < drafted
     assert which == "DeepSeek V3" or counted["vllm:prefix_cache_hits_total"] > 0
     assert code == 0, server.log()[-3000:]
+    if not stack.emulated:
+        return
     report = json.loads((tmp_path / REPORT).read_text())
     assert report["hazards"] == []
     assert any(name.startswith("HcclAllReduce") for name in report["kernels"])
