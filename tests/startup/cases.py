@@ -408,7 +408,7 @@ MODELS = {
         model=HYBRID,
     ),
     "adapters beside states": Case(
-        ("states-lora",),
+        ("lora-experts", "states-lora"),
         ("LoRA with", "linear attention"),
         {"enable_lora": True},
         model=HYBRID,
@@ -796,7 +796,7 @@ SPECULATION = {
         ("states-speculation", "mtp-model"),
         ("mtp with Qwen3NextMTP", "linear attention keeps states"),
         drafts("mtp"),
-        ("Qwen3Next", {"num_nextn_predict_layers": 1}),
+        ("Qwen3Next", {**HYBRID[1], "num_nextn_predict_layers": 1}),
     ),
     "MTP layers that have not been tried": Case(
         ("mtp-model",),
