@@ -793,7 +793,7 @@ SPECULATION = {
         ("Qwen3", {EDITED: {"architectures": ["Step3p5ForCausalLM"]}}),
     ),
     "MTP layers beside states": Case(
-        ("states-speculation", "mtp-model"),
+        ("states-speculation", "mtp-model", "drafter-layer-kinds"),
         ("mtp with Qwen3NextMTP", "linear attention keeps states"),
         drafts("mtp"),
         ("Qwen3Next", {**HYBRID[1], "num_nextn_predict_layers": 1}),
