@@ -408,7 +408,7 @@ MODELS = {
         model=HYBRID,
     ),
     "adapters beside states": Case(
-        ("states-lora",),
+        ("lora-experts", "states-lora"),
         ("LoRA with", "linear attention"),
         {"enable_lora": True},
         model=HYBRID,
@@ -793,10 +793,10 @@ SPECULATION = {
         ("Qwen3", {EDITED: {"architectures": ["Step3p5ForCausalLM"]}}),
     ),
     "MTP layers beside states": Case(
-        ("states-speculation", "mtp-model"),
+        ("states-speculation", "mtp-model", "drafter-layer-kinds"),
         ("mtp with Qwen3NextMTP", "linear attention keeps states"),
         drafts("mtp"),
-        ("Qwen3Next", {"num_nextn_predict_layers": 1}),
+        ("Qwen3Next", {**HYBRID[1], "num_nextn_predict_layers": 1}),
     ),
     "MTP layers that have not been tried": Case(
         ("mtp-model",),

@@ -9,7 +9,7 @@ STATES = (
         lambda c: c.family.device_type == "npu",
         "{model} on an NPU",
         "gated delta nets are computed by the CPU fallback only",
-        "set NPU_PREP_DEVICE=cpu, or use a model without linear attention",
+        "use the CPU fallback, or a model without linear attention",
     ),
     Refusal(
         "states-ranks",
