@@ -80,6 +80,9 @@ LATENT_LINES = tuple(
     line for line in STEP_ARRAYS.values() if line.level in (Level.PREFILL, Level.PIECE)
 )
 """Arrays of latent attention; records of other engines don't have them."""
+NOT_RECORDED = ("idx_mapping",)
+"""A record has its requests in the order of the batch: slots of vLLM's V2 runner say nothing in
+it, and readers know nothing of them."""
 MASK_ARRAYS = (
     "shape",
     "form",
@@ -122,7 +125,7 @@ def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, n
     staged = {}
     for name, line in STEP_ARRAYS.items():
         array = getattr(arrays, name)
-        if line in LATENT_LINES and not array.size:
+        if (line in LATENT_LINES and not array.size) or name in NOT_RECORDED:
             continue
         if not line.by_group:
             staged[line.recorded_as] = array

@@ -166,7 +166,7 @@ class FullCheck(StepCheck):
                 expect(name, int(getattr(step, name)), expected[name])
             if step.padding.mode is not GraphMode.FULL:
                 expect("state", step.attn_state.name, expected["attn_state"])
-        known = tables.num_tokens[: step.num_reqs]
+        known = tables.num_tokens[step.slots]
         discard = arrays.discard_request_mask[: step.num_reqs]
         self._compare(step, "discard_request_mask", discard, (step.seq_lens < known).tolist())
 
@@ -185,8 +185,9 @@ class FullCheck(StepCheck):
         start, end = step.query_start_loc[row : row + 2].tolist()
         seq_len = int(step.seq_lens[row])
         # The host may know more tokens than this step reads; awaited ones are on the device.
-        known = max(int(tables.num_tokens[row]), seq_len - drafts)
-        token_ids = tables.token_ids[row, : max(known, seq_len)].tolist()
+        slot = int(step.slots[row])
+        known = max(int(tables.num_tokens[slot]), seq_len - drafts)
+        token_ids = tables.token_ids[slot, : max(known, seq_len)].tolist()
         if awaited and step.batch.previous_rows[row] >= 0:
             token_ids[seq_len - end + start : seq_len] = input_ids[start:end].tolist()
         blocks = [0] * seq_len
@@ -410,8 +411,8 @@ class FullCheck(StepCheck):
             table = local["block_table"]
             owned = -(-local["seq_lens"] // step.batch.tables.block_sizes[group])
         else:
-            table = step.batch.tables.block_table(group)[: step.num_reqs]
-            owned = step.batch.tables.num_blocks[group, : step.num_reqs]
+            table = step.batch.tables.block_table(group)[step.slots]
+            owned = step.batch.tables.num_blocks[group, step.slots]
         text = "the device's block table is the host's"
         for row, count in enumerate(owned.tolist()):
             for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:

@@ -327,8 +327,8 @@ class SlotLedger:
         group, request = self.groups[index], self.requests[req_id]
         blocks, size = request.blocks[index], group.block_size
         computed, end = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
-        owned = int(step.batch.tables.num_blocks[index, row])
-        named = self._tables[index][row, :owned].tolist()
+        owned = int(step.batch.tables.num_blocks[index, step.slots[row]])
+        named = self._tables[index][step.slots[row], :owned].tolist()
         if end > size * len(blocks):
             raise given_allowed(
                 "blocks",

@@ -17,6 +17,7 @@ D      ``max_drafts``
 S      R in an engine with speculation, else 0
 V      most virtual requests of chunked local attention, else 0; ``V + 1`` for their borders
 L      KV-cache groups whose layers see virtual requests
+N      R in an engine of vLLM's V2 runner, else 0
 Q      R in an engine with latent attention, else 0; ``Q + 1`` for borders of its prefills
 C      most pieces of contexts that prefills of latent attention read, else 0
 =====  ==========================================================================================
@@ -206,6 +207,7 @@ class Arrays(Generic[A]):
     context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_chunks: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
+    idx_mapping: A = array(int64, "N", REQUEST, UNDEFINED, NOTHING)  # slot of each request, for samplers
 
 
 STEP_ARRAYS: dict[str, Array] = {

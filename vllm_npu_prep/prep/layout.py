@@ -67,6 +67,8 @@ class StepLayout:
         Groups with chunked local attention; None in an engine without any.
     latent
         How steps are split for latent attention; None in an engine without it.
+    has_slots
+        Whether steps tell the device the slots of their requests.
 
     Notes
     -----
@@ -93,6 +95,7 @@ class StepLayout:
     mrope_dims: int = 0
     local: LocalGroups | None = None
     latent: LatentSplit | None = None
+    has_slots: bool = False
 
     @property
     def local_sizes(self) -> tuple[int, int]:
@@ -125,6 +128,7 @@ class StepLayout:
             "Q": num_reqs if latent is not None else 0,
             "Q + 1": num_reqs + 1 if latent is not None else 0,
             "C": num_pieces,
+            "N": num_reqs if self.has_slots else 0,
         }
 
     @cached_property
@@ -240,12 +244,13 @@ def step_layout(
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
+    has_slots: bool = False,
 ) -> StepLayout:
     """The layout of these sizes: cached, so that its offsets are computed once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, has_slots
         See `StepLayout`.
     max_logits_per_req
         Most rows of logits of one request: one for each draft, and one after them.
@@ -254,7 +259,7 @@ def step_layout(
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
-    return StepLayout(*sizes, local, latent)
+    return StepLayout(*sizes, local, latent, has_slots)
 
 
 def targets_per_row(num_drafts: int) -> int:
@@ -271,6 +276,7 @@ def largest_step(
     mrope_dims: int = 0,
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
+    has_slots: bool = False,
 ) -> int:
     """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
@@ -278,9 +284,8 @@ def largest_step(
     changes every entry of the block tables.
     """
     num_rows = max_num_reqs + PADDING_ROWS
-    layout = step_layout(
-        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local, latent
-    )
+    sizes = max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims
+    layout = step_layout(*sizes, local, latent, has_slots)
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)
     return _aligned(nbytes)
