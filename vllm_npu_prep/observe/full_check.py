@@ -140,7 +140,7 @@ class FullCheck(StepCheck):
                 mask="compressed",
                 chunked_prefill=tables.chunked_prefill,
                 speculation=runner.speculative_config is not None,
-                mrope_dims=runner.inputs.mrope_dims,
+                mrope_dims=step.layout.mrope_dims,
             )
             if tables.num_groups:
                 own = group_variables(step, group)
@@ -154,7 +154,7 @@ class FullCheck(StepCheck):
                     self._compare(step, name, getattr(step, name), expected[name])
             if tables.latent is not None:
                 self._check_latent(step, requests, tables.latent)
-            if runner.inputs.mrope_dims:
+            if step.layout.mrope_dims:
                 for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
                     self._compare(step, "mrope_positions", given, row)
             if not step.batch.takes_embeds:
@@ -180,7 +180,7 @@ class FullCheck(StepCheck):
         awaited: bool,
     ) -> OracleRequest:
         tables, req_id = step.batch.tables, runner.input_batch.req_ids[row]
-        state = runner.requests[req_id]
+        told = self.ledger.requests[req_id]
         drafts = int(step.batch.num_draft_tokens[row])
         start, end = step.query_start_loc[row : row + 2].tolist()
         seq_len = int(step.seq_lens[row])
@@ -192,9 +192,10 @@ class FullCheck(StepCheck):
             token_ids[seq_len - end + start : seq_len] = input_ids[start:end].tolist()
         blocks = [0] * seq_len
         if tables.num_groups:
-            blocks = self.ledger.requests[req_id].blocks[group]
+            blocks = told.blocks[group]
         mrope = {}
-        if runner.inputs.mrope_dims and state.mrope_positions is not None:
+        state = runner.requests[req_id] if step.layout.mrope_dims else None
+        if state is not None and state.mrope_positions is not None:
             mrope = {
                 "mrope_positions": state.mrope_positions.tolist(),
                 "mrope_position_delta": state.mrope_position_delta or 0,
@@ -202,7 +203,7 @@ class FullCheck(StepCheck):
         return OracleRequest(
             num_computed_tokens=seq_len - end + start,
             num_scheduled_tokens=end - start,
-            num_prompt_tokens=state.num_prompt_tokens,
+            num_prompt_tokens=len(told.prompt),
             token_ids=token_ids[:known],
             block_ids=blocks,
             num_draft_tokens=drafts,

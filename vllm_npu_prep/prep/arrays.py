@@ -207,7 +207,9 @@ class Arrays(Generic[A]):
     context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_chunks: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
-    idx_mapping: A = array(int64, "N", REQUEST, UNDEFINED, NOTHING)  # slot of each request, for samplers
+    idx_mapping: A = array(
+        int64, "N", REQUEST, UNDEFINED, NOTHING
+    )  # slot of each request, for samplers
 
 
 STEP_ARRAYS: dict[str, Array] = {

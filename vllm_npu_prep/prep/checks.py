@@ -155,7 +155,11 @@ def check_step_at(
         if query_len < 1 or end - start != query_len or end > num_input_tokens:
             return QUERY_LENS, req, -1, -1
         first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
-        if first < 0 or first != t.num_computed_tokens[t.slots[req]] or seq_len != first + query_len:
+        if (
+            first < 0
+            or first != t.num_computed_tokens[t.slots[req]]
+            or seq_len != first + query_len
+        ):
             return SEQ_LENS, req, -1, -1
         if seq_len > t.token_ids.shape[1]:
             return MODEL_LEN, req, -1, -1

@@ -24,8 +24,9 @@ class BatchTables:
     Rows belong to requests: row ``slots[i]`` to request ``i`` of the batch. vLLM's V1 runner keeps
     its requests in the order of the batch, so slots count up; in V2 a request keeps its slot, and
     nothing moves. `num_synced_blocks` and `num_device_blocks` are about rows of the device's block
-    tables, which are in the order of the batch for both. Rows of no request are undefined. ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and
-    ``E`` the sum over them of ``(M + PADDING_ROWS) * max_num_blocks``.
+    tables, which are in the order of the batch for both. Rows of no request are undefined. ``M`` is
+    ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and ``E`` the
+    sum over them of ``(M + PADDING_ROWS) * max_num_blocks``.
     """
 
     num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
@@ -45,8 +46,8 @@ class BatchTables:
     # both up to date.
     num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
     num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
-    # row of each request of the batch in all tables above but the last two; past the batch: what it
-    # was when a batch last was as long
+    # Row of each request of the batch, in all tables but the last two. Past the batch: what it was
+    # when a batch last was as long. By default, they count up.
     slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
     chunked_prefill: bool = True
     mrope: MropeTables | None = None  # of a model with M-RoPE
@@ -80,7 +81,7 @@ class BatchTables:
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
 
     def device_block_table_flat(self) -> np.ndarray:
-        """A copy of `block_table_flat` with its rows in the order of the batch, as on the device."""
+        """A copy of `block_table_flat` with rows in the order of the batch, as on the device."""
         copied, first = self.block_table_flat.copy(), 0
         num_rows = len(self.token_ids)
         for width in self.max_num_blocks.tolist():

@@ -20,7 +20,6 @@ from vllm_npu_prep.prep.padding import Padding
 NO_REQUESTS = np.empty(0, np.int32)
 
 
-
 class StepBlockTables(Protocol):
     """The device's block tables, whoever keeps the host's."""
 

@@ -15,6 +15,7 @@ from vllm_npu_prep.startup.subjects import (
     kernels,
     ranks,
     speculation,
+    v2,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *cache.SUBJECTS,
     *inputs.SUBJECTS,
     *speculation.SUBJECTS,
+    *v2.SUBJECTS,
 )
 """All subjects, in the order in which they are checked."""
 
