@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 import ascend_emulator
-
 from tests.helpers.watch import preparation_of
 
 

@@ -34,7 +34,7 @@ def equal(given, expected):
 
 
 def test_temperature(rng):
-    logits, slots = rows_of(rng)
+    logits, slots = rows_of(rng, SLOTS)
     temperature = tensor([0, 1, 0.5, 2, 0.01, 7], torch.float32)
     expected = logits.clone()
     for row, slot in enumerate(slots):
@@ -45,7 +45,7 @@ def test_temperature(rng):
 
 
 def test_min_p(rng):
-    logits, slots = rows_of(rng)
+    logits, slots = rows_of(rng, SLOTS)
     min_p = tensor([0, 0.1, 0.9, 1, 0.001, 0], torch.float32)
     expected = logits.clone()
     for row, slot in enumerate(slots):
@@ -98,8 +98,9 @@ def test_counts_of_new_requests(rng):
 
 def test_penalties(rng):
     tokens, prompt, known = known_tokens(rng)
+    tokens %= 7  # several times
     mask, counts = counted(tokens, prompt, known, torch.arange(SLOTS))
-    logits, slots = rows_of(rng)
+    logits, slots = rows_of(rng, SLOTS)
     repetition = tensor([1, 1.5, 0.7, 1, 2, 1.1], torch.float32)
     frequency = tensor([0, 0.5, 0, -0.3, 0, 2], torch.float32)
     presence = tensor([0, 0, 0.5, 0.2, 0, -1], torch.float32)
@@ -123,16 +124,17 @@ def test_penalties(rng):
 
 @pytest.mark.parametrize("restores", [False, True])
 def test_logit_bias(rng, restores):
-    logits, slots = rows_of(rng)
+    logits, slots = rows_of(rng, SLOTS)
     allowed, stops = (tensor(rng.integers(0, VOCAB, (SLOTS, 4))) for _ in range(2))
     biased = tensor([rng.permutation(VOCAB)[:4] for _ in range(SLOTS)])
     stops[:, 0], stops[3] = allowed[:, 0], allowed[3]
     bias = tensor(rng.normal(0, 5, (SLOTS, 4)), torch.float32)
     num_allowed = tensor([0, 1, 4, 4, 2, 0])
     num_bias, num_stops = (tensor(rng.integers(0, 5, SLOTS)) for _ in range(2))
-    num_stops[1], num_stops[3] = 1, 4  # all that is allowed stops
+    num_stops[0], num_stops[1], num_stops[3] = 2, 1, 4  # all that is allowed stops
     restore = tensor([0, 1, 0, 1, 1, 0])
-    pos, min_lens = torch.tensor([4, 9, 2, 7, 5]), tensor([5, 11, 3, 99, 99, 4])
+    min_lens = tensor([5, 11, 3, 99, 99, 4])
+    pos = (min_lens[slots] - tensor([1, 2, 1, 2, 2, 1])[slots]).long()  # one is long enough
     expected = logits.clone()
     for row, slot in enumerate(slots.tolist()):
         line = expected[row]

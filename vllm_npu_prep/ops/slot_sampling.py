@@ -180,8 +180,8 @@ def forbid_bad_words(
     # The prefix of a word ends where the output does
     at = known - (end - 1 - start) + (place - start)
     output = all_token_ids[slots].gather(1, at.clamp(0, all_token_ids.shape[1] - 1)).long()
-    fits = at - (place - start) >= prompt
-    differs = in_word & ~is_last & ((output != words) | ~fits)
+    fits = at - (place - start) >= prompt  # the same for all tokens of a word
+    differs = in_word & ~is_last & (output != words)
     faults = torch.zeros_like(offsets).scatter_add_(1, word, differs.long())
     matches = is_last & fits & (faults.gather(1, word) == 0)
     hits = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)

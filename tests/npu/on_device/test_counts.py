@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.counting import PreparationCounts
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import record_states
 
