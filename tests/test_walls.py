@@ -294,6 +294,9 @@ WALLS: dict[str, set[str]] = {
     "scheduling": {"scheduling"},
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"quantization.fused", "startup.asked"},
+    # The same parts as V1's runner, and the patches that let upstream's V2 take them
+    "v2": {"attention", "compat.v2", "config", "device", "graph.counts", "observe", "ops", "prep"}
+    | {"quantization.fused", "runner.preparer", "runner.step", "v2"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "ops.fused"}
     | {"ops.fused_experts", "prep", "verify"},

@@ -72,7 +72,8 @@ class NPUWorker(Worker):
 
             register_layer()
             leave_states_in_their_blocks()
-        register_overrides(parse_config(self.vllm_config.additional_config).triton_kernels)
+        triton_kernels = parse_config(self.vllm_config.additional_config).triton_kernels
+        register_overrides(triton_kernels, self.use_v2_model_runner)
         register_kernels()
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
@@ -119,9 +120,13 @@ class NPUWorker(Worker):
         if self.prep_device.computes_on_host:
             torch.set_num_threads(threads)
 
-    def _make_model_runner(self) -> NPUModelRunner:
-        """This plugin's runner instead of upstream's choice."""
+    def _make_model_runner(self) -> Any:
+        """This plugin's runner in place of upstream's, V1's or V2's."""
         assert self.device is not None
+        if self.use_v2_model_runner:
+            from vllm_npu_prep.v2.runner import NPUModelRunnerV2
+
+            return NPUModelRunnerV2(self.vllm_config, self.device, self.prep_device)
         return NPUModelRunner(self.vllm_config, self.device, self.prep_device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager:

@@ -5,7 +5,6 @@ import torch
 
 from tests.conftest import SEED
 from tests.helpers.drafters import disturb_model
-from tests.helpers.engine import engine
 from tests.helpers.grammars import (
     GRAMMAR,
     KINDS,
@@ -17,6 +16,7 @@ from tests.helpers.grammars import (
 )
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_states, count_verified
 
 LENGTHS = [20, 90, 7, 130, 40, 64, 3, 75]  # most of them longer than a step
@@ -75,11 +75,18 @@ def drafts(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("speculates", [False, True], ids=["plain", "drafts"])
-def test_forced_and_plain_requests_share_batches(model, expected, drafts, asynchronous, speculates):
+@pytest.mark.parametrize(
+    ("runner", "speculates"),
+    [("V1", False), ("V1", True), ("V2", False)],
+    ids=["plain", "drafts", "v2"],
+)
+def test_forced_and_plain_requests_share_batches(
+    model, expected, drafts, asynchronous, runner, speculates
+):
     """Tokens of both are those of transformers, whatever steps the prompts were cut into, and
     whatever drafts were verified."""
-    with engine(
+    with engine_of(
+        runner,
         model,
         skip_tokenizer_init=False,
         max_num_batched_tokens=48,

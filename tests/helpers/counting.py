@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import ascend_emulator
+from tests.helpers.watch import preparation_of
 
 
 class PreparationCounts:
@@ -16,7 +17,10 @@ class PreparationCounts:
     def __init__(self, runner: Any) -> None:
         self.steps: list[dict[str, int]] = []
         self._start: dict[str, int] = {}
-        prepare_inputs, model_forward = runner._prepare_inputs, runner._model_forward
+        name = preparation_of(runner)
+        is_v1 = hasattr(runner, "_model_forward")
+        runs, forward = (runner, "_model_forward") if is_v1 else (runner.model, "forward")
+        prepare_inputs, model_forward = getattr(runner, name), getattr(runs, forward)
 
         def counted_prepare_inputs(*args: Any) -> Any:
             self._start = asdict(ascend_emulator.counters())
@@ -30,8 +34,8 @@ class PreparationCounts:
                 self._start = {}
             return model_forward(*args, **kwargs)
 
-        runner._prepare_inputs = counted_prepare_inputs
-        runner._model_forward = counted_model_forward
+        setattr(runner, name, counted_prepare_inputs)
+        setattr(runs, forward, counted_model_forward)
 
 
 class ModuleCounts:

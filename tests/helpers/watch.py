@@ -7,17 +7,23 @@ from typing import Any
 from tests.helpers.engine import runner_of
 
 
+def preparation_of(runner: Any) -> str:
+    """The method that prepares a step: V1's runner has it under another name than V2's."""
+    return "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
+
+
 def on_prepared(llm: Any, do: Callable[[Any], None]) -> None:
     """Call a function with each `PreparedStep` that is served from now on."""
     runner = runner_of(llm)
-    prepare_inputs = runner._prepare_inputs
+    name = preparation_of(runner)
+    prepare_inputs = getattr(runner, name)
 
     def watched(*args: Any) -> Any:
         result = prepare_inputs(*args)
         do(runner.in_flight.step)
         return result
 
-    runner._prepare_inputs = watched
+    setattr(runner, name, watched)
 
 
 def record_states(llm: Any) -> list[str]:

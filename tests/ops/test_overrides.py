@@ -1,5 +1,7 @@
 """Which of vLLM's kernels are replaced, when, and by whose choice."""
 
+import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +40,8 @@ def test_a_worker_registers_first_of_all_and_as_the_option_says(option, monkeypa
     class RegisteredError(Exception):
         """Nothing of the worker exists yet."""
 
-    def register(triton_kernels):
+    def register(triton_kernels, for_v2_runner):
+        assert not for_v2_runner
         raise RegisteredError(triton_kernels)
 
     monkeypatch.setattr("vllm_npu_prep.worker.register_overrides", register)
@@ -46,5 +49,40 @@ def test_a_worker_registers_first_of_all_and_as_the_option_says(option, monkeypa
     options = {"npu_prep": {"triton_kernels": option}}
     worker.vllm_config = SimpleNamespace(additional_config=options)
     worker.parallel_config = SimpleNamespace(use_ray=False)
+    worker.use_v2_model_runner = False
     with pytest.raises(RegisteredError, match=option):
         worker.init_device()
+
+
+REACHED = {
+    "input_batch": (),  # inputs are the fused pass's
+    "block_table": (),
+    "buffer_utils": (),
+    "structured_outputs": ("_apply_grammar_bitmask_kernel",),
+    "sample.gumbel": ("_temperature_kernel",),  # the sampler draws by itself
+    "sample.min_p": ("_min_p_kernel",),
+    "sample.penalties": ("_bincount_kernel", "_penalties_kernel"),
+    "sample.logit_bias": ("_bias_kernel",),
+    "sample.bad_words": ("_bad_words_kernel",),
+    "sample.logprob": (
+        "_fill_logprob_token_ids_kernel",
+        "_ranks_kernel",
+        "_topk_log_softmax_kernel",
+    ),
+    "sample.prompt_logprob": ("_prompt_logprobs_token_ids_kernel",),
+}
+"""Kernels that an engine of the V2 runner launches, by module of upstream's runner."""
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_kernels_of_the_v2_runner_are_replaced_where_they_are_launched(name):
+    register_overrides("replace", for_v2_runner=True)
+    module = importlib.import_module(f"vllm.v1.worker.gpu.{name}")
+    replaced = {k for k, v in vars(module).items() if isinstance(v, KernelOverride)}
+    assert replaced == set(REACHED[name])
+    for kernel in replaced:
+        given = vars(module)[kernel]
+        own = inspect.signature(given.func).parameters
+        names = [name for name, each in own.items() if each.kind is not each.VAR_KEYWORD]
+        kernels = [name for name in given.arg_names if not name.isupper()]
+        assert len(names) == len(kernels), (kernel, names, kernels)

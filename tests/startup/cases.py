@@ -690,6 +690,12 @@ CACHE = {
 }
 
 SEEING = {
+    "V2 that sees": Case(
+        ("v2-multimodal",),
+        ("Model Runner V2 with a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
+        {"enforce_eager": True},
+        environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    ),
     "images that attend both ways": Case(
         ("mm-prefix",),
         ("bidirectional attention within images", "--language-model-only"),
@@ -925,4 +931,53 @@ SEVERAL = {
     ),
 }
 
-CASES = {**LIMITS, **GRAPHS, **MODELS, **FEATURES, **RANKS, **CACHE, **SPECULATION, **SEVERAL}
+ON_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+EAGER = {"enforce_eager": True}
+
+
+def on_v2(ids: tuple[str, ...], *parts: str, **settings: Any) -> Case:
+    """An engine of vLLM's Model Runner V2 that is refused, with V1 suggested."""
+    more = (*parts, "VLLM_USE_V2_MODEL_RUNNER")
+    model = settings.pop("model", ("Qwen3", {}))
+    return Case(ids, more, {**EAGER, **settings}, model, environment=ON_V2)
+
+
+V2 = {
+    "V2 with graphs": on_v2(("v2-graphs",), "--enforce-eager", enforce_eager=False),
+    "V2 with drafts": on_v2(("v2-speculation",), "no drafts", **NGRAM),
+    "V2 with adapters": on_v2(("v2-lora",), "LoRA", enable_lora=True),
+    "V2 that pools": on_v2(("v2-pooling",), "pooling model", **POOLING),
+    "V2 with embeddings": on_v2(("v2-prompt-embeds",), "embeds", enable_prompt_embeds=True),
+    "V2 with latent attention": on_v2(
+        ("v2-latent-attention",), "latent attention", model=("DeepseekV3", MLA)
+    ),
+    "V2 on two ranks": on_v2(("v2-ranks",), "several ranks", tensor_parallel_size=2),
+    "V2 with a KV connector": on_v2(("v2-connector",), "KV connector", **connector()),
+    "V2 with budgets for thinking": on_v2(
+        ("v2-reasoning-budget",), "--reasoning-config", reasoning_config={}
+    ),
+    "V2 with traces": Case(
+        ("v2-replaced-samples",),
+        ("--enable-trace-replay", "leave them out"),
+        {**EAGER, "enable_trace_replay": True},
+        environment=ON_V2,
+    ),
+    "V2 with kept kernels": Case(
+        ("triton-kernels", "v2-kept-kernels"),
+        ("triton_kernels keep",),
+        {**EAGER, "additional_config": {"npu_prep": {"triton_kernels": "keep"}}},
+        environment=ON_V2,
+    ),
+}
+
+CASES = {
+    **LIMITS,
+    **GRAPHS,
+    **MODELS,
+    **FEATURES,
+    **RANKS,
+    **CACHE,
+    **SPECULATION,
+    **V2,
+    **SEVERAL,
+}

@@ -147,7 +147,6 @@ def test_start_up_warns_of_priorities_beside_a_prefix_cache(configure, caplog, m
     [
         ({"NPU_PREP_DEVICE": "gpu"}, "NPU_PREP_DEVICE='gpu' is not a device"),
         ({"NPU_PREP_DEVICE": "npu"}, "torch_npu is not installed"),
-        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER=1"),
     ],
 )
 def test_bad_environment_gets_one_line_and_no_traceback(environment, message, model):

@@ -11,7 +11,7 @@ import os
 import sys
 
 from vllm_npu_prep import torchvision_import
-from vllm_npu_prep.compat import hosts, models, processes, schedulers, server, torch_names
+from vllm_npu_prep.compat import hosts, models, processes, schedulers, server, torch_names, v2
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
 from vllm_npu_prep.errors import PrepError
@@ -21,7 +21,6 @@ from vllm_npu_prep.server.processes import look_after_processes
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
 ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
-V2_RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def check_vllm_version() -> None:
@@ -67,7 +66,7 @@ def activate_platform() -> str | None:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             _let_segments_expand()
-        _select_v1_runner()
+        _select_runner()
         _switch_off_aot_compile()
         torchvision_import.install()
     except PrepError as error:
@@ -91,6 +90,8 @@ def prepare_process() -> bool:
     is_ours = f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS
     if is_ours:
         torch_names.silence_accelerator_calls()
+        if v2.is_asked_for():
+            v2.let_it_run_without_triton()
         models.refuse_vision_without_torchvision()
         schedulers.get_our_schedulers_quietly()
         processes.tell_of_waits_for_engines()
@@ -136,24 +137,15 @@ def _let_segments_expand() -> None:
     os.environ.setdefault(ALLOCATOR_ENV_VAR, "expandable_segments:True")
 
 
-def _select_v1_runner() -> None:
-    """Model Runner V2 is vLLM's default wherever Triton works; its scheduler output differs.
+def _select_runner() -> None:
+    """Take Model Runner V1 unless the environment asks for V2.
 
-    The choice must be made before vLLM resolves its config, and hold in every process of the
-    engine, hence the environment variable.
-
-    Raises
-    ------
-    PrepError
-        If the user asked for V2.
+    V2 is vLLM's default wherever Triton works; its scheduler output differs. The choice must be
+    made before vLLM resolves its config, and hold in every process of the engine, hence the
+    environment variable.
     """
-    asked = os.environ.get(V2_RUNNER_ENV_VAR, "").strip().lower()
-    if asked in ("1", "true"):
-        raise PrepError(
-            f"{V2_RUNNER_ENV_VAR}=1: this plugin prepares inputs for vLLM's V1 model runner only; "
-            f"unset {V2_RUNNER_ENV_VAR}"
-        )
-    os.environ[V2_RUNNER_ENV_VAR] = "0"
+    if not v2.is_asked_for():
+        os.environ[v2.RUNNER_ENV_VAR] = "0"
 
 
 def _switch_off_aot_compile() -> None:

@@ -88,6 +88,9 @@ STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "N")
 STATE_LINES = (*OF_STATES, *(line for line in LATENT_LINES if line.level is Level.PREFILL))
 """Arrays of states; records of other engines don't have them."""
 OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES}
+NOT_RECORDED = ("idx_mapping",)
+"""A record has its requests in the order of the batch: slots of vLLM's V2 runner say nothing in
+it, and readers know nothing of them."""
 MASK_ARRAYS = (
     "shape",
     "form",
@@ -150,7 +153,7 @@ def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, n
     staged = {}
     for name, line in STEP_ARRAYS.items():
         array = getattr(arrays, name)
-        if line in OF_SOME_ENGINES and not array.size:
+        if (line in OF_SOME_ENGINES and not array.size) or name in NOT_RECORDED:
             continue
         if not line.by_group:
             staged[line.recorded_as] = array

@@ -95,12 +95,12 @@ def explain_fault(
         allowed = step.total_num_scheduled_tokens
     elif rule == Rule.SEQ_LENS:
         given = f"{arrays.seq_lens[req]} of {arrays.num_computed_tokens[req]} computed"
-        computed = int(tables.num_computed_tokens[req])
+        computed = int(tables.num_computed_tokens[step.slots[req]])
         allowed = f"{computed + step.query_lens[req]} of {computed} computed"
     elif rule == Rule.MODEL_LEN:
         given, allowed = arrays.seq_lens[req], f"up to max_model_len {tables.max_model_len}"
     elif rule == Rule.BLOCKS:
-        owned = int(tables.num_blocks[group, req])
+        owned = int(tables.num_blocks[group, step.slots[req]])
         given = arrays.seq_lens[req]
         allowed = f"up to {owned * int(tables.block_sizes[group])} in its {counted(owned, 'block')}"
     elif rule == Rule.POSITIONS:
@@ -114,7 +114,7 @@ def explain_fault(
     elif rule == Rule.LAST_SLOT:
         given = arrays.slot_mapping[group, token]
         block, offset = divmod(int(arrays.seq_lens[req]) - 1, int(tables.block_sizes[group]))
-        number = int(tables.block_table(group)[req, block])
+        number = int(tables.block_table(group)[step.slots[req], block])
         allowed = f"{number * int(tables.block_sizes[group]) + offset}, in its block {number}"
     elif rule == Rule.MAX_QUERY_LEN:
         given, allowed = step.max_query_len, step.query_lens.max(initial=0)

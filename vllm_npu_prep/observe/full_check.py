@@ -149,7 +149,7 @@ class FullCheck(StepCheck):
                 mask="compressed",
                 chunked_prefill=tables.chunked_prefill,
                 speculation=runner.speculative_config is not None,
-                mrope_dims=runner.inputs.mrope_dims,
+                mrope_dims=step.layout.mrope_dims,
             )
             if tables.num_groups:
                 own = group_variables(step, group)
@@ -163,7 +163,7 @@ class FullCheck(StepCheck):
                     self._compare(step, name, getattr(step, name), expected[name])
             if tables.latent is not None:
                 self._check_latent(step, requests, tables.latent)
-            if runner.inputs.mrope_dims:
+            if step.layout.mrope_dims:
                 for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
                     self._compare(step, "mrope_positions", given, row)
             if not step.batch.takes_embeds:
@@ -175,7 +175,7 @@ class FullCheck(StepCheck):
                 expect(name, int(getattr(step, name)), expected[name])
             if step.padding.mode is not GraphMode.FULL:
                 expect("state", step.attn_state.name, expected["attn_state"])
-        known = tables.num_tokens[: step.num_reqs]
+        known = tables.num_tokens[step.slots]
         discard = arrays.discard_request_mask[: step.num_reqs]
         self._compare(step, "discard_request_mask", discard, (step.seq_lens < known).tolist())
 
@@ -189,20 +189,22 @@ class FullCheck(StepCheck):
         awaited: bool,
     ) -> OracleRequest:
         tables, req_id = step.batch.tables, runner.input_batch.req_ids[row]
-        state = runner.requests[req_id]
+        told = self.ledger.requests[req_id]
         drafts = int(step.batch.num_draft_tokens[row])
         start, end = step.query_start_loc[row : row + 2].tolist()
         seq_len = int(step.seq_lens[row])
         # The host may know more tokens than this step reads; awaited ones are on the device.
-        known = max(int(tables.num_tokens[row]), seq_len - drafts)
-        token_ids = tables.token_ids[row, : max(known, seq_len)].tolist()
+        slot = int(step.slots[row])
+        known = max(int(tables.num_tokens[slot]), seq_len - drafts)
+        token_ids = tables.token_ids[slot, : max(known, seq_len)].tolist()
         if awaited and step.batch.previous_rows[row] >= 0:
             token_ids[seq_len - end + start : seq_len] = input_ids[start:end].tolist()
         blocks = [0] * seq_len
         if tables.num_groups:
-            blocks = self.ledger.requests[req_id].blocks[group]
+            blocks = told.blocks[group]
         mrope = {}
-        if runner.inputs.mrope_dims and state.mrope_positions is not None:
+        state = runner.requests[req_id] if step.layout.mrope_dims else None
+        if state is not None and state.mrope_positions is not None:
             mrope = {
                 "mrope_positions": state.mrope_positions.tolist(),
                 "mrope_position_delta": state.mrope_position_delta or 0,
@@ -210,7 +212,7 @@ class FullCheck(StepCheck):
         return OracleRequest(
             num_computed_tokens=seq_len - end + start,
             num_scheduled_tokens=end - start,
-            num_prompt_tokens=state.num_prompt_tokens,
+            num_prompt_tokens=len(told.prompt),
             token_ids=token_ids[:known],
             block_ids=blocks,
             num_draft_tokens=drafts,
@@ -462,8 +464,8 @@ class FullCheck(StepCheck):
             table = local["block_table"]
             owned = -(-local["seq_lens"] // step.batch.tables.block_sizes[group])
         else:
-            table = step.batch.tables.block_table(group)[: step.num_reqs]
-            owned = step.batch.tables.num_blocks[group, : step.num_reqs]
+            table = step.batch.tables.block_table(group)[step.slots]
+            owned = step.batch.tables.num_blocks[group, step.slots]
         text = "the device's block table is the host's"
         for row, count in enumerate(owned.tolist()):
             for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:

@@ -147,7 +147,7 @@ class StepRecorder:
         self._is_busy = True
         try:
             if self._past_tables is None:
-                self._past_tables = PastBlockTables(self.tables.block_table_flat.copy())
+                self._past_tables = PastBlockTables(self.tables.device_block_table_flat())
             if req_ids != self._req_ids:  # copying in every step would touch every name
                 self._req_ids = list(req_ids)
             snapshot = StepSnapshot.of_step(

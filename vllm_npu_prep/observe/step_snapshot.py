@@ -42,14 +42,15 @@ def copy_step(
     num_reqs = num_scheduled_tokens.shape[0]
     copied[:staged_size] = out.buffer_int32[:staged_size]
     end = staged_size
-    copied[end : end + num_reqs] = t.num_computed_tokens[:num_reqs]
-    end += num_reqs
-    copied[end : end + num_reqs] = t.num_prompt_tokens[:num_reqs]
-    end += num_reqs
-    copied[end : end + num_reqs] = t.num_tokens[:num_reqs]
-    end += num_reqs
+    for req in range(num_reqs):
+        slot = t.slots[req]
+        copied[end + req] = t.num_computed_tokens[slot]
+        copied[end + num_reqs + req] = t.num_prompt_tokens[slot]
+        copied[end + 2 * num_reqs + req] = t.num_tokens[slot]
+    end += 3 * num_reqs
     for group in range(t.num_blocks.shape[0]):
-        copied[end : end + num_reqs] = t.num_blocks[group, :num_reqs]
+        for req in range(num_reqs):
+            copied[end + req] = t.num_blocks[group, t.slots[req]]
         end += num_reqs
     if num_sampled_rows > 0:
         for req in range(num_reqs):
@@ -57,13 +58,15 @@ def copy_step(
         end += num_reqs
     if out.draft_token_ids.shape[0] > 0:  # the step may have drafts
         for req in range(num_reqs):
-            seq_len = t.num_computed_tokens[req] + num_scheduled_tokens[req]
-            copied[end + req] = t.token_ids[req, min(seq_len, t.num_tokens[req] - 1)]
+            slot = t.slots[req]
+            seq_len = t.num_computed_tokens[slot] + num_scheduled_tokens[req]
+            copied[end + req] = t.token_ids[slot, min(seq_len, t.num_tokens[slot] - 1)]
         end += num_reqs
     for req in range(num_reqs):
-        first = t.num_computed_tokens[req]
+        slot = t.slots[req]
+        first = t.num_computed_tokens[slot]
         for offset in range(num_scheduled_tokens[req]):
-            copied[end + offset] = t.token_ids[req, first + offset]
+            copied[end + offset] = t.token_ids[slot, first + offset]
         end += num_scheduled_tokens[req]
 
 

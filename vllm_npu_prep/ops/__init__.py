@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
+def register_overrides(
+    triton_kernels: Literal["replace", "keep"], for_v2_runner: bool = False
+) -> None:
     """Replace the kernels that a worker can reach, before it can launch one.
 
     Parameters
@@ -19,11 +21,15 @@ def register_overrides(triton_kernels: Literal["replace", "keep"]) -> None:
     triton_kernels
         Whether to replace Triton kernels or to keep vLLM's own. Experts and routing are always
         replaced: vLLM's are compiled kernels, which don't exist here.
+    for_v2_runner
+        Whether the worker has vLLM's V2 runner, whose sampler has kernels of its own.
     """
     from vllm_npu_prep.ops import experts, routing
 
     if triton_kernels == "replace":
         replace_triton_kernels()
+        if for_v2_runner:
+            replace_v2_kernels()
     routing.register_operators()
     experts.register_method()
 
@@ -51,6 +57,35 @@ def replace_triton_kernels() -> None:
             f"{sampler}.rejection_random_sample_kernel": rejection.rejection_random_sample,
             f"{sampler}.expand_kernel": rejection.expand,
             f"{sampler}.sample_recovered_tokens_kernel": rejection.sample_recovered_tokens,
+        }
+    )
+
+
+def replace_v2_kernels() -> None:
+    """Replace the kernels of the V2 runner's sampler; its other kernels are never launched."""
+    from vllm_npu_prep.ops import slot_sampling
+
+    runner = "vllm.v1.worker.gpu"
+    sampler = f"{runner}.sample"
+    kernels.override_triton_kernels(
+        {
+            f"{sampler}.gumbel._temperature_kernel": slot_sampling.scale_by_temperature,
+            f"{sampler}.min_p._min_p_kernel": slot_sampling.limit_by_min_p,
+            f"{sampler}.penalties._bincount_kernel": slot_sampling.count_tokens,
+            f"{sampler}.penalties._penalties_kernel": slot_sampling.apply_penalties,
+            f"{sampler}.logit_bias._bias_kernel": slot_sampling.apply_logit_bias,
+            f"{sampler}.bad_words._bad_words_kernel": slot_sampling.forbid_bad_words,
+            f"{sampler}.logprob._topk_log_softmax_kernel": slot_sampling.log_softmax_of,
+            f"{sampler}.logprob._ranks_kernel": slot_sampling.ranks_of,
+            f"{sampler}.logprob._fill_logprob_token_ids_kernel": (
+                slot_sampling.fill_logprob_token_ids
+            ),
+            f"{sampler}.prompt_logprob._prompt_logprobs_token_ids_kernel": (
+                slot_sampling.list_prompt_tokens
+            ),
+            f"{runner}.structured_outputs._apply_grammar_bitmask_kernel": (
+                slot_sampling.apply_grammar_bitmask
+            ),
         }
     )
 

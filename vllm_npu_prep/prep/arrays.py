@@ -19,6 +19,7 @@ V      most virtual requests of chunked local attention, else 0; ``V + 1`` for t
 L      KV-cache groups whose layers see virtual requests
 N      KV-cache groups that hold states (linear attention)
 Z      R in an engine with states, else 0
+W      R in an engine of vLLM's V2 runner, else 0
 Q      R in an engine with latent attention or with states, else 0; ``Q + 1`` for borders of its
        prefills
 C      most pieces of contexts that prefills of latent attention read, else 0
@@ -215,6 +216,8 @@ class Arrays(Generic[A]):
     context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_chunks: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
+    # Slot of each request, for samplers of vLLM's V2 runner
+    idx_mapping: A = array(int64, "W", REQUEST, UNDEFINED, NOTHING)
 
 
 STEP_ARRAYS: dict[str, Array] = {

@@ -126,6 +126,11 @@ class PreparedStep(Arrays[np.ndarray]):
         return 0 if self.local is None else self.local.num_reqs
 
     @property
+    def slots(self) -> np.ndarray:
+        """Row of each request in the tables, ``[num_reqs]``."""
+        return self.batch.tables.slots[: self.num_reqs]
+
+    @property
     def num_prefills(self) -> int:
         """Requests after the decodes of latent attention, or of layers with states."""
         halves = self.states if self.latent is None else self.latent
@@ -172,7 +177,7 @@ class PreparedStep(Arrays[np.ndarray]):
     def block_table(self, group: int = 0) -> np.ndarray:
         """Physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
         columns = self.max_num_blocks_per_req(group)
-        return self.batch.tables.block_table(group)[: self.num_reqs, :columns]
+        return self.batch.tables.block_table(group)[self.slots, :columns]
 
     def local_requests(self, group: int) -> dict[str, np.ndarray]:
         """Virtual requests that a group with chunked local attention sees, padding excluded.
@@ -188,7 +193,8 @@ class PreparedStep(Arrays[np.ndarray]):
         rows = self.arrays.chunk_local_table_rows[
             tables.local.groups.index(group), : local.num_reqs
         ]
-        chunks = tables.block_table_flat.reshape(-1, tables.local.blocks_per_chunk)
+        device_tables = tables.device_block_table_flat()
+        chunks = device_tables.reshape(-1, tables.local.blocks_per_chunk)
         return {
             "query_start_loc": self.arrays.chunk_local_query_start_loc[: local.num_reqs + 1],
             "seq_lens": self.arrays.chunk_local_seq_lens[: local.num_reqs],

@@ -186,7 +186,11 @@ def check_step_at(
         if query_len < 1 or end - start != query_len or end > num_input_tokens:
             return QUERY_LENS, req, -1, -1
         first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
-        if first < 0 or first != t.num_computed_tokens[req] or seq_len != first + query_len:
+        if (
+            first < 0
+            or first != t.num_computed_tokens[t.slots[req]]
+            or seq_len != first + query_len
+        ):
             return SEQ_LENS, req, -1, -1
         if seq_len > t.token_ids.shape[1]:
             return MODEL_LEN, req, -1, -1
@@ -218,7 +222,7 @@ def check_step_at(
         width = t.max_num_blocks[group]
         if num_slots == NO_SLOTS:
             for req in range(num_reqs):
-                if t.num_blocks[group, req] * block_size < out.seq_lens[req]:
+                if t.num_blocks[group, t.slots[req]] * block_size < out.seq_lens[req]:
                     return BLOCKS, req, -1, group
             for token in range(num_input_tokens):
                 if out.slot_mapping[group, token] >= 0:
@@ -227,12 +231,13 @@ def check_step_at(
             continue
         per_block = 1.0 / block_size
         for req in range(num_reqs):
-            if t.num_blocks[group, req] * block_size < out.seq_lens[req]:
+            slot_of_req = t.slots[req]
+            if t.num_blocks[group, slot_of_req] * block_size < out.seq_lens[req]:
                 return BLOCKS, req, -1, group
             last, token = out.seq_lens[req] - 1, out.query_start_loc[req + 1] - 1
             # Exact below 2**31; an integer division would cost as much as all the rest.
             block = int((last + 0.5) * per_block)
-            slot = t.block_table_flat[table + req * width + block] * block_size
+            slot = t.block_table_flat[table + slot_of_req * width + block] * block_size
             if out.slot_mapping[group, token] != slot + last - block * block_size:
                 return LAST_SLOT, req, token, group
         is_wrong = False

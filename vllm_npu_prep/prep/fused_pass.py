@@ -90,8 +90,8 @@ def fill_step(t, step, out):
     Parameters
     ----------
     t
-        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): one row for each request, and
-        unused rows after them.
+        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): row ``slots[req]`` is that
+        of a request.
     step
         A `StepInputs`.
     out
@@ -133,14 +133,15 @@ def fill_step(t, step, out):
     for req in range(num_reqs):
         query_len = step.num_scheduled_tokens[req]
         drafts = step.num_draft_tokens[req]
-        first = t.num_computed_tokens[req]
-        prefetch(t.token_ids, req * t.token_ids.shape[1] + first)
+        slot = t.slots[req]
+        first = t.num_computed_tokens[slot]
+        prefetch(t.token_ids, slot * t.token_ids.shape[1] + first)
         end = start + query_len
         seq_len = first + query_len
         out.query_start_loc[req + 1] = end
         out.seq_lens[req] = seq_len
         out.num_computed_tokens[req] = first
-        out.discard_request_mask[req] = seq_len < t.num_tokens[req]
+        out.discard_request_mask[req] = seq_len < t.num_tokens[slot]
         if query_len < 1 or first < 0 or end > num_input_tokens or seq_len > t.token_ids.shape[1]:
             raise ValueError("scheduled tokens past the layout or past max_model_len")
         if drafts < 0 or drafts >= query_len or num_logits + drafts >= out.logits_indices.shape[0]:
@@ -175,7 +176,7 @@ def fill_step(t, step, out):
             flags |= SOME_NOT_VERIFYING
         if query_len != 1:
             flags |= SOME_SEVERAL_TOKENS
-        if first >= t.num_prompt_tokens[req]:
+        if first >= t.num_prompt_tokens[slot]:
             flags |= SOME_PAST_PROMPT
         max_query_len = max(max_query_len, query_len)
         max_seq_len = max(max_seq_len, seq_len)
@@ -186,13 +187,14 @@ def fill_step(t, step, out):
             raise ValueError("a sequence is longer than its row of the block table")
     for req in range(num_reqs):
         first, start = out.num_computed_tokens[req], out.query_start_loc[req]
+        slot = t.slots[req]
         query_len = out.query_start_loc[req + 1] - start
         if query_len == 1:  # a decode: two loops would cost more than their work
-            out.input_ids[start] = t.token_ids[req, first]
+            out.input_ids[start] = t.token_ids[slot, first]
             out.positions[start] = first
         else:
             # Slices: the compiler sees that no index is negative, and writes many tokens at once.
-            known_ids = t.token_ids[req, first : first + query_len]
+            known_ids = t.token_ids[slot, first : first + query_len]
             input_ids = out.input_ids[start : start + query_len]
             positions = out.positions[start : start + query_len]
             for offset in range(query_len):
@@ -205,8 +207,12 @@ def fill_step(t, step, out):
         out.input_ids[token] = max(out.input_ids[token], 0)  # -1: the draft is not known yet
     if speculates:
         for req in range(num_reqs):
-            known = min(out.seq_lens[req], t.num_tokens[req] - 1)  # next token, or last known
-            out.backup_next_token_ids[req] = max(t.token_ids[req, known], 0)
+            slot = t.slots[req]
+            known = min(out.seq_lens[req], t.num_tokens[slot] - 1)  # next token, or last known
+            out.backup_next_token_ids[req] = max(t.token_ids[slot, known], 0)
+    if out.idx_mapping.shape[0] > 0:
+        for req in range(num_reqs):
+            out.idx_mapping[req] = t.slots[req]
     fill_slots(t, num_reqs, out)
     pad(num_reqs, step.decode_query_len, t.token_ids.shape[1], out)
     num_block_changes = list_block_changes(t, num_reqs, num_targets, out)
@@ -221,7 +227,7 @@ def fill_slots(t, num_reqs, out):
     for group in range(out.slot_mapping.shape[0]):
         block_size, width = t.block_sizes[group], t.max_num_blocks[group]
         for req in range(num_reqs):
-            row = table + req * width
+            row = table + t.slots[req] * width
             position, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
             token = out.query_start_loc[req]
             if seq_len - position == 1:  # a decode
@@ -267,6 +273,7 @@ def pad(num_reqs, decode_query_len, longest, out):
 def list_block_changes(t, num_reqs, num_targets, out):
     """List the block-table entries that the device doesn't have yet, and count them as synced.
 
+    The device's rows are in the order of the batch; entries come from the rows of their slots.
     A row only grows at its end, or is replaced as a whole, which resets `num_synced_blocks`. So
     this costs one read for each request and one write for each new block, however wide the table
     is. Rows of padding requests are set to the null block.
@@ -284,7 +291,8 @@ def list_block_changes(t, num_reqs, num_targets, out):
     count = 0
     for group in range(num_groups):
         for req in range(num_reqs):
-            count += max(0, t.num_blocks[group, req] - t.num_synced_blocks[group, req])
+            owned = t.num_blocks[group, t.slots[req]]
+            count += max(0, owned - t.num_synced_blocks[group, req])
         for req in range(num_reqs, last_padded):
             count += t.num_device_blocks[group, req]
     if count == 0:
@@ -297,13 +305,13 @@ def list_block_changes(t, num_reqs, num_targets, out):
     for group in range(num_groups):
         width = t.max_num_blocks[group]
         for req in range(num_reqs):
-            end = t.num_blocks[group, req]
+            slot = t.slots[req]
+            end = t.num_blocks[group, slot]
             if end <= t.num_synced_blocks[group, req]:
                 continue
             for block in range(t.num_synced_blocks[group, req], end):
-                entry = table + req * width + block
-                out.variable_int64[index_of] = entry
-                out.variable_int32[id_of] = t.block_table_flat[entry]
+                out.variable_int64[index_of] = table + req * width + block
+                out.variable_int32[id_of] = t.block_table_flat[table + slot * width + block]
                 index_of += 1
                 id_of += 1
             t.num_synced_blocks[group, req] = end

@@ -70,6 +70,8 @@ class StepLayout:
         How steps are split for latent attention; None in an engine without it.
     states
         Groups that hold states; None in an engine without any.
+    has_slots
+        Whether steps tell the device the slots of their requests.
 
     Notes
     -----
@@ -97,6 +99,7 @@ class StepLayout:
     local: LocalGroups | None = None
     latent: LatentSplit | None = None
     states: StateGroups | None = None
+    has_slots: bool = False
 
     @property
     def local_sizes(self) -> tuple[int, int]:
@@ -133,6 +136,7 @@ class StepLayout:
             "Q": num_halved,
             "Q + 1": num_halved + 1 if num_halved else 0,
             "C": num_pieces,
+            "W": num_reqs if self.has_slots else 0,
         }
 
     @cached_property
@@ -249,12 +253,13 @@ def step_layout(
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
     states: StateGroups | None = None,
+    has_slots: bool = False,
 ) -> StepLayout:
     """The layout of these sizes: cached, so that its offsets are computed once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states, has_slots
         See `StepLayout`.
     max_logits_per_req
         Most rows of logits of one request: one for each draft, and one after them.
@@ -263,7 +268,7 @@ def step_layout(
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
-    return StepLayout(*sizes, local, latent, states)
+    return StepLayout(*sizes, local, latent, states, has_slots)
 
 
 def targets_per_row(num_drafts: int) -> int:
@@ -281,6 +286,7 @@ def largest_step(
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
     states: StateGroups | None = None,
+    has_slots: bool = False,
 ) -> int:
     """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
@@ -288,9 +294,8 @@ def largest_step(
     changes every entry of the block tables.
     """
     num_rows = max_num_reqs + PADDING_ROWS
-    layout = step_layout(
-        max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims, local, latent, states
-    )
+    sizes = max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims
+    layout = step_layout(*sizes, local, latent, states, has_slots)
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)
     return _aligned(nbytes)

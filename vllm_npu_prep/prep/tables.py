@@ -22,9 +22,12 @@ class BatchTables:
 
     The fused pass reads and writes them by address, so they are never replaced or resized.
 
-    Rows belong to requests in the order of the batch; rows past the last request are undefined.
-    ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and
-    ``E`` the sum over them of ``(M + PADDING_ROWS) * max_num_blocks``.
+    Rows belong to requests: row ``slots[i]`` to request ``i`` of the batch. vLLM's V1 runner keeps
+    its requests in the order of the batch, so slots count up; in V2 a request keeps its slot, and
+    nothing moves. `num_synced_blocks` and `num_device_blocks` are about rows of the device's block
+    tables, which are in the order of the batch for both. Rows of no request are undefined. ``M`` is
+    ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and ``E`` the
+    sum over them of ``(M + PADDING_ROWS) * max_num_blocks``.
     """
 
     num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
@@ -44,6 +47,9 @@ class BatchTables:
     # both up to date.
     num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
     num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
+    # Row of each request of the batch, in all tables but the last two. Past the batch: what it was
+    # when a batch last was as long. By default, they count up.
+    slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
     chunked_prefill: bool = True
     mrope: MropeTables | None = None  # of a model with M-RoPE
     local: LocalGroups | None = None  # groups with chunked local attention
@@ -51,6 +57,8 @@ class BatchTables:
     states: StateGroups | None = None  # groups that hold states
 
     def __post_init__(self) -> None:
+        if self.slots is None:
+            object.__setattr__(self, "slots", np.arange(len(self.token_ids), dtype=np.int32))
         for name in TABLES:
             array = getattr(self, name)
             if array.dtype != TABLES[name].dtype or not array.flags.c_contiguous:
@@ -73,6 +81,18 @@ class BatchTables:
         sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
         table = np.split(self.block_table_flat, np.cumsum(sizes)[:-1])[group]
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
+
+    def device_block_table_flat(self) -> np.ndarray:
+        """A copy of `block_table_flat` with rows in the order of the batch, as on the device."""
+        copied, first = self.block_table_flat.copy(), 0
+        num_rows = len(self.token_ids)
+        for width in self.max_num_blocks.tolist():
+            end = first + num_rows * width
+            copied[first:end].reshape(num_rows, width)[:] = self.block_table_flat[
+                first:end
+            ].reshape(num_rows, width)[self.slots]
+            first += (num_rows + PADDING_ROWS) * width
+        return copied
 
     @cached_property
     def local_rows(self) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,9 @@ class CacheLimits(NamedTuple):
         (`vllm_npu_prep.graph.config`).
         """
         num_reqs, rows = batch.num_reqs, padding.num_reqs_padded
-        seq_lens = batch.tables.num_computed_tokens[:num_reqs] + batch.num_scheduled_tokens
+        tables = batch.tables
+        computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
+        seq_lens = computed + batch.num_scheduled_tokens
         blocks = int((-(-seq_lens // self.block_size)).sum()) + rows - num_reqs
         return blocks <= self.num_blocks
 

@@ -1,14 +1,13 @@
 """Prepares steps with objects that are kept: tables, layouts, staging ring, metadata builders."""
 
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
-from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.attention.local_attention import LocalBlockTables
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import Device
@@ -19,6 +18,16 @@ from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import Padding
 
 NO_REQUESTS = np.empty(0, np.int32)
+
+
+class StepBlockTables(Protocol):
+    """The device's block tables, whoever keeps the host's."""
+
+    block_table_flat: torch.Tensor  # int32, the tables of all groups one after the other
+
+    def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
+
 
 Builders: TypeAlias = Sequence[tuple[int, AscendMetadataBuilder, list[str]]]
 """KV-cache group, builder and layers of each attention group."""
@@ -43,6 +52,8 @@ class Preparer:
         Most rows of logits of one request: one for each draft, and one after them.
     pin_memory
         Whether host buffers are page-locked.
+    has_slots
+        Whether steps tell the device the slots of their requests (vLLM's V2 runner).
 
     Attributes
     ----------
@@ -56,19 +67,20 @@ class Preparer:
         self,
         device: Device,
         tables: BatchTables,
-        block_tables: DeviceBlockTables,
+        block_tables: StepBlockTables,
         builders: Builders,
         *,
         max_num_tokens: int,
         max_num_reqs: int,
         max_logits_per_req: int = 1,
         pin_memory: bool = False,
+        has_slots: bool = False,
     ) -> None:
         self.tables, self.block_tables, self.builders = tables, block_tables, builders
         self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
         self.no_drafts = np.zeros(max_num_reqs, np.int32)
         num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
-        kinds = local, tables.latent, tables.states
+        kinds = local, tables.latent, tables.states, has_slots
         self._layout_sizes = num_groups, max_logits_per_req, dims, *kinds
         num_entries = len(block_tables.block_table_flat)
         sizes = max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries

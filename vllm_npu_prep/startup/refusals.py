@@ -16,6 +16,7 @@ from vllm_npu_prep.startup.subjects import (
     ranks,
     speculation,
     states,
+    v2,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *cache.SUBJECTS,
     *inputs.SUBJECTS,
     *speculation.SUBJECTS,
+    *v2.SUBJECTS,
 )
 """All subjects, in the order in which they are checked."""
 

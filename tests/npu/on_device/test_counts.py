@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.counting import PreparationCounts
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.v2 import engine_of
 from tests.helpers.watch import record_states
 
 
@@ -16,11 +17,16 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_a_step_is_one_copy_and_at_most_two_launches(model, async_scheduling, seed):
+@pytest.mark.parametrize(
+    ("runner", "async_scheduling"),
+    [("V1", False), ("V1", True), ("V2", True)],
+    ids=["sync", "async", "v2"],
+)
+def test_a_step_is_one_copy_and_at_most_two_launches(model, runner, async_scheduling, seed):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, n).tolist() for n in (5, 120, 127, 128, 60, 1, 126)]
-    with engine(
+    with engine_of(
+        runner,
         model,
         dtype="float16",
         max_num_seqs=4,  # the others come in when one of these has finished

@@ -60,7 +60,9 @@ def _value_finding(host: Host, name: str) -> Finding:
     if name == "VLLM_PLUGINS" and "npu_prep" not in given.split(","):
         return failure(name, found, "add npu_prep, or unset it: vLLM loads the listed ones only")
     if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() in ("1", "true"):
-        return failure(name, found, "unset it: the plugin prepares inputs for the V1 runner only")
+        return warning(
+            name, found, "unset it, unless you try V2: it runs decoder-only models eagerly"
+        )
     if name == "VLLM_TARGET_DEVICE" and value != "empty":
         return warning(name, found, "set it to the word empty to build vLLM, and unset it to serve")
     if name == "VLLM_WORKER_MULTIPROC_METHOD" and value != "spawn" and host.needs_npu:

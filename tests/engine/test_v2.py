@@ -1,0 +1,180 @@
+"""vLLM's Model Runner V2 with this plugin: V1's tokens, from the same traffic."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.v2 import engine_of
+
+CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
+FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 9}
+"""Room for 9 blocks of 128 tokens: requests are preempted."""
+PARAMS = {
+    "plain": {},
+    "log-probabilities": {"logprobs": 3},
+    "of prompts": {"prompt_logprobs": 2, "logprobs": 0},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {5: 30.0, 7: -5.0}, "min_tokens": 10, "stop_token_ids": [5]},
+    "allowed": {"allowed_token_ids": list(range(40, 90))},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(1)
+    lengths = (5, 40, 100, 17, 63, 8, 130, 3, 21, 77)
+    return [rng.integers(2, 512, length).tolist() for length in lengths]
+
+
+def answers(llm, prompts, **params):
+    """All that requests get: tokens, and log-probabilities with their ranks, of samples and then of
+    prompts."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, greedy(40, **params), use_tqdm=False)
+    return [
+        (
+            list(each.outputs[0].token_ids),
+            [{t: v.rank for t, v in at.items()} for at in places if at],
+            [v.logprob for at in places if at for v in at.values()],
+        )
+        for each in outputs
+        for places in ([*(each.outputs[0].logprobs or ()), *(each.prompt_logprobs or ())],)
+    ]
+
+
+def assert_same(given, expected, name):
+    """Tokens and ranks are equal, log-probabilities but for rounding."""
+    for mine, other in zip(given, expected, strict=True):
+        assert mine[:2] == other[:2], name
+        np.testing.assert_allclose(mine[2], other[2], atol=1e-4, err_msg=name)
+
+
+def of_runners(model, use, **settings):
+    """What `use` returns for an engine of each runner."""
+    found = []
+    for runner in ("V1", "V2"):
+        with engine_of(runner, model, **settings) as llm:
+            name = type(runner_of(llm)).__name__
+            assert name == {"V1": "NPUModelRunner", "V2": "NPUModelRunnerV2"}[runner]
+            found.append(use(llm))
+    return found
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_v2_gives_v1s_answers_while_requests_are_preempted(model, prompts, async_scheduling):
+    def use(llm):
+        found = {name: answers(llm, prompts, **params) for name, params in PARAMS.items()}
+        return found | {"long": generate(llm, prompts, greedy(100))}
+
+    settings = {**CHECKED, **FEW_BLOCKS, "async_scheduling": async_scheduling}
+    v1, v2 = of_runners(model, use, **settings)
+    assert v2.pop("long") == v1.pop("long")
+    for name, expected in v1.items():
+        assert_same(v2[name], expected, name)
+    assert len({str(v1[name]) for name in PARAMS}) == len(PARAMS)
+
+
+def test_v2_gives_v1s_tokens_with_a_window_and_cached_prefixes(tmp_path, prompts):
+    model = make_model(tmp_path / "mistral", "Mistral", sliding_window=24)
+
+    def use(llm):
+        longer = [prompt * 2 for prompt in prompts if len(prompt) < 100]
+        return [generate(llm, each, greedy(30)) for each in (prompts, longer, longer)]
+
+    v1, v2 = of_runners(model, use, **CHECKED, enable_prefix_caching=True)
+    assert v1 == v2
+
+
+def test_v2_forbids_words(model, prompts):
+    """Words that plain answers have."""
+
+    def use(llm):
+        plain = generate(llm, prompts, greedy(40))
+        words = [answer[3:5] for answer in plain] + [[answer[9]] for answer in plain[:3]]
+        params = greedy(40)
+        params._bad_words_token_ids = words
+        without = generate(llm, prompts, params)
+        assert without != plain
+        for answer in without:
+            for word in words:
+                size = len(word)
+                places = range(len(answer) - size + 1)
+                assert not any(answer[i : i + size] == word for i in places)
+        return without
+
+    v1, v2 = of_runners(model, use, **CHECKED)
+    assert v1 == v2
+
+
+def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):
+    from vllm import SamplingParams
+
+    def drawn(llm, asked, **params):
+        chosen = SamplingParams(
+            temperature=0.8, max_tokens=20, ignore_eos=True, detokenize=False, **params
+        )
+        return generate(llm, asked, chosen)
+
+    with engine_of("V2", model, **CHECKED) as llm:
+        together = drawn(llm, prompts, seed=7)
+        assert drawn(llm, prompts[3:4], seed=7) == together[3:4]
+        assert drawn(llm, prompts, seed=8) != together
+        mixed = [
+            SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=seed)
+            for temperature, seed in ((0.8, 7), (0, None), (0.8, None))
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:3]]
+        found = llm.generate(inputs, mixed, use_tqdm=False)
+        found = [list(each.outputs[0].token_ids) for each in found]
+        assert found[0] == together[0]
+        assert found[1] == generate(llm, prompts[1:2], greedy(20))[0]
+        limited = drawn(llm, prompts, top_k=1)
+        assert limited == generate(llm, prompts, greedy(20))
+        assert drawn(llm, prompts, min_p=1.0) == limited
+        assert drawn(llm, prompts, top_p=1e-6) == limited
+
+
+def test_random_samples_have_their_probabilities(model):
+    """One prompt many times: frequencies of its first token, with and without a seed."""
+    from vllm import SamplingParams
+
+    number, prompt = 2000, {"prompt_token_ids": [5, 6, 7]}
+    with engine_of("V2", model, max_num_seqs=64, max_logprobs=512) as llm:
+        given = {"temperature": 1.7, "max_tokens": 1, "detokenize": False}
+        first = llm.generate([prompt], SamplingParams(logprobs=512, **given), use_tqdm=False)
+        logits = {t: v.logprob for t, v in first[0].outputs[0].logprobs[0].items()}
+        weights = np.exp([logits[token] / 1.7 for token in range(512)])
+        weights /= weights.sum()
+        likely = np.argsort(weights)[-5:]
+        for seeds in ([None] * number, range(number)):
+            params = [SamplingParams(seed=seed, **given) for seed in seeds]
+            outputs = llm.generate([prompt] * number, params, use_tqdm=False)
+            drawn = np.array([each.outputs[0].token_ids[0] for each in outputs])
+            for token in likely:
+                share, expected = (drawn == token).mean(), weights[token]
+                deviation = np.sqrt(expected * (1 - expected) / number)
+                assert abs(share - expected) < 5 * deviation, (token, share, expected)
+
+
+def test_records_of_v2_are_replayed(model, prompts, tmp_path):
+    from vllm_npu_prep.inspect.record_file import read_record, record_files
+    from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+
+    options = {"record": {"dir": str(tmp_path), "steps": "last 400"}}
+    with engine_of("V2", model, additional_config={"npu_prep": options}, **FEW_BLOCKS) as llm:
+        generate(llm, prompts, greedy(60))
+        written = llm.collective_rpc("dump_steps")[0]
+    files = record_files(tmp_path)
+    assert len(files) > 50, written
+    states = set()
+    for file in files[:: max(1, len(files) // 40)]:
+        record = read_record(file)
+        assert replay_core(record) is None
+        assert replay_oracle(record) is None
+        states.add(record.step().attn_state.name)
+    assert len(states) >= 3

@@ -1,0 +1,183 @@
+"""What the V2 runner keeps by slot: samples, block tables, values, and the order of a batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_npu_prep.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.v2.order import BatchOrder
+from vllm_npu_prep.v2.states import UNKNOWN_TOKEN, Samples, SlotStates
+
+CPU = torch.device("cpu")
+
+
+class Drawn:
+    """Samples of steps, and each request's last one kept beside them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.samples, self.last = Samples(num_slots, CPU), {}
+        self.token = 0
+
+    def step(self, slots: list[int], prompts: set[int] = frozenset(), discard: set[int] = ()):
+        """A step: what it continues from, then a new sample for each request."""
+        batch = np.array(slots)
+        found = self.samples.find(batch, np.array([slot not in prompts for slot in slots]))
+        for slot, row in zip(slots, found.rows.tolist()):
+            if slot in prompts:
+                assert row == -1
+            else:
+                assert int(found.token_ids[row]) == self.last[slot], slot
+        tokens = list(range(self.token, self.token + len(slots)))
+        self.token += len(slots)
+        thrown = np.array([slot in discard for slot in slots])
+        mapping = torch.tensor(slots)
+        self.samples.keep(torch.tensor(tokens, dtype=torch.int32), mapping, batch, thrown)
+        self.last.update({s: t for s, t in zip(slots, tokens) if s not in discard})
+        return found
+
+
+def test_a_step_continues_from_the_last_samples():
+    drawn = Drawn(4)
+    assert drawn.step([2, 0], prompts={2, 0}).token_ids is None
+    found = drawn.step([0, 2])
+    assert found.rows.tolist() == [1, 0]
+    assert found.num_rows == 2
+
+
+def test_samples_of_requests_that_a_step_leaves_out_are_found_later():
+    drawn = Drawn(6)
+    drawn.step([0, 1, 2], prompts={0, 1, 2})
+    drawn.step([0, 2])  # 1 is left out
+    drawn.step([0])  # and 2
+    drawn.step([2, 1, 0])
+    drawn.step([0, 1, 2])
+    drawn.step([1, 3], prompts={3})
+    drawn.step([0, 1, 2, 3])
+
+
+def test_a_discarded_sample_is_not_continued_from():
+    drawn = Drawn(4)
+    drawn.step([0, 1], prompts={0, 1}, discard={1})
+    found = drawn.step([0, 1], prompts={1})
+    assert found.rows.tolist() == [0, -1]
+    drawn.step([0, 1])
+
+
+def test_a_slot_forgets_the_sample_of_its_former_request():
+    drawn = Drawn(3)
+    drawn.step([0, 1], prompts={0, 1})
+    drawn.samples.forget(1)
+    found = drawn.step([0])
+    assert found.num_rows == 2  # nothing had to be put aside
+    drawn.step([1, 0], prompts={1})
+    drawn.step([0, 1])
+
+
+def test_random_traffic_finds_every_sample(seed):
+    rng = np.random.default_rng(seed)
+    drawn = Drawn(12)
+    for _ in range(300):
+        for slot in [slot for slot in drawn.last if rng.random() < 0.05]:
+            drawn.samples.forget(slot)
+            del drawn.last[slot]
+        slots = rng.permutation(12)[: rng.integers(1, 13)].tolist()
+        prompts = {slot for slot in slots if slot not in drawn.last}
+        drawn.step(slots, prompts, {slot for slot in prompts if rng.random() < 0.3})
+
+
+def test_requests_that_stay_keep_their_places():
+    order = BatchOrder()
+    slot_of = {name: 10 - place for place, name in enumerate("abcdefg")}
+    assert order.of_step("abcd", slot_of)[0] == list("abcd")
+    assert order.of_step("acd", slot_of)[0] == ["a", "d", "c"]  # the last fills the hole
+    names, slots = order.of_step("acdef", slot_of)
+    assert names == ["a", "d", "c", "e", "f"]
+    assert slots.tolist() == [slot_of[name] for name in names]
+    assert order.of_step("fedca", slot_of)[0] == ["a", "d", "c", "e", "f"]
+    slot_of["c"] = 1  # it was preempted and came back
+    assert order.of_step("fedca", slot_of)[1].tolist() == [10, 7, 1, 6, 5]
+
+
+def block_tables() -> SlotBlockTables:
+    return SlotBlockTables([4, 8], 3, 32, [6, 3], CPU)
+
+
+def test_a_row_is_sent_whole_to_another_request_only():
+    tables = block_tables()
+    tables.append_block_ids(0, ([1, 2], [7]), overwrite=True)
+    tables.append_block_ids(2, ([3], [8]), overwrite=True)
+    slots = np.array([2, 0])
+    tables.follow(slots)
+    tables.num_synced_blocks[:, :2] = tables.num_blocks[:, slots]
+    tables.append_block_ids(0, ([4], []), overwrite=False)
+    tables.follow(slots)
+    assert tables.num_synced_blocks[:, :2].tolist() == [[1, 2], [1, 1]]
+    tables.follow(np.array([0]))  # request 2 has gone, and 0 comes to its place
+    assert tables.num_synced_blocks[:, :2].tolist() == [[0, 2], [0, 1]]
+
+
+def test_a_slot_with_another_request_is_another_row():
+    tables = block_tables()
+    tables.append_block_ids(1, ([1, 2], [7]), overwrite=True)
+    tables.follow(np.array([1]))
+    tables.num_synced_blocks[:, 0] = 2
+    tables.append_block_ids(1, ([3], [8]), overwrite=True)
+    tables.follow(np.array([1]))
+    assert tables.num_blocks[:, 1].tolist() == [1, 1]
+    assert tables.num_synced_blocks[:, 0].tolist() == [0, 0]
+
+
+def test_more_blocks_than_a_request_can_have_are_refused():
+    tables = block_tables()
+    tables.append_block_ids(1, ([1, 2, 3, 4, 5], [7]), overwrite=True)
+    with pytest.raises(ValueError, match="7 blocks of group 0 in slot 1: a request may have 6"):
+        tables.append_block_ids(1, ([6, 7], []), overwrite=False)
+
+
+def test_counts_of_requests_by_slot():
+    states = SlotStates(3, 16, 8, 0, 100, CPU)
+    states.add_request("a", 3, [5, 6, 7], 0, 4)
+    states.add_request("b", 2, [5, 6, 9, 9], 2, 4)  # resumed, with a prefix in the cache
+    slot = states.req_id_to_index["a"]
+    assert states.token_ids[slot, :8].tolist() == [5, 6, 7] + [UNKNOWN_TOKEN] * 5
+    slots = np.array([states.req_id_to_index[name] for name in "ab"])
+    states.advance(slots, [2, 6])
+    assert states.num_tokens[slots].tolist() == [3, 7]
+    assert states.num_computed_prefill_tokens[slots].tolist() == [2, 4]
+    assert states.remove_request("a") == slot and states.remove_request("a") is None
+    states.add_request("c", 1, [8], 0, 2)
+    assert states.req_id_to_index["c"] == slot
+    assert states.token_ids[slot, :4].tolist() == [8] + [UNKNOWN_TOKEN] * 3
+
+
+def test_rows_are_written_together_and_the_last_write_counts():
+    rows = SlotRows((3, 4), torch.float32, CPU)
+    rows.stage_write(0, 1, {1.5: 0, 2.5: 0}.keys())
+    rows.stage_write(2, 0, [7, 8, 9, 10])
+    rows.stage_write(0, 2, [4])
+    rows.apply_write()
+    assert rows.gpu.tolist() == [[0, 1.5, 4, 0], [0] * 4, [7, 8, 9, 10]]
+    with pytest.raises(ValueError, match="2 values from column 3 on, of 4"):
+        rows.stage_write(1, 3, [1, 2])
+    lengths = SlotRows(3, torch.int32, CPU)
+    lengths.stage_write_elem(2, 5)
+    lengths.apply_write()
+    assert lengths.gpu.tolist() == [0, 0, 5]
+
+
+def test_values_are_copied_when_they_have_changed(monkeypatch):
+    copied = []
+    monkeypatch.setattr(
+        "vllm_npu_prep.v2.buffers.async_tensor_h2d",
+        lambda values, **_: copied.append(values.copy()),
+    )
+    values = SlotValues(torch.device("meta"), 3, torch.float32)
+    values.copy_to_uva()
+    values.np[1] = 2
+    values.copy_to_uva()
+    values.copy_to_uva()
+    assert [each.tolist() for each in copied] == [[0, 2, 0]]
+    on_host = SlotValues(CPU, 3, torch.int64)
+    on_host.np[0] = 4
+    assert on_host.gpu.tolist() == [4, 0, 0]

@@ -1,0 +1,62 @@
+"""Patches of vLLM's Model Runner V2: what it demands of a host, and names that it takes no other
+way."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
+FOLDER = "vllm.v1.worker.gpu"
+"""Of upstream's V2 runner."""
+
+
+def is_asked_for() -> bool:
+    """Whether the environment asks for Model Runner V2, as vLLM reads it."""
+    return os.environ.get(RUNNER_ENV_VAR, "").strip().lower() in ("1", "true")
+
+
+def let_it_run_without_triton() -> None:
+    """Keep vLLM from refusing V2 where Triton is missing: no kernel of Triton is launched here.
+
+    vLLM's stand-in for a missing Triton also lacks a function that launchers of kernels call.
+    """
+    from vllm.config import vllm as config
+    from vllm.triton_utils import triton
+
+    config.HAS_TRITON = True
+    if not hasattr(triton, "next_power_of_2"):
+        triton.next_power_of_2 = lambda n: 1 << max(int(n) - 1, 0).bit_length()
+
+
+@contextlib.contextmanager
+def stand_ins(**classes: Any) -> Iterator[None]:
+    """Give upstream's V2 modules other classes or functions under names that they imported.
+
+    Its runner makes request states, block tables, samplers and buffers by these names, and takes
+    no others. Scoped to the construction of a part, so that nothing else sees the stand-ins.
+
+    Parameters
+    ----------
+    **classes
+        By name. A name is replaced in every module of upstream's folder that has it.
+    """
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name == FOLDER or name.startswith(f"{FOLDER}.")
+    ]
+    saved = [
+        (module, name, vars(module)[name])
+        for module in modules
+        for name in classes
+        if name in vars(module)
+    ]
+    try:
+        for module, name, _ in saved:
+            setattr(module, name, classes[name])
+        yield
+    finally:
+        for module, name, original in saved:
+            setattr(module, name, original)

@@ -1,0 +1,56 @@
+"""Gumbel noise by seed and position, as upstream's V2 sampler hashes it.
+
+Source: ``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_uniform32`` and
+``gumbel_noised_argmax``: MurmurHash3 of five words, of which the last is the token's index.
+"""
+
+import torch
+
+WORD = 0xFFFFFFFF
+
+
+def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Noise of each token of the vocabulary.
+
+    Parameters
+    ----------
+    seeds, pos
+        int64 ``[num_rows]``: the request's seed, and the position that is sampled from.
+    vocab_size
+        Tokens.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 ``[num_rows, vocab_size]``.
+    """
+    tokens = torch.arange(vocab_size, device=seeds.device)
+    prefix = torch.zeros_like(seeds)
+    for key in (seeds & WORD, (seeds >> 32) & WORD, pos & WORD):
+        prefix = _mixed(prefix, key)
+    hashed = _finished(_mixed(prefix[:, None], tokens[None, :]) ^ 16)
+    high, low = (hashed >> 16).float(), (hashed & 0xFFFF).float()
+    uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+    # The kernel has a series for small values, because its backends lack this function
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+def _times(value: torch.Tensor, factor: int) -> torch.Tensor:
+    """The product modulo 2**32; in halves, so that no product exceeds int64."""
+    low, high = value & 0xFFFF, value >> 16
+    return (low * factor + (((high * factor) & 0xFFFF) << 16)) & WORD
+
+
+def _rotated(value: torch.Tensor, shift: int) -> torch.Tensor:
+    return ((value << shift) & WORD) | (value >> (32 - shift))
+
+
+def _mixed(hashed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    key = _times(_rotated(_times(key, 0xCC9E2D51), 15), 0x1B873593)
+    return (_rotated(hashed ^ key, 13) * 5 + 0xE6546B64) & WORD
+
+
+def _finished(hashed: torch.Tensor) -> torch.Tensor:
+    hashed = _times(hashed ^ (hashed >> 16), 0x85EBCA6B)
+    hashed = _times(hashed ^ (hashed >> 13), 0xC2B2AE35)
+    return hashed ^ (hashed >> 16)

@@ -1,0 +1,111 @@
+"""What vLLM's Model Runner V2 can't do here yet, and V1 can."""
+
+from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
+
+
+def _captures(asked: Asked) -> bool:
+    return asked.config.compilation_config.cudagraph_mode.name != "NONE"
+
+
+def _has_several_ranks(asked: Asked) -> bool:
+    parallel = asked.config.parallel_config
+    return parallel.world_size_across_dp > 1
+
+
+V2 = (
+    Refusal(
+        "v2-graphs",
+        _captures,
+        "Model Runner V2 with graphs",
+        "steps run eagerly on it",
+        f"use --enforce-eager, or {BY_V1}",
+    ),
+    Refusal(
+        "v2-speculation",
+        lambda c: c.config.speculative_config is not None,
+        "Model Runner V2 with speculative decoding",
+        "its steps have no drafts",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-lora",
+        lambda c: c.config.lora_config is not None,
+        "Model Runner V2 with LoRA",
+        "its steps have no adapters",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-pooling",
+        lambda c: c.pools,
+        "Model Runner V2 with a pooling model",
+        "its steps sample tokens",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-multimodal",
+        lambda c: c.model.supports_multimodal_inputs or c.model.uses_mrope,
+        "Model Runner V2 with a multimodal model ({model})",
+        "its steps read token ids",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-prompt-embeds",
+        lambda c: c.model.enable_prompt_embeds,
+        "Model Runner V2 with --enable-prompt-embeds",
+        "its steps read token ids",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-latent-attention",
+        lambda c: c.model.use_mla,
+        "Model Runner V2 with latent attention ({model})",
+        "its batches don't begin with their decodes",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-ranks",
+        _has_several_ranks,
+        "Model Runner V2 on several ranks",
+        "it was tested on one",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-connector",
+        lambda c: c.transfer is not None,
+        "Model Runner V2 with a KV connector",
+        "connectors were tested on V1",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-reasoning-budget",
+        lambda c: c.config.reasoning_config is not None,
+        "Model Runner V2 with --reasoning-config",
+        "its sampler counts no thinking tokens",
+        BY_V1,
+    ),
+    Refusal(
+        "v2-replaced-samples",
+        lambda c: c.model.enable_trace_replay or c.model.return_sampling_mask,
+        "--enable-trace-replay or --return-sampling-mask",
+        "their kernels of Triton are not replaced",
+        "leave them out",
+    ),
+    Refusal(
+        "v2-kept-kernels",
+        lambda c: c.options.triton_kernels == "keep",
+        "Model Runner V2 with triton_kernels keep",
+        "kernels of its sampler were tested as they are replaced",
+        "leave the option out, or unset VLLM_USE_V2_MODEL_RUNNER",
+    ),
+)
+
+
+def _is_wanted(asked: Asked) -> bool:
+    """Whether somebody asked for V2; vLLM takes it by itself for watermarks, which are refused."""
+    return asked.config.use_v2_model_runner and asked.config.watermark_config is None
+
+
+SUBJECTS = (Subject("model-runner-v2", V2, when=_is_wanted),)

@@ -1,0 +1,225 @@
+"""Requests by slot: the tables of the fused pass, and the samples that the device has."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
+from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
+
+UNKNOWN_TOKEN = -1
+"""What the token table holds where the device has a sample that the host never sees."""
+
+
+class SlotStates:
+    """What is known of each request, by slot; stands in for upstream's ``RequestState``.
+
+    A request gets a slot when it arrives and keeps it until it is finished or preempted. Upstream
+    keeps tokens and counts on the device, and computes a step's inputs there; here the host has
+    them, and the step's one copy brings its inputs.
+
+    Parameters
+    ----------
+    max_num_reqs, max_model_len, max_num_batched_tokens, num_speculative_steps, vocab_size, device
+        As upstream's.
+    num_prefill_lookahead, use_dense_all_token_ids
+        Of speculation, which is refused.
+
+    Attributes
+    ----------
+    req_id_to_index
+        Slot of each request.
+    token_ids
+        int32 ``[max_num_reqs, max_model_len]``: prompts and what they were resumed with;
+        `UNKNOWN_TOKEN` after them.
+    num_computed_tokens_np, num_tokens
+        int32 ``[max_num_reqs]``. Every sample counts as a known token.
+    all_token_ids, total_len
+        Tokens on the device, and their number, of requests whose sampling parameters need them:
+        penalties, bad words, log-probabilities of prompts.
+    read_on_device
+        Requests that arrive with such parameters.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        num_speculative_steps: int,
+        vocab_size: int,
+        device: torch.device,
+        num_prefill_lookahead: int = 1,
+        use_dense_all_token_ids: bool = False,
+    ) -> None:
+        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_speculative_steps = num_speculative_steps
+        self.vocab_size, self.device = vocab_size, device
+        self.req_id_to_index: dict[str, int] = {}
+        self.index_to_req_id: dict[int, str] = {}
+        self.free_indices = list(range(max_num_reqs))
+        self.token_ids = np.full((max_num_reqs, max_model_len), UNKNOWN_TOKEN, np.int32)
+        self.num_tokens = np.zeros(max_num_reqs, np.int32)
+        self.prompt_len = SlotValues(device, max_num_reqs, torch.int32)
+        self.prefill_len = SlotValues(device, max_num_reqs, torch.int32)
+        self.num_computed_tokens = SlotValues(device, max_num_reqs, torch.int32)
+        self.num_computed_tokens_np = self.num_computed_tokens.np
+        self.num_computed_prefill_tokens = np.zeros(max_num_reqs, np.int32)
+        self.max_seq_len = np.zeros(max_num_reqs, np.int32)
+        self.all_token_ids = SlotRows((max_num_reqs, max_model_len), torch.int32, device)
+        self.total_len = SlotRows(max_num_reqs, torch.int32, device)
+        self.read_on_device: set[str] = set()
+        self.samples = Samples(max_num_reqs, device)
+        # Of upstream's dummy runs and drafters; empty without these
+        self.last_sampled_tokens = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
+        self.draft_tokens = self.last_sampled_tokens[:, :0]
+        self.next_prefill_tokens = self.last_sampled_tokens[:0].T
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests that have a slot."""
+        return len(self.req_id_to_index)
+
+    def add_request(
+        self,
+        req_id: str,
+        prompt_len: int,
+        all_token_ids: Sequence[int],
+        num_computed_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        """Give a slot to a request that is new, or resumed after preemption.
+
+        Parameters
+        ----------
+        req_id
+            Its name.
+        prompt_len
+            Tokens of its prompt.
+        all_token_ids
+            Prompt, and tokens that were generated before it was preempted.
+        num_computed_tokens
+            Tokens that the cache has already.
+        max_tokens
+            Most tokens that it may generate.
+        """
+        slot = self.free_indices.pop()
+        self.req_id_to_index[req_id], self.index_to_req_id[slot] = slot, req_id
+        length = len(all_token_ids)
+        self.max_seq_len[slot] = prompt_len + max_tokens
+        self.prompt_len.np[slot], self.prefill_len.np[slot] = prompt_len, length
+        self.num_tokens[slot] = length
+        self.token_ids[slot, :length] = all_token_ids
+        self.token_ids[slot, length : prompt_len + max_tokens + 1] = UNKNOWN_TOKEN
+        self.num_computed_tokens_np[slot] = num_computed_tokens
+        self.num_computed_prefill_tokens[slot] = num_computed_tokens
+        if req_id in self.read_on_device:
+            self.all_token_ids.stage_write(slot, 0, all_token_ids)
+            self.total_len.stage_write_elem(slot, length)
+
+    def apply_staged_writes(self) -> None:
+        """Send what samplers read of new requests, as far as it has changed."""
+        self.prompt_len.copy_to_uva()
+        self.prefill_len.copy_to_uva()
+        self.all_token_ids.apply_write()
+        self.total_len.apply_write()
+
+    def remove_request(self, req_id: str) -> int | None:
+        """Free a request's slot; None if it has none."""
+        slot = self.req_id_to_index.pop(req_id, None)
+        if slot is None:
+            return None
+        del self.index_to_req_id[slot]
+        self.free_indices.append(slot)
+        self.samples.forget(slot)
+        return slot
+
+    def advance(self, slots: np.ndarray, num_computed_tokens: Sequence[int]) -> None:
+        """Enter the scheduler's counts of requests that stay.
+
+        Parameters
+        ----------
+        slots
+            int ``[n]``.
+        num_computed_tokens
+            Of each of them. A request past its prompt knows one token more: its last sample.
+        """
+        self.num_computed_tokens_np[slots] = num_computed_tokens
+        computed = self.num_computed_tokens_np[slots]
+        prefill = self.prefill_len.np[slots]
+        self.num_computed_prefill_tokens[slots] = np.minimum(computed, prefill)
+        self.num_tokens[slots] = np.maximum(prefill, computed + 1)
+
+
+class Found(NamedTuple):
+    """Where samples are that a step needs."""
+
+    token_ids: torch.Tensor | None  # [num_rows] int32 on the device
+    num_rows: int
+    rows: np.ndarray  # [num_reqs] int64: row of each request, -1 for those whose tokens are known
+
+
+class Samples:
+    """Each request's last sample. The host doesn't know it when the next step is prepared.
+
+    A step continues from the last step's samples, in the order in which they were drawn, as on V1.
+    Samples of requests that a step leaves out are put aside by slot, and taken from there when
+    they are wanted: two launches more in such steps, and none in others.
+
+    Parameters
+    ----------
+    max_num_reqs
+        Slots.
+    device
+        Where samples are.
+    """
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.by_slot = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # in the last samples
+        self._latest: torch.Tensor | None = None  # [num_reqs] int32
+        self._latest_slots: torch.Tensor | None = None  # [num_reqs] int64, on the device
+        self._in_batch = np.zeros(max_num_reqs, bool)
+
+    def forget(self, slot: int) -> None:
+        """A slot lost its request."""
+        self.rows[slot] = NO_PREVIOUS_ROW
+
+    def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> Found:
+        """The samples from which a step continues; call it before the step is copied.
+
+        Parameters
+        ----------
+        slots
+            int ``[num_reqs]``: slot of each request of the batch.
+        is_awaited
+            bool ``[num_reqs]``: whether a request continues from a sample.
+        """
+        rows = np.where(is_awaited, self.rows[slots], NO_PREVIOUS_ROW)
+        self._in_batch[:] = False
+        self._in_batch[slots] = True
+        are_missing = (rows < 0) & is_awaited
+        if ((self.rows >= 0) & ~self._in_batch).any() or are_missing.any():
+            if self._latest is not None and self._latest_slots is not None:
+                self.by_slot.index_copy_(0, self._latest_slots, self._latest)
+            rows = np.where(is_awaited, slots, NO_PREVIOUS_ROW).astype(np.int64)
+            return Found(self.by_slot, len(self.by_slot), rows)
+        if self._latest is None or not is_awaited.any():
+            return Found(None, 0, rows)
+        return Found(self._latest, len(self._latest), rows)
+
+    def keep(
+        self,
+        sampled_token_ids: torch.Tensor,  # [num_reqs] int32
+        idx_mapping: torch.Tensor,  # [num_reqs] int64, unchanged until the next step is copied
+        slots: np.ndarray,  # [num_reqs] int
+        discard: np.ndarray,  # [num_reqs] bool
+    ) -> None:
+        """Take note of a step's samples, but for requests whose sample doesn't count."""
+        self._latest, self._latest_slots = sampled_token_ids, idx_mapping
+        self.rows[:] = NO_PREVIOUS_ROW
+        self.rows[slots] = np.where(discard, NO_PREVIOUS_ROW, np.arange(len(slots)))
