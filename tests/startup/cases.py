@@ -951,6 +951,14 @@ V2 = {
     "V2 with latent attention": on_v2(
         ("v2-latent-attention",), "latent attention", model=("DeepseekV3", MLA)
     ),
+    "V2 with states": on_v2(("v2-states",), "hybrid model", model=HYBRID),
+    "V2 of another release": Case(
+        ("v2-release",),
+        ("Model Runner V2 of vLLM", "0.32.0", "VLLM_USE_V2_MODEL_RUNNER"),
+        EAGER,
+        patches={"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: False},
+        environment=ON_V2,
+    ),
     "V2 on two ranks": on_v2(("v2-ranks",), "several ranks", tensor_parallel_size=2),
     "V2 with a KV connector": on_v2(("v2-connector",), "KV connector", **connector()),
     "V2 with budgets for thinking": on_v2(

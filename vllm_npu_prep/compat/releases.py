@@ -90,6 +90,11 @@ def scheduler_rules(version: str | None = None) -> SchedulerRules:
     return SchedulerRules033() if newer else SchedulerRules()
 
 
+def has_known_v2_runner(version: str | None = None) -> bool:
+    """Whether vLLM's Model Runner V2 is the one that ours was written for: kernels of it moved."""
+    return _numbers(version or installed_vllm()) < (0, 33)
+
+
 def ray_compiles_graphs() -> bool:
     """Whether vLLM's first executor for Ray is asked for; vLLM 0.33 has the second one alone."""
     from vllm import envs
