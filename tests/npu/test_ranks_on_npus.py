@@ -211,6 +211,10 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
     assert least(map(len, got["noted"])) >= 8
     for first in range(0, num_ranks, per_engine):
         steps = got["noted"][first : first + per_engine]
+        if layout.startswith("pp"):  # stages have experts of their own, or none
+            steps = [[{**each, "num_pairs": 0} for each in stage] for stage in steps]
+        if layout.startswith("pp"):  # stages have experts of their own, or none
+            steps = [[{**each, "num_pairs": 0} for each in stage] for stage in steps]
         assert all(other == steps[0] for other in steps[1:])
     assert least(map(len, got["copies"])) >= 8
     for copies in filter(None, got["copies"]):
