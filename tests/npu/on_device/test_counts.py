@@ -18,15 +18,16 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("runner", "async_scheduling"),
+    ("runner_name", "async_scheduling"),
     [("V1", False), ("V1", True), ("V2", True)],
     ids=["sync", "async", "v2"],
 )
-def test_a_step_is_one_copy_and_at_most_two_launches(model, runner, async_scheduling, seed):
+def test_a_step_is_one_copy_and_at_most_two_launches(model, runner_name, async_scheduling, seed):
+    """By V2 three: it puts samples at their slots when one is wanted that the last step lacks."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, n).tolist() for n in (5, 120, 127, 128, 60, 1, 126)]
     with engine_of(
-        runner,
+        runner_name,
         model,
         dtype="float16",
         max_num_seqs=4,  # the others come in when one of these has finished
@@ -44,11 +45,13 @@ def test_a_step_is_one_copy_and_at_most_two_launches(model, runner, async_schedu
     for index, (state, step) in enumerate(zip(states, counts.steps)):
         assert step.pop("h2d_copies") == 1, (state, step)
         launches = step.pop("launches", 0)
-        assert launches <= (2 if index else 4), (state, launches)  # the first makes the mask
+        most = (3 if runner_name == "V2" else 2) if index else 4  # the first makes the mask
+        assert launches <= most, (state, launches)
         if state == "DecodeOnly":
             decode_launches.add(launches)
         left = set(step) - {"h2d_bytes", "peak_memory_bytes"}
         assert not left, (state, step)  # no sync, no copy to the host or on the device
     # Asynchronous: samples are placed by one launch; new blocks, now and then, by another.
-    assert decode_launches == ({1, 2} if async_scheduling else {0, 1})
+    of_v1 = {1, 2} if async_scheduling else {0, 1}
+    assert decode_launches == (of_v1 | {3} if runner_name == "V2" else of_v1)
     assert waits == 0, "the ring waited, which is to be the exception"
