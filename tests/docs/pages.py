@@ -71,7 +71,10 @@ class Page:
     @cached_property
     def markers(self) -> int:
         """Comments that mark a block, or were meant to."""
-        return sum(_is_comment(token) and "run" in token.content for token in self.tokens)
+        return sum(
+            _is_comment(token) and re.search(r"\brun\b", token.content) is not None
+            for token in self.tokens
+        )
 
     @cached_property
     def links(self) -> list[str]:
