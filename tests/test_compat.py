@@ -107,7 +107,7 @@ def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_th
         f"gone {batch}.num_tokens_no_spec in runner/bookkeeping.py, runner/request_updates.py, "
         "runner/speculation.py",
         f"gone {RUNNER}.GPUModelRunner._sync_device in runner/model_runner.py",
-        "gone vllm.v1.worker.utils.bind_kv_cache in runner/model_runner.py",
+        "gone vllm.v1.worker.utils.bind_kv_cache in runner/model_runner.py, v2/runner.py",
         "gone vllm.v1.worker.worker_base.CompilationTimes with encoder, language_model "
         "in worker.py",
         "changed vllm.v1.worker.gpu_worker.Worker.init_device was (self) is (self, stream) "

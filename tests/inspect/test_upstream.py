@@ -18,7 +18,7 @@ from tests.helpers.records import record_of
 from tests.inspect.test_record import GROUPS, several_groups
 from vllm_npu_prep import device
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.compat import activation
+from vllm_npu_prep.compat import activation, releases
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.record import StepRecord
 from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
@@ -126,7 +126,7 @@ def test_another_vllm_or_none_is_one_line(folder, monkeypatch, capsys):
     def not_installed(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(activation.metadata, "version", not_installed)
+    monkeypatch.setattr(releases.metadata, "version", not_installed)
     assert main(["replay", str(folder), "--upstream"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--upstream needs vLLM, which is not installed" in line

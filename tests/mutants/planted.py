@@ -225,8 +225,8 @@ MUTANTS = [
     Mutant(
         "first group's block table for all groups",
         "prep/fused_pass.py",
-        "row = table + req * width",
-        "row = req * width",
+        "row = table + t.slots[req] * width",
+        "row = t.slots[req] * width",
     ),
     Mutant("padding writes slot 0", "prep/arrays.py", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0"),
     Mutant(
@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "whole prompts are discarded",
         "prep/fused_pass.py",
-        "seq_len < t.num_tokens[req]",
-        "seq_len <= t.num_tokens[req]",
+        "seq_len < t.num_tokens[slot]",
+        "seq_len <= t.num_tokens[slot]",
     ),
     Mutant(
         "sampled token placed behind the drafts",
@@ -445,8 +445,8 @@ MUTANTS = [
     Mutant(
         "drafters go on from the last token behind a chunk",
         "prep/fused_pass.py",
-        "known = min(out.seq_lens[req], t.num_tokens[req] - 1)",
-        "known = t.num_tokens[req] - 1",
+        "known = min(out.seq_lens[req], t.num_tokens[slot] - 1)",
+        "known = t.num_tokens[slot] - 1",
     ),
     Mutant(
         "drafts of another row",
@@ -970,8 +970,8 @@ MUTANTS = [
     Mutant(
         "a full graph takes the batch's own state",
         "prep/batch.py",
-        "if padding.mode is GraphMode.FULL:",
-        "if False:",
+        "in_full_graph = padding.mode is GraphMode.FULL",
+        "in_full_graph = False",
         ("tests/prep/test_graph_padding.py",),
     ),
     Mutant(
@@ -2135,8 +2135,8 @@ MUTANTS = [
     Mutant(
         "placeholders are cached",
         "scheduling/outputs.py",
-        "cacheable = request.num_computed_tokens - placeholders",
-        "cacheable = request.num_computed_tokens",
+        "else request.num_output_placeholders",
+        "else 0",
         SCHEDULING,
     ),
     Mutant(

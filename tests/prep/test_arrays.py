@@ -43,6 +43,8 @@ NAMED_MORE_OFTEN = {
     "state_indices": "layers with states, and whoever checks or shows a state",
     "has_initial_state": "layers with states, and whoever checks or shows a state",
     "prefill_query_start_loc": "latent attention and states",
+    "is_padding": "routers leave these tokens out, and ranks tell each other which they are",
+    "idx_mapping": "an argument of V2's kernels that are replaced",
     "discard_request_mask": "a buffer of vLLM's runner has this name, too",
 }
 """Arrays that more files may name, and why."""
@@ -52,7 +54,8 @@ FOLLOWS_FROM_THE_TABLE = {
     "prep/compiled.py": set(),
     "prep/tables.py": {"num_computed_tokens"},  # the runner's table of this name
     "device/staging.py": {"slot_mapping"},  # split by group, once for each layout
-    "inspect/contract.py": {"positions", "input_ids"},  # of masks; which samples are on the device
+    # Positions of masks; which samples are on the device; slots, which say nothing in a record
+    "inspect/contract.py": {"positions", "input_ids", "idx_mapping"},
 }
 """Files that a new array must not need a line in, and the arrays that they name."""
 
