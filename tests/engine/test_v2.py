@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.huggingface import logits_of
 from tests.helpers.v2 import engine_of
 
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
@@ -137,6 +139,26 @@ def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):
         assert limited == generate(llm, prompts, greedy(20))
         assert drawn(llm, prompts, min_p=1.0) == limited
         assert drawn(llm, prompts, top_p=1e-6) == limited
+
+
+def test_log_probabilities_of_chosen_tokens_leave_other_requests_theirs(model, prompts):
+    """They are the model's for all, where V1's other requests lose their most probable tokens."""
+    from vllm import SamplingParams
+
+    logits = logits_of(model)
+    asked = [{"logprobs": 3}, {"logprob_token_ids": [5, 9, 300]}, {"logprob_token_ids": [7]}]
+    params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **a) for a in asked]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:3]]
+    with engine_of("V2", model, **CHECKED) as llm:
+        outputs = [each.outputs[0] for each in llm.generate(inputs, params, use_tqdm=False)]
+    for prompt, output, wanted in zip(prompts, outputs, asked):
+        tokens = list(output.token_ids)
+        for index, found in enumerate(output.logprobs):
+            known = torch.log_softmax(torch.as_tensor(logits(prompt + tokens[:index]))[-1], -1)
+            chosen = wanted.get("logprob_token_ids") or known.topk(3).indices.tolist()
+            assert set(found) == {tokens[index], *chosen}
+            for token, value in found.items():
+                assert value.logprob == pytest.approx(known[token].item(), abs=1e-4)
 
 
 def test_random_samples_have_their_probabilities(model):
