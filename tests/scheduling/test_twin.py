@@ -61,6 +61,12 @@ CORNERS: dict[str, dict] = {
         **{"resets": 0.15, "block_size": 4, "num_drafts": 3, "method": "ngram", "budget": 256},
         **{"asynchronous": True, "depth": 2, "rate": 1.0, "max_num_seqs": 16},
     },
+    "adapters of requests whose last token is on its way": {
+        **ROOM,
+        **ONE_GROUP,
+        **{"loras": 2, "asynchronous": True, "depth": 3, "num_drafts": 0, "method": ""},
+        **{"budget": 256, "max_num_seqs": 12, "rate": 2.0, "fewest": 1},
+    },
     "input that is streamed": {
         **ROOM,
         **ONE_GROUP,
