@@ -51,6 +51,15 @@ def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = torch.randn(tensors[name].shape, generator=generator)
 
 
+def draw_norms(tensors: dict[str, torch.Tensor]) -> None:
+    """Change the weights of norms, which are 0 or 1 in new models."""
+    generator = torch.Generator().manual_seed(0)
+    norms = [name for name in tensors if name.endswith("norm.weight")]
+    assert len(norms) > 8
+    for name in norms:
+        tensors[name] = torch.empty(tensors[name].shape).uniform_(-0.5, 0.5, generator=generator)
+
+
 def make_static(model: Path, folder: Path, symmetric: bool) -> None:
     """Write a compressed-tensors copy of a model, in which inputs have one scale for all tokens.
 

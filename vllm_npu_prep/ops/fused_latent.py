@@ -1,10 +1,11 @@
-"""A layer of latent attention in few launches: 13 for a decode, without its MLP or experts.
+"""A layer of latent attention in few launches: 12 for a decode, without its MLP or experts.
 
 vLLM's layer projects into tensors that are split into slices with gaps between rows, rotates a part
 of each head in place, and transposes around its products with latent weights. Operators copy such
 slices first. Here projections give each part as a tensor of its own, in one launch; for that, rows
 of the queries' projection are put in the order of its parts when weights are loaded. Products of
-heads with latent weights transpose by themselves.
+heads with latent weights transpose by themselves. int8 products have one result only, which one
+more launch splits.
 
 ``npu_mla_prolog`` to ``_v3`` would do all from the projection to the cache write in one launch.
 Their demands don't fit (Ascend/op-plugin's documentation; ``mla_prolog_tiling_check.cpp`` in CANN's
@@ -14,7 +15,7 @@ hidden sizes. So they are not used.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -42,52 +43,66 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_fused = is_fused("latent") and self._suits()
-        if not self._is_fused:
+        self.is_split = False
+        self.may_be_split = is_fused("latent") and self._suits()
+        if not self.may_be_split:
             return
+        parts = self.parts()
+        if all(type(each.layer.quant_method) is UnquantizedLinearMethod for each in parts):
+            for each in parts:
+                each.layer.quant_method = SplitProjection(each.sizes, each.order)
+            self.use_parts()
+
+    def parts(self) -> "list[ProjectionParts]":
+        """What the layer's projections are split into: those of queries last."""
         heads, size = self.num_heads, self.qk_head_dim
         by_head = torch.arange(heads * size).view(heads, size)
-        parts = by_head.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        order = torch.cat([part.flatten() for part in parts])
-        of_queries = SplitProjection([part.numel() for part in parts], order)
-        rows = [self.kv_lora_rank, self.qk_rope_head_dim]
+        halves = by_head.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        order = torch.cat([half.flatten() for half in halves])
+        of_queries, rows = [h.numel() for h in halves], [self.kv_lora_rank, self.qk_rope_head_dim]
         if self.q_lora_rank is not None:
-            self.q_b_proj.quant_method = of_queries
-            self.fused_qkv_a_proj.quant_method = SplitProjection([self.q_lora_rank, *rows])
-        else:
-            self.q_proj.quant_method = of_queries
-            self.kv_a_proj_with_mqa.quant_method = SplitProjection(rows)
+            return [
+                ProjectionParts(self.fused_qkv_a_proj, [self.q_lora_rank, *rows]),
+                ProjectionParts(self.q_b_proj, of_queries, order),
+            ]
+        return [
+            ProjectionParts(self.kv_a_proj_with_mqa, rows),
+            ProjectionParts(self.q_proj, of_queries, order),
+        ]
+
+    def readers(self) -> list[Any]:
+        """Projections that read the layer's input."""
+        return [each.layer for each in self.parts() if each.layer is not self.q_b_proj]
+
+    def use_parts(self) -> None:
+        """From now on projections give parts: each has ``part_weights`` and ``part_sizes``."""
+        self.is_split = True
         # vLLM has no hook for the layer inside of this one
         attend = partial(attend_parts, self.mla_attn)
         self.mla_attn.forward_impl = attend  # type: ignore[method-assign]
 
     def _suits(self) -> bool:
         """Whether the model's layer is one whose parts these are."""
-        if self.q_lora_rank is not None:
-            projections = [self.q_b_proj, self.fused_qkv_a_proj]
-        else:
-            projections = [self.q_proj, self.kv_a_proj_with_mqa]
         extras = self.indexer, self.g_proj
         return (
             extras == (None, None)
             and not (self.is_sparse or self.dcp_q_replicate or self.fuse_qkv_rmsnorm)
             and self.rotary_emb is not None
             and all(
-                type(each.quant_method) is UnquantizedLinearMethod
-                and getattr(each, "bias", None) is None
-                and each.params_dtype in (torch.float16, torch.bfloat16)
-                for each in projections
+                getattr(each.layer, "bias", None) is None
+                and each.layer.params_dtype in (torch.float16, torch.bfloat16)
+                for each in self.parts()
             )
         )
 
     def forward(
         self,
         positions: torch.Tensor,
-        hidden_states: torch.Tensor,  # [T, hidden_size]
+        hidden_states: torch.Tensor,  # [T, hidden_size], or such rows rounded to int8
         llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As vLLM's."""
-        if not self._is_fused:
+        if not self.is_split:
             return super().forward(positions, hidden_states, llama_4_scaling)
         assert llama_4_scaling is None, "no model with latent attention scales its queries so"
         if self.q_lora_rank is not None:
@@ -97,7 +112,7 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
             kv_c, k_pe = project(self.kv_a_proj_with_mqa, hidden_states)
             queries = project(self.q_proj, hidden_states)
         latent = self.kv_a_layernorm(kv_c)
-        heads = (len(hidden_states), self.num_heads, -1)
+        heads = (len(latent), self.num_heads, -1)
         query, query_rope = (part.view(heads) for part in queries)
         query_rope, key_rope = self.rotary_emb(positions, query_rope, k_pe.unsqueeze(1))
         output = self._attend(query, query_rope, latent, key_rope)
@@ -115,8 +130,8 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         Its operator has a place for a second tensor of queries: ours are the rotated halves.
         """
         attn: Any = self.mla_attn
-        output = query.new_empty(len(query), self.num_heads * self.v_head_dim)
         if not attn.use_direct_call:
+            output = query.new_empty(len(query), self.num_heads * self.v_head_dim)
             name = _encode_layer_name(attn.layer_name)
             written = torch.ops.vllm.unified_mla_kv_cache_update(
                 latent, key_rope, name, attn.kv_cache_dtype, attn._k_scale
@@ -146,17 +161,27 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
             attn.kv_cache_dtype,
             attn._k_scale,
         )
-        attend_parts(
-            attn,
-            query,
-            latent,
-            key_rope,
-            attn.kv_cache,
-            metadata,
-            output=output,
-            q_dcp_replicated=query_rope,
+        return attend_parts(
+            attn, query, latent, key_rope, attn.kv_cache, metadata, q_dcp_replicated=query_rope
         )
-        return output
+
+
+class ProjectionParts(NamedTuple):
+    """What a projection's result is split into.
+
+    Attributes
+    ----------
+    layer
+        vLLM's projection.
+    sizes
+        Columns of each part, as this rank has it.
+    order
+        Rows of the weight in the order of the parts; None: they are.
+    """
+
+    layer: Any
+    sizes: list[int]
+    order: torch.Tensor | None = None
 
 
 class SplitProjection(UnquantizedLinearMethod):
@@ -164,10 +189,8 @@ class SplitProjection(UnquantizedLinearMethod):
 
     Parameters
     ----------
-    sizes
-        Of each part, as this rank has it.
-    order
-        Rows of the weight in the order of the parts; None: they are.
+    sizes, order
+        As `ProjectionParts` has them.
     """
 
     def __init__(self, sizes: list[int], order: torch.Tensor | None = None) -> None:
@@ -177,19 +200,38 @@ class SplitProjection(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """As vLLM's; the operator wants weights ``[inner, columns]``."""
         super().process_weights_after_loading(layer)
-        weight = layer.weight.data
-        assert isinstance(weight, torch.Tensor)
-        if self.order is not None:
-            weight.copy_(weight[self.order.to(weight.device)])
-        layer.part_weights = [part.t() for part in weight.split(self.sizes)]
+        keep_part_weights(ProjectionParts(layer, self.sizes, self.order))
 
 
-def project(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of a projection, each contiguous, in one launch."""
+def keep_part_weights(parts: ProjectionParts) -> None:
+    """Put the rows of a layer's weight in the order of its parts, and keep a view of each part."""
+    layer, sizes, order = parts
+    weight = layer.weight.data
+    if order is not None:
+        weight.copy_(weight[order.to(weight.device)])
+    layer.part_sizes, layer.part_weights = sizes, [part.t() for part in weight.split(sizes)]
+
+
+def project(layer: Any, x: Any) -> list[torch.Tensor]:
+    """The parts of a projection, each contiguous.
+
+    One launch with float weights. With int8 ones two, as their product has a single result:
+    ``npu_grouped_matmul`` refuses several int8 inputs with scales for each token (cann/
+    ops-transformer 9.1.0, ``CheckPerTokenScale`` in ``aclnn_grouped_matmul.cpp``).
+    """
     weights = layer.part_weights
+    if weights is None:
+        return split_columns(layer.quant_method.apply(layer, x, None), layer.part_sizes)
     return torch.ops.npu.npu_grouped_matmul(
         [x] * len(weights), weights, split_item=0, group_type=NOT_GROUPED
     )
+
+
+def split_columns(rows: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Columns of rows ``[T, sum(sizes)]`` as tensors of their own, in one launch."""
+    parts = [rows.new_empty(len(rows), size) for size in sizes]
+    torch.ops.aten.split_with_sizes_copy.out(rows, sizes, -1, out=parts)
+    return parts
 
 
 def attend_parts(
@@ -199,13 +241,15 @@ def attend_parts(
     k_pe: torch.Tensor,  # [T, 1, qk_rope_head_dim]
     kv_cache: torch.Tensor,
     attn_metadata: Any,
-    output: torch.Tensor,  # [T, num_heads * v_head_dim], written
+    output: torch.Tensor | None = None,  # [T, num_heads * v_head_dim], written
     output_scale: torch.Tensor | None = None,
     output_block_scale: torch.Tensor | None = None,
     q_dcp_replicated: torch.Tensor | None = None,  # [T, num_heads, qk_rope_head_dim]
     **more: Any,
 ) -> torch.Tensor:
     """In place of ``MLAAttention.forward_impl``: queries come as two tensors.
+
+    Without a tensor to write to, a step of decodes alone saves the copy into it.
 
     Parameters
     ----------
@@ -219,17 +263,22 @@ def attend_parts(
         Of quantised results, which nothing here asks for.
     """
     del output_scale, output_block_scale, more
+    count = len(q) if attn_metadata is None else attn_metadata.num_decode_tokens
+    is_whole = attn_metadata is not None and attn_metadata.num_actual_tokens == count == len(q)
+    if output is None and not is_whole:
+        output = q.new_empty(len(q), attn.num_heads * attn.v_head_dim)
     if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
         return type(attn).forward_impl(
             attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output
         )
     assert q_dcp_replicated is not None
-    seen = attn_metadata.num_actual_tokens
+    if output is None:
+        return _attend_decodes(attn, q, q_dcp_replicated, kv_cache, attn_metadata)
+    seen, whole = attn_metadata.num_actual_tokens, output
     if seen < len(q):  # a draft pass, padded to the size of a graph
         output[seen:].zero_()
         output, q, q_dcp_replicated = output[:seen], q[:seen], q_dcp_replicated[:seen]
         k_c_normed, k_pe = k_c_normed[:seen], k_pe[:seen]
-    count = attn_metadata.num_decode_tokens
     if count < len(q):
         attn.impl.attend_prefills(
             q[count:],
@@ -241,12 +290,18 @@ def attend_parts(
             output[count:],
         )
     if count:
-        query = multiply(q[:count], attn.W_UK_T)
-        attended, _ = attn.impl.forward_mqa(
-            (query, q_dcp_replicated[:count]), kv_cache, attn_metadata, attn
-        )
-        output[:count].copy_(multiply(attended, attn.W_UV).flatten(1))
-    return output
+        rows = q[:count], q_dcp_replicated[:count]
+        output[:count].copy_(_attend_decodes(attn, *rows, kv_cache, attn_metadata))
+    return whole
+
+
+def _attend_decodes(
+    attn: Any, q: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
+) -> torch.Tensor:
+    """Over latent rows, ``[T, num_heads * v_head_dim]``."""
+    query = multiply(q, attn.W_UK_T), q_rope
+    attended, _ = attn.impl.forward_mqa(query, kv_cache, attn_metadata, attn)
+    return multiply(attended, attn.W_UV).flatten(1)
 
 
 def multiply(

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_npu_prep.config import fused_operators
+from vllm_npu_prep.ops.fused_latent import (
+    FusedMultiHeadLatentAttentionWrapper,
+    ProjectionParts,
+    keep_part_weights,
+)
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 
 if TYPE_CHECKING:
@@ -21,8 +27,13 @@ if TYPE_CHECKING:
 
 MODELS = "vllm.model_executor.models."
 DECODERS = {
+    "deepseek_v2.DeepseekV2DecoderLayer",
+    "gemma.GemmaDecoderLayer",
+    "gemma2.Gemma2DecoderLayer",
+    "gemma3.Gemma3DecoderLayer",
     "glm4.Glm4DecoderLayer",
     "glm4_moe.Glm4MoeDecoderLayer",
+    "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
     "llama.LlamaDecoderLayer",
     "minimax_m2.MiniMaxM2DecoderLayer",
     "mistral.MistralDecoderLayer",
@@ -33,6 +44,9 @@ DECODERS = {
     "qwen3_moe.Qwen3MoeDecoderLayer",
 }
 ATTENTIONS = {
+    "gemma.GemmaAttention",
+    "gemma2.Gemma2Attention",
+    "gemma3.Gemma3Attention",
     "glm4.Glm4Attention",
     "glm4_moe.Glm4MoeAttention",
     "llama.LlamaAttention",
@@ -44,8 +58,12 @@ ATTENTIONS = {
     "qwen3.Qwen3Attention",
     "qwen3_moe.Qwen3MoeAttention",
 }
+LATENT_ATTENTIONS = {"deepseek_v2.DeepseekV2MLAAttention"}
 MLPS = {
     "deepseek_v2.DeepseekV2MLP",
+    "gemma.GemmaMLP",
+    "gemma2.Gemma2MLP",
+    "gemma3.Gemma3MLP",
     "glm4_moe.Glm4MoeMLP",
     "llama.LlamaMLP",
     "mistral.MistralMLP",
@@ -53,8 +71,8 @@ MLPS = {
     "qwen2_moe.Qwen2MoeMLP",
     "qwen3_moe.Qwen3MoeMLP",
 }
-"""Classes whose ``forward`` is known; subclasses that have their own are not among them. Gemma's
-norms and GELU have no operator that rounds, nor has a norm without a residual."""
+"""Classes whose ``forward`` is known; subclasses that have their own are not among them. GELU has
+no operator that rounds."""
 
 
 class QuantizingNorm(nn.Module):
@@ -70,29 +88,43 @@ class QuantizingNorm(nn.Module):
 
     scales: torch.Tensor | None  # static: [hidden_size]
     offsets: torch.Tensor | None
+    first: torch.Tensor | None  # Gemma's two factors: [hidden_size]
+    second: torch.Tensor | None
 
-    def __init__(self, norm: RMSNorm, linear: Int8Linear) -> None:
+    def __init__(self, norm: RMSNorm | GemmaRMSNorm, linear: Int8Linear) -> None:
         super().__init__()
         self.norm = norm
+        first, second = None, None
+        if isinstance(norm, GemmaRMSNorm):
+            first, second = two_factors(1 + norm.weight.data.float(), norm.weight.dtype)
         scales, offsets = static_factors(linear, norm.weight)
+        self.register_buffer("first", first, persistent=False)
+        self.register_buffer("second", second, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("offsets", offsets, persistent=False)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """As vLLM's, with `QuantizedRows` in place of the first tensor where there is a residual.
+        """As vLLM's, with `QuantizedRows` in place of the first tensor.
 
-        The first layer has none, and its projection rounds for itself.
+        The operators add in any case. Without a residual rows are added to themselves, and the
+        norm of twice a row is that of the row, with four times the epsilon.
         """
+        epsilon = self.norm.variance_epsilon
         if residual is None:
-            return self.norm(x)
-        weight, epsilon = self.norm.weight.data, self.norm.variance_epsilon
+            return self._round(x, x, 4 * epsilon)[0]
+        return self._round(x, residual, epsilon)
+
+    def _round(
+        self, x: torch.Tensor, added: torch.Tensor, epsilon: float
+    ) -> tuple[QuantizedRows, torch.Tensor]:
+        weight = self.norm.weight.data if self.first is None else self.first
         if self.scales is None:
             values, _, total, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
-                x, residual, weight, epsilon=epsilon
+                x, added, weight, smooth_scale1=self.second, epsilon=epsilon
             )
             return QuantizedRows(values, scale, x.dtype), total
         values, _, total = torch.ops.npu.npu_add_rms_norm_quant(
-            x, residual, weight, self.scales, self.offsets, epsilon=epsilon
+            x, added, weight, self.scales, self.offsets, epsilon=epsilon
         )
         return QuantizedRows(values, None, x.dtype), total
 
@@ -127,6 +159,36 @@ class QuantizingSiluAndMul(nn.Module):
         return QuantizedRows(values, scale if self.scale is None else None, x.dtype)
 
 
+TRIES = 128
+
+
+def two_factors(product: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two numbers of 16 bits whose product is nearly a given one of float32.
+
+    Gemma's norms multiply by 1 + weight, which 16 bits don't hold: bfloat16 would shift columns by
+    up to 0.4 %. The operator multiplies by two such numbers, in float32 (cann/ops-nn 9.1.0,
+    ``add_rms_norm_dynamic_quant_normal_kernel.h``).
+
+    Parameters
+    ----------
+    product
+        float32 ``[N]``.
+    dtype
+        Of the factors.
+
+    Returns
+    -------
+    first, second
+        ``[N]`` each: the best of some pairs.
+    """
+    steps = torch.linspace(1, 2, TRIES, device=product.device)[:, None]
+    first = (product * steps).to(dtype)  # [TRIES, N]
+    second = torch.where(first == 0, 1, product / first.float()).to(dtype)
+    error = (first.float() * second.float() - product).abs()
+    best = error.argmin(0, keepdim=True)
+    return first.gather(0, best)[0], second.gather(0, best)[0]
+
+
 def static_factors(
     linear: Int8Linear, weight: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -151,6 +213,9 @@ def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
         return
     module: Any
     for module in model.modules():
+        if isinstance(module, FusedMultiHeadLatentAttentionWrapper):
+            _split_latent(module, "int8_norm" in names)
+    for module in model.modules():
         if "int8_norm" in names and _is_known(module, DECODERS):
             _fuse_norms(module)
         if "int8_swiglu" in names and _is_known(module, MLPS):  # shared experts among them
@@ -161,14 +226,56 @@ def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
 
 def _fuse_norms(decoder: Any) -> None:
     """Let a decoder layer's norms round for the projections that alone read their results."""
-    if _is_known(decoder.self_attn, ATTENTIONS):
-        _fuse_norm(decoder, "input_layernorm", decoder.self_attn.qkv_proj)
+    attention = decoder.self_attn
+    if _is_known(attention, ATTENTIONS):
+        _fuse_norm(decoder, "input_layernorm", attention.qkv_proj)
+    if _is_known(attention, LATENT_ATTENTIONS):
+        wrapper = attention.mla_attn
+        # Ranks that cut rows among them exchange what the norm gives.
+        is_whole = not getattr(decoder, "use_sequence_parallel_moe", False)
+        if is_whole and getattr(wrapper, "is_split", False):
+            _fuse_norm(decoder, "input_layernorm", *wrapper.readers())
     mlp: Any = getattr(decoder, "mlp", None)
     # Mistral may scale what the norm gives, and gates of shared experts read it, too
     is_scaled = getattr(decoder, "ada_rms_norm_t_cond", None) is not None
     is_gated = getattr(mlp, "expert_gate", None) is not None
     if _is_known(mlp, MLPS) and not (is_scaled or is_gated):
-        _fuse_norm(decoder, "post_attention_layernorm", mlp.gate_up_proj)
+        is_sandwich = hasattr(decoder, "pre_feedforward_layernorm")
+        name = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
+        _fuse_norm(decoder, name, mlp.gate_up_proj)
+
+
+def _split_latent(wrapper: FusedMultiHeadLatentAttentionWrapper, with_norm: bool) -> None:
+    """Split what a latent layer's int8 projections give, and round in the norm of queries."""
+    if wrapper.is_split or not wrapper.may_be_split:
+        return
+    parts = wrapper.parts()
+    if not all(_gives_parts(each.layer) for each in parts):
+        return
+    for each in parts:
+        if isinstance(getattr(each.layer, "int8", None), Int8Linear):
+            _order_rows(each)
+        else:
+            keep_part_weights(each)
+    wrapper.use_parts()
+    if with_norm and wrapper.q_lora_rank is not None:
+        _fuse_norm(wrapper, "q_a_layernorm", wrapper.q_b_proj)
+
+
+def _gives_parts(layer: Any) -> bool:
+    linear = getattr(layer, "int8", None)
+    return isinstance(linear, Int8Linear) or type(layer.quant_method) is UnquantizedLinearMethod
+
+
+def _order_rows(parts: ProjectionParts) -> None:
+    """Put columns of an int8 layer's result in the order of its parts."""
+    layer, sizes, order = parts
+    layer.part_sizes, layer.part_weights = sizes, None
+    if order is None:
+        return
+    order = order.to(layer.weight.device)
+    layer.channel_scale = layer.channel_scale[order]
+    layer.int8 = layer.int8.ordered(order)
 
 
 def _is_known(module: Any, classes: Iterable[str]) -> bool:
@@ -181,13 +288,21 @@ def _is_known(module: Any, classes: Iterable[str]) -> bool:
     }
 
 
-def _fuse_norm(decoder: nn.Module, name: str, projection: nn.Module) -> None:
-    norm, linear = getattr(decoder, name), getattr(projection, "int8", None)
-    if type(norm) is not RMSNorm or linear is None or norm.weight.dtype not in DTYPES:
+def _fuse_norm(owner: nn.Module, name: str, *projections: nn.Module) -> None:
+    """Let a norm round for the projections that alone read its result, if it can for all."""
+    norm: Any = getattr(owner, name)
+    linears: list[Any] = [getattr(each, "int8", None) for each in projections]
+    if not all(isinstance(each, Int8Linear) for each in linears):
         return
-    if norm.variance_size_override is not None or not _is_exact(linear, norm.weight.dtype):
+    if norm.weight.dtype not in DTYPES or not _is_exact(linears[0], norm.weight.dtype):
         return
-    setattr(decoder, name, QuantizingNorm(norm, linear))
+    are_dynamic = not any(each.is_static for each in linears)
+    if isinstance(norm, GemmaRMSNorm):  # whose two factors have no place in the static operator
+        is_known = are_dynamic
+    else:
+        is_known = type(norm) is RMSNorm and norm.variance_size_override is None
+    if is_known and (are_dynamic or len(linears) == 1):
+        setattr(owner, name, QuantizingNorm(norm, linears[0]))
 
 
 DTYPES = (torch.float16, torch.bfloat16)

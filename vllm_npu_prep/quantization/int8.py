@@ -72,6 +72,12 @@ class Int8Linear:
         rows = x.reshape(-1, x.shape[-1])
         return self.multiply(self.quantize(rows), bias).view(*x.shape[:-1], -1)
 
+    def ordered(self, order: torch.Tensor) -> "Int8Linear":
+        """The layer whose column i is column ``order[i]``; its weight is written in place."""
+        self.weight.copy_(self.weight[:, order])
+        bias = None if self.sum_bias is None else self.sum_bias[order]
+        return replace(self, weight_scale=self.weight_scale[order], sum_bias=bias)
+
     def quantize(self, x: torch.Tensor) -> QuantizedRows:
         """Round rows ``[T, K]`` to int8."""
         raise NotImplementedError

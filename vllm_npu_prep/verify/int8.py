@@ -88,9 +88,12 @@ def experts_product(dtype: torch.dtype) -> Int8Probe:
 
 
 def norm(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
-    """The norms that round: a scale for each token, and one for all."""
+    """The norms that round: a scale for each token, and one for all.
+
+    With factors, as Gemma's norms have them, rows are added to themselves: a norm without residual.
+    """
     x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
-    weight = _numbers(128, 1, dtype, 2)[:, 0]
+    weight, factors = (_numbers(128, 1, dtype, seed)[:, 0] for seed in (2, 3))
     is_half = dtype == torch.float16
     scales = torch.full((128,), STEP, dtype=torch.float32 if is_half else dtype)
     offsets = torch.full((128,), OFFSET, dtype=torch.int32 if is_half else dtype)
@@ -103,14 +106,21 @@ def norm(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Res
         static = npu.npu_add_rms_norm_quant(
             put(x), put(y), put(weight), put(scales), put(offsets), epsilon=EPSILON
         )
-        return levels(values), total, scale.to(dtype), levels(static[0])
+        alone, _, _, alone_scale, _ = npu.npu_add_rms_norm_dynamic_quant(
+            put(x), put(x), put(weight), smooth_scale1=put(factors), epsilon=EPSILON
+        )
+        dynamic = levels(values), total, scale.to(dtype)
+        return *dynamic, levels(alone), alone_scale.to(dtype), levels(static[0])
 
     def expected() -> Results:
         total = x.double() + y.double()
         normed = formulas.rms_norm(total, weight, EPSILON)
         scale = normed.abs().amax(-1) / 127
+        alone = formulas.rms_norm(x.double(), weight, EPSILON / 4) * factors.double()
+        alone_scale = alone.abs().amax(-1) / 127
         static = (normed / STEP + OFFSET).clamp(-128, 127)
-        return normed / scale[:, None] / 128, total, scale, static / 128
+        dynamic = normed / scale[:, None] / 128, total, scale
+        return *dynamic, alone / alone_scale[:, None] / 128, alone_scale, static / 128
 
     return call, expected
 

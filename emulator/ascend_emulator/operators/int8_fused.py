@@ -69,10 +69,19 @@ INT8_NORMS = Family(
             SOURCES,
         ),
         norm(
-            "smooth_scale1, smooth_scale2, beta, output_mask, y_dtype, scales2, zero_points2, "
-            "axis, div_mode, dst_type",
+            "smooth_scale1",
+            "factors",
+            "[n] in the dtype of x1, of npu_add_rms_norm_dynamic_quant",
+            "the shape and dtype of gamma",
+            "the same",
+            OF_NORMS,
+            AGREED,
+        ),
+        norm(
+            "smooth_scale2, beta, output_mask, y_dtype, scales2, zero_points2, axis, div_mode, "
+            "dst_type",
             "form",
-            "one int8 result, without factors or a shift; axis -1, divided by the scale",
+            "one int8 result, without a shift; axis -1, divided by the scale",
             "other forms too",
             "the only form that the plugin uses",
             "none needed",
@@ -213,12 +222,12 @@ def add_rms_norm_dynamic_quant(
     """int8 norm of ``x1 + x2``, that sum, and a scale for each row; results two and five are empty.
 
     The sum is rounded to the dtype of `x1` before it is normalised, as in `npu_add_rms_norm`.
+    Factors multiply the norm in float32 before it is rounded.
     """
     call = INT8_NORMS.call(ADD_RMS_NORM_DYNAMIC_QUANT)
     _check_norm(call, x1, x2, gamma, 2)
     call.demand("epsilon", epsilon > 0, epsilon)
     others = {
-        "smooth_scale1": smooth_scale1 is not None,
         "smooth_scale2": smooth_scale2 is not None,
         "beta": beta is not None,
         f"output_mask {output_mask}": output_mask is not None,
@@ -226,6 +235,11 @@ def add_rms_norm_dynamic_quant(
     }
     _check_form(call, others)
     normed, total = _normalise(x1, x2, gamma, epsilon)
+    if smooth_scale1 is not None:
+        given = f"{smooth_scale1.dtype} {shape_of(smooth_scale1)}"
+        fits = smooth_scale1.dtype == x1.dtype and smooth_scale1.shape == gamma.shape
+        call.demand("factors", fits, given)
+        normed = normed * smooth_scale1.float()
     values, scale = round_tokens(normed)
     return values, torch.empty(0, dtype=torch.int8), total, scale, torch.empty(0)
 

@@ -272,7 +272,12 @@ BROKEN = {
         *norms(gamma=torch.Tensor.bfloat16),
     ],
     ("norms to int8", "epsilon"): [spoil(NORM, norm_arguments, epsilon=instead(0.0))],
+    ("norms to int8", "factors"): [
+        spoil(NORM, norm_arguments, smooth_scale1=instead(numbers(4))),
+        spoil(NORM, norm_arguments, smooth_scale1=instead(numbers(8, dtype=torch.float32))),
+    ],
     ("norms to int8", "form"): [
+        spoil(NORM, norm_arguments, smooth_scale2=instead(numbers(8))),
         *norms(beta=instead(numbers(8))),
         spoil(NORM, norm_arguments, output_mask=instead([True, True])),
         static_norm(div_mode=instead(False)),

@@ -98,6 +98,11 @@ def test_norms(dtype, seed):
     check_rows(values, rows)
     assert scale.tolist() == pytest.approx(scales, rel=1e-4)
     assert empty.numel() == nothing.numel() == 0
+    factors = calls.numbers(8, dtype=dtype, seed=seed + 3)
+    values, *_, scale, _ = call(calls.NORM, arguments | {"smooth_scale1": factors})
+    rows, scales = by_token((normed * factors.double()).tolist())
+    check_rows(values, rows)
+    assert scale.tolist() == pytest.approx(scales, rel=1e-4)
 
     arguments = calls.static_norm_arguments(seed, dtype)
     values, _, total = call(calls.STATIC_NORM, arguments)
