@@ -275,7 +275,14 @@ WALLS: dict[str, set[str]] = {
     "compat.activation": {"compat", "device", "server", "torchvision_import"},
     "device": {"compat.torch_names", "device", "prep"},
     "ops": {"compat.kernels", "config", "ops"},
-    "quantization": {"config", "ops.experts", "ops.fused", "ops.fused_experts", "quantization"},
+    "quantization": {
+        "config",
+        "ops.experts",
+        "ops.fused",
+        "ops.fused_experts",
+        "ops.fused_latent",
+        "quantization",
+    },
     "attention": {"attention", "config", "device", "prep"},
     # Decodes absorb weights, which can't be int8 then
     "attention.mla": {"attention", "config", "device", "prep", "quantization.loaded"},

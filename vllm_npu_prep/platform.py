@@ -39,7 +39,7 @@ from vllm_npu_prep.startup.subjects.cache import CONNECTOR_MODULE
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
     from vllm_npu_prep.attention.states import StatePage
@@ -258,9 +258,7 @@ class NPUPlatform(Platform):
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         if vllm_config.kv_transfer_config is not None:
             vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
-        # On the device each step would take a copy there and a read-back. vLLM's default is the
-        # host, too, with asynchronous scheduling.
-        vllm_config.parallel_config.disable_nccl_for_dp_synchronization = True
+        notes += _agree_on_the_host(vllm_config.parallel_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler
@@ -298,6 +296,23 @@ def _known_faults(vllm_config: "VllmConfig") -> list[str]:
             "answers go wrong (vLLM issue 57580); --no-enable-prefix-caching avoids it"
         ]
     return []
+
+
+def _agree_on_the_host(parallel_config: "ParallelConfig") -> list[str]:
+    """Let engines agree on sizes on the host; says so where vLLM or the user chose the device.
+
+    There each step would take a copy to the device and a read-back. vLLM's default is the host,
+    too, with asynchronous scheduling.
+    """
+    if parallel_config.disable_nccl_for_dp_synchronization:
+        return []
+    parallel_config.disable_nccl_for_dp_synchronization = True
+    if parallel_config.data_parallel_size == 1:
+        return []
+    return [
+        "engines agree on the size of each step on the host; "
+        "--no-disable-nccl-for-dp-synchronization has no effect"
+    ]
 
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:

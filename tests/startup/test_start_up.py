@@ -142,6 +142,23 @@ def test_start_up_warns_of_priorities_beside_a_prefix_cache(configure, caplog, m
     assert ("note          priority scheduling may leave blocks" in block) == caches
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_start_up_says_where_engines_agree_if_asked_for_the_device(
+    configure, caplog, monkeypatch, on_host
+):
+    """They agree on the host, whatever the flag says."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        config = configure(
+            data_parallel_size=2,
+            disable_nccl_for_dp_synchronization=on_host,
+            max_num_seqs=13 + on_host,
+        )
+    assert config.parallel_config.disable_nccl_for_dp_synchronization
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
+    assert ("note          engines agree on the size of each step on the host" in block) != on_host
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
