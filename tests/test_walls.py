@@ -15,6 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 EMULATOR = sorted((ROOT / "emulator/ascend_emulator").rglob("*.py"))
 TORCH_NPU_ALLOWED = (
     "device/npu.py",
+    "device/npu_regions.py",
     "attention/kernels/fia.py",
     "attention/kernels/latent_fia.py",
     "attention/kernels/atb.py",
@@ -297,6 +298,7 @@ WALLS: dict[str, set[str]] = {
     | {"inspect.expert_counts", "attention.families", "config", "graph.counts", "observe", "prep"},
     "server": {"config", "observe.metrics", "observe.record_client", "observe.record_signal"}
     | {"server"},
+    "sleep": {"device"},
     # It belongs to no runner and no device
     "scheduling": {"scheduling"},
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}

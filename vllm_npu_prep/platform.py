@@ -125,7 +125,7 @@ class NPUPlatform(Platform):
         """Does nothing: vLLM also calls `torch.manual_seed`, which seeds every device."""
 
     def is_sleep_mode_available(self) -> bool:
-        """True, so that our refusal, which names the flag, comes instead of vLLM's."""
+        """True: see `vllm_npu_prep.sleep`."""
         return True
 
     @classmethod

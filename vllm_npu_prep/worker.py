@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import fnmatch
 import gc
 import sys
 from typing import Any
@@ -29,6 +30,7 @@ from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.sleep import SleepingMemory
 from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.int8 import refuse_wrong
 from vllm_npu_prep.verify.probe import (
@@ -51,6 +53,7 @@ class NPUWorker(Worker):
     prep_device: Device  # from `init_device` on
     model_runner: NPUModelRunner
     _scopes: StepScopes | None = None  # while a profiler runs
+    _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
@@ -119,18 +122,25 @@ class NPUWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.prep_device.computes_on_host:
             torch.set_num_threads(threads)
+        if self._sleeping is not None:
+            models = [self.model_runner.get_model(), self.get_draft_model()]
+            self._sleeping.adopt([model for model in models if model is not None])
 
     def _make_model_runner(self) -> Any:
         """This plugin's runner in place of upstream's, V1's or V2's."""
         assert self.device is not None
+        runner: Any = NPUModelRunner
         if self.use_v2_model_runner:
             from vllm_npu_prep.v2.runner import NPUModelRunnerV2
 
-            return NPUModelRunnerV2(self.vllm_config, self.device, self.prep_device)
-        return NPUModelRunner(self.vllm_config, self.device, self.prep_device)
+            runner = NPUModelRunnerV2
+        made = runner(self.vllm_config, self.device, self.prep_device)
+        if self.model_config.enable_sleep_mode:
+            made.cache_memory = self._sleeping = SleepingMemory(self.prep_device)
+        return made
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager:
-        """No pool: upstream raises here for out-of-tree platforms (sleep mode is refused)."""
+        """No pool: see `vllm_npu_prep.sleep` for what takes its place."""
         del tag
         return contextlib.nullcontext()
 
@@ -308,24 +318,81 @@ class NPUWorker(Worker):
         self.model_runner.refuse_new_weights()
         super().update_weights(*args, **kwargs)
 
-    def sleep(self, level: int = 1) -> None:
-        """Refused: planes of the KV cache are not in a pool that can be released.
+    @property
+    def sleep_mode_backend(self) -> SleepingMemory:
+        """The memory that sleeps.
 
-        The engine has already paused its scheduler; `wake_up` resumes it.
+        Raises
+        ------
+        PrepError
+            Without ``--enable-sleep-mode``. The engine has already paused its scheduler then;
+            `wake_up` resumes it.
         """
-        del level
-        self._refuse_sleep()
+        if self._sleeping is None:
+            raise PrepError(
+                "sleep needs --enable-sleep-mode, and no memory was released: wake_up resumes "
+                "paused requests, sleep level 0 pauses them without releasing memory"
+            )
+        return self._sleeping
 
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """Refused as `sleep` is."""
-        del tags
-        self._refuse_sleep()
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and of the KV cache back.
 
-    def _refuse_sleep(self) -> None:
-        raise PrepError(
-            "sleep mode is not supported by vllm_npu_prep, and no memory was released: wake_up "
-            "resumes paused requests, sleep level 0 pauses them without releasing memory"
+        Parameters
+        ----------
+        level
+            1: the host keeps the weights; 2: they are lost but for what
+            ``--sleep-preserve-parameter-names`` names, and `reload_weights` reads them again.
+
+        Raises
+        ------
+        PrepError
+            If the host has no room for the weights, or the model is quantised and would lose
+            them; everything is awake then.
+        """
+        memory = self.sleep_mode_backend
+        if level == 2 and self.model_config.quantization is not None:
+            raise PrepError(
+                "sleep level 2 would lose weights that a quantised model can't read again, and no "
+                "memory was released: wake_up, then sleep level 1"
+            )
+        before = self.prep_device.memory_info()[0]
+        if level == 2:
+            self._save_sleep_parameters(self.model_runner.get_model())
+        memory.suspend(level)
+        logger.info(
+            "Sleep level %d released %s GiB.",
+            level,
+            format_gib(max(0, self.prep_device.memory_info()[0] - before)),
         )
 
+    def _save_sleep_parameters(self, model: torch.nn.Module) -> None:
+        """As upstream's, which takes what is on the CPU for safe."""
+        super()._save_sleep_parameters(model)
+        if self.prep_device.computes_on_host:
+            patterns = self.model_config.sleep_preserve_parameter_names
+            self._sleep_saved_parameters = {
+                name: parameter.detach().clone()
+                for name, parameter in self._get_sleep_parameters(model).items()
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+            }
+
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing, because nothing sleeps; the engine then resumes its scheduler."""
+        """Have the memory again, at the same addresses; nothing to do without a sleep.
+
+        Parameters
+        ----------
+        tags
+            ``weights``, ``kv_cache``; None: both.
+
+        Raises
+        ------
+        PrepError
+            If there is no memory, or a tag is unknown; what slept still sleeps then.
+        """
+        if self._sleeping is None:
+            return
+        self._sleeping.resume(tags)
+        if self._sleep_saved_parameters and (tags is None or "weights" in tags):
+            self._restore_sleep_parameters(self.model_runner.get_model())
+        self.prep_device.synchronize()

@@ -22,6 +22,7 @@ from tests.helpers.quantized import (
 )
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.watch import count_verified
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization import experts
 from vllm_npu_prep.quantization import int8 as int8_code
 from vllm_npu_prep.quantization.checkpoint import DESCRIPTION
@@ -67,7 +68,14 @@ def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form):
     model = make_model(tmp_path / "float", "Qwen3Moe", **MOE)
     QUANTIZE(model, tmp_path / "int8", form)
     prompts = prompts_of(seed, [3, 1, 60, 17])
-    with engine(tmp_path / "int8", max_num_batched_tokens=48) as llm:
+    with engine(tmp_path / "int8", max_num_batched_tokens=48, enable_sleep_mode=True) as llm:
+        with pytest.raises(PrepError, match=r"level 2 would lose weights.*level 1"):
+            llm.sleep(level=2)
+        llm.wake_up()
+        with pytest.raises(PrepError, match="new weights are not supported for quantised"):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        llm.sleep(level=1)
+        llm.wake_up()
         got = generate(llm, prompts, greedy(10))
     expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
     assert got == expected

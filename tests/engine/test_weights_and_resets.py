@@ -30,7 +30,9 @@ def test_new_weights_and_a_sleep_that_is_refused(model, expected, tmp_path):
         for action in (llm.sleep, llm.release_kv_cache_memory):
             if action == llm.release_kv_cache_memory:
                 llm.sleep(level=0)
-            with pytest.raises(PrepError, match=r"sleep mode is not supported.*wake_up") as error:
+            with pytest.raises(
+                PrepError, match=r"sleep needs --enable-sleep-mode.*wake_up"
+            ) as error:
                 action()
             assert "\n" not in str(error.value)
             assert llm.wake_up()

@@ -25,6 +25,7 @@ SUITES = under_every_profile(
         "profile": suite("profile"),
         "windows": suite("windows"),
         "memory": suite("memory", memory="170M"),
+        "sleep": suite("sleep", memory="1G"),
     },
     "steps",
     "features",

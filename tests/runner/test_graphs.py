@@ -10,7 +10,6 @@ from vllm.forward_context import BatchDescriptor
 
 from tests.helpers.logs import record_logs
 from vllm_npu_prep.device.cpu import CPUDevice
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph import OutOfStreamsError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.prep.padding import GraphMode
@@ -176,13 +175,3 @@ def test_without_memory_for_any_graph_there_are_none():
     graphs = graphs_of([2, 1])
     assert capture(graphs, {1, 2}) == []
     assert graphs.captured() == (GraphMode.NONE, 0)
-
-
-def test_new_weights_are_refused_under_graphs_and_beside_connectors():
-    graphs = graphs_of([2, 1])
-    with pytest.raises(PrepError, match="--enforce-eager"):
-        graphs.refuse_new_weights(has_connector=False)
-    graphs.dispatcher.cudagraph_mode = CUDAGraphMode.NONE
-    graphs.refuse_new_weights(has_connector=False)
-    with pytest.raises(PrepError, match="KV connector"):
-        graphs.refuse_new_weights(has_connector=True)

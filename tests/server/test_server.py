@@ -150,6 +150,7 @@ def server(demo_model, tmp_path_factory):
         demo_model,
         tmp_path_factory.mktemp("server") / "log",
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
+        "--enable-sleep-mode",
         *PARSERS,
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         VLLM_SERVER_DEV_MODE="1",
@@ -323,7 +324,7 @@ def test_an_answer_is_forced_into_a_schema(server):
     assert 0 <= value["group"] <= 9
 
 
-def test_a_reset_of_the_prefix_cache_and_a_sleep_that_is_refused(server):
+def test_a_reset_of_the_prefix_cache_and_a_sleep(server):
     question, answer = QUESTIONS[2]
     body = {"prompt": "one, two,", "max_tokens": 400, "ignore_eos": True, "stream": True}
     connection = server.connect()
@@ -337,10 +338,16 @@ def test_a_reset_of_the_prefix_cache_and_a_sleep_that_is_refused(server):
     assert b"[DONE]" in response.read()
     connection.close()
     assert server.request("POST", "/reset_prefix_cache") == (200, b'{"success":true}')
-    status, refusal = server.request("POST", "/sleep")
-    assert status >= 400
-    assert b"sleep mode is not supported by vllm_npu_prep" in refusal
-    assert server.request("POST", "/wake_up")[0] == 200
+    for path, asleep in [
+        ("/sleep?level=1", True),
+        ("/wake_up?tags=weights", True),
+        ("/wake_up?tags=kv_cache", False),
+        ("/sleep?level=0", True),
+        ("/wake_up", False),
+    ]:
+        assert server.request("POST", path)[0] == 200
+        status, told = server.request("GET", "/is_sleeping")
+        assert (status, json.loads(told)) == (200, {"is_sleeping": asleep})
     assert server.chat(question) == answer
 
 

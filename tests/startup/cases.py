@@ -478,7 +478,16 @@ FEATURES = {
         {"enable_return_routed_experts": True},
         model=("Qwen3Moe", EXPERTS),
     ),
-    "sleep mode": Case(("sleep-mode",), ("--enable-sleep-mode",), {"enable_sleep_mode": True}),
+    "sleep with graphs' memory": Case(
+        ("sleep-graphs",),
+        ("--sleep-mode-offload-cudagraph", "stay captured"),
+        {"enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True},
+    ),
+    "sleep with communicators": Case(
+        ("sleep-communicators",),
+        ("--enable-nccl-comm-suspend", "communicators stay"),
+        {"enable_sleep_mode": True, "enable_nccl_comm_suspend": True},
+    ),
     "weights from a trainer": Case(
         ("weight-transfer",),
         ("--weight-transfer-config", "reload_weights"),
@@ -919,13 +928,14 @@ SPECULATION = {
 
 SEVERAL = {
     "several at once": Case(
-        ("kv-cache-dtype", "quantization", "sleep-mode", "kv-offloading"),
+        ("kv-cache-dtype", "quantization", "sleep-communicators", "kv-offloading"),
         ("4 things have to be changed:",),
         {
             **HALF,
             "kv_cache_dtype": "fp8",
             "quantization": "fp8",
             "enable_sleep_mode": True,
+            "enable_nccl_comm_suspend": True,
             "kv_offloading_size": 1,
         },
     ),

@@ -116,7 +116,7 @@ def test_all_that_applies_is_reported_a_line_each(refuse):
     ids, message = refuse(CASES["several at once"])
     first, *lines = message.splitlines()
     assert first == "4 things have to be changed:"
-    told = "--kv-cache-dtype fp8", "--quantization fp8", "--enable-sleep-mode", "--kv-offloading"
+    told = ("--kv-cache-dtype fp8", "--quantization fp8", "--enable-nccl-comm", "--kv-offloading")
     assert len(lines) == len(ids)
     for line, feature in zip(lines, told):
         assert line.startswith(f"  {feature}")

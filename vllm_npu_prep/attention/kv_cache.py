@@ -38,7 +38,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.kernels.latent import planes_of
 from vllm_npu_prep.attention.states import state_bytes
-from vllm_npu_prep.device import Device
+from vllm_npu_prep.device import Memory
 from vllm_npu_prep.errors import PrepError
 
 PLANE_SPECS = {
@@ -122,7 +122,7 @@ def split_by_window(
     return split
 
 
-def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, Any]:
+def allocate_planes(config: KVCacheConfig, memory: Memory) -> dict[str, Any]:
     """Allocate the cache that `config` plans, a buffer for each layer, viewed as planes.
 
     vLLM plans one region of tens of GB. One operator over that many elements, such as the one that
@@ -133,8 +133,8 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, Any]:
     ----------
     config
         vLLM's plan of the KV cache.
-    device
-        Where it lives.
+    memory
+        What it is made of: the device's own memory, or some that can sleep.
 
     Returns
     -------
@@ -177,7 +177,7 @@ def allocate_planes(config: KVCacheConfig, device: Device) -> dict[str, Any]:
                     "(pages of different sizes, or latent rows beside K and V)"
                 )
             if start not in regions:
-                regions[start], buffers[start] = (start + size, planes), device.zeros(size)
+                regions[start], buffers[start] = (start + size, planes), memory.zeros(size)
             if isinstance(spec, MambaSpec):
                 caches[layer_name] = _states_of(layer_name, spec, buffers[start])
                 continue

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
 
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
@@ -75,7 +76,14 @@ NPU_KIND = DeviceKind(
 )
 
 
-class Device(Protocol):
+class Memory(Protocol):
+    """What large buffers are made of."""
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """A large zeroed buffer on the device, int8 ``[nbytes]``."""
+
+
+class Device(Memory, Protocol):
     """What the worker, the runner and the staging ring need of a device."""
 
     device: torch.device
@@ -109,8 +117,8 @@ class Device(Protocol):
     def gather(self, target: Any, source: Any, rows: Any) -> None:
         """``target[:] = source[rows]`` in one launch; all native, `rows` int32."""
 
-    def zeros(self, nbytes: int) -> torch.Tensor:
-        """A large zeroed buffer on the device, int8 ``[nbytes]``."""
+    def region(self, nbytes: int) -> Region:
+        """Zeroed memory that can be given back and mapped at its address again."""
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

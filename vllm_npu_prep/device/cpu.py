@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from vllm_npu_prep.compat import torch_names
+from vllm_npu_prep.device.regions import HostRegion
 
 
 class CPUDevice:
@@ -58,6 +59,10 @@ class CPUDevice:
         `torch.zeros` writes them all, which takes seconds at start-up for a KV cache of gigabytes.
         """
         return torch.from_numpy(np.zeros(nbytes, np.int8))
+
+    def region(self, nbytes: int) -> HostRegion:
+        """Pages of this process."""
+        return HostRegion(nbytes)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -11,6 +11,7 @@ import torch_npu
 
 from vllm_npu_prep.compat import torch_names
 from vllm_npu_prep.device.cpu_binding import bind_to_device
+from vllm_npu_prep.device.npu_regions import NPURegion
 
 
 def visible_devices() -> int:
@@ -127,6 +128,10 @@ class NPUDevice:
     def zeros(self, nbytes: int) -> torch.Tensor:
         """A zeroed buffer, int8 ``[nbytes]``."""
         return torch.zeros(nbytes, dtype=torch.int8, device=self.device)
+
+    def region(self, nbytes: int) -> NPURegion:
+        """Physical memory at reserved addresses."""
+        return NPURegion(nbytes, self.device)
 
     def synchronize(self) -> None:
         """Wait for all streams."""

@@ -13,7 +13,6 @@ from vllm.logger import init_logger
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_npu_prep.device import Device
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph import OutOfStreamsError
 from vllm_npu_prep.graph.fake_graph import check_padding
 from vllm_npu_prep.graph.wrapper import GraphWrapper
@@ -271,31 +270,6 @@ class Graphs:
                 if builder.attention_chunk_size is not None
             }
             check_padding(step, in_flight.staged, tables, local_tables)
-
-    def refuse_new_weights(self, has_connector: bool) -> None:
-        """Refuse new weights, because graphs read weights at their addresses at capture.
-
-        Parameters
-        ----------
-        has_connector
-            Whether the engine has a KV connector.
-
-        Raises
-        ------
-        PrepError
-            If the engine has graphs, or a KV connector, which has stored K and V computed with the
-            old weights.
-        """
-        if has_connector:
-            raise PrepError(
-                "new weights are not supported with a KV connector, which would still load keys "
-                "and values of the old weights: start another engine with an empty folder"
-            )
-        if self.dispatcher.cudagraph_mode != CUDAGraphMode.NONE:
-            raise PrepError(
-                "new weights are not supported with captured graphs, which would still read the "
-                "old ones: start with --enforce-eager"
-            )
 
 
 OUT_OF_STREAMS = "207008"

@@ -39,7 +39,7 @@ from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_ba
 from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.device import Device
+from vllm_npu_prep.device import Device, Memory
 from vllm_npu_prep.device.communicator import union_over_ranks
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
@@ -59,6 +59,7 @@ from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_buil
 from vllm_npu_prep.runner.graphs import Graphs, is_out_of_streams
 from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
+from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.padding import CacheLimits, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
@@ -120,6 +121,8 @@ class NPUModelRunner(GPUModelRunner):
         The step from its preparation until its tokens are sampled; None in between.
     dummy_run
         The dummy run that is under way.
+    cache_memory
+        What the KV cache is made of.
     """
 
     in_flight: StepInFlight | None
@@ -214,6 +217,7 @@ class NPUModelRunner(GPUModelRunner):
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
         self.expert_counts: ExpertCounts | None = None
+        self.cache_memory: Memory = prep_device
         self.step_check: StepCheck | None = None
 
     # ----------------------------------------------------------------- the step
@@ -731,14 +735,30 @@ class NPUModelRunner(GPUModelRunner):
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, refused with graphs; the caller has to reset the prefix cache."""
+        """As upstream's, at the addresses that graphs read; the caller resets the prefix cache."""
         self.refuse_new_weights()
-        super().reload_weights(*args, **kwargs)
+        with kept_addresses(self.get_model()):
+            super().reload_weights(*args, **kwargs)
 
     def refuse_new_weights(self) -> None:
-        """See `Graphs.refuse_new_weights`."""
-        has_connector = self.vllm_config.kv_transfer_config is not None
-        self.graphs.refuse_new_weights(has_connector)
+        """Refuse new weights beside a KV connector, and for quantised models.
+
+        Raises
+        ------
+        PrepError
+            If there is a connector, which has stored K and V of the old weights, or layers have
+            derived factors of rounding from them.
+        """
+        if self.model_config.quantization is not None:
+            raise PrepError(
+                "new weights are not supported for quantised models, whose layers have derived "
+                "factors of rounding from the old ones: start another engine"
+            )
+        if self.vllm_config.kv_transfer_config is not None:
+            raise PrepError(
+                "new weights are not supported with a KV connector, which would still load keys "
+                "and values of the old weights: start another engine with an empty folder"
+            )
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
         """Add groups without a cache after the others, one for each attention window.
@@ -816,7 +836,7 @@ class NPUModelRunner(GPUModelRunner):
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
-        caches = allocate_planes(kv_cache_config, self.prep_device)
+        caches = allocate_planes(kv_cache_config, self.cache_memory)
         for layer_name, target in self.shared_kv_cache_layers.items():
             caches[layer_name] = caches[target]
         bind_kv_cache(

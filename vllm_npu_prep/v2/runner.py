@@ -27,7 +27,7 @@ from vllm_npu_prep.attention.kv_cache import (
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.device import Device
+from vllm_npu_prep.device import Device, Memory
 from vllm_npu_prep.graph.counts import StepCounts
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
@@ -73,6 +73,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         The step from its preparation until its tokens are sampled; None in between.
     input_batch
         What checks read of the batch, by the names of V1's runner.
+    cache_memory
+        What the KV cache is made of.
     """
 
     req_states: SlotStates  # type: ignore[assignment]
@@ -92,6 +94,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
         self.step_check: StepCheck | None = None
+        self.cache_memory: Memory = prep_device
         self._uses_mla = self.model_config.use_mla
         self._one_each = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._no_positions = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -445,7 +448,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self, forward_context: dict[str, Any], kv_cache_config: KVCacheConfig, *_: Any, **__: Any
     ) -> dict[str, torch.Tensor]:
         """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
-        self._caches = caches = allocate_planes(kv_cache_config, self.prep_device)
+        self._caches = caches = allocate_planes(kv_cache_config, self.cache_memory)
         for name, layer in forward_context.items():
             target = getattr(layer, "kv_sharing_target_layer_name", None)
             if target is not None:

@@ -108,11 +108,18 @@ FEATURES = (
         "leave the flag out",
     ),
     Refusal(
-        "sleep-mode",
-        lambda c: c.model.enable_sleep_mode,
-        "--enable-sleep-mode",
-        "the KV cache can't be released while the engine runs",
-        "leave the flag out; sleep level 0 pauses requests without it",
+        "sleep-graphs",
+        lambda c: c.model.enable_sleep_mode and c.model.sleep_mode_offload_cudagraph,
+        "--sleep-mode-offload-cudagraph",
+        "memory of captured graphs stays with torch_npu's allocator",
+        "leave the flag out; graphs stay captured while the engine sleeps",
+    ),
+    Refusal(
+        "sleep-communicators",
+        lambda c: c.model.enable_sleep_mode and c.model.enable_nccl_comm_suspend,
+        "--enable-nccl-comm-suspend",
+        "HCCL's buffers can't be suspended",
+        "leave the flag out; communicators stay while the engine sleeps",
     ),
     Refusal(
         "weight-transfer",

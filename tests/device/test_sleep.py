@@ -1,0 +1,172 @@
+"""Memory that sleeps, without an engine: what is kept, what is lost, and what fails half-way."""
+
+import tempfile
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import SEED
+from vllm_npu_prep.device import regions
+from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.runner.new_weights import kept_addresses
+from vllm_npu_prep.sleep import SleepingMemory
+
+WIDTH = 512  # a megabyte of float32
+
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self.tied = self.weight
+        self.scales = nn.Parameter(torch.randn(WIDTH, 3).t(), requires_grad=False)
+        self.register_buffer("steps", torch.arange(WIDTH))
+        self.derived = self.weight.detach() * 2
+        self.absorbed = self.weight.detach()
+        self.parts = [part.t() for part in self.weight.data.split(WIDTH // 2)]
+
+
+@pytest.fixture
+def memory():
+    return SleepingMemory(CPUDevice())
+
+
+def test_parameters_move_with_all_that_refers_to_them(memory):
+    layer = Layer()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    strides = {name: tensor.stride() for name, tensor in layer.state_dict().items()}
+    memory.adopt([layer])
+    (region,) = memory._regions["weights"]
+    begin, end = region.data.data_ptr(), region.data.data_ptr() + region.data.numel()
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.stride() == strides[name]
+        assert (begin <= tensor.data_ptr() < end) == (name != "steps")
+    assert layer.tied is layer.weight
+    assert layer.absorbed.data_ptr() == layer.weight.data_ptr()
+    parts = layer.weight.split(WIDTH // 2)
+    assert all(torch.equal(part, each.t()) for part, each in zip(parts, layer.parts, strict=True))
+    assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in layer.parts]
+    assert not begin <= layer.derived.data_ptr() < end
+
+
+def test_a_weight_that_something_unknown_refers_to_stays_awake(memory):
+    layer = Layer()
+    other = layer.scales.detach()
+    memory.adopt([layer])
+    memory.suspend(level=2)
+    assert torch.equal(layer.scales, other)
+    assert other.any()
+    assert not layer.weight.any()
+
+
+def test_level_1_keeps_weights_and_level_2_does_not_and_caches_are_zero(memory):
+    layer = Layer()
+    before = layer.weight.clone()
+    memory.adopt([layer])
+    cache = memory.zeros(8 << 20)
+    cache.fill_(7)
+    awake = resident()
+    memory.suspend(level=1)
+    assert awake - resident() >= 8 << 20
+    assert memory.state() == "SUSPENDED"
+    memory.resume(["kv_cache"])
+    assert memory.state() == "SUSPENDED"
+    assert not cache.any()
+    memory.resume()
+    assert memory.state() == "RUNNING"
+    assert torch.equal(layer.weight, before)
+    memory.suspend(level=2)
+    memory.resume()
+    assert not layer.weight.any()
+
+
+def test_released_caches_keep_the_weights(memory):
+    layer = Layer()
+    before = layer.weight.clone()
+    memory.adopt([layer])
+    cache = memory.zeros(1 << 20)
+    cache.fill_(7)
+    memory.discard(("kv_cache",))
+    assert torch.equal(layer.weight, before)
+    memory.resume(["kv_cache"])
+    assert not cache.any()
+
+
+def test_a_wake_up_without_memory_is_one_line_and_keeps_what_slept(memory, monkeypatch):
+    layers = [Layer(), Layer()]
+    before = layers[0].weight.clone()
+    monkeypatch.setattr("vllm_npu_prep.sleep.REGION_BYTES", 1 << 20)  # a region for each layer
+    memory.adopt(layers)
+    memory.zeros(1 << 20)
+    memory.suspend(level=1)
+    have, room = psutil.virtual_memory(), iter([1 << 40, 0])
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            regions.psutil, "virtual_memory", lambda: have._replace(available=next(room))
+        )
+        with pytest.raises(PrepError, match=r"wake-up: no memory.*still asleep") as error:
+            memory.resume()
+    assert "\n" not in str(error.value)
+    assert memory.state() == "SUSPENDED"
+    assert not any(region.is_mapped for each in memory._regions.values() for region in each)
+    memory.resume()
+    assert all(torch.equal(layer.weight, before) for layer in layers)
+
+
+def test_a_sleep_without_room_for_the_weights_leaves_everything_awake(memory, monkeypatch):
+    class FullDisk:
+        def __init__(self):
+            self.file = tempfile.SpooledTemporaryFile()  # noqa: SIM115
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def fileno(self):
+            raise OSError(28, "No space left on device")
+
+    layer = Layer()
+    before = layer.weight.clone()
+    memory.adopt([layer])
+    cache = memory.zeros(1 << 20)
+    cache.fill_(7)
+    monkeypatch.setattr(regions.tempfile, "TemporaryFile", FullDisk)
+    with pytest.raises(PrepError, match=r"sleep: .* bytes of weights do not fit.*TMPDIR"):
+        memory.suspend(level=1)
+    assert memory.state() == "RUNNING"
+    assert torch.equal(layer.weight, before)
+    assert (cache == 7).all()
+
+
+def test_an_unknown_tag_is_named(memory):
+    with pytest.raises(PrepError, match=r"no tag \['weight'\]; there are weights, kv_cache"):
+        memory.resume(["weight"])
+
+
+def test_what_layers_derive_of_new_weights_is_read_at_its_old_address():
+    layer = Layer()
+    derived, parts, new = layer.derived, layer.parts, torch.ones(WIDTH, WIDTH)
+    address = derived.data_ptr()
+    with kept_addresses(layer):
+        layer.weight.copy_(new)
+        layer.derived = layer.weight * 2
+        layer.parts = [part * 3 for part in layer.parts]
+    assert layer.derived.data_ptr() == address
+    assert (derived == 2).all()
+    assert (parts[1] == 3).all()
+    assert layer.parts is parts
+
+
+def test_new_weights_of_another_shape_are_refused():
+    layer = Layer()
+    told = pytest.raises(PrepError, match=r"derived of Layer was \(512, 512\).*start the engine")
+    with told, kept_addresses(layer):
+        layer.derived = layer.derived[:3]

@@ -1,0 +1,107 @@
+"""Sleep mode: memory that is given back and mapped again, and the same tokens afterwards."""
+
+import gc
+
+import psutil
+import pytest
+
+from tests.conftest import SEED
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model
+from tests.helpers.huggingface import reference
+from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.prompts import prompts_of
+
+LENGTHS = [30, 5, 41, 17, 33]
+CACHE = 96 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return reference(model, prompts_of(SEED, LENGTHS), 20)
+
+
+def resident():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def use(caches):
+    """Take every page of a cache, as after long use."""
+    for region in caches:
+        region.data.fill_(1)
+        region.data.zero_()
+
+
+def worker_of(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
+def test_an_engine_sleeps_and_gives_the_same_tokens(model, expected, tmp_path, with_graphs):
+    """Both levels, tags, new weights while it sleeps; graphs read what is at their addresses."""
+    prompts = prompts_of(SEED, LENGTHS)
+    other = make_model(tmp_path / "other", seed=1)
+    settings = {"enforce_eager": not with_graphs, "kv_cache_memory_bytes": CACHE}
+    with engine(model, block_size=8, enable_sleep_mode=True, **settings) as llm:
+        memory = worker_of(llm).sleep_mode_backend
+        weights, caches = memory._regions["weights"], memory._regions["kv_cache"]
+        assert sum(region.data.numel() for region in caches) > 0.99 * CACHE
+        ranges = [(region.data.data_ptr(), region.data.numel()) for region in weights]
+        for parameter in worker_of(llm).get_model().parameters():
+            assert any(0 <= parameter.data_ptr() - begin < size for begin, size in ranges)
+        use(caches)
+        assert generate(llm, prompts, greedy(20)) == expected
+        awake = resident()
+        size = sum(region.data.numel() for region in weights + caches)
+        addresses = [region.data.data_ptr() for region in weights + caches]
+        llm.sleep(level=1)
+        assert awake - resident() > 0.97 * size
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up(tags=["weights"])
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up(tags=["kv_cache"])
+        assert not any(region.data.any() for region in caches)
+        assert [region.data.data_ptr() for region in weights + caches] == addresses
+        assert generate(llm, prompts, greedy(20)) == expected
+        use(caches)
+        assert abs(resident() - awake) < 0.01 * awake
+        llm.sleep(level=2)
+        assert awake - resident() > 0.97 * size
+        llm.wake_up(tags=["weights"])
+        assert not any(region.data.any() for region in weights)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm, prompts, greedy(20)) == reference(other, prompts, 20)
+
+
+def test_released_caches_and_weights_that_level_2_spares(model, expected):
+    prompts = prompts_of(SEED, LENGTHS)
+    settings = {"block_size": 8, "sleep_preserve_parameter_names": ["*"]}
+    with engine(model, enable_sleep_mode=True, **settings) as llm:
+        llm.sleep(level=0)
+        llm.release_kv_cache_memory()
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up()
+        assert generate(llm, prompts, greedy(20)) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert generate(llm, prompts, greedy(20)) == expected
+
+
+def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
+    """What it absorbed of the old ones lies at addresses that graphs know."""
+    prompts, config = prompts_of(SEED, LENGTHS), {**LATENT, **V3_EXPERTS, "q_lora_rank": 20}
+    old, new = (make_model(tmp_path / str(s), "DeepseekV3", seed=s, **config) for s in (0, 1))
+    settings = {"block_size": 16, "enable_sleep_mode": True}
+    with engine(old, **settings, **graphs("FULL_AND_PIECEWISE", 1, 4, 8)) as llm:
+        assert generate(llm, prompts, greedy(20)) == reference(old, prompts, 20)
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm, prompts, greedy(20)) == reference(new, prompts, 20)

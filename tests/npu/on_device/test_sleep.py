@@ -1,0 +1,96 @@
+"""Sleep mode on a device: physical memory is given back, and graphs find everything again."""
+
+import pytest
+import torch
+
+from tests.conftest import SEED
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.latent import LATENT_ON_NPUS
+from tests.helpers.prompts import prompts_of
+from vllm_npu_prep.device.npu import NPUDevice
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.sleep import SleepingMemory
+
+LENGTHS = [30, 5, 41, 17, 33]
+CACHE = 64 << 20
+PAGE = 2 << 20
+
+
+def free():
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    return torch.npu.mem_get_info()[0]
+
+
+def hold_all_but(nbytes):
+    """Take the device's memory, page by page."""
+    held = []
+    while free() > nbytes + PAGE:
+        held.append(torch.empty(free() - nbytes - PAGE, dtype=torch.uint8, device="npu"))
+    return held
+
+
+def test_an_engine_with_graphs_sleeps_and_gives_the_same_tokens(tmp_path):
+    """Both levels; new weights at the addresses that graphs read; a wake-up without memory."""
+    prompts = prompts_of(SEED, LENGTHS)
+    model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
+    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    settings = {"dtype": "float16", "kv_cache_memory_bytes": CACHE, "enforce_eager": False}
+    settings |= {"compilation_config": graphs, "async_scheduling": True}
+    with engine(other, **settings | {"enable_sleep_mode": False}) as llm:
+        new = generate(llm, prompts, greedy(20))
+    with engine(model, enable_sleep_mode=True, **settings) as llm:
+        memory = llm.llm_engine.model_executor.driver_worker.worker.sleep_mode_backend
+        regions = memory._regions["weights"] + memory._regions["kv_cache"]
+        ranges = [(region.data.data_ptr(), region.data.numel()) for region in regions]
+        for parameter in runner_of(llm).get_model().parameters():
+            assert any(0 <= parameter.data_ptr() - begin < size for begin, size in ranges)
+        expected, awake = generate(llm, prompts, greedy(20)), free()
+        llm.sleep(level=1)
+        asleep = free()
+        assert asleep - awake == sum(-(-region.data.numel() // PAGE) * PAGE for region in regions)
+        held = hold_all_but(CACHE // 2)
+        with pytest.raises(PrepError, match=r"no memory for .*still asleep"):
+            llm.wake_up()
+        assert llm.llm_engine.is_sleeping()
+        held.clear()
+        assert free() == asleep
+        llm.wake_up(tags=["weights"])
+        llm.wake_up(tags=["kv_cache"])
+        assert not any(region.data.any() for region in memory._regions["kv_cache"])
+        assert generate(llm, prompts, greedy(20)) == expected
+        assert free() == awake
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm, prompts, greedy(20)) == new
+        assert free() == awake
+    assert new != expected
+
+
+def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
+    """What it absorbed of the old ones lies at the addresses that graphs read."""
+    prompts, config = prompts_of(SEED, LENGTHS), {**LATENT_ON_NPUS, "q_lora_rank": 96}
+    old, new = (make_model(tmp_path / str(s), "DeepseekV3", seed=s, **config) for s in (0, 1))
+    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    settings = {"dtype": "bfloat16", "enforce_eager": False, "compilation_config": graphs}
+    with engine(new, **settings) as llm:
+        expected = generate(llm, prompts, greedy(20))
+    with engine(old, **settings) as llm:
+        assert generate(llm, prompts, greedy(20)) != expected
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts, greedy(20)) == expected
+
+
+def test_memory_that_comes_back_is_zero():
+    """What other programs left there may be NaN, which masks don't stop."""
+    memory = SleepingMemory(NPUDevice(0))
+    cache = memory.zeros(3 * PAGE + 5)
+    cache.fill_(-1)
+    memory.suspend()
+    others = torch.full((64 << 20,), 255, dtype=torch.uint8, device="npu")
+    del others
+    memory.resume()
+    assert not cache.any()

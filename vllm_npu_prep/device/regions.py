@@ -1,0 +1,112 @@
+"""Memory whose address stays while its pages are given back: what sleep mode needs of a device."""
+
+import mmap
+import tempfile
+from typing import IO, Protocol
+
+import numpy as np
+import psutil
+import torch
+
+from vllm_npu_prep.errors import PrepError
+
+
+class Region(Protocol):
+    """Memory of one address for as long as the object lives."""
+
+    data: torch.Tensor  # uint8 [nbytes], on the device
+    is_mapped: bool
+
+    def release(self, keep: bool) -> None:
+        """Give the memory back; nothing may touch `data` until `map`.
+
+        Parameters
+        ----------
+        keep
+            Whether the host keeps the content. If not, it is lost.
+
+        Raises
+        ------
+        PrepError
+            If the host has no room for the content. The region is still mapped then.
+        """
+
+    def map(self) -> None:
+        """Have memory at the address again: the kept content, or zeros.
+
+        Raises
+        ------
+        PrepError
+            If there is no memory. The region is still released then, and its content kept.
+        """
+
+
+class HostRegion:
+    """Pages of this process; what it keeps goes to a file, because the host is the device here.
+
+    Parameters
+    ----------
+    nbytes
+        Size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # Private: pages that are shared stay in memory when they are given back
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._pages = mmap.mmap(-1, nbytes, flags=flags)
+        self.data = torch.from_numpy(np.frombuffer(self._pages, np.uint8))
+        self.is_mapped = True
+        self._kept: IO[bytes] | None = None
+
+    def release(self, keep: bool) -> None:
+        """See `Region`."""
+        if not self.is_mapped:
+            return
+        if keep:
+            self._kept = self._written()
+        self._pages.madvise(mmap.MADV_DONTNEED)
+        self.is_mapped = False
+
+    def _written(self) -> IO[bytes]:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `map`)
+        try:
+            self.data.numpy().tofile(file)
+            file.flush()
+        except OSError as error:
+            file.close()
+            raise PrepError(
+                f"sleep: {self.data.numel():,} bytes of weights do not fit into "
+                f"{tempfile.gettempdir()} ({error}), and nothing of them was released: make room "
+                "there, or set TMPDIR"
+            ) from error
+        return file
+
+    def map(self) -> None:
+        """See `Region`."""
+        if self.is_mapped:
+            return
+        if self._kept is not None:
+            nbytes, free = self.data.numel(), psutil.virtual_memory().available
+            if nbytes > free:
+                raise PrepError(no_memory(nbytes, f"{free:,} bytes of the host are available"))
+            self._kept.seek(0)
+            self._kept.readinto(self.data.numpy())  # type: ignore[attr-defined]
+            self._kept.close()
+            self._kept = None
+        self.is_mapped = True
+
+
+def no_memory(nbytes: int, why: str) -> str:
+    """One line for a wake-up that finds no memory.
+
+    Parameters
+    ----------
+    nbytes
+        Asked for.
+    why
+        What the device says.
+    """
+    return (
+        f"wake-up: no memory for {nbytes:,} bytes ({why}); what was asleep is still asleep: free "
+        "memory of the device, then wake up again"
+    )

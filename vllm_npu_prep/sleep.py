@@ -1,0 +1,255 @@
+"""Sleep mode: weights and the KV cache in regions whose memory is given back and mapped again.
+
+Upstream allocates both from a pool whose allocator is CUDA's. Here the KV cache is made in a
+region, and weights move into regions after they have been loaded. So a region is all that a device
+has to offer, and graphs and compiled code, which come later, hold addresses that stay.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+from vllm.logger import init_logger
+
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.device.regions import Region
+from vllm_npu_prep.errors import PrepError
+
+logger = init_logger(f"vllm.{__name__}")
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+"""What can sleep, under the names that clients use."""
+
+REGION_BYTES = 256 << 20
+"""Weights of one region, unless one weight is larger: what loading needs for the move."""
+
+_ALIGNMENT, _READ_BEYOND = 512, 32
+"""Of a weight in its region, in bytes: torch_npu's allocator aligns so, and leaves 32 bytes after
+an end, which operators may read."""
+
+
+class SleepingMemory(SleepModeBackend):
+    """The memory of one rank that can sleep.
+
+    Parameters
+    ----------
+    device
+        Whose memory it is.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self._regions: dict[str, list[Region]] = {tag: [] for tag in TAGS}
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """A zeroed part of the KV cache, int8 ``[nbytes]``."""
+        region = self._device.region(nbytes)
+        self._regions[KV_CACHE].append(region)
+        return region.data.view(torch.int8)
+
+    def adopt(self, models: Iterable[nn.Module]) -> None:
+        """Move the parameters of loaded models into regions.
+
+        A parameter whose memory something else refers to stays where it is, awake.
+
+        Parameters
+        ----------
+        models
+            The model, and a drafter.
+        """
+        waiting: list[_Shared] = []
+        stayed = 0
+        for shared in _shared_memory(models):
+            if not shared.is_known:
+                stayed += shared.nbytes
+                continue
+            waiting.append(shared)
+            if sum(each.room for each in waiting) >= REGION_BYTES:
+                self._move(waiting)
+        self._move(waiting)
+        gc.collect()
+        logger.info(
+            "Sleep mode: %s bytes of weights can be released; %s bytes that other tensors share "
+            "stay.",
+            f"{sum(region.data.numel() for region in self._regions[WEIGHTS]):,}",
+            f"{stayed:,}",
+        )
+
+    def _move(self, waiting: "list[_Shared]") -> None:
+        """Move memory into one new region; empties the list, so that it can be freed."""
+        if not waiting:
+            return
+        region = self._device.region(sum(each.room for each in waiting))
+        self._regions[WEIGHTS].append(region)
+        begin = 0
+        while waiting:
+            shared = waiting.pop()
+            shared.move(region.data, begin)
+            begin += shared.room
+            del shared
+        self._device.memory_info()  # so that torch_npu's allocator returns what is free now
+
+    def suspend(self, level: int = 1) -> None:
+        """Release everything; at level 1 the host keeps the weights.
+
+        Raises
+        ------
+        PrepError
+            If the host has no room for them; everything is awake again then.
+        """
+        self._device.synchronize()
+        released = self._regions[WEIGHTS] + self._regions[KV_CACHE]
+        done: list[Region] = []
+        try:
+            for region in released:
+                if region.is_mapped:
+                    region.release(keep=level == 1 and region in self._regions[WEIGHTS])
+                    done.append(region)
+        except PrepError:
+            for region in done:
+                region.map()
+            raise
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: Sequence[str] | None = None) -> None:
+        """Map memory again.
+
+        Parameters
+        ----------
+        tags
+            Of `TAGS`; None: all.
+
+        Raises
+        ------
+        PrepError
+            If a tag is unknown, or there is no memory. What was asleep is asleep then.
+        """
+        unknown = set(tags or ()) - set(TAGS)
+        if unknown:
+            raise PrepError(f"wake-up: no tag {sorted(unknown)}; there are {', '.join(TAGS)}")
+        done: list[Region] = []
+        try:
+            for tag in tags or TAGS:
+                for region in self._regions[tag]:
+                    if not region.is_mapped:
+                        region.map()
+                        done.append(region)
+        except PrepError:
+            for region in done:
+                region.release(keep=region in self._regions[WEIGHTS])
+            raise
+        if all(region.is_mapped for tag in TAGS for region in self._regions[tag]):
+            self._state = "RUNNING"
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Release what has these tags, without a copy."""
+        self._device.synchronize()
+        for tag in tags:
+            for region in self._regions[tag]:
+                region.release(keep=False)
+        self._state = "SUSPENDED"
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        """True: they are not in a region."""
+        return True
+
+    @classmethod
+    def preserves_compiled_artifacts(cls) -> bool:
+        """True: graphs and compiled code find everything at its address."""
+        return True
+
+    @classmethod
+    def preserves_graphs_with_communicators(cls) -> bool:
+        """True: communicators stay."""
+        return True
+
+
+class _Place(NamedTuple):
+    """Where a module keeps a tensor."""
+
+    holder: Any  # a dict of names, or a list
+    key: Any
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.holder[self.key]
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Keep another one. A parameter remains the object that it is."""
+        if isinstance(self.tensor, nn.Parameter):
+            self.tensor.data = tensor
+        else:
+            self.holder[self.key] = tensor
+
+
+class _Shared(NamedTuple):
+    """Memory of parameters, with all places whose tensors lie in it."""
+
+    storage: torch.UntypedStorage
+    places: list[_Place]
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes in a region."""
+        return -(-(self.nbytes + _READ_BEYOND) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing else refers to it."""
+        known = {id(place.tensor) for place in self.places}
+        bases = [place.tensor._base for place in self.places]  # torch keeps what views are of
+        known |= {id(base) for base in bases if base is not None}
+        return torch._C._storage_Use_Count(self.storage._cdata) == len(known) + 1  # and this
+
+    def move(self, region: torch.Tensor, begin: int) -> None:
+        """Copy to a region, from a byte on, and let all places point there."""
+        device, target = region.device, region.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage)
+        region[begin : begin + self.nbytes].copy_(whole)
+        for place in self.places:
+            old = place.tensor
+            if old.untyped_storage().data_ptr() == self.storage.data_ptr():
+                offset = begin // old.element_size() + old.storage_offset()
+                new = torch.empty(0, dtype=old.dtype, device=device)
+                place.put(new.set_(target, offset, old.shape, old.stride()))
+
+
+def _shared_memory(models: Iterable[nn.Module]) -> Iterator[_Shared]:
+    """Memory in which parameters lie."""
+    places: dict[int, list[_Place]] = {}
+    with_parameters: dict[int, None] = {}
+    for model in models:
+        for module in model.modules():
+            for place in _places_of(module):
+                address = place.tensor.untyped_storage().data_ptr()
+                places.setdefault(address, []).append(place)
+                if isinstance(place.tensor, nn.Parameter):
+                    with_parameters[address] = None
+    for address in with_parameters:
+        found = places.pop(address)
+        storage = found[0].tensor.untyped_storage()
+        if storage.nbytes():
+            yield _Shared(storage, found)
+
+
+def _places_of(module: nn.Module) -> Iterator[_Place]:
+    """Parameters, buffers, and plain attributes that are tensors or lists of them."""
+    attributes = vars(module)
+    for holder in (module._parameters, module._buffers, attributes):
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor):
+                yield _Place(holder, name)
+            elif isinstance(value, list):
+                for index, each in enumerate(value):
+                    if isinstance(each, torch.Tensor):
+                        yield _Place(value, index)
