@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch_npu
 
-from vllm_npu_prep.device.regions import no_memory
+from vllm_npu_prep.device.regions import refuse_to_wake
 from vllm_npu_prep.errors import PrepError
 
 PAGE = 2 << 20
@@ -126,13 +126,13 @@ class NPURegion:
         )
         if error:
             self._physical.value = None
-            raise PrepError(no_memory(self._size, f"aclrtMallocPhysical: {error}"))
+            refuse_to_wake(self._size, f"aclrtMallocPhysical: {error}")
         at, offset = self._address, ctypes.c_size_t(0)
         error = self._call("MapMem", at, size, offset, self._physical, none)
         if error:
             self._call("FreePhysical", self._physical)
             self._physical.value = None
-            raise PrepError(no_memory(self._size, f"aclrtMapMem: {error}"))
+            refuse_to_wake(self._size, f"aclrtMapMem: {error}")
         self.is_mapped = True
         if self._kept is None:
             self.data.zero_()  # what other programs left may be NaN, which masks don't stop

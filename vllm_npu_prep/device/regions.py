@@ -2,7 +2,7 @@
 
 import mmap
 import tempfile
-from typing import IO, Protocol
+from typing import IO, NoReturn, Protocol
 
 import numpy as np
 import psutil
@@ -88,7 +88,7 @@ class HostRegion:
         if self._kept is not None:
             nbytes, free = self.data.numel(), psutil.virtual_memory().available
             if nbytes > free:
-                raise PrepError(no_memory(nbytes, f"{free:,} bytes of the host are available"))
+                refuse_to_wake(nbytes, f"{free:,} bytes of the host are available")
             self._kept.seek(0)
             self._kept.readinto(self.data.numpy())  # type: ignore[attr-defined]
             self._kept.close()
@@ -96,8 +96,8 @@ class HostRegion:
         self.is_mapped = True
 
 
-def no_memory(nbytes: int, why: str) -> str:
-    """One line for a wake-up that finds no memory.
+def refuse_to_wake(nbytes: int, why: str) -> NoReturn:
+    """Say in one line that a wake-up finds no memory.
 
     Parameters
     ----------
@@ -105,8 +105,13 @@ def no_memory(nbytes: int, why: str) -> str:
         Asked for.
     why
         What the device says.
+
+    Raises
+    ------
+    PrepError
+        Always.
     """
-    return (
+    raise PrepError(
         f"wake-up: no memory for {nbytes:,} bytes ({why}); what was asleep is still asleep: free "
         "memory of the device, then wake up again"
     )
