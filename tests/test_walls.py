@@ -17,6 +17,7 @@ TORCH_NPU_ALLOWED = (
     "device/npu.py",
     "device/npu_regions.py",
     "attention/kernels/fia.py",
+    "attention/kernels/fused_delta.py",
     "attention/kernels/latent_fia.py",
     "attention/kernels/atb.py",
     "ops/npu.py",
@@ -289,7 +290,7 @@ WALLS: dict[str, set[str]] = {
     "attention.mla": {"attention", "config", "device", "prep", "quantization.loaded"},
     "graph": {"attention", "config", "device", "driver", "graph", "prep"},
     "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
-    | {"attention.latent_releases"}
+    | {"attention.latent_releases", "attention.state_pages"}
     | {"config", "device", "prep", "quantization.formats", "startup"},
     # What Ray's workers are given names the folder of counts
     "startup.ray_cluster": {"device", "observe.metrics"},

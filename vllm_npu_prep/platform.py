@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
-    from vllm_npu_prep.attention.states import StatePage
+    from vllm_npu_prep.attention.state_pages import StatePage
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -247,12 +247,13 @@ class NPUPlatform(Platform):
         if vllm_config.model_config is None:  # tests of vLLM's own
             return
         family = KERNEL_FAMILIES[decisions_of(vllm_config).attention]
+        states_note = _settle_states(vllm_config)
         find_description(vllm_config)
         refuse_unsupported(vllm_config, family, KIND)
         switched_off = graph_config.settle_mode(vllm_config) + _switch_off(vllm_config)
         decisions = decisions_of(vllm_config)  # with the graph mode that was settled
         notes = graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
-        notes += _rules_of_attention(vllm_config, decisions)
+        notes += _rules_of_attention(vllm_config, decisions) + states_note
         if vllm_config.shutdown_timeout == 0:
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
@@ -274,6 +275,17 @@ class NPUPlatform(Platform):
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
             _log_start_up(vllm_config, decisions, scheduling, notes, switched_off)
+
+
+def _settle_states(vllm_config: "VllmConfig") -> list[str]:
+    """Keep states in bfloat16 on NPUs, whose operators take nothing else; a line if that is new."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if not model.is_hybrid or KIND != NPU_KIND or cache.mamba_ssm_cache_dtype == "bfloat16":
+        return []
+    asked, cache.mamba_ssm_cache_dtype = cache.mamba_ssm_cache_dtype, "bfloat16"
+    if asked == "auto":
+        return []
+    return [f"states are kept in bfloat16, which the NPU's operators take, in place of {asked}"]
 
 
 def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
@@ -407,7 +419,7 @@ def _state_page(vllm_config: "VllmConfig") -> "StatePage | None":
     """How blocks are sized if the model has states; the rest of them is imported only then."""
     if not vllm_config.model_config.is_hybrid:
         return None
-    from vllm_npu_prep.attention.states import find_state_page
+    from vllm_npu_prep.attention.state_pages import find_state_page
 
     return find_state_page(vllm_config)
 

@@ -31,10 +31,12 @@ from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.outputs import OutputsInFlight
 from vllm_npu_prep.sleep import SleepingMemory
+from vllm_npu_prep.verify.delta import heads_of
 from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.int8 import refuse_wrong
 from vllm_npu_prep.verify.probe import (
     probe_attention,
+    probe_delta,
     probe_latent,
     probed_latent_layers,
     probed_layers,
@@ -225,11 +227,13 @@ class NPUWorker(Worker):
         groups, layers = self.model_runner.attn_groups, compilation.static_forward_context
         kinds = probed_layers(groups, layers, self.model_config.dtype)
         latent = probed_latent_layers(groups, layers, self.model_config.dtype)
+        with_states = [layer for layer in layers.values() if hasattr(layer, "fused")]
         mode = compilation.cudagraph_mode
         with log_while_waiting("Probing attention", logger.info):
             if latent:
                 probe_latent(latent, self.prep_device, logger.info)
                 return
+            probe_delta(heads_of(with_states), self.prep_device, logger.info)
             probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:

@@ -33,6 +33,7 @@ def make_layer(seed: int) -> Any:
         conv1d=SimpleNamespace(weight=weight, bias=None),
         A_log=torch.randn(V_HEADS, generator=generator),
         dt_bias=torch.randn(V_HEADS, generator=generator),
+        fused=None,
         head_k_dim=KEY,
         head_v_dim=VALUE,
         kv_cache=(

@@ -22,3 +22,6 @@ EXPERTS: dict[str, Any] = {
 
 QWEN3_NEXT: dict[str, Any] = {**GATED_DELTA, **EXPERTS}
 """Qwen3-Next has experts in vLLM always."""
+
+ON_NPUS: dict[str, Any] = {**GATED_DELTA, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""The NPU's operators take heads of 128."""

@@ -15,6 +15,7 @@ SUITES = under_every_profile(
         "int8": suite("quantization"),
         "experts": suite("experts"),
         "expert budgets": suite("expert_budgets"),
+        "hybrids": suite("hybrids"),
         "episodes": suite("episodes"),
         "more episodes": suite("more_episodes"),
     },

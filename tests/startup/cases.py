@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.helpers.engine import LLAMA4
+from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.windows import SHARED_LAYERS
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
@@ -342,6 +343,7 @@ GRAPHS = {
 }
 
 STATES = ("state-space or linear-attention model", "prepared for the states of these only")
+NARROW_STATES = {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
 HYBRID = (
     "Qwen3Next",
     {
@@ -386,11 +388,38 @@ MODELS = {
             {**HYBRID[1], "layer_types": ["linear_attention"], "num_hidden_layers": 1},
         ),
     ),
-    "states on an NPU": Case(
-        ("states-on-npus",),
-        ("on an NPU", "computed by the CPU fallback only"),
+    "states beside atb": Case(
+        ("states-kernels",),
+        ("with kernel family atb", "only fia's kernels", "leave"),
         HALF,
-        ("Qwen3Next", {**HYBRID[1], "head_dim": 64}),
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 128}),
+        family="atb",
+        on_npu=True,
+        patches=NPUS,
+    ),
+    "states in float16 on an NPU": Case(
+        ("states-dtype",),
+        ("--dtype float16", "take bfloat16"),
+        {"dtype": "float16"},
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64}),
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+    ),
+    "heads of states that no operator takes": Case(
+        ("states-heads",),
+        ("2 heads of 16 and 4 of 8", "of 128 elements"),
+        HALF,
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64, **NARROW_STATES}),
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+    ),
+    "blocks that states don't fill": Case(
+        ("states-page",),
+        ("blocks of 96 tokens", "the K of 512 tokens", "give --block-size 128"),
+        {"dtype": "bfloat16", "block_size": 96},
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64}),
         family="fia",
         on_npu=True,
         patches=NPUS,

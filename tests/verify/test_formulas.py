@@ -63,3 +63,41 @@ def test_norm_activation_and_rotation_are_those_of_torch(seed):
     pairs = rotated.view(3, 2, 4).square().sum(1)
     torch.testing.assert_close(pairs, x.double().view(3, 2, 4).square().sum(1))
     assert not torch.allclose(rotated, x.double())
+
+
+def test_a_gated_delta_net_is_that_of_transformers(seed):
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        torch_recurrent_gated_delta_rule,
+    )
+
+    generator = torch.Generator().manual_seed(seed)
+    heads, dim, tokens = 4, 8, 6
+    width = (2 * 2 + heads) * dim
+    sizes = (tokens, width), (3, width), (heads, dim, dim), (width, 4), (tokens, heads)
+    mixed, last, state, weight, a = (torch.randn(*s, generator=generator) for s in sizes)
+    b = torch.randn(tokens, heads, generator=generator)
+    a_log, dt_bias = (torch.randn(heads, generator=generator) for _ in range(2))
+    output, new_last, new_state = formulas.gated_delta(
+        mixed, last, state, weight, a, b, a_log, dt_bias
+    )
+    inputs = torch.cat((last, mixed))
+    convolved = functional.silu(
+        functional.conv1d(inputs.T[None], weight[:, None], groups=width)[0].T
+    )
+    query, key, value = (
+        each.unflatten(-1, (-1, dim))
+        for each in convolved.split([2 * dim, 2 * dim, heads * dim], 1)
+    )
+    query, key = (each.repeat_interleave(2, 1) for each in (query, key))
+    g = -a_log.exp() * functional.softplus(a + dt_bias)
+    wanted, wanted_state = torch_recurrent_gated_delta_rule(
+        *(each[None] for each in (query, key, value, g, b.sigmoid())),
+        initial_state=state.transpose(1, 2)[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(output.float(), wanted[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        new_state.float(), wanted_state[0].transpose(1, 2), rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(new_last.float(), inputs[-3:])

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KERNEL_FAMILIES
 from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.kernel_blocks import KernelBlockTables, blocks_per_block
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -144,6 +145,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         How steps are split for latent attention; None without it, and if prefills are absorbed.
     holds_states
         False: those of linear attention have another builder (`attention.states`).
+    kernel_block_size
+        Tokens of a block as kernels see it (`attention.kernel_blocks`).
     """
 
     latent: LatentSplit | None = None
@@ -173,6 +176,10 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             model.dtype,
             values[model.dtype] if values else None,
         )
+        count = 1 if not self.causal else blocks_per_block(vllm_config, kv_cache_spec.block_size)
+        self.kernel_block_size = kv_cache_spec.block_size // count
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self._kernel_blocks = KernelBlockTables(count, rows, device) if count > 1 else None
         # By state: the plan if it is the same for all sizes, else None
         plans = [self._plan(state, 1, 1, self.causal) for state in AttentionState]
         of_any_size = (MaskKind.NONE, MaskKind.COMPRESSED)
@@ -254,6 +261,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             requests = virtual_requests(step, staged)
             assert block_table is not None
             block_table = block_table[: len(requests.seq_lens_np)]
+        if self._kernel_blocks is not None and block_table is not None:
+            block_table = self._kernel_blocks.of(block_table)
         plan = self._plans_of_any_size[step.attn_state]
         if plan is not None:
             mask = self.masks.constant() if plan.kind is MaskKind.COMPRESSED else None
@@ -303,10 +312,13 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         state = attention_state(flags, self.chunked_prefill)
         max_seq_len = int(seq_lens_np.max())
         plan = self._plan(state, num_tokens, max_seq_len, bool(common.causal))
+        block_table = common.block_table_tensor[:num_reqs]
+        if self._kernel_blocks is not None:
+            block_table = self._kernel_blocks.of(block_table)
         return AscendMetadata(
             attn_state=state,
             attn_mask=self.masks.build(plan, common.positions[:num_tokens]),
-            block_tables=common.block_table_tensor[:num_reqs],
+            block_tables=block_table,
             slot_mapping=common.slot_mapping.to(torch.int32),
             query_start_loc=common.query_start_loc[: num_reqs + 1],
             query_start_loc_np=query_start_loc_np,

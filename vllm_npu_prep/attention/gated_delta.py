@@ -8,9 +8,10 @@ A block that another request or another group left may hold any bits, not-a-numb
 empty state is filled with zeros, never multiplied by them.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -18,10 +19,26 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from vllm_npu_prep.attention.kernels import gated_delta
 from vllm_npu_prep.attention.states import StateBackend, StateMetadata
+from vllm_npu_prep.config import fused_operators
+
+if TYPE_CHECKING:
+    from vllm_npu_prep.attention.kernels.fused_delta import DeltaWeights, FusedDelta
 
 
 class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
-    """vLLM's layer over states of this plugin's cache."""
+    """vLLM's layer over states of this plugin's cache.
+
+    Attributes
+    ----------
+    fused
+        Computes the core on NPUs; None on the CPU fallback.
+    """
+
+    fused: "FusedDelta | None" = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fuses_norm = "rms_norm" in fused_operators(get_current_vllm_config())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend whose builder makes `StateMetadata`."""
@@ -37,6 +54,33 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             rule ``[num_blocks, H, value_dim, key_dim]``; each block's part is contiguous.
         """
         self.kv_cache = kv_cache
+        conv_states, states = self._parts()
+        if states.device.type == "npu":
+            from vllm_npu_prep.attention.kernels.fused_delta import DeltaShape, FusedDelta
+
+            heads = states.shape[1] * self.num_k_heads // self.num_v_heads, states.shape[1]
+            shape = DeltaShape(*heads, self.head_k_dim, self.head_v_dim)
+            self.fused = FusedDelta(shape, self._fused_weights(), conv_states, states)
+
+    def refresh(self) -> None:
+        """Take weights that were loaded anew."""
+        if self.fused is not None:
+            self.fused.weights.refresh(self._fused_weights())
+
+    def _fused_weights(self) -> "DeltaWeights":
+        from vllm_npu_prep.attention.kernels.fused_delta import DeltaWeights
+
+        return DeltaWeights.of(*self._convolution(), self.A_log, self.dt_bias, self.head_k_dim)
+
+    def _output_projection(self, core_attn_out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        norm: Any = self.norm
+        if self.fused is None or not self._fuses_norm or norm.weight.dtype != z.dtype:
+            return super()._output_projection(core_attn_out, z)
+        from vllm_npu_prep.attention.kernels.fused_delta import gated_norm
+
+        normed = gated_norm(core_attn_out, z, norm.weight, norm.eps, norm.activation)
+        output, _ = self.out_proj(normed.flatten(-2))
+        return output
 
     def _forward_core(
         self,
@@ -71,8 +115,16 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             Where the states are.
         """
         decodes, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        fused, tokens = self.fused, slice(decodes)
+        if fused is not None:
+            if decodes:
+                output[tokens] = fused.decode(mixed[tokens], b[tokens], a[tokens], metadata)
+            if metadata.num_prefills:
+                tokens = slice(decodes, end)
+                output[tokens] = fused.prefill(mixed[tokens], b[tokens], a[tokens], metadata)
+            return
         if decodes:
-            self._decode(mixed[:decodes], b[:decodes], a[:decodes], output[:decodes], metadata)
+            self._decode(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)
         if metadata.num_prefills:
             tokens = slice(decodes, end)
             self._prefill(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)

@@ -13,7 +13,7 @@ plane after the other (`vllm_npu_prep.attention.kernels.latent.planes_of`). vLLM
 we view the same bytes as planes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.kernels.latent import planes_of
-from vllm_npu_prep.attention.states import state_bytes
+from vllm_npu_prep.attention.state_pages import state_bytes
 from vllm_npu_prep.device import Memory
 from vllm_npu_prep.errors import PrepError
 
@@ -122,7 +122,11 @@ def split_by_window(
     return split
 
 
-def allocate_planes(config: KVCacheConfig, memory: Memory) -> dict[str, Any]:
+def allocate_planes(
+    config: KVCacheConfig,
+    memory: Memory,
+    kernel_blocks_of: Callable[[int], int] = lambda block_size: 1,
+) -> dict[str, Any]:
     """Allocate the cache that `config` plans, a buffer for each layer, viewed as planes.
 
     vLLM plans one region of tens of GB. One operator over that many elements, such as the one that
@@ -135,6 +139,8 @@ def allocate_planes(config: KVCacheConfig, memory: Memory) -> dict[str, Any]:
         vLLM's plan of the KV cache.
     memory
         What it is made of: the device's own memory, or some that can sleep.
+    kernel_blocks_of
+        How many blocks attention sees in one of that size (`attention.kernel_blocks`).
 
     Returns
     -------
@@ -185,8 +191,9 @@ def allocate_planes(config: KVCacheConfig, memory: Memory) -> dict[str, Any]:
             if isinstance(spec, MLAAttentionSpec):
                 caches[layer_name] = cache.view(config.num_blocks, -1)
                 continue
-            shape = (planes, config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-            caches[layer_name] = cache.view(shape)
+            count = kernel_blocks_of(spec.block_size)
+            blocks = config.num_blocks * count, spec.block_size // count
+            caches[layer_name] = cache.view(planes, *blocks, spec.num_kv_heads, spec.head_size)
     return caches
 
 

@@ -5,14 +5,13 @@ whether it holds anything yet, and where prefills begin; all of them views of th
 (`vllm_npu_prep.prep.states`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -20,9 +19,8 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
 
-from vllm_npu_prep.attention.fused_calls import block_size_of
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
@@ -53,6 +51,14 @@ class StateMetadata(AttentionMetadata):
     num_input_tokens: int  # tokens after graph padding
     in_full_graph: bool = False
     tasks: Any = None  # of graphs: a state layer's operators take no lists, and need none
+    # What a group's first layer makes for all of them (`attention.kernels.fused_delta`)
+    rows_to_write: torch.Tensor | None = None  # int64: of decodes
+    ones: torch.Tensor | None = None  # [decodes] int32
+    prefill_query_lens: torch.Tensor | None = None  # [num_prefills] int32
+    is_empty: torch.Tensor | None = None  # [num_prefills, 1, 1] bool
+    rows_to_read: torch.Tensor | None = None  # int64: of prefills
+    rows_of_prefills: torch.Tensor | None = None  # int64
+    blocks_of_prefills: torch.Tensor | None = None  # [num_prefills] int64
 
     @property
     def num_prefills(self) -> int:
@@ -102,6 +108,9 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.decisions: Decisions = decisions_of(vllm_config)
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._moves = device.type == "npu"  # whose operator writes a state where it has read it
+        self.num_moved = 0  # requests whose states were moved, of all steps
 
     @classmethod
     def get_cudagraph_support(
@@ -145,6 +154,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         ends = [] if in_full_graph else step.prefill_query_start_loc[1:].tolist()
         num_prefills = len(ends)
         num_tokens = step.batch.total_num_scheduled_tokens
+        if self._moves and states.num_decodes:
+            self._move_states(states.num_decodes, index, staged)
         return StateMetadata(
             step.attn_state,
             arrays.initial_state_indices[index, :num_reqs],
@@ -158,6 +169,19 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             num_tokens,
             step.num_input_tokens,
             in_full_graph,
+        )
+
+    def _move_states(self, num_decodes: int, index: int, staged: StagedArrays) -> None:
+        """Bring states of decodes to the blocks that the step writes, before its forward pass."""
+        host, rows = staged.np, slice(num_decodes)
+        parts: list[Any] = [
+            part for name in self.layer_names for part in self._layers[name].kv_cache
+        ]
+        self.num_moved += move_states(
+            parts,
+            host.initial_state_indices[index, rows],
+            host.state_indices[index, rows],
+            host.has_initial_state[rows],
         )
 
     def build(
@@ -202,73 +226,27 @@ def find_state_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> StateGr
     return StateGroups(tuple(found), max(found.values())) if found else None
 
 
-def find_state_page(vllm_config: VllmConfig) -> "StatePage | None":
-    """How blocks are sized in an engine whose model has states; None for other models.
+def move_states(
+    parts: Sequence[torch.Tensor],  # of all layers of a group, each [num_blocks, ...]
+    source: np.ndarray,  # [R] int32: where decodes find their states
+    target: np.ndarray,  # [R] int32: where they leave them
+    has_state: np.ndarray,  # [R] bool
+) -> int:
+    """Copy states of decodes that enter another block, and empty those of decodes without one.
 
-    Parameters
-    ----------
-    vllm_config
-        The engine's config, whose block size is the one asked for, or the default.
+    Block ids are the host's, so nothing is read back or sent.
+
+    Returns
+    -------
+    int
+        How many requests it concerned.
     """
-    model = vllm_config.model_config
-    if not model.is_hybrid:
-        return None
-    assert isinstance(model.dtype, torch.dtype)  # resolved by now
-    model_class: Any
-    model_class, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
-    spec = MambaSpec(
-        shapes=model_class.get_mamba_state_shape_from_config(vllm_config),
-        dtypes=model_class.get_mamba_state_dtype_from_config(vllm_config),
-        block_size=1,
-    )
-    token = FullAttentionSpec(
-        block_size=1,
-        num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
-        head_size=model.get_head_size(),
-        dtype=model.dtype,
-    ).page_size_bytes
-    asked = block_size_of(vllm_config)
-    rule = max(state_bytes(spec))
-    halves = -(-2 * rule // (asked * token))
-    return StatePage(asked, asked * halves, token, state_bytes(spec))
-
-
-@dataclass(frozen=True)
-class StatePage:
-    """A block that has room for a state in its halves, and for K and V of so many tokens.
-
-    Attributes
-    ----------
-    asked
-        Block size that was asked for, or the default.
-    block_size
-        The smallest multiple of it whose K holds the larger part of a state.
-    token_bytes
-        K and V of one token in one layer.
-    parts
-        Bytes of both parts of a state.
-    """
-
-    asked: int
-    block_size: int
-    token_bytes: int
-    parts: list[int]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        return self.block_size * self.token_bytes
-
-    def describe(self) -> str:
-        """The line that tells at start-up what blocks hold, and why they have their size."""
-        state, page = sum(self.parts), self.page_bytes
-        why = f"asked for: {self.asked}; " if self.block_size != self.asked else ""
-        return (
-            f"a state of {state:,} bytes in a block of {self.block_size} tokens ({page:,} bytes; "
-            f"{why}half a block holds the rule's {max(self.parts):,} bytes)"
-        )
-
-
-def state_bytes(spec: MambaSpec) -> list[int]:
-    """Bytes of each part of a state: of the convolution's inputs, and of the recurrence."""
-    return [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes)]
+    rows = np.flatnonzero((source != target) | ~has_state)
+    for row in rows.tolist():
+        old, new = int(source[row]), int(target[row])
+        for part in parts:
+            if has_state[row]:
+                part[new].copy_(part[old])
+            else:
+                part[new].zero_()
+    return len(rows)

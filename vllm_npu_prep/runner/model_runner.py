@@ -1,6 +1,7 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
@@ -739,6 +741,9 @@ class NPUModelRunner(GPUModelRunner):
         self.refuse_new_weights()
         with kept_addresses(self.get_model()):
             super().reload_weights(*args, **kwargs)
+        for layer in self.compilation_config.static_forward_context.values():
+            if hasattr(layer, "refresh"):  # keeps weights in another form
+                layer.refresh()
 
     def refuse_new_weights(self) -> None:
         """Refuse new weights beside a KV connector, and for quantised models.
@@ -836,7 +841,8 @@ class NPUModelRunner(GPUModelRunner):
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
-        caches = allocate_planes(kv_cache_config, self.cache_memory)
+        kernel_blocks_of = partial(blocks_per_block, self.vllm_config)
+        caches = allocate_planes(kv_cache_config, self.cache_memory, kernel_blocks_of)
         for layer_name, target in self.shared_kv_cache_layers.items():
             caches[layer_name] = caches[target]
         bind_kv_cache(
@@ -854,8 +860,13 @@ class NPUModelRunner(GPUModelRunner):
         """Does nothing: upstream prepares a Triton kernel here, which is not used."""
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zero new blocks, as upstream does with a Triton kernel."""
-        zero_blocks(self.kv_caches, block_ids)
+        """Zero new blocks, as upstream does with a Triton kernel, if numbers are of several types.
+
+        Of one type, what another layer left are numbers, and nobody reads them: a state that holds
+        nothing is not read, and attention ends at a request's last token.
+        """
+        if len({plane.dtype for plane in self.kv_caches}) > 1:
+            zero_blocks(self.kv_caches, block_ids)
 
     # ----------------------------------------------------------------- the device
 

@@ -34,6 +34,9 @@ def choose_scheduler(vllm_config: "VllmConfig", wanted: Literal["batched", "upst
         return f"{how}, by {name}: --scheduler-cls takes precedence over the option scheduler"
     if vllm_config.diffusion_config is not None:
         return f"{how}, by vLLM's scheduler of diffusion models"
+    if vllm_config.model_config.is_hybrid:
+        config.scheduler_cls = None
+        return f"{how}, by vLLM's scheduler: chunks of prompts end at blocks, which hold states"
     # vLLM checks its config again, in the engine's process
     config.scheduler_cls = (
         SCHEDULERS[bool(config.async_scheduling)] if wanted == "batched" else None

@@ -222,3 +222,58 @@ def gating(
         weights.append([scores[e] / whole * factor for e in chosen])
         ids.append(chosen)
     return torch.tensor(weights, dtype=torch.float64), torch.tensor(ids)
+
+
+def gated_delta(
+    mixed: torch.Tensor,
+    last: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A gated delta net over the tokens of one sequence, one after the other.
+
+    Parameters
+    ----------
+    mixed
+        ``[T, width]``: queries, keys and values of all heads before the convolution.
+    last
+        ``[kernel_size - 1, width]``: the inputs before these.
+    state
+        ``[num_v_heads, value_dim, key_dim]``.
+    weight
+        ``[width, kernel_size]`` of the convolution.
+    a, b
+        ``[T, num_v_heads]``: what decays and rates are made of.
+    a_log, dt_bias
+        ``[num_v_heads]``.
+
+    Returns
+    -------
+    output, last, state
+        Float64: ``[T, num_v_heads, value_dim]``, and both parts of the state after the last token.
+    """
+    num_v_heads, value_dim, key_dim = state.shape
+    inputs = torch.cat((last.double(), mixed.double()))
+    state, outputs = state.double().clone(), []
+    for token in range(len(mixed)):
+        seen = inputs[token : token + weight.shape[1]]
+        convolved = (seen * weight.double().T).sum(0)
+        convolved = convolved / (1 + (-convolved).exp())
+        vectors = convolved[: len(convolved) - num_v_heads * value_dim].view(2, -1, key_dim)
+        vectors = vectors / (vectors.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        values = convolved[len(convolved) - num_v_heads * value_dim :].view(num_v_heads, -1)
+        output = torch.empty(num_v_heads, value_dim, dtype=torch.float64)
+        for head in range(num_v_heads):
+            of_keys = head * vectors.shape[1] // num_v_heads
+            query, key = vectors[0, of_keys] / math.sqrt(key_dim), vectors[1, of_keys]
+            step = math.log1p(math.exp(float(a[token, head].double() + dt_bias[head].double())))
+            rate = 1 / (1 + math.exp(-float(b[token, head])))
+            kept = state[head] * math.exp(-math.exp(float(a_log[head])) * step)
+            state[head] = kept + rate * torch.outer(values[head] - kept @ key, key)
+            output[head] = state[head] @ query
+        outputs.append(output)
+    return torch.stack(outputs), inputs[len(mixed) :], state

@@ -20,6 +20,8 @@ from vllm_npu_prep.attention.mla import AscendMLAImpl
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.verify.delta import DeltaStep
+from vllm_npu_prep.verify.delta import forms_of as delta_forms
 from vllm_npu_prep.verify.latent import LatentStep, forms_of
 from vllm_npu_prep.verify.row import Outcome, compare
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
@@ -30,6 +32,9 @@ LONGEST_WINDOW = 8192
 shorter sequences, which show the form but not the limit."""
 
 OTHER_FAMILY = {"fia": "atb", "atb": "fia"}
+
+NO_OTHER_RULE = "serve the model on the CPU fallback"
+"""What to do if the device computes the gated delta rule wrongly."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ def probed_layers(
     found: dict[tuple[Any, ...], ProbedLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
         builder = group.get_metadata_builder()
+        if builder.holds_states:  # `probe_delta`
+            continue
         for name in group.layer_names:
             impl = layers[name].impl
             if isinstance(impl, AscendMLAImpl):  # `probe_latent`
@@ -128,7 +135,7 @@ def probed_layers(
                 impl.kernels.family.name,
                 impl.layer_shape,
                 dtype,
-                group.kv_cache_spec.block_size if impl.has_cache else 0,
+                builder.kernel_block_size if impl.has_cache else 0,
                 builder.sliding_window,
                 builder.causal,
                 impl.shares_kv,
@@ -168,7 +175,7 @@ def probed_latent_layers(
     for group in (group for groups in attn_groups for group in groups):
         builder = group.get_metadata_builder()
         for name in group.layer_names:
-            impl = layers[name].impl
+            impl = getattr(layers[name], "impl", None)  # layers with states have none
             if isinstance(impl, AscendMLAImpl) and builder.latent is not None:
                 sizes = group.kv_cache_spec.block_size, builder.latent.decode_threshold
                 kind = ProbedLatentLayers(impl.shape, dtype, *sizes, builder.masks)
@@ -197,6 +204,33 @@ def probe_latent(
         log(
             f"Probe: {counted(number, 'form')} of latent attention and cache writes equal their "
             f"formulas ({seconds:.2f} s)."
+        )
+    return number
+
+
+def probe_delta(
+    heads: Sequence[tuple[int, int]], device: Device, log: Callable[[str], object]
+) -> int:
+    """Run both forms of the gated delta rule once; as `probe_attention`.
+
+    Parameters
+    ----------
+    heads
+        Heads of keys and of values, of each kind of layer.
+    device, log
+        As there.
+    """
+    start, number = time.perf_counter(), 0
+    for key_heads, value_heads in heads:
+        for what, form in delta_forms(key_heads, value_heads).items():
+            number += 1
+            run = DeltaStep(form, device.device).run
+            _probe_step("gated delta net", what, str(form), device, run, NO_OTHER_RULE)
+    if number:
+        seconds = time.perf_counter() - start
+        log(
+            f"Probe: {counted(number, 'form')} of the gated delta rule equal their formulas "
+            f"({seconds:.2f} s)."
         )
     return number
 
@@ -252,11 +286,17 @@ def _probe_form(kind: ProbedLayers, what: str, form: AttentionForm, device: Devi
 
 
 def _probe_step(
-    family: str, what: str, form: str, device: Device, run: Callable[[], Outcome]
+    family: str,
+    what: str,
+    form: str,
+    device: Device,
+    run: Callable[[], Outcome],
+    instead: str | None = None,
 ) -> None:
+    if instead is None:
+        instead = f'use {{"npu_prep": {{"attention": "{OTHER_FAMILY.get(family, "auto")}"}}}}'
     advice = (
-        "run vllm-npu-prep verify-device and send its table back; to start now, use "
-        f'{{"npu_prep": {{"attention": "{OTHER_FAMILY.get(family, "auto")}"}}}}, or '
+        f"run vllm-npu-prep verify-device and send its table back; to start now, {instead}, or "
         '{"npu_prep": {"probe": false}} to take the risk'
     )
     try:

@@ -189,6 +189,16 @@ SCHEMAS = {
         "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, "
         "int? batch_split_factor=1) -> Tensor"
     ),
+    ("npu::npu_recurrent_gated_delta_rule", ""): (
+        "(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *, Tensor? beta=None, "
+        "float? scale=None, Tensor? actual_seq_lengths=None, Tensor? ssm_state_indices=None, "
+        "Tensor? num_accepted_tokens=None, Tensor? g=None, Tensor? gk=None) -> Tensor"
+    ),
+    ("npu::npu_chunk_gated_delta_rule", ""): (
+        "(Tensor query, Tensor key, Tensor value, *, Tensor? beta=None, "
+        "Tensor? initial_state=None, Tensor? actual_seq_lengths=None, float? scale=None, "
+        "Tensor? g=None) -> (Tensor, Tensor)"
+    ),
     ("npu::npu_gather_pa_kv_cache", ""): (
         "(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
         "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, "

@@ -20,6 +20,7 @@ from tests.emulator.operators.calls import (
     spoiled,
     strided,
 )
+from tests.emulator.operators.delta_calls import CHUNK_VIOLATIONS, RECURRENT_VIOLATIONS
 from tests.emulator.operators.expert_calls import EXPERT_VIOLATIONS
 from tests.emulator.operators.fused_violations import FUSED_VIOLATIONS
 from tests.emulator.operators.fusion_calls import FUSION_VIOLATIONS
@@ -411,6 +412,8 @@ VIOLATIONS = {
         "npu_gather_pa_kv_cache": GATHER_VIOLATIONS,
         "npu_attention_update": UPDATE_VIOLATIONS,
         "npu_transpose_batchmatmul": TRANSPOSE_VIOLATIONS,
+        "npu_recurrent_gated_delta_rule": RECURRENT_VIOLATIONS,
+        "npu_chunk_gated_delta_rule": CHUNK_VIOLATIONS,
         **EXPERT_VIOLATIONS,
         **INT8_VIOLATIONS,
     }.items()

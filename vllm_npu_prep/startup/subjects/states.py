@@ -1,15 +1,89 @@
 """Models with states: gated delta nets beside attention."""
 
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_npu_prep.attention.families import ATB
+from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
+if TYPE_CHECKING:
+    from vllm_npu_prep.attention.state_pages import StatePage
+
+MOST_HEADS = 64
+"""Of a rank: what ``npu_chunk_gated_delta_rule`` takes."""
+
+HEAD_SIZE = 128
+"""Of keys and of values."""
+
+
+def _on_npus(asked: Asked) -> bool:
+    return asked.family.device_type == "npu"
+
+
+def _heads_fit(asked: Asked) -> bool:
+    text, ranks = asked.text, asked.config.parallel_config.tensor_parallel_size
+    sizes = {text.linear_key_head_dim, text.linear_value_head_dim}
+    return sizes == {HEAD_SIZE} and text.linear_num_value_heads <= MOST_HEADS * ranks
+
+
+def _page(asked: Asked) -> "StatePage":
+    from vllm_npu_prep.attention.state_pages import find_state_page
+
+    page = find_state_page(asked.config)
+    assert page is not None
+    return page
+
+
+def _page_words(asked: Asked) -> dict[str, object]:
+    page = _page(asked)
+    tokens = 2 * max(page.parts) / page.token_bytes
+    fitting = [size for size in range(16, 129, 16) if tokens % size == 0]
+    remedy = f"give --block-size {fitting[-1]}, or use the CPU fallback"
+    if not fitting:
+        remedy = "use another number of ranks, or the CPU fallback"
+    return {"block_size": page.asked, "tokens": f"{tokens:g}", "remedy": remedy}
+
+
 STATES = (
     Refusal(
-        "states-on-npus",
-        lambda c: c.family.device_type == "npu",
-        "{model} on an NPU",
-        "gated delta nets are computed by the CPU fallback only",
-        "use the CPU fallback, or a model without linear attention",
+        "states-kernels",
+        lambda c: c.family is ATB,
+        "{model} with kernel family {family}",
+        "its blocks are as large as states, and only fia's kernels see them in parts",
+        f'leave "{SECTION}.attention" out, for "fia"',
+    ),
+    Refusal(
+        "states-dtype",
+        lambda c: _on_npus(c) and c.model.dtype is not torch.bfloat16,
+        "--dtype {dtype} for {model}",
+        "the NPU's operators of gated delta nets take bfloat16",
+        "give --dtype bfloat16, or use the CPU fallback",
+        lambda c: {"dtype": str(c.model.dtype).removeprefix("torch.")},
+    ),
+    Refusal(
+        "states-heads",
+        lambda c: _on_npus(c) and not _heads_fit(c),
+        "linear attention with {keys} heads of {key_dim} and {values} of {value_dim} ({model})",
+        "the NPU's operators take at most 64 heads a rank, of 128 elements",
+        "use another model, more ranks, or the CPU fallback",
+        lambda c: {
+            "keys": c.text.linear_num_key_heads,
+            "values": c.text.linear_num_value_heads,
+            "key_dim": c.text.linear_key_head_dim,
+            "value_dim": c.text.linear_value_head_dim,
+        },
+    ),
+    Refusal(
+        "states-page",
+        lambda c: _on_npus(c) and _heads_fit(c) and not _page(c).is_exact,
+        "blocks of {block_size} tokens for {model}",
+        "on NPUs a state has to fill half a block, that is the K of {tokens} tokens, which is no "
+        "multiple of it",
+        "{remedy}",
+        _page_words,
     ),
     Refusal(
         "states-ranks",

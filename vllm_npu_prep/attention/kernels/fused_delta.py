@@ -1,0 +1,288 @@
+"""Gated delta nets on NPUs: the rule by torch_npu's operators, the convolution by torch's own.
+
+Sources: schemas and docstrings of ``npu_recurrent_gated_delta_rule`` (decodes, over states in the
+cache) and ``npu_chunk_gated_delta_rule`` (prefills, over states that are gathered), and what CANN's
+``ops-transformer`` checks: everything in bfloat16 but decays, heads of 128.
+
+The first operator writes a state where it has read it. So before a step's forward pass, states of
+decodes that enter another block are brought there, and those of decodes that have none are emptied
+(`vllm_npu_prep.attention.states.move_states`). A graph then holds decodes of any step.
+"""
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch_npu
+from torch.nn import functional
+
+from vllm_npu_prep.attention.kernels.gated_delta import EPSILON
+from vllm_npu_prep.attention.states import StateMetadata
+
+
+class DeltaShape(NamedTuple):
+    """Sizes of a layer, as a rank has it."""
+
+    num_k_heads: int
+    num_v_heads: int
+    key_dim: int  # of one head
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of queries and keys of one token."""
+        return 2 * self.num_k_heads * self.key_dim
+
+
+class DeltaWeights(NamedTuple):
+    """What the operators get of a layer's parameters, in float32."""
+
+    taps: torch.Tensor  # [kernel_size, width]
+    bias: torch.Tensor | None  # [width]
+    decay: torch.Tensor  # [num_v_heads]: the negative of A
+    dt_bias: torch.Tensor  # [num_v_heads]
+    norm: torch.Tensor  # [key_dim]: makes a mean of squares a sum
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,  # [width, kernel_size]
+        bias: torch.Tensor | None,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        key_dim: int,
+    ) -> "DeltaWeights":
+        """Made once, when the cache is bound."""
+        decay = -a_log.detach().float().exp()
+        return cls(
+            weight.detach().t().float().contiguous(),
+            None if bias is None else bias.detach().float(),
+            decay,
+            dt_bias.detach().float(),
+            torch.full((key_dim,), key_dim**-0.5, device=decay.device),
+        )
+
+    def refresh(self, new: "DeltaWeights") -> None:
+        """Take new weights in place."""
+        for mine, other in zip(self, new):
+            if mine is not None and other is not None:
+                mine.copy_(other)
+
+
+class RuleArguments(NamedTuple):
+    """What both operators get of some tokens."""
+
+    query: torch.Tensor  # [T, num_k_heads, key_dim] bfloat16, of length 1
+    key: torch.Tensor  # the same
+    value: torch.Tensor  # [T, num_v_heads, value_dim] bfloat16
+    beta: torch.Tensor  # [T, num_v_heads] bfloat16, between 0 and 1
+    g: torch.Tensor  # [T, num_v_heads] float32, at most 0
+
+
+class StateRows:
+    """The convolution's parts of the states of all blocks, as rows of a contiguous matrix.
+
+    A part is the beginning of a row of the second plane. Operators over such a view would copy the
+    whole plane first; over the plane as rows of a common divisor they don't.
+
+    Parameters
+    ----------
+    parts
+        ``[num_blocks, kernel_size - 1, width]``; each block's part is contiguous.
+    """
+
+    def __init__(self, parts: torch.Tensor) -> None:
+        self.shape = tuple(parts.shape[1:])
+        count, stride = self.shape[0] * self.shape[1], parts.stride(0)
+        self.unit = gcd(count, stride)
+        self.rows_of_block = stride // self.unit
+        size = (len(parts) * self.rows_of_block, self.unit)
+        self.plane = parts.as_strided(size, (self.unit, 1))  # [num_blocks * rows_of_block, unit]
+        self._offsets = torch.arange(count // self.unit, device=parts.device)
+
+    def indices(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Rows of some blocks, int64 ``[len(blocks) * rows]``."""
+        rows = torch.add(self._offsets, blocks.unsqueeze(1), alpha=self.rows_of_block)
+        return rows.flatten()
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        """The parts of some blocks, ``[R, kernel_size - 1, width]``."""
+        return self.plane.index_select(0, indices).view(-1, *self.shape)
+
+    def write(self, indices: torch.Tensor, parts: torch.Tensor) -> None:
+        """Replace the parts of some blocks."""
+        self.plane.index_copy_(0, indices, parts.reshape(-1, self.unit))
+
+
+class FusedDelta:
+    """The core of one layer on an NPU.
+
+    Parameters
+    ----------
+    shape
+        Sizes of the layer.
+    weights
+        Its parameters.
+    conv_states, states
+        Both parts of the states of all blocks, in bfloat16: ``[num_blocks, kernel_size - 1,
+        width]``, and ``[num_blocks, num_v_heads, value_dim, key_dim]``, contiguous.
+    """
+
+    def __init__(
+        self,
+        shape: DeltaShape,
+        weights: DeltaWeights,
+        conv_states: torch.Tensor,
+        states: torch.Tensor,
+    ) -> None:
+        self.shape, self.weights = shape, weights
+        self.conv_states, self.states = conv_states, states
+        self.rows = StateRows(conv_states)
+        self.scale = shape.key_dim**-0.5
+
+    def decode(
+        self,
+        mixed: torch.Tensor,  # [T, width]
+        b: torch.Tensor,  # [T, num_v_heads]
+        a: torch.Tensor,  # [T, num_v_heads]
+        metadata: StateMetadata,
+    ) -> torch.Tensor:
+        """One token of each request; in a full graph padding, too, over the null block.
+
+        The operator wants as many blocks as tokens. Only padding can exceed them.
+        """
+        blocks = metadata.state_indices[: len(mixed)]
+        if metadata.rows_to_write is None:  # the group's first layer; in a graph, a part of it
+            metadata.rows_to_write = self.rows.indices(blocks)
+            metadata.ones = torch.ones_like(blocks)
+        inputs = torch.cat((self.rows.read(metadata.rows_to_write), mixed.unsqueeze(1)), 1)
+        self.rows.write(metadata.rows_to_write, inputs[:, 1:])
+        convolved = (inputs * self.weights.taps).sum(1)
+        given = self._arguments(convolved, b, a)
+        assert metadata.ones is not None
+        outputs = [
+            torch_npu.npu_recurrent_gated_delta_rule(
+                given.query[part],
+                given.key[part],
+                given.value[part],
+                self.states,
+                beta=given.beta[part],
+                scale=self.scale,
+                actual_seq_lengths=metadata.ones[part],
+                ssm_state_indices=blocks[part],
+                g=given.g[part],
+            )
+            for part in pieces(len(mixed), len(self.states))
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def prefill(
+        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
+    ) -> torch.Tensor:
+        """The requests after the decodes, all by the same calls."""
+        reqs = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
+        source, target = metadata.initial_state_indices[reqs], metadata.state_indices[reqs]
+        if metadata.prefill_query_lens is None:  # the group's first layer
+            starts = metadata.prefill_query_start_loc
+            metadata.prefill_query_lens = starts[1:] - starts[:-1]
+            metadata.is_empty = ~metadata.has_initial_state[reqs].view(-1, 1, 1)
+            metadata.rows_to_read = self.rows.indices(source)
+            metadata.rows_of_prefills = self.rows.indices(target)
+            metadata.blocks_of_prefills = target.long()
+        assert metadata.is_empty is not None and metadata.blocks_of_prefills is not None
+        assert metadata.rows_to_read is not None and metadata.rows_of_prefills is not None
+        last = self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)
+        convolved, last = self._convolve(mixed, last, metadata.prefill_ends)
+        self.rows.write(metadata.rows_of_prefills, last)
+        given = self._arguments(convolved, b, a)
+        states = self.states.index_select(0, source)
+        states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)
+        output, states = torch_npu.npu_chunk_gated_delta_rule(
+            given.query,
+            given.key,
+            given.value,
+            beta=given.beta,
+            initial_state=states,
+            actual_seq_lengths=metadata.prefill_query_lens,
+            scale=self.scale,
+            g=given.g,
+        )
+        self.states.index_copy_(0, metadata.blocks_of_prefills, states)
+        return output
+
+    def _convolve(
+        self,
+        mixed: torch.Tensor,  # [T, width]
+        last: torch.Tensor,  # [R, kernel_size - 1, width]: inputs before each sequence's own
+        ends: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Convolve all sequences at once, each behind its last inputs.
+
+        Returns
+        -------
+        convolved, last
+            ``[T, width]`` float32, and the last inputs, ``[R, kernel_size - 1, width]``.
+        """
+        taps = self.weights.taps
+        before = len(taps) - 1
+        starts = [0, *ends[:-1]]
+        parts = [
+            part
+            for row, (start, end) in enumerate(zip(starts, ends))
+            for part in (last[row], mixed[start:end])
+        ]
+        inputs = torch.cat(parts)  # [T + R * before, width]
+        count = len(inputs) - before
+        sums = inputs[before:] * taps[before]
+        for tap in range(before):
+            sums += inputs[tap : tap + count] * taps[tap]
+        # Between two sequences lie sums over both
+        own = [slice(s + before * i, e + before * i) for i, (s, e) in enumerate(zip(starts, ends))]
+        convolved = sums if len(own) == 1 else torch.cat([sums[rows] for rows in own])
+        return convolved, torch.stack([inputs[rows.stop : rows.stop + before] for rows in own])
+
+    def _arguments(
+        self,
+        convolved: torch.Tensor,  # [T, width] float32
+        b: torch.Tensor,
+        a: torch.Tensor,
+    ) -> RuleArguments:
+        """Activate queries, keys and values, and make decays and rates of the gates."""
+        shape, weights = self.shape, self.weights
+        if weights.bias is not None:
+            convolved = convolved + weights.bias
+        functional.silu(convolved, inplace=True)
+        keys = convolved[:, : shape.keys].unflatten(1, (-1, shape.key_dim))
+        # With this gamma, the norm is x / sqrt(sum of squares + EPSILON)
+        keys, _ = torch_npu.npu_rms_norm(keys, weights.norm, EPSILON / shape.key_dim)
+        heads = slice(shape.num_k_heads), slice(shape.num_k_heads, None)
+        query, key = (keys[:, part].to(torch.bfloat16) for part in heads)
+        value = convolved[:, shape.keys :].to(torch.bfloat16)
+        g = functional.softplus(a + weights.dt_bias).mul_(weights.decay)
+        return RuleArguments(
+            query,
+            key,
+            value.view(len(a), shape.num_v_heads, shape.value_dim),
+            b.sigmoid(),
+            g,
+        )
+
+
+def gated_norm(
+    x: torch.Tensor,  # [T, num_v_heads, value_dim]
+    z: torch.Tensor,  # the same
+    weight: torch.Tensor,  # [value_dim]
+    epsilon: float,
+    activation: str,
+) -> torch.Tensor:
+    """vLLM's ``RMSNormGated`` without groups: the norm of each head, times an activated gate."""
+    gate = z.sigmoid() if activation == "sigmoid" else functional.silu(z)
+    normed, _ = torch_npu.npu_rms_norm(x, weight, epsilon)
+    return normed.mul_(gate)
+
+
+def pieces(num_tokens: int, at_most: int) -> list[slice]:
+    """Tokens of each call, of which one has at most so many."""
+    return [
+        slice(start, min(start + at_most, num_tokens)) for start in range(0, num_tokens, at_most)
+    ]

@@ -1,0 +1,189 @@
+"""Steps of gated delta nets through the plugin's calls, beside a formula in float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.attention.states import StateMetadata
+from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.row import Outcome, compare, worst_of
+
+UNUSED = 30.0
+"""What blocks hold that no request owns: large enough to show where one is read."""
+
+KERNEL_SIZE = 4
+"""Of the convolution, in tokens: Qwen3-Next's and Qwen3.5's."""
+
+HEAD = 128
+"""Elements of a head."""
+
+TOLERANCE = 0.04
+"""Queries, keys, values and states are rounded to bfloat16 between the parts of a layer."""
+
+
+@dataclass(frozen=True)
+class DeltaForm:
+    """What a step of a layer depends on.
+
+    Attributes
+    ----------
+    num_k_heads, num_v_heads
+        Of a rank.
+    lengths
+        Of each request: tokens before the step, and tokens of the step. Decodes, which come first,
+        have one token and a state.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    lengths: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        heads = f"{self.num_k_heads} heads of keys and {self.num_v_heads} of values"
+        return f"{heads}, (computed, new) tokens {list(self.lengths)}"
+
+    @property
+    def num_decodes(self) -> int:
+        """The leading requests of one token that have a state."""
+        rest = (row for row, (old, new) in enumerate(self.lengths) if new > 1 or not old)
+        return next(rest, len(self.lengths))
+
+
+def forms_of(num_k_heads: int, num_v_heads: int) -> dict[str, DeltaForm]:
+    """A form of each kind of call of an engine."""
+    heads = num_k_heads, num_v_heads
+    return {
+        "decodes over states": DeltaForm(*heads, ((5, 1), (9, 1), (2, 1))),
+        "prefills in chunks": DeltaForm(*heads, ((0, 70), (3, 2), (0, 1))),
+    }
+
+
+class DeltaStep:
+    """A step of one layer with random weights, inputs and states.
+
+    Parameters
+    ----------
+    form
+        What the step depends on.
+    device
+        Where operators run.
+    seed
+        Of everything random.
+    """
+
+    def __init__(self, form: DeltaForm, device: torch.device, seed: int = 0) -> None:
+        self.form, self._device = form, device
+        generator = torch.Generator().manual_seed(seed)
+        count = len(form.lengths)
+        width = (2 * form.num_k_heads + form.num_v_heads) * HEAD
+        tokens = sum(new for _, new in form.lengths)
+
+        def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*sizes, generator=generator) * scale).bfloat16()
+
+        self.weight = random(width, KERNEL_SIZE)
+        self.a_log, self.dt_bias = random(form.num_v_heads).float(), random(form.num_v_heads)
+        self.mixed = random(tokens, width)
+        self.a, self.b = random(tokens, form.num_v_heads), random(tokens, form.num_v_heads)
+        # Each request finds its state in one block; prefills leave theirs in another
+        self.num_blocks = 2 * count + 2
+        blocks = (torch.randperm(self.num_blocks - 1, generator=generator) + 1).int()
+        self.source, self.target = blocks[:count].clone(), blocks[count : 2 * count].clone()
+        self.target[: form.num_decodes] = self.source[: form.num_decodes]
+        sizes = form.num_v_heads, HEAD, HEAD
+        half = form.num_v_heads * HEAD * HEAD
+        plane = torch.full((2, self.num_blocks, half), UNUSED, dtype=torch.bfloat16)
+        self.last = random(count, KERNEL_SIZE - 1, width)
+        self.states = random(count, *sizes, scale=4.0)
+        for row, (computed, _) in enumerate(form.lengths):
+            if computed:
+                block = int(self.source[row])
+                plane[0, block] = self.states[row].flatten()
+                plane[1, block, : self.last[row].numel()] = self.last[row].flatten()
+            else:
+                self.last[row], self.states[row] = 0, 0
+        on_device = plane.to(device)
+        self.states_on_device = on_device[0].view(-1, *sizes)
+        self.conv_on_device = on_device[1, :, : (KERNEL_SIZE - 1) * width].unflatten(
+            1, (KERNEL_SIZE - 1, width)
+        )
+
+    def run(self) -> Outcome:
+        """Compute the step, and compare outputs and states with what they should be."""
+        from vllm_npu_prep.attention.kernels.fused_delta import (
+            DeltaShape,
+            DeltaWeights,
+            FusedDelta,
+        )
+
+        form, put = self.form, self._put
+        weights = DeltaWeights.of(put(self.weight), None, put(self.a_log), put(self.dt_bias), HEAD)
+        shape = DeltaShape(form.num_k_heads, form.num_v_heads, HEAD, HEAD)
+        layer = FusedDelta(shape, weights, self.conv_on_device, self.states_on_device)
+        metadata, first = self._metadata(), form.num_decodes
+        parts: list[Any] = []
+        for method, tokens in (
+            (layer.decode, slice(0, first)),
+            (layer.prefill, slice(first, None)),
+        ):
+            given = [put(each[tokens]) for each in (self.mixed, self.b, self.a)]
+            if len(given[0]):
+                parts.append(method(*given, metadata))
+        wanted = [self._formula(row) for row in range(len(form.lengths))]
+        output = torch.cat([each[0] for each in wanted])
+        outcomes = [compare(torch.cat(parts), output, str(form), tolerance=TOLERANCE)]
+        blocks = self.target.long()
+        for plane, index in ((self.conv_on_device, 1), (self.states_on_device, 2)):
+            kept = torch.full(plane.shape, UNUSED, dtype=torch.float64)
+            for row, (computed, _) in enumerate(form.lengths):
+                if computed:
+                    kept[self.source[row]] = (self.last, self.states)[index - 1][row].double()
+            kept[blocks] = torch.stack([each[index] for each in wanted])
+            outcomes.append(compare(plane, kept, "the states", tolerance=TOLERANCE))
+        return worst_of(outcomes, str(form))
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+    def _metadata(self) -> StateMetadata:
+        form, put = self.form, self._put
+        count, first = len(form.lengths), form.num_decodes
+        starts = torch.tensor([0, *(new for _, new in form.lengths)]).cumsum(0).int()
+        own = starts[first:] - starts[first]
+        tokens = int(starts[-1])
+        return StateMetadata(
+            AttentionState.ChunkedPrefill,
+            put(self.source),
+            put(self.target),
+            put(torch.tensor([computed > 0 for computed, _ in form.lengths])),
+            put(starts),
+            put(own),
+            own[1:].tolist() if first < count else [],
+            first,
+            first,
+            tokens,
+            tokens,
+        )
+
+    def _formula(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        start = sum(new for _, new in self.form.lengths[:row])
+        tokens = slice(start, start + self.form.lengths[row][1])
+        return formulas.gated_delta(
+            self.mixed[tokens],
+            self.last[row],
+            self.states[row],
+            self.weight,
+            self.a[tokens],
+            self.b[tokens],
+            self.a_log,
+            self.dt_bias,
+        )
+
+
+def heads_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
+    """Heads of keys and of values of an engine's layers with states, each pair once."""
+    shapes = [layer.fused.shape for layer in layers]
+    return list(dict.fromkeys((shape.num_k_heads, shape.num_v_heads) for shape in shapes))

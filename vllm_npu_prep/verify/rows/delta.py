@@ -1,0 +1,34 @@
+"""Rows of gated delta nets: the calls that start-up makes, too."""
+
+from functools import partial
+
+from vllm_npu_prep.verify.delta import DeltaStep, forms_of
+from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row
+
+RECURRENT: tuple[Record, ...] = (("npu_recurrent_gated_delta_rule", "one sequence a state"),)
+
+WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
+    "decode": ("decodes over states", RECURRENT),
+    "prefill": ("prefills in chunks", ()),
+}
+"""Form of a step, and what it tries, by the name of its row."""
+
+HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
+"""Heads of keys and of values, by a part of the row's name."""
+
+
+def delta(what: str, heads: tuple[int, int], bench: Bench) -> Outcome:
+    """A step of a gated delta net beside its formula."""
+    return DeltaStep(forms_of(*heads)[what], bench.device.device).run()
+
+
+ROWS = tuple(
+    Row(
+        f"delta-{which}{name}",
+        f"gated delta net, {heads[0]} heads of keys and {heads[1]} of values: {what}",
+        partial(delta, what, heads),
+        records,
+    )
+    for name, (what, records) in WHAT.items()
+    for which, heads in HEADS.items()
+)
