@@ -321,6 +321,7 @@ class NPUWorker(Worker):
         """Weights from a transfer engine: as upstream's, refused with graphs."""
         self.model_runner.refuse_new_weights()
         super().update_weights(*args, **kwargs)
+        self.model_runner.refresh_layers()
 
     @property
     def sleep_mode_backend(self) -> SleepingMemory:

@@ -124,14 +124,15 @@ class DeltaStep:
         shape = DeltaShape(form.num_k_heads, form.num_v_heads, HEAD, HEAD)
         layer = FusedDelta(shape, weights, self.conv_on_device, self.states_on_device)
         metadata, first = self._metadata(), form.num_decodes
-        parts: list[Any] = []
-        for method, tokens in (
+        parts: list[torch.Tensor] = []
+        halves: tuple[tuple[Any, slice], ...] = (
             (layer.decode, slice(0, first)),
             (layer.prefill, slice(first, None)),
-        ):
+        )
+        for compute, tokens in halves:
             given = [put(each[tokens]) for each in (self.mixed, self.b, self.a)]
             if len(given[0]):
-                parts.append(method(*given, metadata))
+                parts.append(compute(*given, metadata))
         wanted = [self._formula(row) for row in range(len(form.lengths))]
         output = torch.cat([each[0] for each in wanted])
         outcomes = [compare(torch.cat(parts), output, str(form), tolerance=TOLERANCE)]
