@@ -168,6 +168,10 @@ FAULTS = {
         changed("positions", 3, 3),
         ["positions", "request two, token 3", "given 3, allowed 2"],
     ),
+    "a decode's position off by one": (
+        changed("positions", 0, 8),
+        ["positions", "request one, token 0", "given 8, allowed 9"],
+    ),
     "an id beyond the vocabulary": (
         changed("input_ids", 7, VOCAB),
         ["vocabulary", "request three, token 7", f"given {VOCAB}, allowed 0 to {VOCAB - 1}"],
@@ -199,6 +203,14 @@ FAULTS = {
     "logits of padding": (
         changed("logits_indices", 2, 11),
         ["logits", "given token 11 in [0, 5, 11], allowed rising, below 11"],
+    ),
+    "logits out of order": (
+        changed("logits_indices", 1, 0),
+        ["logits", "given token 0 in [0, 0, 10], allowed rising, below 11"],
+    ),
+    "logits before the first": (
+        changed("logits_indices", 0, -1),
+        ["logits", "given token -1 in [-1, 5, 10], allowed rising, below 11"],
     ),
     "padding that writes": (
         changed("slot_mapping", (2, 13), 4),

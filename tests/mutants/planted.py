@@ -304,8 +304,8 @@ MUTANTS = [
     Mutant(
         "sampled token placed behind the drafts",
         "prep/fused_pass.py",
-        "out.variable_int64[target] = out.input_ids_offset + end - 1 - drafts",
-        "out.variable_int64[step.previous_rows[req]] = end - 1",
+        "first = out.input_ids_offset + out.query_start_loc[req + 1] - 1 - drafts",
+        "first = out.input_ids_offset + out.query_start_loc[req + 1] - 1",
     ),
     Mutant(
         "decodes win over drafts",
@@ -316,8 +316,8 @@ MUTANTS = [
     Mutant(
         "one fresh request makes a prefill",
         "prep/fused_pass.py",
-        "if first > 0:",
-        "if first > 0 and req == 0:",
+        "max_computed = max(max_computed, first)",
+        "max_computed = first",
     ),
     Mutant(
         "chunked prefill ignored",
@@ -461,8 +461,8 @@ MUTANTS = [
     Mutant(
         "a draft's logits verify the one before it",
         "prep/fused_pass.py",
-        "= num_logits - 1 - drafts + draft",
-        "= num_logits - drafts + draft",
+        "= num_logits + draft",
+        "= num_logits + 1 + draft",
     ),
     Mutant(
         "a place kept for a draft is looked up",
@@ -479,8 +479,8 @@ MUTANTS = [
     Mutant(
         "drafts of another row",
         "prep/fused_pass.py",
-        "out.variable_int64[target] = out.input_ids_offset + end - drafts + draft",
-        "out.variable_int64[target] = out.input_ids_offset + end - 1 - draft",
+        "out.variable_int64[target] = first + 1 + draft",
+        "out.variable_int64[target] = first + draft",
     ),
     Mutant(
         "draft passes keep rejected tokens",
@@ -794,7 +794,7 @@ MUTANTS = [
     Mutant(
         "samples that nobody waits for overwrite a token",
         "prep/fused_pass.py",
-        "out.variable_int64[index] = out.input_ids_offset + num_input_tokens",
+        "out.variable_int64[index] = out.input_ids_offset + out.positions.shape[0]",
         "out.variable_int64[index] = out.input_ids_offset",
     ),
     Mutant(
@@ -1398,6 +1398,27 @@ MUTANTS = [
         "first, second = buffer.view(2, -1, half)",
         "first, second = buffer.view(-1, 2, half).unbind(1)",
         ("tests/attention/test_kv_cache.py",),
+    ),
+    Mutant(
+        "drafts count as tokens of a prompt",
+        "prep/fused_pass.py",
+        "if start - num_drafts != num_reqs:",
+        "if start != num_reqs:",
+        ("tests/prep/test_against_oracle.py",),
+    ),
+    Mutant(
+        "a decode's wrong position goes unnoticed",
+        "prep/checks.py",
+        "is_wrong = out.positions[start] != first or token_id < 0",
+        "is_wrong = token_id < 0",
+        CHECKS,
+    ),
+    Mutant(
+        "rows of logits out of order go unnoticed",
+        "prep/checks.py",
+        "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]",
+        "is_wrong |= False",
+        CHECKS,
     ),
     Mutant(
         "a shared state goes unnoticed",

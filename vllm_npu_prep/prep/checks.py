@@ -199,11 +199,15 @@ def check_step_at(
         if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
             awaited = end - 1 - num_draft_tokens[req]
         # Two loops: without an exit, the processor compares many tokens at once.
-        is_wrong = False
-        input_ids, positions = out.input_ids[start:end], out.positions[start:end]
-        for offset in range(query_len):
-            is_wrong |= positions[offset] != first + offset
-            is_wrong |= (input_ids[offset] < 0) | (input_ids[offset] >= vocab_size)
+        if query_len == 1:  # a decode: slices would cost more than comparing
+            token_id = out.input_ids[start]
+            is_wrong = out.positions[start] != first or token_id < 0 or token_id >= vocab_size
+        else:
+            is_wrong = False
+            input_ids, positions = out.input_ids[start:end], out.positions[start:end]
+            for offset in range(query_len):
+                is_wrong |= positions[offset] != first + offset
+                is_wrong |= (input_ids[offset] < 0) | (input_ids[offset] >= vocab_size)
         if is_wrong:
             for token in range(start, end):
                 token_id = out.input_ids[token]
@@ -258,12 +262,19 @@ def check_step_at(
         return MAX_QUERY_LEN, -1, -1, -1
     if max_seq_len != longest_seq:
         return MAX_SEQ_LEN, -1, -1, -1
-    previous = -1
-    for index in range(num_logits):
-        token = out.logits_indices[index]
-        if token <= previous or token >= start:
-            return LOGITS, -1, token, -1
-        previous = token
+    is_wrong = False
+    for index in range(num_logits - 1):
+        is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]
+    if num_logits > 0:
+        is_wrong |= out.logits_indices[0] < 0
+        is_wrong |= out.logits_indices[num_logits - 1] >= start
+    if is_wrong:
+        previous = -1
+        for index in range(num_logits):
+            token = out.logits_indices[index]
+            if token <= previous or token >= start:
+                return LOGITS, -1, token, -1
+            previous = token
     for req in range(num_reqs, out.seq_lens.shape[0]):
         end = out.query_start_loc[req + 1]
         computed = out.num_computed_tokens[req]

@@ -121,15 +121,11 @@ def fill_step(t, step, out):
         raise ValueError("the staging buffer has no room for the last step's samples")
     max_query_len = 0
     max_seq_len = 0
-    num_logits = 0
+    max_computed = 0
     num_drafts = 0
-    flags = 0
+    some_past_prompt = False
     start = 0
     out.query_start_loc[0] = 0
-    speculates = out.draft_token_ids.shape[0] > 0
-    for index in range(num_targets):
-        # By default a sample goes to the spare element, which nothing reads
-        out.variable_int64[index] = out.input_ids_offset + num_input_tokens
     for req in range(num_reqs):
         query_len = step.num_scheduled_tokens[req]
         drafts = step.num_draft_tokens[req]
@@ -144,44 +140,39 @@ def fill_step(t, step, out):
         out.discard_request_mask[req] = seq_len < t.num_tokens[slot]
         if query_len < 1 or first < 0 or end > num_input_tokens or seq_len > t.token_ids.shape[1]:
             raise ValueError("scheduled tokens past the layout or past max_model_len")
-        if drafts < 0 or drafts >= query_len or num_logits + drafts >= out.logits_indices.shape[0]:
-            raise ValueError("more drafts than scheduled tokens or than the layout has logits")
-        if num_drafts + drafts > out.draft_token_ids.shape[0]:
-            raise ValueError("more drafts than the layout has room for")
-        if step.num_sampled_rows > 0 and step.previous_rows[req] != NO_PREVIOUS_ROW:
-            if step.previous_rows[req] >= step.num_sampled_rows:
-                raise ValueError("a previous row past the last step's samples")
-            target = step.previous_rows[req] * targets_per_row
-            out.variable_int64[target] = out.input_ids_offset + end - 1 - drafts
-            for draft in range(min(drafts, step.num_sampled_drafts)):
-                target += 1
-                out.variable_int64[target] = out.input_ids_offset + end - drafts + draft
-                draft_offset = out.draft_token_ids_offset + num_drafts + draft
-                out.variable_int64[target + step.num_sampled_drafts] = draft_offset
-        for index in range(end - 1 - drafts, end):
-            out.logits_indices[num_logits] = index
-            num_logits += 1
-        if speculates:
-            for draft in range(drafts):
-                out.target_logits_indices[num_drafts + draft] = num_logits - 1 - drafts + draft
-            num_drafts += drafts
-            out.bonus_logits_indices[req] = num_logits - 1
-            out.cu_num_draft_tokens[req] = num_drafts
-            out.cu_num_sampled_tokens[req] = num_logits
-        if first > 0:
-            flags |= SOME_COMPUTED
-        if drafts > 0:
-            flags |= SOME_DRAFTS
-        if query_len - drafts != 1:
-            flags |= SOME_NOT_VERIFYING
-        if query_len != 1:
-            flags |= SOME_SEVERAL_TOKENS
-        if first >= t.num_prompt_tokens[slot]:
-            flags |= SOME_PAST_PROMPT
+        if drafts < 0 or drafts >= query_len:
+            raise ValueError("more drafts than scheduled tokens")
+        num_drafts += drafts
+        some_past_prompt |= first >= t.num_prompt_tokens[slot]
         max_query_len = max(max_query_len, query_len)
         max_seq_len = max(max_seq_len, seq_len)
+        max_computed = max(max_computed, first)
         start = end
+    if num_reqs + num_drafts > out.logits_indices.shape[0]:
+        raise ValueError("more drafts than the layout has logits")
+    if num_drafts > out.draft_token_ids.shape[0]:
+        raise ValueError("more drafts than the layout has room for")
+    # Sums and maxima tell what is true of some request: each has a token that is no draft.
+    flags = 0
+    if max_computed > 0:
+        flags |= SOME_COMPUTED
+    if num_drafts > 0:
+        flags |= SOME_DRAFTS
+    if start - num_drafts != num_reqs:
+        flags |= SOME_NOT_VERIFYING
+    if max_query_len > 1:
+        flags |= SOME_SEVERAL_TOKENS
+    if some_past_prompt:
+        flags |= SOME_PAST_PROMPT
 
+    if num_targets > 0:
+        list_targets(step, num_targets, out)
+    speculates = out.draft_token_ids.shape[0] > 0
+    if speculates:
+        list_verified(step, out)
+    else:
+        for req in range(num_reqs):
+            out.logits_indices[req] = out.query_start_loc[req + 1] - 1
     for group in range(t.block_sizes.shape[0]):
         if t.max_num_blocks[group] * t.block_sizes[group] < max_seq_len:
             raise ValueError("a sequence is longer than its row of the block table")
@@ -216,7 +207,49 @@ def fill_step(t, step, out):
     fill_slots(t, num_reqs, out)
     pad(num_reqs, step.decode_query_len, t.token_ids.shape[1], out)
     num_block_changes = list_block_changes(t, num_reqs, num_targets, out)
-    return max_query_len, max_seq_len, num_logits, flags, num_block_changes
+    return max_query_len, max_seq_len, num_reqs + num_drafts, flags, num_block_changes
+
+
+@inlined
+def list_targets(step, num_targets, out):
+    """List where the device scatters the last step's samples, and the drafts made after them."""
+    targets_per_row = 1 + 2 * step.num_sampled_drafts
+    for index in range(num_targets):
+        # By default a sample goes to the spare element, which nothing reads
+        out.variable_int64[index] = out.input_ids_offset + out.positions.shape[0]
+    num_drafts = 0
+    for req in range(step.num_scheduled_tokens.shape[0]):
+        drafts = step.num_draft_tokens[req]
+        if step.previous_rows[req] != NO_PREVIOUS_ROW:
+            if step.previous_rows[req] >= step.num_sampled_rows:
+                raise ValueError("a previous row past the last step's samples")
+            target = step.previous_rows[req] * targets_per_row
+            first = out.input_ids_offset + out.query_start_loc[req + 1] - 1 - drafts
+            out.variable_int64[target] = first
+            for draft in range(min(drafts, step.num_sampled_drafts)):
+                target += 1
+                out.variable_int64[target] = first + 1 + draft
+                draft_offset = out.draft_token_ids_offset + num_drafts + draft
+                out.variable_int64[target + step.num_sampled_drafts] = draft_offset
+        num_drafts += drafts
+
+
+@inlined
+def list_verified(step, out):
+    """List the rows of logits, in an engine with speculation: those of drafts, and one after."""
+    num_logits = 0
+    num_drafts = 0
+    for req in range(step.num_scheduled_tokens.shape[0]):
+        drafts, end = step.num_draft_tokens[req], out.query_start_loc[req + 1]
+        for draft in range(drafts):
+            out.target_logits_indices[num_drafts + draft] = num_logits + draft
+        for index in range(end - 1 - drafts, end):
+            out.logits_indices[num_logits] = index
+            num_logits += 1
+        num_drafts += drafts
+        out.bonus_logits_indices[req] = num_logits - 1
+        out.cu_num_draft_tokens[req] = num_drafts
+        out.cu_num_sampled_tokens[req] = num_logits
 
 
 @inlined
@@ -226,12 +259,13 @@ def fill_slots(t, num_reqs, out):
     table = 0  # first entry of the group
     for group in range(out.slot_mapping.shape[0]):
         block_size, width = t.block_sizes[group], t.max_num_blocks[group]
+        per_block = 1.0 / block_size  # an integer division takes longer than all the rest
         for req in range(num_reqs):
             row = table + t.slots[req] * width
             position, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
             token = out.query_start_loc[req]
             if seq_len - position == 1:  # a decode
-                block = position // block_size
+                block = int((position + 0.5) * per_block)  # exact: positions are below 2**31
                 offset = position - block * block_size
                 out.slot_mapping[group, token] = (
                     t.block_table_flat[row + block] * block_size + offset
