@@ -1,6 +1,7 @@
 """Host time of a whole step of the engine process, beside vLLM's scheduler and runner.
 
     python benchmarks/engine_step.py [--json] [--steps 200] [--case decode-256] [--synchronous]
+                                     [--parts] [--markdown]
 
 A step is one call of the engine's loop: ``schedule``, ``execute_model`` and ``sample_tokens`` of a
 runner whose model and sampler return at once, and ``update_from_output``. One engine of this
@@ -24,7 +25,8 @@ abort-256        as arrivals-256, and every step four requests are aborted and r
 The first four are run unless cases are named. Columns: ``ours_us``, ``upstream_us`` and their
 ``ratio``; with ``--parts`` also where each side's time goes: in ``schedule``, in the runner, in
 ``update_from_output``, and in the rest of the engine's loop; ``max_us`` and
-``upstream_max_us`` are the longest steps.
+``upstream_max_us`` are the longest steps. ``--parts --markdown`` prints the rows of the table of
+parts in docs/guides/performance.md.
 """
 
 import argparse
@@ -103,6 +105,13 @@ CASES = {
     "abort-256": Case(256, arrivals=1, aborts=4),
 }
 SHOWN = ("decode-32", "decode-256", "decode-1024", "arrivals-256")
+TITLES = {
+    "decode-32": "32 decodes",
+    "decode-256": "256 decodes",
+    "decode-1024": "1024 decodes",
+    "arrivals-256": "256, one in and one out",
+}
+"""Of cases in the guide's table."""
 
 
 class ConstantSampler(torch.nn.Module):
@@ -326,6 +335,19 @@ def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
                 unfreeze()
 
 
+def markdown(row: dict[str, Any]) -> str:
+    """Two rows of the guide's table: vLLM's parts of a step, and ours."""
+    lines = []
+    title = TITLES.get(row["case"], row["case"])
+    for side, name, ratio in (("upstream", "vLLM", ""), ("ours", "ours", f"{row['ratio']:.2f}")):
+        names = [f"{side}_{part}_us" for part in (*PARTS, "rest")]
+        times = [f"{row[each]:,.0f}" for each in (*names, f"{side}_us")]
+        lines.append(
+            f"| {' | '.join([f'{title}, {name}', *times, ratio])} |".replace("|  |", "| |")
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -333,10 +355,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
     parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="where the time goes, too")
+    parser.add_argument("--markdown", action="store_true", help="rows of the guide's table")
     parser.add_argument(
         "--synchronous", action="store_true", help="without asynchronous scheduling"
     )
     args = parser.parse_args()
+    if args.markdown and not args.parts:
+        parser.error("--markdown prints parts: give --parts, too")
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for each in args.case or SHOWN:
@@ -349,7 +374,9 @@ def main() -> None:
                 rows.append(made.row(each, args.parts))
             if args.json:
                 print(json.dumps(rows[-1]), flush=True)
-    if not args.json:
+    if args.markdown:
+        print("\n".join(map(markdown, rows)))
+    elif not args.json:
         show(rows)
 
 

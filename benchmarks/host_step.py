@@ -1,7 +1,8 @@
 """Host time of a step beside upstream's V1 runner: same process, same schedule, step about.
 
     python benchmarks/host_step.py [--json] [--steps 200] [--case decode-256] [--growth FILE.png]
-                                   [--check off] [--record] [--looks] [--threads 1] [--thread-time]
+                                   [--check off] [--record] [--looks] [--threads 1 2]
+                                   [--thread-time] [--markdown]
 
 Both runners get every step, one after the other and each first in turn, and must leave the same
 arrays and tokens: where they don't, the benchmark stops and prints no number. Times are medians in
@@ -34,12 +35,15 @@ on which others work, too. It leaves out waiting for torch's other threads.
 
 ``--threads 1`` pins torch to one thread in both runners. Upstream's preparation calls torch where
 ours does not, and these calls wait for threads on a busy machine: not pinned, ratios flatter us.
+With several numbers each case is measured with each. ``--threads 1 2 --markdown`` prints the rows
+of the table in docs/guides/performance.md: times with the first number, and all ratios.
 """
 
 import argparse
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -68,6 +72,18 @@ from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import bookkeep, upstream_twin
 
 WARM_UP = 20
+TITLES = {
+    "decode-256": "256 decodes",
+    "decode-1024": "1024 decodes",
+    "prefill-8192": "32 prompts of 256 tokens",
+    "mixed-2200": "200 decodes and 8 prompts of 250 tokens",
+    "step-256": "whole step, 256 decodes",
+    "drafts-256": "256 decodes with three drafts each",
+    "mrope-256": "256 decodes of a model with M-RoPE",
+    "drafts-step": "whole step, 256 decodes with three drafts each",
+}
+"""Of cases in the guide's table."""
+
 LOOKS = {
     "count": ("metrics", "add"),
     "keep": ("recorder", "keep"),
@@ -221,11 +237,12 @@ class Timing:
     upstream: np.ndarray
     looks: dict[str, np.ndarray]  # parts of ours, by name
 
-    def row(self, case: str) -> dict[str, Any]:
+    def row(self, case: str, threads: int) -> dict[str, Any]:
         """The line of a case; least and most are ours."""
         ours, upstream = float(np.median(self.ours)), float(np.median(self.upstream))
         row = {
             "case": case,
+            "threads": threads,
             "ours_us": round(ours, 1),
             "upstream_us": round(upstream, 1),
             "ratio": round(upstream / ours, 2),
@@ -385,6 +402,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def markdown(rows: list[dict[str, Any]], asynchronous: bool) -> str:
+    """Rows of the guide's table: times with the first number of threads, and all ratios."""
+    lines: dict[str, str] = {}
+    for row in rows:
+        title = TITLES.get(row["case"], row["case"])
+        if asynchronous:
+            title += ", asynchronous scheduling"
+        first = f"| {title} | {row['ours_us']:,.0f} | {row['upstream_us']:,.0f} |"
+        lines[title] = f"{lines.get(title, first)} {row['ratio']:.1f} |"
+    return "\n".join(lines.values())
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """One table."""
     columns = [name for name in rows[0] if name != "case"]
@@ -416,13 +445,19 @@ def main() -> None:
     parser.add_argument(
         "--threads",
         type=int,
-        default=torch.get_num_threads(),
+        nargs="+",
+        default=[torch.get_num_threads()],
         help="torch threads in both runners; torch's own choice unless given",
     )
     parser.add_argument(
         "--thread-time",
         action="store_true",
         help="count this thread's time on a processor, which others on the machine disturb less",
+    )
+    parser.add_argument(
+        "--markdown",
+        action="store_true",
+        help="rows of the guide's table, one ratio for each number",
     )
     parser.add_argument(
         "--growth", type=Path, metavar="PNG", help="measure and plot growth instead"
@@ -437,17 +472,19 @@ def main() -> None:
         options: dict[str, Any] = {"check": args.check}
         if args.record:
             options["record"] = {"dir": str(folder / "records")}
-        for name, case in cases.items():
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            with runners(case, folder, args.async_scheduling, options, args.threads) as both:
+        for (name, case), threads in itertools.product(cases.items(), args.threads):
+            print(f"{name}, torch threads: {threads} ...", file=sys.stderr, flush=True)
+            with runners(case, folder, args.async_scheduling, options, threads) as both:
                 try:
-                    row = measure(case, *both, args.steps, args.looks, clock).row(name)
+                    row = measure(case, *both, args.steps, args.looks, clock).row(name, threads)
                 except MismatchError as error:
                     sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)
             if args.json:
                 print(json.dumps(row), flush=True)
-    if not args.json:
+    if args.markdown:
+        print(markdown(rows, args.async_scheduling))
+    elif not args.json:
         show(rows)
     if args.growth:
         plot(rows, args.growth)

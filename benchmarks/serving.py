@@ -1,6 +1,7 @@
 """Requests a second and latency of a server whose model returns at once, beside vLLM's.
 
-    python benchmarks/serving.py [--json] [--rounds 3] [--concurrency 256] [--prompts 512]
+    python benchmarks/serving.py [--json] [--markdown] [--rounds 3] [--warm-up 1] [--server ours]
+                                 [--concurrency 256] [--prompts 512]
 
 Two servers (``vllm serve``) wait for requests, and ``vllm bench serve`` asks them in turns:
 
@@ -20,7 +21,8 @@ the device.
 Columns: requests a second, medians of the time between tokens (``itl``) and to the first token
 (``ttft``), and microseconds of the engine process's processor time for each token. The last one
 hardly depends on what else the machine does. API server and client take more of a machine with few
-cores than the engine does.
+cores than the engine does. ``--markdown`` prints the rows of the table in
+docs/guides/performance.md.
 """
 
 import argparse
@@ -35,7 +37,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,10 @@ import psutil
 ROOT = Path(__file__).parents[1]
 SIDE_VARIABLE = "SERVING_SIDE"
 SIDES = ("ours", "vllm")
+TITLES = {"ours": "this plugin", "vllm": "vLLM's scheduler and runner"}
+SHOWN = {"requests_per_s": 1, "itl_ms": 1, "p99_itl_ms": 0, "ttft_ms": 0, "engine_us_per_token": 1}
+"""Columns of the guide's table, and their decimals."""
+
 VOCAB = 512
 START_LIMIT = 600.0
 """Seconds in which a server has to answer."""
@@ -211,11 +217,13 @@ def ask(server: Server, model: Path, folder: Path, args: argparse.Namespace) -> 
 
 
 @contextlib.contextmanager
-def servers(model: Path, folder: Path, concurrency: int) -> Iterator[list[Server]]:
-    """Both servers; one starts after the other."""
+def servers(
+    sides: Sequence[str], model: Path, folder: Path, concurrency: int
+) -> Iterator[list[Server]]:
+    """The servers of these sides; one starts after the other."""
     with contextlib.ExitStack() as stack:
         made = []
-        for side in SIDES:
+        for side in sides:
             print(f"starting the server of {side} ...", file=sys.stderr, flush=True)
             server = Server(side, model, folder, concurrency)
             stack.callback(server.stop)
@@ -228,7 +236,12 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--markdown", action="store_true", help="rows of the guide's table")
     parser.add_argument("--rounds", type=int, default=3, help="runs of the client for each server")
+    parser.add_argument("--warm-up", type=int, default=1, help="runs before these, not counted")
+    parser.add_argument(
+        "--server", action="append", choices=SIDES, help="one server alone; may be repeated"
+    )
     parser.add_argument("--concurrency", type=int, default=256, help="requests at once")
     parser.add_argument("--prompts", type=int, default=512, help="requests of each run")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
@@ -237,21 +250,22 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from tests.helpers.engine import make_model, save_tokenizer
 
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    sides = args.server or SIDES
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(
             folder / "model", vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=1 << 16
         )
         save_tokenizer(model, VOCAB)
-        with servers(model, folder, args.concurrency) as made:
-            for turn in range(args.rounds + 1):  # the first is not counted
+        with servers(sides, model, folder, args.concurrency) as made:
+            for turn in range(1 - args.warm_up, 1 + args.rounds):
                 for server in sorted(made, key=lambda each: each.side, reverse=bool(turn % 2)):
                     print(f"run {turn} of {args.rounds}: {server.side} ...", file=sys.stderr)
                     found = ask(server, model, folder, args)
-                    if turn:
+                    if turn > 0:
                         runs[server.side].append(found)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"server": side}
         | {name: round(statistics.median(run[name] for run in of), 2) for name in of[0]}
         for side, of in runs.items()
@@ -259,6 +273,11 @@ def main() -> None:
     if args.json:
         for row in rows:
             print(json.dumps(row))
+        return
+    if args.markdown:
+        for row in rows:
+            numbers = [f"{row[name]:,.{digits}f}" for name, digits in SHOWN.items()]
+            print(f"| {' | '.join([TITLES[row['server']], *numbers])} |")
         return
     from rich.console import Console
     from rich.table import Table

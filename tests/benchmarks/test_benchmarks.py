@@ -15,8 +15,8 @@ from tests.helpers.ranks import in_a_fresh_process
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CASES = ["step-256"]
 CALLS = {
-    "step-256": {"prepare": 32, "prepare_c": 13, "step": 226, "step_c": 635},
-    "drafts-step": {"prepare": 48, "prepare_c": 20, "step": 278, "step_c": 923},
+    "step-256": {"prepare": 31, "prepare_c": 13, "step": 225, "step_c": 635},
+    "drafts-step": {"prepare": 47, "prepare_c": 20, "step": 277, "step_c": 923},
 }
 """Function calls of a step of 256 requests, as `benchmarks/host_calls.py` counts them. One more
 call for each request adds 256. Write down what it prints when a change is worth its calls."""
@@ -66,13 +66,14 @@ def _plant_a_wrong_position() -> None:
 
 def test_host_step_prints_one_object_a_line():
     cases = [word for case in CASES for word in ("--case", case)]
-    result = run("host_step.py", "--json", "--steps", "3", "--record", "--looks", *cases)
+    flags = ("--json", "--steps", "3", "--record", "--looks", "--threads", "1", "2")
+    result = run("host_step.py", *flags, *cases)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [row["case"] for row in rows] == CASES
+    assert [(row["case"], row["threads"]) for row in rows] == [(CASES[0], 1), (CASES[0], 2)]
     for row in rows:
         assert set(row) == {
-            *("case", "ours_us", "upstream_us", "ratio", "min_us", "max_us"),
+            *("case", "threads", "ours_us", "upstream_us", "ratio", "min_us", "max_us"),
             *(f"{look}_{unit}" for look in ("count", "keep", "check") for unit in ("us", "%")),
         }
         looks = [row[f"{look}_us"] for look in ("count", "keep", "check")]
@@ -83,14 +84,42 @@ def test_host_step_prints_one_object_a_line():
 
 
 def test_engine_step_prints_the_parts_of_both_sides():
-    result = run("engine_step.py", "--json", "--parts", "--steps", "3", "--case", "decode-32")
+    flags = ("--json", "--markdown", "--parts", "--steps", "3", "--case", "decode-32")
+    result = run("engine_step.py", *flags)
     assert result.returncode == 0, result.stderr[-2000:]
-    (row,) = [json.loads(line) for line in result.stdout.splitlines()]
+    line, *table = result.stdout.splitlines()
+    row = json.loads(line)
+    sides = [cell.split(" | ") for cell in table]
+    assert [cells[0] for cells in sides] == ["| 32 decodes, vLLM", "| 32 decodes, ours"]
+    assert sides[1][-1] == f"{row['ratio']:.2f} |"
+    for cells, side in zip(sides, ("upstream", "ours"), strict=True):
+        assert cells[1] == f"{row[f'{side}_schedule_us']:,.0f}"
+        assert cells[5] == f"{row[f'{side}_us']:,.0f}"
     assert row["case"] == "decode-32"
     assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
     for side in ("ours", "upstream"):
         parts = [row[f"{side}_{part}_us"] for part in ("schedule", "runner", "update", "rest")]
         assert min(parts) > 0
+
+
+@pytest.mark.parametrize("servers", ["ours", "ours vllm"])
+def test_serving_prints_what_each_server_did(servers):
+    """Among them, requests a second that the time to the first token allows."""
+    names = [word for server in servers.split() for word in ("--server", server)]
+    sizes = ("--concurrency", "4", "--prompts", "8", "--input-len", "16", "--output-len", "8")
+    flags = ("--json", "--rounds", "1", "--warm-up", "0")
+    result = run("serving.py", *flags, *sizes, *names)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row.pop("server") for row in rows] == servers.split()
+    for row in rows:
+        assert set(row) == {
+            *("requests_per_s", "itl_ms", "p99_itl_ms", "ttft_ms", "engine_us_per_token")
+        }
+        assert min(row.values()) > 0
+        assert row["itl_ms"] <= row["p99_itl_ms"]
+        # Little's law for four at once; the mean is at least half of the median
+        assert row["requests_per_s"] < 2 * 4 * 1000 / row["ttft_ms"]
 
 
 def test_looking_costs_are_parts_of_a_decode_step():

@@ -17,8 +17,10 @@ BUDGETS = {"asynchronous": (75, 50), "synchronous": (75, 50), "drafts": (75, 50)
 a block, for 256 decodes."""
 
 
-def steady(*, ours: bool, asynchronous: bool, num_drafts: int = 0, number: int = REQUESTS):
-    """A scheduler with that many decodes, and a function that runs a step of it."""
+def steady(
+    *, ours: bool, asynchronous: bool, num_drafts: int = 0, number: int = REQUESTS, waiting: int = 0
+):
+    """A scheduler with that many decodes and requests that wait; a function that runs a step."""
     settings = replace(
         draw(0),
         asynchronous=asynchronous,
@@ -39,7 +41,7 @@ def steady(*, ours: bool, asynchronous: bool, num_drafts: int = 0, number: int =
         log_stats=True,
     )
     scheduler = make(settings, ours=ours)
-    for index in range(number):
+    for index in range(number + waiting):
         params = SamplingParams(temperature=0.0, max_tokens=1500, stop_token_ids=[1, 2])
         params._eos_token_id = EOS
         prompt = [10 + index % 300] * 20
@@ -111,11 +113,21 @@ def test_upstream_s_scheduler_calls_some_dozen_for_each_request():
     assert calls["update_from_output"] > 5 * REQUESTS
 
 
-def test_calls_do_not_grow_with_requests():
+def test_calls_do_not_grow_with_requests_that_wait():
     counts = {}
-    for number in (64, 512):
-        step = steady(ours=True, asynchronous=True, number=number)
+    for waiting in (100, 10_000):
+        step = steady(ours=True, asynchronous=True, number=64, waiting=waiting)
         for _ in range(6):
             step(uncounted)
+        counts[waiting] = calls_of(step)
+    assert counts[100] == counts[10_000]
+
+
+def test_calls_do_not_grow_with_requests():
+    counts = {}
+    for number in (64, 4096):
+        step = steady(ours=True, asynchronous=True, number=number)
+        for _ in range(16):  # prompts of 4096 requests take ten steps
+            step(uncounted)
         counts[number] = calls_of(step)
-    assert counts[64] == counts[512]
+    assert counts[64] == counts[4096]

@@ -34,10 +34,11 @@ class CPUDevice:
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
         """Returns a function that copies at once."""
-        target_np, source_np = target.numpy(), source.numpy()
+        # Once a step: numpy's assignment, gone from the cache by then, takes half as long again.
+        target_bytes, source_bytes = memoryview(target.numpy()), memoryview(source.numpy())
 
         def copy(nbytes: int) -> None:
-            target_np[:nbytes] = source_np[:nbytes]
+            target_bytes[:nbytes] = source_bytes[:nbytes]
 
         return copy
 

@@ -49,15 +49,13 @@ class StepBatch:
     # [1 + num_groups] int64: the step is checked as soon as it is written (`checks.find_fault`)
     check_limits: np.ndarray = field(default_factory=lambda: NO_LIMITS)
     num_reqs: int = field(init=False)
+    # Scatter targets of the last step's samples, those that nothing uses included
+    num_targets: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_reqs = self.num_scheduled_tokens.shape[0]
-
-    @property
-    def num_targets(self) -> int:
-        """Scatter targets of the last step's samples, those that nothing uses included."""
         rows = self.num_sampled_rows
-        return rows * targets_per_row(self.num_sampled_drafts) if rows else 0
+        self.num_reqs = self.num_scheduled_tokens.shape[0]
+        self.num_targets = rows * targets_per_row(self.num_sampled_drafts) if rows else 0
 
 
 @dataclass(slots=True)
