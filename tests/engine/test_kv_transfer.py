@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.watch import count_preemptions, count_states
 from vllm_npu_prep.attention.kv_transfer import read_slots, write_slots
 from vllm_npu_prep.errors import PrepError
@@ -130,6 +132,34 @@ def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, se
         with pytest.raises(PrepError, match="with a KV connector"):
             llm.collective_rpc("reload_weights")
     assert files[1].exists()
+
+
+async def generate_on(prompts, max_tokens, ranks):
+    return await ranks.generate(prompts, max_tokens)
+
+
+def test_ranks_store_and_load_their_own_heads(model, tmp_path, seed):
+    """Two ranks decode what two others computed; half of the prompts from files that changed."""
+    prompts = prompts_of(seed, LENGTHS)
+    expected = reference(model, prompts, 12)
+
+    def run(role, max_tokens):
+        settings = connected(tmp_path, tensor_parallel_size=2)
+        settings["kv_transfer_config"]["kv_role"] = role
+        return serve_on_ranks(model, settings, partial(generate_on, prompts, max_tokens))
+
+    assert run("kv_producer", 1) == [row[:1] for row in expected]
+    stored = {file: load_file(file)["kv_cache"] for file in tmp_path.glob("*/*.safetensors")}
+    assert len(stored) == 2 * 2 * len(LENGTHS)
+    folders = sorted({file.parent for file, rows in stored.items() if len(rows)})
+    assert len(folders) == sum(whole_blocks(length) > 0 for length in LENGTHS)
+    for file, rows in stored.items():
+        if file.parent in folders[::2]:
+            save_file({"kv_cache": -rows}, file)
+    right = [row == tokens for row, tokens in zip(run("kv_consumer", 12), expected)]
+    assert right.count(False) == len(folders[::2])
+    with engine(model, **connected(tmp_path)) as llm:
+        assert generate(llm, prompts, greedy(12)) == expected
 
 
 def test_what_is_stored_has_the_form_of_upstream_s_cache(seed):

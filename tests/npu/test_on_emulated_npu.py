@@ -336,8 +336,8 @@ REFUSED = {
         "additional_config": {"npu_prep": {"attention": "atb"}},
         "compilation_config": {"cudagraph_mode": "FULL"},
     },
-    "supports only these: none": {
-        "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+    "supports only these: ExampleConnector": {
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         "enable_chunked_prefill": False,
     },
     "4 ranks on this host: 2 NPUs are visible": {"data_parallel_size": 4},

@@ -26,6 +26,7 @@ SUITES = under_every_profile(
         "windows": suite("windows"),
         "memory": suite("memory", memory="170M"),
         "sleep": suite("sleep", memory="1G"),
+        "connectors": suite("kv_transfer"),
     },
     "steps",
     "features",

@@ -720,10 +720,10 @@ CACHE = {
         ("KV connector ExampleConnector without a folder", "shared_storage_path"),
         connector(kv_connector_extra_config={}),
     ),
-    "KV connector on several ranks": Case(
-        ("kv-connector-ranks",),
-        ("KV connector ExampleConnector on several ranks", "overwrite each other"),
-        {**connector(), **TWO_RANKS},
+    "KV connector over stages": Case(
+        ("kv-connector-stages",),
+        ("KV connector ExampleConnector over pipeline stages", "--tensor-parallel-size"),
+        {**connector(), "pipeline_parallel_size": 2},
     ),
 }
 

@@ -87,6 +87,7 @@ FIA = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=True,
     mla=True,
+    kv_connectors=("ExampleConnector",),
 )
 
 ATB = KernelFamily(
@@ -101,6 +102,7 @@ ATB = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=False,
     mla=False,
+    kv_connectors=("ExampleConnector",),
     # In bfloat16, flash attention takes its mask as flags; splitfuse adds its mask to the scores.
     mask_values={
         torch.float16: {MaskKind.MATRIX: float("-inf"), MaskKind.ROWS: float("-inf")},

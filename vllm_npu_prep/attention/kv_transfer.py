@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, example_connector
 from vllm.v1.attention.backend import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def read_slots(planes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         ``[num_tokens, num_kv_heads, 2 * head_size]`` on the host, contiguous.
     """
-    rows = planes.flatten(1, 2)[:, slots]  # [2, num_tokens, num_kv_heads, head_size]
+    on_device = slots.to(planes.device)
+    rows = planes.flatten(1, 2)[:, on_device]  # [2, num_tokens, num_kv_heads, head_size]
     return torch.cat(tuple(rows), dim=-1).cpu()
 
 
@@ -56,8 +58,9 @@ def write_slots(planes: torch.Tensor, slots: torch.Tensor, stored: torch.Tensor)
     stored
         ``[num_tokens, num_kv_heads, 2 * head_size]`` on the host.
     """
+    on_device = slots.to(planes.device)
     for plane, rows in zip(planes, stored.to(planes.device).chunk(2, dim=-1)):
-        plane.flatten(0, 1)[slots] = rows
+        plane.flatten(0, 1)[on_device] = rows
 
 
 class ExampleConnector(example_connector.ExampleConnector):
@@ -71,6 +74,8 @@ class ExampleConnector(example_connector.ExampleConnector):
     - it looks for one token less than it stores, so that a prompt of whole blocks and one token is
       never found, or found by another prompt's name: here both count the same;
     - a prompt counts as stored once its folder exists: here once each layer's file does, whole;
+    - its files are named by layers: here by ranks of tensor parallelism, too, each of which has
+      heads of its own;
     - it shares prompts whose ``cache_salt`` says that they are not to be shared.
     """
 
@@ -79,6 +84,9 @@ class ExampleConnector(example_connector.ExampleConnector):
         groups = kv_cache_config.kv_cache_groups
         self._layer_names = [name for group in groups for name in group.layer_names]
         self._salted: set[str] = set()  # ids of requests
+        self._parts = vllm_config.parallel_config.tensor_parallel_size
+        is_worker = role is KVConnectorRole.WORKER
+        self._part = get_tensor_model_parallel_rank() if is_worker else None
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Load what this step's requests found, before its forward pass."""
@@ -113,7 +121,13 @@ class ExampleConnector(example_connector.ExampleConnector):
                 os.replace(unfinished, path)
 
     def _file(self, layer_name: str, request: example_connector.ReqMeta) -> str:
-        return self._generate_filename_debug(layer_name, request.token_ids, request.mm_hashes)
+        assert self._part is not None  # workers load and store
+        name = self._name(layer_name, self._part)
+        return self._generate_filename_debug(name, request.token_ids, request.mm_hashes)
+
+    def _name(self, layer_name: str, part: int) -> str:
+        """Of a file, without its ending; one rank names it by the layer, as upstream."""
+        return layer_name if self._parts == 1 else f"{layer_name}.part{part}of{self._parts}"
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -140,8 +154,11 @@ class ExampleConnector(example_connector.ExampleConnector):
     def _found_match_for_prompt(self, prompt_token_ids: list[int], mm_hashes: list[str]) -> bool:
         stored = torch.tensor(prompt_token_ids[: self._num_stored(len(prompt_token_ids))])
         folder = self._generate_foldername_debug(stored, mm_hashes)
-        files = (os.path.join(folder, f"{name}.safetensors") for name in self._layer_names)
-        return all(map(os.path.exists, files))
+        return all(
+            os.path.exists(os.path.join(folder, f"{self._name(layer, part)}.safetensors"))
+            for layer in self._layer_names
+            for part in range(self._parts)
+        )
 
     def _num_stored(self, num_prompt_tokens: int) -> int:
         """Whole blocks, with a token left to compute."""

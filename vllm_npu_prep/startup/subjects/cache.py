@@ -86,11 +86,11 @@ CONNECTOR = (
         _words,
     ),
     Refusal(
-        "kv-connector-ranks",
-        lambda c: c.config.parallel_config.world_size > 1,
-        "KV connector {name} on several ranks",
-        "its files are named by layers, so ranks would overwrite each other's part",
-        "use one rank",
+        "kv-connector-stages",
+        lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
+        "KV connector {name} over pipeline stages",
+        "its scheduler would look for files of all layers, of which each stage stores its own",
+        "use --tensor-parallel-size instead of --pipeline-parallel-size",
         _words,
     ),
 )
