@@ -7,6 +7,7 @@ platform names this module as the place to find them (``kv_connector_module_path
 """
 
 import copy
+import itertools
 import os
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -154,11 +155,9 @@ class ExampleConnector(example_connector.ExampleConnector):
     def _found_match_for_prompt(self, prompt_token_ids: list[int], mm_hashes: list[str]) -> bool:
         stored = torch.tensor(prompt_token_ids[: self._num_stored(len(prompt_token_ids))])
         folder = self._generate_foldername_debug(stored, mm_hashes)
-        return all(
-            os.path.exists(os.path.join(folder, f"{self._name(layer, part)}.safetensors"))
-            for layer in self._layer_names
-            for part in range(self._parts)
-        )
+        parts = itertools.product(self._layer_names, range(self._parts))
+        names = (f"{self._name(*part)}.safetensors" for part in parts)
+        return all(os.path.exists(os.path.join(folder, name)) for name in names)
 
     def _num_stored(self, num_prompt_tokens: int) -> int:
         """Whole blocks, with a token left to compute."""

@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,7 @@ namespace {
 
 constexpr size_t kPage = size_t{2} << 20;
 constexpr size_t kHugePage = size_t{1} << 30;
+constexpr int kStale = 0xFF;  // NaN in every float type
 constexpr size_t kLargestArena = size_t{1} << 44, kSmallestArena = size_t{1} << 36;
 
 struct Physical {
@@ -41,7 +43,7 @@ struct Physical {
   off_t offset;    // in the file
   bool pooled;     // by torch_npu's allocator
   int mapped = 0;  // how often
-  bool freed = false;
+  bool freed = false, was_mapped = false;
 };
 
 struct Reservation {
@@ -277,7 +279,10 @@ aclError map(void* address, size_t size, size_t file_offset, void* handle, uint6
   if (mmap(m.alias + offset, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
            m.file, physical->offset) == MAP_FAILED)
     return fail(acl::kOutOfMemory, "the host can't map memory");
+  // A card's memory holds what was there before. torch_npu's own comes and goes too often for this.
+  if (!physical->pooled && !physical->was_mapped) std::memset(m.alias + offset, kStale, size);
   reservation->mappings[offset] = physical;
+  physical->was_mapped = true;
   ++physical->mapped;
   return acl::kSuccess;
 }
