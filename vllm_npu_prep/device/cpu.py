@@ -35,7 +35,7 @@ class CPUDevice:
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
         """Returns a function that copies at once."""
         # Once a step: numpy's assignment, gone from the cache by then, takes half as long again.
-        target_bytes, source_bytes = memoryview(target.numpy()), memoryview(source.numpy())
+        target_bytes, source_bytes = target.numpy().data, source.numpy().data
 
         def copy(nbytes: int) -> None:
             target_bytes[:nbytes] = source_bytes[:nbytes]
