@@ -1,6 +1,7 @@
 """Sleep mode: memory that is given back and mapped again, and the same tokens afterwards."""
 
 import gc
+from functools import partial
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import reference
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
+from tests.helpers.ranks import serve_on_ranks
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
@@ -77,6 +79,22 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(model, expected, tmp_path, w
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         llm.wake_up(tags=["kv_cache"])
         assert generate(llm, prompts, greedy(20)) == reference(other, prompts, 20)
+
+
+async def sleep_between(prompts, ranks):
+    before = await ranks.generate(prompts, 12)
+    await ranks.llm.sleep(level=1)
+    assert await ranks.llm.is_sleeping()
+    await ranks.llm.wake_up(["weights"])
+    await ranks.llm.wake_up(["kv_cache"])
+    return before, await ranks.generate(prompts, 12)
+
+
+def test_all_ranks_sleep_and_wake(model, expected):
+    prompts = prompts_of(SEED, LENGTHS)
+    settings = {"tensor_parallel_size": 2, "enable_sleep_mode": True, "block_size": 8}
+    tokens = [row[:12] for row in expected]
+    assert serve_on_ranks(model, settings, partial(sleep_between, prompts)) == (tokens, tokens)
 
 
 def test_released_caches_and_weights_that_level_2_spares(model, expected):
