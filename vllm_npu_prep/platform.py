@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import os
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -36,6 +37,7 @@ from vllm_npu_prep.startup import ray_cluster
 from vllm_npu_prep.startup.asked import multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import CONNECTOR_MODULE
+from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -260,6 +262,7 @@ class NPUPlatform(Platform):
         if vllm_config.kv_transfer_config is not None:
             vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
         notes += _agree_on_the_host(vllm_config.parallel_config)
+        notes += unread_variables(os.environ)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler

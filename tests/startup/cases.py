@@ -955,6 +955,17 @@ SPECULATION = {
     ),
 }
 
+COMING = {
+    "settings of vllm-ascend": Case(
+        ("vllm-ascend-keys",),
+        (
+            "enable_flashcomm1, weight_nz_mode in --additional-config",
+            "docs/start/from-vllm-ascend.md",
+        ),
+        {"additional_config": {"weight_nz_mode": 1, "enable_flashcomm1": True, "of_others": 1}},
+    ),
+}
+
 SEVERAL = {
     "several at once": Case(
         ("kv-cache-dtype", "quantization", "sleep-communicators", "kv-offloading"),
@@ -1026,5 +1037,6 @@ CASES = {
     **CACHE,
     **SPECULATION,
     **V2,
+    **COMING,
     **SEVERAL,
 }

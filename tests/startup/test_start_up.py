@@ -159,6 +159,17 @@ def test_start_up_says_where_engines_agree_if_asked_for_the_device(
     assert ("note          engines agree on the size of each step on the host" in block) != on_host
 
 
+def test_start_up_names_variables_of_vllm_ascend_that_are_set(configure, caplog, monkeypatch):
+    """An image may set them, so they are no error."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        configure()
+    block = next(row for row in reversed(caplog.messages) if "vllm_npu_prep:" in row)
+    assert "VLLM_ASCEND_ENABLE_NZ: variables of vllm-ascend, not read here" in block
+    assert "docs/start/from-vllm-ascend.md" in block
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

@@ -17,6 +17,7 @@ from vllm_npu_prep.startup.subjects import (
     speculation,
     states,
     v2,
+    vllm_ascend,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *inputs.SUBJECTS,
     *speculation.SUBJECTS,
     *v2.SUBJECTS,
+    *vllm_ascend.SUBJECTS,
 )
 """All subjects, in the order in which they are checked."""
 
