@@ -305,8 +305,9 @@ WALLS: dict[str, set[str]] = {
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"quantization.fused", "startup.asked"},
     # The same parts as V1's runner, and the patches that let upstream's V2 take them
-    "v2": {"attention", "compat.v2", "config", "device", "graph.counts", "observe", "ops", "prep"}
-    | {"quantization.fused", "runner.preparer", "runner.step", "v2"},
+    "v2": {"attention", "compat.v2", "config", "device", "graph.wrapper", "observe", "ops", "prep"}
+    | {"quantization.fused", "runner.graphs", "runner.lora", "runner.new_weights"}
+    | {"runner.padding", "runner.preparer", "runner.step", "v2"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "ops.fused"}
     | {"ops.fused_experts", "prep", "verify"},
@@ -437,6 +438,7 @@ LONG = {
     "inspect/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
     "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
+    "v2/runner.py": "the same of upstream's V2 runner",
 }
 """Files of more than 500 lines: what their one job is."""
 

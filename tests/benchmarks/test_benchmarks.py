@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.helpers.ranks import in_a_fresh_process
+from tests.helpers.v2 import RUNNERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CASES = ["step-256"]
@@ -81,6 +82,15 @@ def test_host_step_prints_one_object_a_line():
         assert sum(looks) < row["ours_us"]
         assert 0 < row["min_us"] <= row["ours_us"] <= row["max_us"]
         assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
+
+
+@pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
+def test_host_step_v2_measures_three_runners():
+    result = run("host_step_v2.py", "--json", "--steps", "3", "--case", "step-256")
+    assert result.returncode == 0, result.stderr[-2000:]
+    (row,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert row["case"] == "step-256"
+    assert min(row[f"{name}_us"] for name in ("ours", "v1", "stock")) > 0
 
 
 def test_engine_step_prints_the_parts_of_both_sides():

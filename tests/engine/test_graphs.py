@@ -14,6 +14,7 @@ from tests.helpers.huggingface import reference
 from tests.helpers.logs import record_logs
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
+from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
@@ -21,6 +22,7 @@ from vllm_npu_prep.graph.fake_graph import GraphSafetyError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.runner.graphs import Graphs
+from vllm_npu_prep.v2 import runner as v2_runner
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "250"))
 LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECEWISE"]
@@ -39,6 +41,7 @@ def mixed(model):
     return batches, [reference(model, *batch) for batch in batches]
 
 
+@pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize(
     ("mode", "asynchronous"),
     [
@@ -49,11 +52,12 @@ def mixed(model):
     ],
 )
 def test_tokens_are_those_of_transformers_and_only_own_slots_are_written(
-    model, mixed, mode, asynchronous
+    model, mixed, mode, asynchronous, runner_name
 ):
     """Prompts above the largest size, chunks, a `max_num_seqs` off the grid, requests that end."""
     batches, expected = mixed
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         max_num_seqs=7,
         max_num_batched_tokens=48,
@@ -94,8 +98,9 @@ def test_speculation_in_graphs_keeps_the_tokens(tmp_path_factory, seed, mode):
 # ------------------------------------------------------------------- long mixed traffic
 
 
+@pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize("mode", LONG_RUNS)
-def test_long_mixed_traffic_equals_eager(model, seed, mode):
+def test_long_mixed_traffic_equals_eager(model, seed, mode, runner_name):
     """Arrivals depend on how many are running, so both engines see the same ones."""
     settings = {
         "max_num_seqs": 7,
@@ -107,7 +112,7 @@ def test_long_mixed_traffic_equals_eager(model, seed, mode):
     }
     with engine(model, **settings) as llm:
         expected, happened = traffic(llm, seed, STEPS)
-    with engine(model, **settings, **graphs(mode)) as llm:
+    with engine_of(runner_name, model, **settings, **graphs(mode)) as llm:
         got, same = traffic(llm, seed, STEPS)
         counts = runner_of(llm).padding.counts.by_kind
     print(dict(happened), dict(counts))
@@ -139,8 +144,9 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_unsafe_padding_is_caught(model, seed, fault, monkeypatch):
+def test_planted_unsafe_padding_is_caught(model, seed, fault, runner_name, monkeypatch):
     plant, message = FAULTS[fault]
     prepare_step = model_runner.prepare_step
 
@@ -152,16 +158,18 @@ def test_planted_unsafe_padding_is_caught(model, seed, fault, monkeypatch):
 
     prompts = prompts_of(seed, [5, 9, 4])
     options = {"additional_config": {"npu_prep": {"check": "off"}}}  # which would see it first
-    with engine(model, **graphs("FULL_DECODE_ONLY", 4, 8), **options) as llm:
-        monkeypatch.setattr(model_runner, "prepare_step", planted)
+    with engine_of(runner_name, model, **graphs("FULL_DECODE_ONLY", 4, 8), **options) as llm:
+        for each in (model_runner, v2_runner):
+            monkeypatch.setattr(each, "prepare_step", planted)
         with pytest.raises(GraphSafetyError, match=message):
             generate(llm, prompts, greedy(4))
 
 
+@pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY"])
-def test_a_planted_stale_address_is_caught(model, seed, mode):
+def test_a_planted_stale_address_is_caught(model, seed, mode, runner_name):
     """Arrays of steps in another buffer than the one that graphs were captured with."""
-    with engine(model, **graphs(mode, 4, 8)) as llm:
+    with engine_of(runner_name, model, **graphs(mode, 4, 8)) as llm:
         runner = runner_of(llm)
         tables = runner.block_tables.block_table_flat
         runner.preparer.staging = StagingRing(runner.prep_device, 1 << 20, block_tables=tables)
@@ -206,7 +214,8 @@ def test_attention_is_captured_with_lengths_that_the_smallest_cache_holds(model,
     assert ([1], [1]) in captured
 
 
-def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_running_out_of_memory_leaves_fewer_sizes(model, seed, runner_name, monkeypatch):
     lines = record_logs(monkeypatch)
     one = Graphs._capture
 
@@ -217,7 +226,8 @@ def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):
 
     monkeypatch.setattr(Graphs, "_capture", scarce)
     prompts = prompts_of(seed, [5, 9, 4, 7, 3])
-    with engine(model, **graphs("FULL", 1, 2, 4, 6, 8, 12, max_num_seqs=7)) as llm:
+    sizes = graphs("FULL", 1, 2, 4, 6, 8, 12, max_num_seqs=7)
+    with engine_of(runner_name, model, **sizes) as llm:
         runner = runner_of(llm)
         kept = runner.compilation_config.cudagraph_capture_sizes
         got = generate(llm, prompts, greedy(6))
@@ -234,13 +244,14 @@ def test_running_out_of_memory_leaves_fewer_sizes(model, seed, monkeypatch):
     assert "Graphs that were captured: 2, 6, 7 tokens" in text
 
 
-def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, monkeypatch):
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, runner_name, monkeypatch):
     def scarce(*args):
         raise torch.OutOfMemoryError("none")
 
     monkeypatch.setattr(Graphs, "_capture", scarce)
     prompts = prompts_of(seed, [5, 9])
-    with engine(model, **graphs("FULL", 1, 2, 4, 8)) as llm:
+    with engine_of(runner_name, model, **graphs("FULL", 1, 2, 4, 8)) as llm:
         got = generate(llm, prompts, greedy(6))
         counts = runner_of(llm).padding.counts.by_kind
     assert got == reference(model, prompts, 6)
@@ -262,21 +273,14 @@ def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, s
     assert f"{counts[f'eager: {reason}']} eager: {reason}" in lines[-1], "the sum, at shutdown"
 
 
-def test_capture_with_requests_in_flight_is_refused(model, seed):
-    with engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_capture_with_requests_in_flight_is_refused(model, seed, runner_name):
+    with engine_of(runner_name, model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
         core = llm.llm_engine
         core.add_request("a", {"prompt_token_ids": [5, 6, 7]}, greedy(8))
         core.step()
         with pytest.raises(PrepError, match="with 1 request in flight"):
             runner_of(llm).capture_model()
-
-
-def test_weights_do_not_change_under_graphs(model):
-    with engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        for change in (worker.reload_weights, lambda: worker.update_weights({})):
-            with pytest.raises(PrepError, match="--enforce-eager"):
-                change()
 
 
 def test_dummy_runs_between_steps_replay_padding_and_disturb_nobody(model, seed):

@@ -11,6 +11,7 @@ from tests.helpers.engine import REPLAYED, engine, graphs, greedy, make_model, r
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_states
 
 ADAPTERS = {
@@ -86,6 +87,7 @@ def requests_of(seed: int, names: list[str]) -> list[tuple[str, list[int]]]:
 MIXED = ["all", "", "queries", "mlp", "all", "", "queries", "", "mlp", "all"]
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
     ("mode", "sharded"),
     [
@@ -95,9 +97,10 @@ MIXED = ["all", "", "queries", "mlp", "all", "", "queries", "", "mlp", "all"]
         ("FULL_AND_PIECEWISE", True),
     ],
 )
-def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mode, sharded):
+def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mode, sharded, runner):
     settings = {} if mode == "eager" else graphs(mode, 1, 2, 4, 8, 16)
-    with engine(
+    with engine_of(
+        runner,
         case.model,
         max_num_seqs=7,
         max_num_batched_tokens=48,
@@ -133,10 +136,11 @@ def test_speculation_with_adapters(case, seed):
     assert states["SpecDecoding"] or states["ChunkedPrefill"] > 10, dict(states)
 
 
-@pytest.fixture(scope="module")
-def serving(case):
+@pytest.fixture(scope="module", params=RUNNERS)
+def serving(case, request):
     """An engine with room for two of the three adapters, and few blocks."""
-    with engine(
+    with engine_of(
+        request.param,
         case.model,
         max_num_seqs=5,
         max_num_batched_tokens=40,

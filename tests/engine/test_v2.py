@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import logits_of
-from tests.helpers.v2 import engine_of
+from tests.helpers.v2 import RUNNERS, engine_of
 
+pytestmark = pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
 FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 9}
 """Room for 9 blocks of 128 tokens: requests are preempted."""
@@ -183,12 +184,14 @@ def test_random_samples_have_their_probabilities(model):
                 assert abs(share - expected) < 5 * deviation, (token, share, expected)
 
 
-def test_records_of_v2_are_replayed(model, prompts, tmp_path):
+@pytest.mark.parametrize("mode", ["eager", "FULL_AND_PIECEWISE"])
+def test_records_of_v2_are_replayed(model, prompts, tmp_path, mode):
     from vllm_npu_prep.inspect.record_file import read_record, record_files
     from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 
     options = {"record": {"dir": str(tmp_path), "steps": "last 400"}}
-    with engine_of("V2", model, additional_config={"npu_prep": options}, **FEW_BLOCKS) as llm:
+    settings = FEW_BLOCKS if mode == "eager" else FEW_BLOCKS | graphs(mode, 1, 2, 4, 8, 32)
+    with engine_of("V2", model, additional_config={"npu_prep": options}, **settings) as llm:
         generate(llm, prompts, greedy(60))
         written = llm.collective_rpc("dump_steps")[0]
     files = record_files(tmp_path)

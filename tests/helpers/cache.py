@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from tests.helpers.watch import around_forward
+
 
 class CacheWatch:
     """Checks after every forward pass that no slots but the step's own were written (one group).
@@ -17,16 +19,13 @@ class CacheWatch:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.padding_seen: set[int] = set()
-        self._forward = runner._model_forward
-        runner._model_forward = self._watched
+        around_forward(runner, self._planes, self._compare)
 
     def _planes(self) -> list[torch.Tensor]:
         """Slots of every plane on the host, ``[num_blocks * block_size, -1]``."""
         return [plane.cpu().flatten(0, 1).flatten(1) for plane in self.runner.kv_caches]
 
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        before = self._planes()
-        result = self._forward(*args, **kwargs)
+    def _compare(self, before: list[torch.Tensor]) -> None:
         after = self._planes()
         step = self.runner.in_flight.step
         own = set(step.slot_mapping[0].tolist())
@@ -38,7 +37,6 @@ class CacheWatch:
             )
         if step.padding.mode == "FULL":
             self.padding_seen.add(step.num_input_tokens - step.total_num_scheduled_tokens)
-        return result
 
 
 class FreeBlocksPoison:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ascend_emulator
@@ -18,15 +19,17 @@ class PreparationCounts:
         self.steps: list[dict[str, int]] = []
         self._start: dict[str, int] = {}
         name = preparation_of(runner)
-        is_v1 = hasattr(runner, "_model_forward")
-        runs, forward = (runner, "_model_forward") if is_v1 else (runner.model, "forward")
-        prepare_inputs, model_forward = getattr(runner, name), getattr(runs, forward)
+        if hasattr(runner, "_model_forward"):
+            forwards = [(runner, "_model_forward")]
+        else:
+            forwards = [(runner.model, "forward"), (runner.cudagraph_manager, "run_fullgraph")]
+        prepare_inputs = getattr(runner, name)
 
         def counted_prepare_inputs(*args: Any) -> Any:
             self._start = asdict(ascend_emulator.counters())
             return prepare_inputs(*args)
 
-        def counted_model_forward(*args: Any, **kwargs: Any) -> Any:
+        def counted_model_forward(model_forward: Any, *args: Any, **kwargs: Any) -> Any:
             if self._start:  # dummy runs prepare nothing
                 end = asdict(ascend_emulator.counters())
                 counts = {name: end[name] - start for name, start in self._start.items()}
@@ -35,7 +38,8 @@ class PreparationCounts:
             return model_forward(*args, **kwargs)
 
         setattr(runner, name, counted_prepare_inputs)
-        setattr(runs, forward, counted_model_forward)
+        for runs, forward in forwards:
+            setattr(runs, forward, partial(counted_model_forward, getattr(runs, forward)))
 
 
 class ModuleCounts:

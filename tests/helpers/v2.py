@@ -8,13 +8,22 @@ from unittest import mock
 
 from tests.helpers.engine import engine
 from vllm_npu_prep.compat import v2
+from vllm_npu_prep.compat.releases import has_known_v2_runner
+
+RUNNERS = ("V1", "V2") if has_known_v2_runner() else ("V1",)
+"""vLLM's model runners, by which tests of an engine are parametrised. Another release's V2 is
+refused."""
 
 
 @contextlib.contextmanager
 def engine_of(runner: str, model: Path, **settings: Any) -> Iterator[Any]:
     """An engine whose runner is "V1" or "V2"; see `tests.helpers.engine.engine`."""
     asked = {v2.RUNNER_ENV_VAR: str(int(runner == "V2"))}
-    with mock.patch.dict("os.environ", asked):
+    from vllm.config import vllm as config
+
+    # Later engines of this process get V1 unless they ask for V2, as they do in one of their own
+    found = mock.patch.object(config, "HAS_TRITON", config.HAS_TRITON)
+    with mock.patch.dict("os.environ", asked), found:
         if runner == "V2":  # a process does it when it starts
             v2.let_it_run_without_triton()
         with engine(model, **settings) as llm:

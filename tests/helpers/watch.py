@@ -9,7 +9,40 @@ from tests.helpers.engine import runner_of
 
 def preparation_of(runner: Any) -> str:
     """The method that prepares a step: V1's runner has it under another name than V2's."""
-    return "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
+    return "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "_prepare_step"
+
+
+def around_forward(runner: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
+    """Call functions before and after each later forward pass; `after` gets what `before` returned.
+
+    V1's runner has one method for it. V2's calls it in several ways, so there it begins when the
+    step's inputs are handed over and ends with the step.
+    """
+    if hasattr(runner, "_model_forward"):
+        model_forward = runner._model_forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found = before()
+            result = model_forward(*args, **kwargs)
+            after(found)
+            return result
+
+        runner._model_forward = watched
+        return
+    prepare_attn, execute_model, found = runner.prepare_attn, runner.execute_model, []
+
+    def handed_over(*args: Any) -> Any:
+        result = prepare_attn(*args)
+        found.append(before())
+        return result
+
+    def executed(*args: Any, **kwargs: Any) -> Any:
+        result = execute_model(*args, **kwargs)
+        if found:
+            after(found.pop())
+        return result
+
+    runner.prepare_attn, runner.execute_model = handed_over, executed
 
 
 def on_prepared(llm: Any, do: Callable[[Any], None]) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
+from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.watch import preparation_of
 from vllm_npu_prep.observe import scopes
 
 PHASES = ["prepare_inputs", *scopes.PHASES]
@@ -47,7 +49,7 @@ def numbers(events: list[dict]) -> list[dict[str, int]]:
 
 def is_wrapped(runner) -> list[str]:
     methods = {
-        runner: ("_update_states", "_prepare_inputs"),
+        runner: ("_update_states", "update_requests", preparation_of(runner)),
         runner.padding: ("decide",),
         runner.preparer: ("build_metadata",),
         runner.preparer.staging: ("acquire", "send"),
@@ -55,10 +57,11 @@ def is_wrapped(runner) -> list[str]:
     return [name for part, names in methods.items() for name in names if name in vars(part)]
 
 
-def test_a_profile_shows_the_phases_of_each_step(model, tmp_path):
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_a_profile_shows_the_phases_of_each_step(model, tmp_path, runner_name):
     settings = graphs("FULL_DECODE_ONLY", 4, 8, max_num_seqs=8)
     profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
-    with engine(model, profiler_config=profiler, **settings) as llm:
+    with engine_of(runner_name, model, profiler_config=profiler, **settings) as llm:
         runner = runner_of(llm)
         prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
         before = generate(llm, prompts, greedy(4))

@@ -50,6 +50,11 @@ INT8_LATENT = (
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
+V2 = ("tests/v2",)
+V2_ENGINE = ("tests/engine/test_v2.py",)
+V2_LORA = ("tests/engine/test_lora.py",)
+V2_GRAPHS = ("tests/engine/test_graphs.py",)
+KERNELS = ("tests/ops/test_slot_sampling.py",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -2397,5 +2402,173 @@ MUTANTS = [
         "        or request.resumable\n        or request.spec",
         "        or request.spec",
         SCHEDULING,
+    ),
+    Mutant(
+        "V2: the sample of a request that sat a step out is another slot's",
+        "v2/states.py",
+        "np.where(is_awaited, slots, NO_PREVIOUS_ROW)",
+        "np.where(is_awaited, slots - 1, NO_PREVIOUS_ROW)",
+        V2,
+    ),
+    Mutant(
+        "V2: samples of requests that sit a step out are not put aside",
+        "v2/states.py",
+        "                self.by_slot.index_copy_(0, self._latest_slots, self._latest)",
+        "                pass",
+        V2,
+    ),
+    Mutant(
+        "V2: a slot keeps the sample of its former request",
+        "v2/states.py",
+        "        self.rows[slot] = NO_PREVIOUS_ROW",
+        "        pass",
+        V2,
+    ),
+    Mutant(
+        "V2: discarded samples are continued from",
+        "v2/states.py",
+        "np.where(discard, NO_PREVIOUS_ROW, np.arange(len(slots)))",
+        "np.arange(len(slots))",
+        V2,
+    ),
+    Mutant(
+        "V2: the last sample is no known token",
+        "v2/states.py",
+        "np.maximum(prefill, computed + 1)",
+        "np.maximum(prefill, computed)",
+        V2,
+    ),
+    Mutant(
+        "V2: a slot's next request has the same block table on the device",
+        "v2/block_tables.py",
+        "            self._arrivals += 1",
+        "            self._arrivals += 0",
+        V2,
+    ),
+    Mutant(
+        "V2: requests of a batch change places in every step",
+        "v2/order.py",
+        "                placed[place] = req_id",
+        "                others.append(req_id)",
+        V2,
+    ),
+    Mutant(
+        "V2: of two values for one place the earlier one counts",
+        "v2/buffers.py",
+        "contents[::-1][last]",
+        "contents[last]",
+        V2,
+    ),
+    Mutant(
+        "V2: values are sent once only",
+        "v2/buffers.py",
+        "not np.array_equal(self._sent, self.np)",
+        "not self._sent.any()",
+        V2,
+    ),
+    Mutant(
+        "V2: samples of prompts' chunks reach the scheduler",
+        "v2/output.py",
+        "for req in self._discard:",
+        "for req in ():",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "V2: greedy rows get noise, random ones get none",
+        "v2/sampler.py",
+        "states.temperature.gpu[input_batch.idx_mapping] == 0",
+        "states.temperature.gpu[input_batch.idx_mapping] != 0",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "V2: penalties count discarded samples alone",
+        "v2/kept_tokens.py",
+        "is_kept = (~discard)",
+        "is_kept = discard",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "V2: bad words are looked for one place further",
+        "v2/kept_tokens.py",
+        "batch.seq_lens.clamp(max=last).long()",
+        "(batch.seq_lens + 1).clamp(max=last).long()",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "V2: tokens have the adapters of other requests",
+        "v2/adapters.py",
+        "lora_ids.repeat(num_scheduled_tokens)",
+        "lora_ids[::-1].repeat(num_scheduled_tokens)",
+        V2_LORA,
+    ),
+    Mutant(
+        "V2: prompts are scored without their adapter",
+        "v2/adapters.py",
+        "int(adapters.lora_ids[slot])",
+        "0",
+        V2_LORA,
+    ),
+    Mutant(
+        "V2: an adapter that replaces itself is read in every step",
+        "v2/adapters.py",
+        "if adapter.load_inplace and adapter in adapters:",
+        "if False:",
+        V2_LORA,
+    ),
+    Mutant(
+        "V2: any batch replays a graph of decodes",
+        "v2/graphs.py",
+        "max_query_len if is_uniform else None",
+        "1",
+        V2_GRAPHS,
+    ),
+    Mutant(
+        "V2: steps with and without adapters share a graph",
+        "v2/graphs.py",
+        "num_active_loras=desc.num_active_loras,",
+        "num_active_loras=0,",
+        V2_LORA,
+    ),
+    Mutant(
+        "V2: logits of padding are sampled",
+        "v2/step_inputs.py",
+        "_leading(arrays.logits_indices, rows)",
+        "arrays.logits_indices",
+        V2_GRAPHS,
+    ),
+    Mutant(
+        "V2: nobody looks at what a graph reads past its step",
+        "v2/runner.py",
+        "        self.graphs.check_padding(self.in_flight, self.preparer)\n",
+        "",
+        V2_GRAPHS,
+    ),
+    Mutant(
+        "V2: captured adapters stay",
+        "v2/runner.py",
+        "self.maybe_remove_all_loras(self.lora_config)  # dummy",
+        "pass  # dummy",
+        V2_LORA,
+    ),
+    Mutant(
+        "V2: seeds draw the same noise at every position",
+        "ops/gumbel.py",
+        "(seeds >> 32) & WORD, pos & WORD)",
+        "(seeds >> 32) & WORD)",
+        KERNELS,
+    ),
+    Mutant(
+        "V2: penalties don't see prompts",
+        "ops/slot_sampling.py",
+        "torch.where(in_prompt | is_in_output, repetition, 1.0)",
+        "torch.where(is_in_output, repetition, 1.0)",
+        KERNELS,
+    ),
+    Mutant(
+        "V2: a temperature of 0 divides",
+        "ops/slot_sampling.py",
+        "torch.where(chosen == 0, 1.0, chosen)",
+        "torch.where(chosen == 0, 0.5, chosen)",
+        KERNELS,
     ),
 ]

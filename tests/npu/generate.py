@@ -2,7 +2,8 @@
 
 python -m tests.npu.generate OUT MODEL:fia:float16/async/FULL MODEL:atb:bfloat16/sync/eager
 
-A case is a dtype, a scheduling, a graph mode and, if drafts are to be verified, how these are made.
+A case is a dtype, a scheduling (with ``-v2``: on Model Runner V2), a graph mode and, if drafts are
+to be verified, how these are made.
 With ``/recorded`` at its end, the full check looks at every step, `records_of` has their records,
 and the cache is too small for the batch.
 Where a case fails, its error stands in place of its tokens, and the next one begins.
@@ -17,8 +18,9 @@ import numpy as np
 from vllm.lora.request import LoRARequest
 
 from tests.helpers.drafters import disturb_model, make_eagle_head
-from tests.helpers.engine import engine, generate, graphs, greedy, runner_of
+from tests.helpers.engine import generate, graphs, greedy, runner_of
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
+from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified
 from tests.npu.only_some import HEAD_SIZE
 
@@ -43,6 +45,7 @@ SCHEDULING = {
     "windows": {"async_scheduling": True, "max_model_len": 384},
     "lora": {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8},
 }
+SCHEDULING |= {f"{name}-v2": settings for name, settings in SCHEDULING.items()}
 
 
 def drafts_of(model: Path, method: str) -> dict:
@@ -92,7 +95,9 @@ def run(
             "check": "full",
             "record": {"dir": str(records_of(model)), "steps": "0:1000"},
         }
-    with engine(
+    runner_name = "V2" if scheduling.endswith("-v2") else "V1"
+    with engine_of(
+        runner_name,
         model,
         dtype=dtype,
         block_size=128,
@@ -108,7 +113,7 @@ def run(
         runner = runner_of(llm)
         states, verified = count_states(llm), count_verified(llm)
         preempted = count_preemptions(llm)
-        loras = adapters_of(model) if scheduling == "lora" else None
+        loras = adapters_of(model) if "lora" in scheduling else None
         inputs = prompts(scheduling)
         tokens = generate(llm, inputs[:1], greedy(4))
         tokens += generate(llm, inputs, greedy(12), loras)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
@@ -30,6 +31,15 @@ def let_it_run_without_triton() -> None:
         triton.next_power_of_2 = lambda n: 1 << max(int(n) - 1, 0).bit_length()
 
 
+def modules() -> list[ModuleType]:
+    """Modules of upstream's V2 runner that are imported."""
+    return [
+        module
+        for name, module in sys.modules.items()
+        if name == FOLDER or name.startswith(f"{FOLDER}.")
+    ]
+
+
 @contextlib.contextmanager
 def stand_ins(**classes: Any) -> Iterator[None]:
     """Give upstream's V2 modules other classes or functions under names that they imported.
@@ -42,14 +52,9 @@ def stand_ins(**classes: Any) -> Iterator[None]:
     **classes
         By name. A name is replaced in every module of upstream's folder that has it.
     """
-    modules = [
-        module
-        for name, module in sys.modules.items()
-        if name == FOLDER or name.startswith(f"{FOLDER}.")
-    ]
     saved = [
         (module, name, vars(module)[name])
-        for module in modules
+        for module in modules()
         for name in classes
         if name in vars(module)
     ]

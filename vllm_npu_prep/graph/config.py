@@ -201,11 +201,13 @@ def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> 
     """Streams for each capture size: one per graph of a whole model or of a piece of it.
 
     `settle_sizes` adds those of collectives inside of the graphs. With LoRA there are two of each
-    graph, for steps with and without adapters.
+    graph, for steps with and without adapters; with `cudagraph_specialize_lora` off, V2 alone has
+    two.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
     specialized = vllm_config.compilation_config.cudagraph_specialize_lora
+    specialized |= vllm_config.use_v2_model_runner
     kinds = 2 if vllm_config.lora_config is not None and specialized else 1
     return kinds * (pieces + mode.has_full_cudagraphs())
 

@@ -13,10 +13,15 @@ from vllm_npu_prep.prep.padding import GraphMode
 
 if TYPE_CHECKING:
     from vllm_npu_prep.runner.model_runner import NPUModelRunner
+    from vllm_npu_prep.v2.runner import NPUModelRunnerV2
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "fused pass", "copy", "metadata")
-"""Scopes of the six stages of `NPUModelRunner._prepare_inputs`; "fused pass" includes the state."""
+"""Scopes of the six stages of a preparation; "fused pass" includes the state."""
+
+METHODS = {"update_states": ("_update_states", "update_requests")}
+METHODS |= {"prepare_inputs": ("_prepare_inputs", "_prepare_step")}
+"""Where V1's and V2's runner do what a scope is named after."""
 
 STEP = "step "
 """Scope with the step's numbers: the last one of each preparation, of zero length."""
@@ -34,7 +39,7 @@ class StepScopes:
         The runner to watch.
     """
 
-    def __init__(self, runner: "NPUModelRunner") -> None:
+    def __init__(self, runner: "NPUModelRunner | NPUModelRunnerV2") -> None:
         self.runner = runner
         self._open: list[record_function] = []
         self._replaced: list[tuple[Any, str]] = []
@@ -42,8 +47,8 @@ class StepScopes:
     def install(self) -> None:
         """Begin to watch."""
         runner, preparer = self.runner, self.runner.preparer
-        self._wrap(runner, "_update_states", self._around("update_states"))
-        self._wrap(runner, "_prepare_inputs", self._around_step)
+        self._wrap(runner, _method(runner, "update_states"), self._around("update_states"))
+        self._wrap(runner, _method(runner, "prepare_inputs"), self._around_step)
         self._wrap(runner.padding, "decide", self._before("layout"))
         self._wrap(preparer.staging, "acquire", self._before("fused pass"))
         self._wrap(preparer.staging, "send", self._at("copy"))
@@ -134,6 +139,11 @@ class StepScopes:
 
     def _leave(self) -> None:
         self._open.pop().__exit__(None, None, None)
+
+
+def _method(runner: Any, scope: str) -> str:
+    """Name of the method that a scope surrounds."""
+    return next(name for name in METHODS[scope] if hasattr(runner, name))
 
 
 def _numbers(step: PreparedStep, num_waits: int) -> str:

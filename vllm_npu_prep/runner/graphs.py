@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,7 +10,6 @@ from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph import OutOfStreamsError
@@ -41,6 +40,22 @@ class CaptureOne(Protocol):
         """Run the model as often as needed."""
 
 
+class Dispatcher(Protocol):
+    """Has the sizes of graphs: vLLM's dispatcher for V1, our graph manager for V2."""
+
+    cudagraph_mode: CUDAGraphMode
+
+    @property
+    def cudagraph_keys(self) -> Mapping[CUDAGraphMode, Any]:
+        """Sets or lists of what is to be captured, by mode."""
+
+    def initialize_cudagraph_keys(self, mode: CUDAGraphMode, decode_query_len: int, /) -> None:
+        """Make `cudagraph_keys` for the sizes that the config has now."""
+
+    def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
+        """Graphs to capture: piecewise ones first, of each kind the largest first."""
+
+
 class Graphs:
     """The engine's graphs.
 
@@ -49,7 +64,7 @@ class Graphs:
     device
         Where they run.
     dispatcher
-        Upstream's dispatcher, which has the sizes.
+        Has the sizes.
     compilation
         Upstream's config, which has them, too.
     decode_query_len
@@ -73,7 +88,7 @@ class Graphs:
     def __init__(
         self,
         device: Device,
-        dispatcher: CudagraphDispatcher,
+        dispatcher: Dispatcher,
         compilation: CompilationConfig,
         *,
         decode_query_len: int = 1,
@@ -272,6 +287,32 @@ class Graphs:
             check_padding(step, in_flight.staged, tables, local_tables)
 
 
+def measure_graphs(device: Device, profile: Callable[[], int]) -> int:
+    """Bytes that graphs will take.
+
+    0 with a warning, if the device has no streams to measure it: fewer graphs will be captured.
+
+    Parameters
+    ----------
+    device
+        Where they run.
+    profile
+        Upstream's measurement, which captures some.
+    """
+    try:
+        with device.host_streams(), device.capturing():
+            return profile()
+    except RuntimeError as error:
+        if not is_out_of_streams(error):
+            raise
+        logger.warning(
+            "Out of streams while measuring the memory of graphs (%s). None is set aside for "
+            "them: if they run out of it, lower --gpu-memory-utilization.",
+            str(error).partition("\n")[0],
+        )
+        return 0
+
+
 OUT_OF_STREAMS = "207008"
 """CANN's error if a device has no streams left (``ACL_ERROR_RT_NO_STREAM_RESOURCE``)."""
 
@@ -348,5 +389,5 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
 
 def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
     """Key by which lines of the table are sorted, and the name of a line."""
-    adapters = ", LoRA" if descriptor.has_lora else ""
+    adapters = ", LoRA" if descriptor.num_active_loras else ""
     return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

@@ -96,16 +96,16 @@ def score_prompts(
     result: dict[str, Any] = {}
     for req_id in [each for each in wanted if each in num_scheduled_tokens]:
         of_request = {req_id: wanted[req_id]}
-        with logits_of(manager, batch, req_id):
+        lora_id = int(batch.request_lora_mapping[batch.req_id_to_index[req_id]])
+        with logits_of(manager, lora_id):
             result |= score(of_request)
         if req_id not in of_request:  # its prompt is done
             del wanted[req_id]
     return result
 
 
-def logits_of(manager: LRUCacheWorkerLoRAManager, batch: InputBatch, req_id: str) -> ExitStack:
-    """Context in which all rows of logits use the adapter of one request."""
-    lora_id = batch.request_lora_mapping[batch.req_id_to_index[req_id]]
+def logits_of(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> ExitStack:
+    """Context in which all rows of logits use one adapter; 0: none."""
     adapters: Any = manager._adapter_manager
     slot = adapters.lora_index_to_id.index(lora_id) if lora_id else NO_LORA
     stack = ExitStack()

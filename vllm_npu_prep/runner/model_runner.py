@@ -27,7 +27,6 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
-from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
@@ -58,11 +57,11 @@ from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
 from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
-from vllm_npu_prep.runner.graphs import Graphs, is_out_of_streams
+from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
 from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.new_weights import kept_addresses
-from vllm_npu_prep.runner.padding import CacheLimits, StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
+from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.request_updates import RequestUpdates, states_are_read
@@ -673,22 +672,8 @@ class NPUModelRunner(GPUModelRunner):
         return self.input_ids.gpu[:num_tokens], None
 
     def profile_cudagraph_memory(self) -> int:
-        """Bytes that graphs will take, from capturing the two largest sizes of each kind.
-
-        0 with a warning, if the device has no streams for them: fewer graphs will be captured.
-        """
-        try:
-            with self.prep_device.host_streams(), self.prep_device.capturing():
-                return super().profile_cudagraph_memory()
-        except RuntimeError as error:
-            if not is_out_of_streams(error):
-                raise
-            logger.warning(
-                "Out of streams while measuring the memory of graphs (%s). None is set aside for "
-                "them: if they run out of it, lower --gpu-memory-utilization.",
-                str(error).partition("\n")[0],
-            )
-            return 0
+        """Bytes that graphs will take, from capturing the two largest sizes of each kind."""
+        return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
 
     def capture_model(self) -> int:
         """Capture every graph, largest first.
@@ -750,24 +735,8 @@ class NPUModelRunner(GPUModelRunner):
                 layer.refresh()
 
     def refuse_new_weights(self) -> None:
-        """Refuse new weights beside a KV connector, and for quantised models.
-
-        Raises
-        ------
-        PrepError
-            If there is a connector, which has stored K and V of the old weights, or layers have
-            derived factors of rounding from them.
-        """
-        if self.model_config.quantization is not None:
-            raise PrepError(
-                "new weights are not supported for quantised models, whose layers have derived "
-                "factors of rounding from the old ones: start another engine"
-            )
-        if self.vllm_config.kv_transfer_config is not None:
-            raise PrepError(
-                "new weights are not supported with a KV connector, which would still load keys "
-                "and values of the old weights: start another engine with an empty folder"
-            )
+        """See `vllm_npu_prep.runner.new_weights.refuse`."""
+        refuse(self.vllm_config)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
         """Add groups without a cache after the others, one for each attention window.
@@ -827,13 +796,12 @@ class NPUModelRunner(GPUModelRunner):
         latent = self.preparer.tables.latent
         if latent is not None and not kwargs.get("is_profiling"):
             logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
-        if batch_limits(self.vllm_config).apply:
-            block_size = int(self.preparer.tables.block_sizes.min())
-            limits = CacheLimits(kv_cache_config.num_blocks, block_size)
-            if not kwargs.get("is_profiling"):  # whose cache is small
-                limits.refuse_long_requests(self.max_model_len)
-            self.padding.cache_limits = limits
-            self.graphs.most_rows = limits.num_blocks  # each has one block at least
+        self.padding.cache_limits, self.graphs.most_rows = cache_limits(
+            self.vllm_config,
+            kv_cache_config.num_blocks,
+            int(self.preparer.tables.block_sizes.min()),
+            is_profiling=bool(kwargs.get("is_profiling")),
+        )
         self.recorder = make_recorder(
             self.vllm_config, self.preparer.tables, builders, self.recorder
         )

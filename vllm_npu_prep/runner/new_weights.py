@@ -5,8 +5,30 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 
 from vllm_npu_prep.errors import PrepError
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Refuse new weights beside a KV connector, and for quantised models.
+
+    Raises
+    ------
+    PrepError
+        If there is a connector, which has stored K and V of the old weights, or layers have
+        derived factors of rounding from them.
+    """
+    if vllm_config.model_config.quantization is not None:
+        raise PrepError(
+            "new weights are not supported for quantised models, whose layers have derived "
+            "factors of rounding from the old ones: start another engine"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        raise PrepError(
+            "new weights are not supported with a KV connector, which would still load keys "
+            "and values of the old weights: start another engine with an empty folder"
+        )
 
 
 @contextlib.contextmanager

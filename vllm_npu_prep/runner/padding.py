@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
+from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.counts import EAGER, StepCounts
 from vllm_npu_prep.prep.batch import StepBatch
@@ -219,6 +220,10 @@ class StepPadding:
             return full_padding(num_tokens, num_reqs, decode_query_len)
         return None
 
+    def of_capture(self, mode: CUDAGraphMode, descriptor: Any) -> Padding:
+        """Padding of a step without requests, over which a graph is captured."""
+        return self._padding_of((mode, descriptor), 0)
+
     def forget(self) -> None:
         """Drop cached decisions, because capture sizes have changed."""
         self._kept.clear()
@@ -238,3 +243,30 @@ def depends_on_counts_only(vllm_config: VllmConfig) -> bool:
     """Whether the dispatcher's answer is the same for the same counts: see `StepPadding`."""
     one_rank = vllm_config.parallel_config.data_parallel_size == 1
     return one_rank and not vllm_config.observability_config.cudagraph_metrics
+
+
+def cache_limits(
+    vllm_config: VllmConfig, num_blocks: int, block_size: int, *, is_profiling: bool
+) -> tuple[CacheLimits | None, int | None]:
+    """What one call of attention allows, and most requests of a full graph; None: no limit.
+
+    Parameters
+    ----------
+    vllm_config
+        The engine's config.
+    num_blocks, block_size
+        Of the cache; the smallest size of its groups.
+    is_profiling
+        Whether the cache is a small one, made to measure memory.
+
+    Raises
+    ------
+    PrepError
+        If the cache is too small for one request.
+    """
+    if not batch_limits(vllm_config).apply:
+        return None, None
+    limits = CacheLimits(num_blocks, block_size)
+    if not is_profiling:
+        limits.refuse_long_requests(vllm_config.model_config.max_model_len)
+    return limits, num_blocks  # each request has one block at least

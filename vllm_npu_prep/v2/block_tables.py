@@ -7,6 +7,9 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
+from vllm_npu_prep.prep.batch import BatchTables
+from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.v2.states import SlotStates
 
 
 class SlotBlockTables:
@@ -122,3 +125,37 @@ class SlotBlockTables:
             rows = tuple(table[:num_reqs] for table in self._on_device)
             self._device_rows[num_reqs] = rows
         return rows
+
+
+def tables_of(
+    states: SlotStates,
+    blocks: SlotBlockTables,
+    *,
+    chunked_prefill: bool,
+    local: LocalGroups | None,
+) -> BatchTables:
+    """The tables that the fused pass reads: views, which follow every change.
+
+    Parameters
+    ----------
+    states, blocks
+        Requests and their blocks, by slot.
+    chunked_prefill
+        Whether the scheduler splits prompts.
+    local
+        Groups with attention chunks, if there are any.
+    """
+    return BatchTables(
+        num_computed_tokens=states.num_computed_tokens_np,
+        num_prompt_tokens=states.prompt_len.np,
+        num_tokens=states.num_tokens,
+        token_ids=states.token_ids,
+        block_table_flat=blocks.block_table_flat_np,
+        max_num_blocks=blocks.max_num_blocks,
+        block_sizes=blocks.block_sizes,
+        num_blocks=blocks.num_blocks,
+        num_synced_blocks=blocks.num_synced_blocks,
+        num_device_blocks=blocks.num_device_blocks,
+        chunked_prefill=chunked_prefill,
+        local=local,
+    )

@@ -3,6 +3,10 @@
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+
+from vllm_npu_prep.v2.states import SlotStates
 
 
 class BatchOrder:
@@ -53,3 +57,30 @@ class BatchOrder:
                 others.append(req_id)
         without = iter(others)
         return [next(without) if req_id is None else req_id for req_id in placed]
+
+
+def batch_of_step(
+    order: BatchOrder, states: SlotStates, scheduler_output: SchedulerOutput
+) -> BatchReqState:
+    """Numbers of a step's requests, in the order of its batch."""
+    num_scheduled = scheduler_output.num_scheduled_tokens
+    req_ids, slots = order.of_step(num_scheduled, states.req_id_to_index)
+    counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
+    prefill = states.prefill_len.np[slots]
+    computed = states.num_computed_prefill_tokens[slots]
+    is_prefilling = computed < prefill
+    has_prefill = bool(is_prefilling.any())
+    return BatchReqState(
+        req_ids=req_ids,
+        num_scheduled_tokens=counts,
+        num_tokens=scheduler_output.total_num_scheduled_tokens,
+        num_draft_tokens_np=None,
+        idx_mapping_np=slots,
+        prefill_len_np=prefill,
+        num_computed_prefill_tokens_np=computed,
+        is_prefilling_np=is_prefilling,
+        max_seq_len_np=None,
+        has_prefill=has_prefill,
+        prefill_runs_as_decode_np=None,
+        decode_graph_eligible=not has_prefill,
+    )

@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
+from vllm.lora.layers import LoRAMappingType
+from vllm.lora.request import LoRARequest
+from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache, copy_kv_cache_blocks_inplace
 
@@ -28,25 +32,36 @@ from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_ba
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, Memory
-from vllm_npu_prep.graph.counts import StepCounts
+from vllm_npu_prep.device.communicator import union_over_ranks
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import replace_modules
-from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step, warm_up
-from vllm_npu_prep.prep.padding import GraphMode, no_padding
+from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
+from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.quantization.fused import fuse_rounding
+from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
+from vllm_npu_prep.runner.lora import StepLoRAMapping
+from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
+from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.v2.adapters import SlotAdapters, score_with_adapters
+from vllm_npu_prep.v2.block_tables import SlotBlockTables, tables_of
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.v2.graphs import GraphManager, run_model
+from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_prompts
 from vllm_npu_prep.v2.model_state import PreparedModelState
-from vllm_npu_prep.v2.order import BatchOrder
+from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
 from vllm_npu_prep.v2.output import StepOutput
 from vllm_npu_prep.v2.sampler import SlotSampler
 from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.v2.step_inputs import StepInputs
 from vllm_npu_prep.v2.watched import WatchedBatch
+from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -80,6 +95,9 @@ class NPUModelRunnerV2(GPUModelRunner):
     req_states: SlotStates  # type: ignore[assignment]
     block_tables: SlotBlockTables  # type: ignore[assignment]
     model_state: PreparedModelState
+    lora_state: SlotAdapters
+    cudagraph_manager: GraphManager  # as `graphs` and `preparer`, from `initialize_kv_cache` on
+    graphs: Graphs
     preparer: Preparer
     use_async_spec_decode = False  # checks ask V1's runner
 
@@ -90,15 +108,17 @@ class NPUModelRunnerV2(GPUModelRunner):
             super().__init__(vllm_config, device)
         self.order = BatchOrder()
         self.input_batch = WatchedBatch(self.req_states)
-        self.counts = StepCounts()
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
         self.step_check: StepCheck | None = None
         self.cache_memory: Memory = prep_device
-        self._uses_mla = self.model_config.use_mla
-        self._one_each = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
-        self._no_positions = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._logit_borders = np.arange(self.max_num_reqs + 1, dtype=np.int32)
+        self.inputs = StepInputs(self.max_num_reqs, device)
+        self.padding = StepPadding(
+            self._dispatch,
+            lambda: self.graphs.captured(),
+            depends_on_counts_only=depends_on_counts_only(vllm_config),
+        )
+        self._num_active_loras = 0  # of the step
 
     @staticmethod
     def _stand_ins(device: torch.device) -> Any:
@@ -113,6 +133,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             Sampler=SlotSampler,
             UvaBackedTensor=slot_values,
             StagedWriteTensor=SlotRows,
+            LoraState=SlotAdapters,
             init_model_state=PreparedModelState,
         )
 
@@ -162,62 +183,27 @@ class NPUModelRunnerV2(GPUModelRunner):
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool
     ) -> tuple[BatchReqState | None, int | None]:
-        """The batch in its order, in which requests stay where they were at the last step."""
+        """Prepare the step; upstream asks for its numbers first, and for its inputs later."""
         if dummy_run:
             return super().gather_batch_req_state(scheduler_output, dummy_run)
-        states = self.req_states
-        num_scheduled = scheduler_output.num_scheduled_tokens
-        req_ids, slots = self.order.of_step(num_scheduled, states.req_id_to_index)
-        counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
-        prefill = states.prefill_len.np[slots]
-        computed = states.num_computed_prefill_tokens[slots]
-        is_prefilling = computed < prefill
-        has_prefill = bool(is_prefilling.any())
-        return (
-            BatchReqState(
-                req_ids=req_ids,
-                num_scheduled_tokens=counts,
-                num_tokens=scheduler_output.total_num_scheduled_tokens,
-                num_draft_tokens_np=None,
-                idx_mapping_np=slots,
-                prefill_len_np=prefill,
-                num_computed_prefill_tokens_np=computed,
-                is_prefilling_np=is_prefilling,
-                max_seq_len_np=None,
-                has_prefill=has_prefill,
-                prefill_runs_as_decode_np=None,
-                decode_graph_eligible=not has_prefill,
-            ),
-            None,
-        )
+        return self._prepare_step(scheduler_output), None
 
-    def prepare_inputs(
-        self,
-        scheduler_output: SchedulerOutput,
-        batch_req_state: BatchReqState,
-        batch_desc: Any,
-        num_active_loras: int,
-    ) -> InputBatch:
-        """Prepare one step; replaces upstream's version completely.
+    def _prepare_step(self, scheduler_output: SchedulerOutput) -> BatchReqState:
+        """Prepare one step, in the order in which requests stay where they were.
 
         Parameters
         ----------
         scheduler_output
             What the scheduler decided; the states have it already.
-        batch_req_state
-            The batch in its order.
-        batch_desc
-            Upstream's decision on graph and padding.
-        num_active_loras
-            Adapters of the batch.
 
         Returns
         -------
-        InputBatch
-            Views of the step's arrays.
+        BatchReqState
+            Numbers of the batch, in its order.
         """
         started = perf_counter()
-        preparer, states, now = self.preparer, self.req_states, batch_req_state
+        preparer, states = self.preparer, self.req_states
+        now = batch_of_step(self.order, states, scheduler_output)
         slots, num_reqs = now.idx_mapping_np, len(now.req_ids)
         preparer.tables.slots[:num_reqs] = slots
         self.block_tables.follow(slots)
@@ -230,69 +216,50 @@ class NPUModelRunnerV2(GPUModelRunner):
             samples.rows,
             samples.num_rows,
         )
+        if self.lora_config:
+            self._num_active_loras = len(self.lora_state.get_activate_loras(now.req_ids))
         # The stages of V1's runner: padding, layout, pass and state, copy, metadata
-        padding = no_padding(batch_desc.num_tokens, num_reqs)
-        kind = self.counts.kind(padding, now.num_tokens, not now.has_prefill, GraphMode.NONE, 0)
-        self.counts.add(kind)
-        layout = preparer.layout(padding)
+        decision = self.padding.decide(batch, 0, self._num_active_loras)
+        layout = preparer.layout(decision.padding)
         staged = preparer.staging.acquire(layout)
-        step = prepare_step(batch, padding, layout, staged.np)
+        step = prepare_step(batch, decision.padding, layout, staged.np)
         preparer.staging.send(step, samples.token_ids)
         metadata = preparer.build_metadata(step, staged)
-        self.in_flight = in_flight = StepInFlight(step, staged, metadata, (batch_desc,))
-        self.model_state.metadata = self._by_layer(metadata)
+        self.in_flight = in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
+        self.model_state.metadata = metadata
+        self.cudagraph_manager.decided = decision.dispatched[2]
         self.input_batch.now = now, samples
-        self._observe(in_flight, kind, scheduler_output, started)
-        arrays = staged.device
-        return InputBatch(
-            req_ids=now.req_ids,
-            num_reqs=num_reqs,
-            num_reqs_after_padding=num_reqs,
-            idx_mapping=arrays.idx_mapping,
-            idx_mapping_np=slots,
-            expanded_idx_mapping=arrays.idx_mapping,
-            expanded_local_pos=self._no_positions[:num_reqs],
-            num_scheduled_tokens=now.num_scheduled_tokens,
-            num_tokens=now.num_tokens,
-            num_tokens_after_padding=step.num_input_tokens,
-            num_draft_tokens=0,
-            num_draft_tokens_per_req=None,
-            query_start_loc=arrays.query_start_loc,
-            query_start_loc_np=staged.np.query_start_loc,
-            seq_lens=arrays.seq_lens,
-            seq_lens_cpu_upper_bound=staged.cpu.seq_lens,
-            dcp_local_seq_lens=None,
-            num_computed_tokens_np=step.num_computed_tokens,
-            prefill_len_np=now.prefill_len_np,
-            num_computed_prefill_tokens_np=now.num_computed_prefill_tokens_np,
-            is_prefilling_np=now.is_prefilling_np,
-            has_prefill=now.has_prefill,
-            decode_graph_eligible=now.decode_graph_eligible,
-            input_ids=arrays.input_ids,
-            positions=arrays.positions,
-            is_padding=None,  # type: ignore[arg-type]  # eager steps have none
-            logits_indices=arrays.logits_indices,
-            cu_num_logits=self._one_each[: num_reqs + 1],
-            cu_num_logits_np=self._logit_borders[: num_reqs + 1],
-            has_structured_output_reqs=scheduler_output.has_structured_output_requests,
-            prompt_lens=None,
+        self._observe(in_flight, decision.kind, scheduler_output, started)
+        return now
+
+    def _dispatch(
+        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
+    ) -> tuple[Any, ...]:
+        """Ask the graph manager for its decision, before a step is prepared."""
+        del num_encoder_reqs  # none: multimodal models are refused
+        num_tokens, num_loras = batch.total_num_scheduled_tokens, self._num_active_loras
+        return self.cudagraph_manager.ask(
+            batch.num_reqs, num_tokens, max_query_len, num_loras, eager
         )
 
-    def _by_layer(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Metadata as layers read it; those of latent attention have a form of their own."""
-        if not self._uses_mla:
-            return metadata
-        return {
-            name: builder.for_layers(metadata[layer_names[0]])
-            for _, builder, layer_names in self.preparer.builders
-            for name in layer_names
-        }
+    def prepare_inputs(
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: BatchReqState,
+        batch_desc: Any,
+        num_active_loras: int,
+    ) -> InputBatch:
+        """The step as it was prepared, as upstream's later code reads it: views."""
+        assert self.in_flight is not None
+        structured = scheduler_output.has_structured_output_requests
+        return self.inputs.of_step(batch_req_state, self.in_flight, structured)
 
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         """Block tables and slots of the step, which are prepared already."""
         assert self.in_flight is not None
+        self.graphs.check_padding(self.in_flight, self.preparer)
         tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
         return tables, self.in_flight.staged.device.slot_mappings
 
@@ -315,6 +282,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.in_flight = None
         if hasattr(self, "model_state"):  # not after `shutdown`
             self.model_state.metadata = None
+        if self.cudagraph_manager is not None:  # as before the cache is allocated
+            self.cudagraph_manager.decided = None
 
     # ----------------------------------------------------------------- after the forward pass
 
@@ -348,48 +317,123 @@ class NPUModelRunnerV2(GPUModelRunner):
         sampled = sampler_output.sampled_token_ids[:, 0]
         slots = batch.idx_mapping_np
         self.req_states.samples.keep(sampled.to(torch.int32), batch.idx_mapping, slots, discard)
-        self._note_on_device(batch, sampled, staged.device.discard_request_mask)
+        discarded = staged.device.discard_request_mask[: step.num_reqs]
+        assert self.sampler is not None
+        note_samples(self.sampler, self.req_states, batch, sampled, discarded)
         return returned
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, batch: InputBatch) -> dict[str, Any]:
-        """Log-probabilities of prompts, for requests that want some."""
-        worker, states = self.prompt_logprobs_worker, self.req_states
+        """Log-probabilities of prompts, for requests that want some, each by its own adapter."""
+        worker, slots = self.prompt_logprobs_worker, batch.idx_mapping_np
         assert worker is not None
-        if not worker.uses_prompt_logprobs[batch.idx_mapping_np].any():
+        if not worker.uses_prompt_logprobs[slots].any():
             return {}
-        return worker.compute_prompt_logprobs(
-            self.model.compute_logits,  # type: ignore[arg-type]
-            hidden_states,
-            batch,
-            states.all_token_ids.gpu,
-            states.num_computed_tokens.copy_to_uva(),
-            states.prompt_len.np,
-        )
 
-    def _note_on_device(
-        self, batch: InputBatch, sampled: torch.Tensor, discard: torch.Tensor
+        def score() -> dict[str, Any]:
+            compute_logits: Any = self.model.compute_logits
+            return score_prompts(worker, self.req_states, compute_logits, hidden_states, batch)
+
+        if not self.lora_config:
+            return score()
+        return score_with_adapters(self.lora_manager, self.lora_state, worker, slots, score)
+
+    # ----------------------------------------------------------------- adapters
+
+    def _set_active_loras(
+        self,
+        prompt_lora_mapping: Sequence[int] | np.ndarray,
+        token_lora_mapping: Sequence[int] | np.ndarray,
+        lora_requests: set[LoRARequest],
+        mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
     ) -> None:
-        """Enter samples where the sampler looks for them: for penalties and bad words."""
-        sampler, slots = self.sampler, batch.idx_mapping_np
-        assert sampler is not None
-        penalties = sampler.penalties_state
-        _, _, bad_words = sampler.logits_processors[:3]
-        wants_counts = penalties.use_penalty[slots].any()
-        wants_tokens = bad_words.num_bad_words.np[slots].any()  # type: ignore[attr-defined]
-        if not (wants_counts or wants_tokens):
-            return
-        idx_mapping, states = batch.idx_mapping, self.req_states
-        is_kept = (~discard).to(torch.int32)
-        if wants_counts:
-            counts = penalties.output_bin_counts
-            counts.index_put_((idx_mapping, sampled), is_kept, accumulate=True)
-        if wants_tokens:
-            last = states.max_model_len - 1
-            places = idx_mapping, batch.seq_lens.clamp(max=last).long()
-            tokens = states.all_token_ids.gpu
-            there = torch.where(discard, tokens[places], sampled.to(torch.int32))
-            tokens.index_put_(places, there)
-            states.total_len.gpu.index_add_(0, idx_mapping, is_kept)
+        """As upstream's, which makes tuples of the mappings and compares them; here: arrays."""
+        mapping = StepLoRAMapping(
+            np.asarray(token_lora_mapping),  # type: ignore[arg-type]
+            np.asarray(prompt_lora_mapping),  # type: ignore[arg-type]
+            is_prefill=True,
+            type=mapping_type,
+        )
+        self.lora_manager.set_active_adapters(lora_requests, mapping)
+        self.lora_state.are_loaded(lora_requests)
+
+    # ----------------------------------------------------------------- graphs
+
+    def _forward(
+        self, in_flight: StepInFlight, mode: CUDAGraphMode, descriptor: BatchDescriptor
+    ) -> Any:
+        """Run the model over a prepared step: eagerly, or capture or replay its graph."""
+        _, slots = self.preparer.slot_mappings(in_flight.staged)
+        model: Any = self.model if self._full_graphs is None else self._full_graphs
+        return run_model(model, self.vllm_config, in_flight, slots, mode, descriptor)
+
+    def _replay(self, descriptor: BatchDescriptor) -> torch.Tensor:
+        """Replay the full graph of the step in flight."""
+        assert self.in_flight is not None
+        return self._forward(self.in_flight, CUDAGraphMode.FULL, descriptor)
+
+    def _capture(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> None:
+        """Warm up and capture one graph, over a step that is all padding."""
+        padding = self.padding.of_capture(cudagraph_runtime_mode, desc)
+        dispatched = cudagraph_runtime_mode, desc
+        in_flight = StepInFlight(*self.preparer.prepare_padding_only(padding), dispatched)
+        select_adapters = create_lora_capture_hook(self.lora_config, self)
+        if select_adapters is not None:
+            num_reqs = min(desc.num_tokens, self.max_num_reqs)
+            select_adapters(desc.num_active_loras, num_reqs, desc.num_tokens)
+        for _ in range(self.compilation_config.cudagraph_num_of_warmups):
+            self._forward(in_flight, CUDAGraphMode.NONE, desc)
+        self.prep_device.synchronize()
+        self._forward(in_flight, cudagraph_runtime_mode, desc)
+
+    @torch.inference_mode()
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture every graph, largest first.
+
+        Returns
+        -------
+        int
+            Bytes of the device that they took.
+
+        Raises
+        ------
+        PrepError
+            If requests are in flight: captures would overwrite their block tables.
+        """
+        del profile_only
+        if self.req_states.num_reqs:
+            raise PrepError(
+                "graphs can't be captured with "
+                f"{counted(self.req_states.num_reqs, 'request')} in flight: capture at start-up"
+            )
+        try:
+            with self.maybe_setup_dummy_loras(self.lora_config):
+                capture = self.cudagraph_manager.measured(self._capture)
+                return self.graphs.capture(capture, freeze_gc_for_cudagraph_capture)
+        finally:
+            self.maybe_remove_all_loras(self.lora_config)  # dummy ones, with ids of real ones
+            self.padding.forget()  # sizes that did not fit were dropped
+
+    def profile_cudagraph_memory(self) -> int:
+        """Bytes that graphs will take, from capturing the largest sizes of each kind."""
+        return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
+
+    def _make_graph_manager(self, *args: Any, **kwargs: Any) -> GraphManager:
+        """Upstream's arguments are those of its own manager."""
+        manager = GraphManager(self._replay, self.prep_device, *args, **kwargs)
+        self._full_graphs = None
+        if manager.cudagraph_mode.has_full_cudagraphs():
+            self._full_graphs = GraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
+        self.graphs = Graphs(
+            self.prep_device,
+            manager,
+            self.compilation_config,
+            largest_decode=largest_decode(self.max_num_reqs, 1, self.max_num_tokens),
+            max_num_reqs=self.max_num_reqs,
+            max_model_len=self.max_model_len,
+            agree=union_over_ranks,
+        )
+        self.padding.forget()  # capture sizes may have changed since
+        return manager
 
     # ----------------------------------------------------------------- weights and the KV cache
 
@@ -409,7 +453,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         with (
             self.prep_device.host_streams(),
             self._stand_ins(self.device),
-            v2.stand_ins(init_kv_cache=self._allocate_planes),
+            v2.stand_ins(
+                init_kv_cache=self._allocate_planes, ModelCudaGraphManager=self._make_graph_manager
+            ),
         ):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         layers = self.compilation_config.static_forward_context
@@ -417,17 +463,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.kv_caches = single_planes(self._caches.values(), self._caches, layers)
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
-        tables = BatchTables(
-            num_computed_tokens=states.num_computed_tokens_np,
-            num_prompt_tokens=states.prompt_len.np,
-            num_tokens=states.num_tokens,
-            token_ids=states.token_ids,
-            block_table_flat=blocks.block_table_flat_np,
-            max_num_blocks=blocks.max_num_blocks,
-            block_sizes=blocks.block_sizes,
-            num_blocks=blocks.num_blocks,
-            num_synced_blocks=blocks.num_synced_blocks,
-            num_device_blocks=blocks.num_device_blocks,
+        tables = tables_of(
+            states,
+            blocks,
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
             local=find_local_groups(self.attn_groups),
         )
@@ -440,6 +478,12 @@ class NPUModelRunnerV2(GPUModelRunner):
             max_num_reqs=self.max_num_reqs,
             pin_memory=is_pin_memory_available(),
             has_slots=True,
+        )
+        self.padding.cache_limits, self.graphs.most_rows = cache_limits(
+            self.vllm_config,
+            kv_cache_config.num_blocks,
+            int(tables.block_sizes.min()),
+            is_profiling=bool(kwargs.get("is_profiling")),
         )
         self.recorder = make_recorder(self.vllm_config, tables, builders, self.recorder)
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
@@ -468,8 +512,15 @@ class NPUModelRunnerV2(GPUModelRunner):
         if self.recorder is not None:
             self.recorder.warm_up(step)
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, at the addresses that graphs read; the caller resets the prefix cache."""
+        self.refuse_new_weights()
+        with kept_addresses(self.get_model()):
+            super().reload_weights(*args, **kwargs)
+
     def refuse_new_weights(self) -> None:
-        """Allowed: without graphs, new weights are read where they are."""
+        """See `vllm_npu_prep.runner.new_weights.refuse`."""
+        refuse(self.vllm_config)
 
     def shutdown(self) -> None:
         """Log how often preparation had to wait and how steps ran."""
@@ -482,17 +533,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             )
         if self.recorder is not None:
             self.recorder.close()
-        self.counts.log_summary()
+        self.padding.counts.log_summary()
         self.prep_device.synchronize()
         super().shutdown()
-
-
-def reads_tokens(params: SamplingParams | None) -> bool:
-    """Whether a request's parameters make the sampler read its tokens on the device."""
-    return params is not None and (
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or bool(params.bad_words_token_ids)
-        or params.prompt_logprobs is not None
-    )
+        GraphWrapper.clear_all_graphs()

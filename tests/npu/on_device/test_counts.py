@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.counting import PreparationCounts
-from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import record_states
 
@@ -18,11 +18,18 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("runner_name", "async_scheduling"),
-    [("V1", False), ("V1", True), ("V2", True)],
-    ids=["sync", "async", "v2"],
+    ("runner_name", "async_scheduling", "mode"),
+    [
+        ("V1", False, {}),
+        ("V1", True, {}),
+        ("V2", True, {}),
+        ("V2", True, graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16)),
+    ],
+    ids=["sync", "async", "v2", "v2-graphs"],
 )
-def test_a_step_is_one_copy_and_at_most_two_launches(model, runner_name, async_scheduling, seed):
+def test_a_step_is_one_copy_and_at_most_two_launches(
+    model, runner_name, async_scheduling, mode, seed
+):
     """By V2 three: it puts samples at their slots when one is wanted that the last step lacks."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, n).tolist() for n in (5, 120, 127, 128, 60, 1, 126)]
@@ -33,6 +40,7 @@ def test_a_step_is_one_copy_and_at_most_two_launches(model, runner_name, async_s
         max_num_seqs=4,  # the others come in when one of these has finished
         max_num_batched_tokens=64,
         async_scheduling=async_scheduling,
+        **mode,
     ) as llm:
         runner = runner_of(llm)
         counts = PreparationCounts(runner)

@@ -7,10 +7,6 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-def _captures(asked: Asked) -> bool:
-    return asked.config.compilation_config.cudagraph_mode.name != "NONE"
-
-
 def _has_several_ranks(asked: Asked) -> bool:
     parallel = asked.config.parallel_config
     return parallel.world_size_across_dp > 1
@@ -18,24 +14,10 @@ def _has_several_ranks(asked: Asked) -> bool:
 
 V2 = (
     Refusal(
-        "v2-graphs",
-        _captures,
-        "Model Runner V2 with graphs",
-        "steps run eagerly on it",
-        f"use --enforce-eager, or {BY_V1}",
-    ),
-    Refusal(
         "v2-speculation",
         lambda c: c.config.speculative_config is not None,
         "Model Runner V2 with speculative decoding",
         "its steps have no drafts",
-        BY_V1,
-    ),
-    Refusal(
-        "v2-lora",
-        lambda c: c.config.lora_config is not None,
-        "Model Runner V2 with LoRA",
-        "its steps have no adapters",
         BY_V1,
     ),
     Refusal(

@@ -1,0 +1,85 @@
+"""LoRA adapters of requests by slot, and what they do to log-probabilities of prompts."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.v1.worker.gpu.lora_utils import LoraState
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+from vllm_npu_prep.runner.lora import logits_of
+
+
+class SlotAdapters(LoraState):
+    """The adapter of each request, by slot; stands in for upstream's ``LoraState``.
+
+    Upstream makes tuples of a step's mapping and compares those. Here it stays an array.
+    """
+
+    def make_lora_inputs(  # type: ignore[override]  # arrays in place of tuples
+        self, req_ids: list[str], idx_mapping: np.ndarray, num_scheduled_tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, set[LoRARequest]]:
+        """LoRA id of each sample and of each token, 0 without one, and the step's adapters.
+
+        Parameters
+        ----------
+        req_ids, idx_mapping, num_scheduled_tokens
+            Requests of the step, their slots, and their tokens, int ``[num_reqs]`` each.
+        """
+        lora_ids = self.lora_ids[idx_mapping]
+        return lora_ids, lora_ids.repeat(num_scheduled_tokens), self.get_activate_loras(req_ids)
+
+    def get_activate_loras(self, req_ids: Iterable[str]) -> set[LoRARequest]:
+        """Adapters of these requests. Of two for one name, the one to be read anew counts."""
+        if not self.lora_requests:
+            return set()
+        asked = [self.lora_requests[each] for each in self.lora_requests.keys() & req_ids]
+        return {each for each in asked if each.load_inplace} | {*asked}
+
+    def are_loaded(self, adapters: Iterable[LoRARequest]) -> None:
+        """Have no adapter read again that was to be read anew; upstream reads it in every step."""
+        if any(each.load_inplace for each in adapters):
+            for req_id, adapter in self.lora_requests.items():
+                if adapter.load_inplace and adapter in adapters:
+                    known = msgspec.structs.replace(adapter, load_inplace=False)
+                    self.lora_requests[req_id] = known
+
+
+def score_with_adapters(
+    manager: LRUCacheWorkerLoRAManager,
+    adapters: SlotAdapters,
+    worker: PromptLogprobsWorker,
+    slots: np.ndarray,
+    score: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+    """Log-probabilities of prompts, one request at a time, each with its own adapter.
+
+    A step's mapping covers the logits of samples only, so upstream scores prompts with the
+    adapters of the first samples.
+
+    Parameters
+    ----------
+    manager
+        vLLM's LoRA manager.
+    adapters
+        Of the requests.
+    worker
+        Upstream's part that scores.
+    slots
+        int ``[num_reqs]``: slot of each request of the step.
+    score
+        Calls it for the step; returns results by request.
+    """
+    wanted, result = worker.uses_prompt_logprobs, {}
+    try:
+        for slot in slots[wanted[slots]].tolist():
+            worker.uses_prompt_logprobs = np.zeros_like(wanted)
+            worker.uses_prompt_logprobs[slot] = True
+            with logits_of(manager, int(adapters.lora_ids[slot])):
+                result |= score()
+    finally:
+        worker.uses_prompt_logprobs = wanted
+    return result

@@ -1,0 +1,83 @@
+"""A prepared step as upstream's V2 code reads it."""
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+
+from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.runner.step import StepInFlight
+
+
+class StepInputs:
+    """Makes upstream's ``InputBatch`` of a prepared step: views of its arrays, and constants.
+
+    Parameters
+    ----------
+    max_num_reqs
+        Of a step.
+    device
+        Of the constants.
+    """
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self._one_each = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._no_positions = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._logit_borders = np.arange(max_num_reqs + 1, dtype=np.int32)
+
+    def of_step(self, now: BatchReqState, in_flight: StepInFlight, structured: bool) -> InputBatch:
+        """The step for the model, which reads padding, too, and for the sampler, which doesn't.
+
+        Parameters
+        ----------
+        now
+            Numbers of the batch.
+        in_flight
+            The step.
+        structured
+            Whether a request has a grammar.
+        """
+        step, staged = in_flight.step, in_flight.staged
+        arrays, num_reqs = staged.device, step.num_reqs
+        rows = slice(num_reqs) if num_reqs < step.padding.num_reqs_padded else None
+        idx_mapping = _leading(arrays.idx_mapping, rows)
+        in_graph = step.padding.mode is not GraphMode.NONE
+        return InputBatch(
+            req_ids=now.req_ids,
+            num_reqs=num_reqs,
+            num_reqs_after_padding=step.padding.num_reqs_padded,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=now.idx_mapping_np,
+            expanded_idx_mapping=idx_mapping,
+            expanded_local_pos=self._no_positions[:num_reqs],
+            num_scheduled_tokens=now.num_scheduled_tokens,
+            num_tokens=now.num_tokens,
+            num_tokens_after_padding=step.num_input_tokens,
+            num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
+            query_start_loc=arrays.query_start_loc,
+            query_start_loc_np=staged.np.query_start_loc,
+            seq_lens=_leading(arrays.seq_lens, rows),
+            seq_lens_cpu_upper_bound=_leading(staged.cpu.seq_lens, rows),
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=step.num_computed_tokens,
+            prefill_len_np=now.prefill_len_np,
+            num_computed_prefill_tokens_np=now.num_computed_prefill_tokens_np,
+            is_prefilling_np=now.is_prefilling_np,
+            has_prefill=now.has_prefill,
+            decode_graph_eligible=now.decode_graph_eligible,
+            input_ids=arrays.input_ids,
+            positions=arrays.positions,
+            # Without a graph nothing is padded
+            is_padding=arrays.is_padding if in_graph else None,  # type: ignore[arg-type]
+            logits_indices=_leading(arrays.logits_indices, rows),
+            cu_num_logits=self._one_each[: num_reqs + 1],
+            cu_num_logits_np=self._logit_borders[: num_reqs + 1],
+            has_structured_output_reqs=structured,
+            prompt_lens=None,
+        )
+
+
+def _leading(array: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    """The rows of real requests: `array` itself if there is no padding; a view takes a us."""
+    return array if rows is None else array[rows]
