@@ -1135,7 +1135,7 @@ MUTANTS = [
     Mutant(
         "prompts are scored by the adapters of the samples",
         "runner/lora.py",
-        "        with logits_of(manager, batch, req_id):\n",
+        "        with logits_of(manager, lora_id):\n",
         "        if True:\n",
         LORA,
     ),
