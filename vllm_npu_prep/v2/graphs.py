@@ -168,7 +168,7 @@ def run_model(
     """
     arrays = in_flight.staged.device
     with set_forward_context(
-        in_flight.metadata,
+        in_flight.metadata or None,  # without any, attention is left out
         vllm_config,
         num_tokens=in_flight.step.num_input_tokens,
         cudagraph_runtime_mode=mode,

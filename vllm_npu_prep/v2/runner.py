@@ -375,7 +375,10 @@ class NPUModelRunnerV2(GPUModelRunner):
         """Warm up and capture one graph, over a step that is all padding."""
         padding = self.padding.of_capture(cudagraph_runtime_mode, desc)
         dispatched = cudagraph_runtime_mode, desc
-        in_flight = StepInFlight(*self.preparer.prepare_padding_only(padding), dispatched)
+        step, staged, metadata = self.preparer.prepare_padding_only(padding)
+        if cudagraph_runtime_mode != CUDAGraphMode.FULL:
+            metadata = {}  # between pieces: attention has no request, which kernels refuse
+        in_flight = StepInFlight(step, staged, metadata, dispatched)
         select_adapters = create_lora_capture_hook(self.lora_config, self)
         if select_adapters is not None:
             num_reqs = min(desc.num_tokens, self.max_num_reqs)

@@ -8,8 +8,16 @@ import pytest
 
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
-from tests.helpers.v2 import engine_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import record_states
+
+
+CASES = [
+    pytest.param("V1", False, {}, id="sync"),
+    pytest.param("V1", True, {}, id="async"),
+    pytest.param("V2", True, {}, id="v2"),
+    pytest.param("V2", True, graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16), id="v2-graphs"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +27,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("runner_name", "async_scheduling", "mode"),
-    [
-        ("V1", False, {}),
-        ("V1", True, {}),
-        ("V2", True, {}),
-        ("V2", True, graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16)),
-    ],
-    ids=["sync", "async", "v2", "v2-graphs"],
+    [case for case in CASES if case.values[0] in RUNNERS],
 )
 def test_a_step_is_one_copy_and_at_most_two_launches(
     model, runner_name, async_scheduling, mode, seed
