@@ -103,8 +103,9 @@ def stock_of(ours: Any) -> Any:
     stock.load_model(model=ours.get_model())
     with v2.stand_ins(init_kv_cache=lambda *_, **__: {}):
         stock.initialize_kv_cache(ours.kv_cache_config)
+    builders: list[Any] = [CommonBuilder()]
     stock.attn_groups = [
-        [dataclasses.replace(group, metadata_builders=[CommonBuilder()]) for group in groups]
+        [dataclasses.replace(group, metadata_builders=builders) for group in groups]
         for groups in stock.attn_groups
     ]
     return stock
@@ -150,7 +151,8 @@ def run(runner: Any, output: Any, sampled: dict[str, list[int]], clock: Clock) -
 
 def measure(case: Case, runners: dict[str, Any], steps: int, clock: Clock) -> dict[str, float]:
     """Medians of each runner, in microseconds."""
-    schedule, times = Schedule(case), {name: [] for name in runners}
+    schedule = Schedule(case)
+    times: dict[str, list[float]] = {name: [] for name in runners}
     for step in range(WARM_UP + steps):
         output, given = schedule.step(), {}
         for new in output.scheduled_new_reqs:
@@ -184,7 +186,8 @@ def of_case(case: Case, folder: Path, steps: int, clock: Clock) -> dict[str, flo
             torch.set_num_threads(1)
             runners = {"ours": ours, "v1": v1_of(ours), "stock": stock_of(ours)}
             free_kernels()
-            async_utils.stream = lambda *_: contextlib.nullcontext()  # it knows CUDA's alone
+            free_streams: Any = lambda *_: contextlib.nullcontext()  # noqa: E731
+            async_utils.stream = free_streams  # upstream's knows CUDA's alone
             for runner in runners.values():
                 stub(runner)
             collect()

@@ -15,8 +15,8 @@ from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
-from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.helpers.v2 import RUNNERS
+from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
 from tests.npu.only_some import HEAD_SIZE

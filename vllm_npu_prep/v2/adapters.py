@@ -73,7 +73,8 @@ def score_with_adapters(
     score
         Calls it for the step; returns results by request.
     """
-    wanted, result = worker.uses_prompt_logprobs, {}
+    wanted = worker.uses_prompt_logprobs
+    result: dict[str, Any] = {}
     try:
         for slot in slots[wanted[slots]].tolist():
             worker.uses_prompt_logprobs = np.zeros_like(wanted)

@@ -11,7 +11,6 @@ from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import record_states
 
-
 CASES = [
     pytest.param("V1", False, {}, id="sync"),
     pytest.param("V1", True, {}, id="async"),
