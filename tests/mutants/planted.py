@@ -2425,13 +2425,6 @@ MUTANTS = [
         V2,
     ),
     Mutant(
-        "V2: discarded samples are continued from",
-        "v2/states.py",
-        "np.where(discard, NO_PREVIOUS_ROW, np.arange(len(slots)))",
-        "np.arange(len(slots))",
-        V2,
-    ),
-    Mutant(
         "V2: the last sample is no known token",
         "v2/states.py",
         "np.maximum(prefill, computed + 1)",
