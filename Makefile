@@ -80,9 +80,11 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-soak: install ## random traffic through our scheduler and runner and upstream's, in slices; MINUTES=30, SEED= to repeat one
+soak: install ## random traffic through our scheduler and runner and upstream's, experts on the emulated card, in slices; MINUTES=30, SEED= to repeat one
 	$(PY) -m tests.scheduling $(SLICE) $(if $(SEED),--seed $(SEED))
 	$(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
+	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet --hazards error -- \
+	  $(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
 
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; MINUTES=30, FRESH=1, RETRY=1
 	$(PY) -m tests.mutants $(SLICE)

@@ -7,8 +7,12 @@ Without a seed: a slice of the run in tests/results/soak.jsonl. It plays the see
 before them those that failed, if anything changed since. With --seed: these episodes, and nothing
 is recorded; with --fresh, too, a new run that begins there. A failing episode is written to
 tests/differential/seeds; the suite then plays it.
+
+With NPU_PREP_DEVICE=npu, on a card or under `ascend-emulator`, engines are mixtures of experts,
+some with int8 weights; their run is tests/results/soak-device.jsonl, failures are in seeds/device.
 """
 
+import os
 import sys
 import traceback
 from collections import Counter
@@ -21,7 +25,12 @@ SEEDS = Path(__file__).parent / "seeds"
 
 
 class Coverage:
-    """What the episodes of a slice were made of.
+    """Plays episodes, and tells what those of a slice were made of.
+
+    Parameters
+    ----------
+    on_device
+        Whether engines are those that an NPU serves.
 
     Attributes
     ----------
@@ -33,7 +42,9 @@ class Coverage:
         Steps by attention state and by feature of a request, by part of the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_device: bool = False) -> None:
+        self.on_device = on_device
+        self.seeds = SEEDS / "device" if on_device else SEEDS
         self.count: Counter = Counter()
         self.states: Counter = Counter()
         self.by_feature: Counter = Counter()
@@ -43,14 +54,14 @@ class Coverage:
         """Play an episode: its outcome, and what is recorded of it."""
         from tests.differential.episodes import Episode, play
 
-        episode = Episode.draw(seed)
+        episode = Episode.draw_for_device(seed) if self.on_device else Episode.draw(seed)
         try:
             traffic = play(episode, steps)
         except Exception as error:
-            SEEDS.mkdir(exist_ok=True)
-            (SEEDS / f"{seed}.json").write_text(episode.dumps() + "\n")
+            self.seeds.mkdir(exist_ok=True)
+            (self.seeds / f"{seed}.json").write_text(episode.dumps() + "\n")
             traceback.print_exc()
-            print(f"seed {seed} FAILED, kept in {SEEDS}: {episode}", flush=True)
+            print(f"seed {seed} FAILED, kept in {self.seeds}: {episode}", flush=True)
             what = str(error).partition("\n")[0][:200]
             return "failed", {"family": episode.family, "error": f"{type(error).__name__}: {what}"}
         self.count += traffic.count
@@ -80,4 +91,8 @@ class Coverage:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Coverage(), "python -m tests.differential", __doc__, "soak.jsonl"))
+    on_device = os.environ.get("NPU_PREP_DEVICE") == "npu"
+    results, steps = ("soak-device.jsonl", 200) if on_device else ("soak.jsonl", 1000)
+    sys.exit(
+        run(Coverage(on_device), "python -m tests.differential", __doc__, results, steps=steps)
+    )

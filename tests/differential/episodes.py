@@ -188,7 +188,7 @@ class Episode:
     def draw_for_device(cls, seed: int) -> "Episode":
         """Draw an engine with experts that an NPU serves: without drafts, which have other cases.
 
-        Its sizes are those that fused attention takes.
+        Its sizes are those that fused attention takes. Some have int8 weights.
         """
         drawn, rng = cls.draw(seed), np.random.default_rng((seed, 26))
         family = str(rng.choice(list(MIXTURES)))
@@ -201,17 +201,25 @@ class Episode:
             "num_gpu_blocks_override": -(-MAX_MODEL_LEN // 128) + int(rng.integers(2, 9)),
             "additional_config": {"npu_prep": {"attention": str(rng.choice(["fia", "atb"]))}},
         }
-        return cls(seed, family, settings)
+        int8 = str(rng.choice(["", "", *quantize.FORMATS]))
+        return cls(seed, family, settings, int8=int8)
+
+    @property
+    def is_for_device(self) -> bool:
+        """Whether `draw_for_device` has drawn it."""
+        return self.settings.get("dtype") == "float16"
 
     def parts(self) -> set[str]:
         """What of an engine it has, in a few words each."""
         settings = self.settings
         graphs = settings.get("compilation_config", {}).get("cudagraph_mode", "NONE")
-        mask = settings["additional_config"].get("npu_prep", {}).get("mask", "auto")
+        options = settings["additional_config"].get("npu_prep", {})
         parts = {
             self.family,
             f"graphs {graphs}",
-            f"mask {mask}",
+            f"by {options['attention']}"
+            if self.is_for_device
+            else f"mask {options.get('mask', 'auto')}",
             settings["scheduling_policy"],
             "asynchronous" if settings["async_scheduling"] else "synchronous",
             "chunked prefill" if settings["enable_chunked_prefill"] else "whole prompts",
@@ -263,10 +271,10 @@ def mixture_of(family: str) -> Path:
 
 
 @cache
-def int8_of(family: str, form: str) -> Path:
-    """The same with int8 weights, in a format of `examples/quantize.py`."""
-    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-int8-"))
-    quantize.quantize(model_of(family), folder, form)
+def int8_of(model: Path, form: str) -> Path:
+    """A model with int8 weights, in a format of `examples/quantize.py`."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{model.name}-int8-"))
+    quantize.quantize(model, folder, form)
     return folder
 
 
@@ -543,10 +551,9 @@ def play(episode: Episode, steps: int) -> Traffic:
         drafts = settings["speculative_config"] = dict(drafts)
         if "model" in drafts:
             drafts["model"] = str(drafter_of(family, drafts["method"], drafts["model"]))
-    if episode.settings.get("dtype") == "float16":
-        model = mixture_of(family)
-    else:
-        model = int8_of(family, episode.int8) if episode.int8 else model_of(family)
+    model = mixture_of(family) if episode.is_for_device else model_of(family)
+    if episode.int8:
+        model = int8_of(model, episode.int8)
     with (
         engine(
             model,

@@ -10,10 +10,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.differential import __main__ as soak
+from tests.differential import episodes
 from tests.differential.episodes import MAX_MODEL_LEN, Episode, Traffic, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
+from tests.helpers.mixtures import MIXTURES
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
@@ -56,6 +59,29 @@ def test_every_array_decision_and_sample_agrees(number):
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
 def test_episodes_that_failed_once_agree(path):
     play(Episode(**json.loads(path.read_text())), STEPS)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, on_device):
+    """On an emulated card engines have experts, of which some are int8."""
+    monkeypatch.setattr(soak, "SEEDS", tmp_path)
+    played = []
+
+    def fail(episode, steps):
+        played.append(episode)
+        raise DisagreementError("planted")
+
+    monkeypatch.setattr(episodes, "play", fail)
+    player = soak.Coverage(on_device)
+    for seed in range(12):
+        assert player.play(seed, 5)[0] == "failed"
+    draw = Episode.draw_for_device if on_device else Episode.draw
+    assert played == [draw(seed) for seed in range(12)]
+    kept = tmp_path / "device" if on_device else tmp_path
+    assert Episode(**json.loads((kept / "3.json").read_text())) == draw(3)
+    if on_device:
+        assert {each.family for each in played} == set(MIXTURES)
+        assert {bool(each.int8) for each in played} == {False, True}
 
 
 def test_a_request_reaches_the_context_s_end_beside_one_with_penalties(monkeypatch):

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from examples.quantize import quantize_weight
+from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, engine_config, make_model
 from tests.helpers.quantized import QUANTIZE, change_tensors
 from vllm_npu_prep.errors import PrepError
@@ -141,6 +143,42 @@ def test_descriptions_that_do_not_fit(model, tmp_path, case):
     path = tmp_path / "int8" / DESCRIPTION
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     check_refused(tmp_path / "int8", parts)
+
+
+@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_int8_embeddings_and_heads_are_refused(model, tmp_path, form, module):
+    folder = tmp_path / "int8"
+    QUANTIZE(model, folder, form)
+
+    def round_all(tensors):
+        weight, scale = quantize_weight(tensors[f"{module}.weight"])
+        tensors |= {f"{module}.weight": weight, f"{module}.weight_scale": scale}
+        if form == "modelslim":
+            tensors[f"{module}.weight_offset"] = torch.zeros_like(scale)
+
+    change_tensors(folder, round_all)
+    path = folder / DESCRIPTION
+    if path.exists():
+        described = json.loads(path.read_text()) | {f"{module}.weight": "W8A8_DYNAMIC"}
+        path.write_text(json.dumps(described))
+    check_refused(folder, (f"{module} is int8; embeddings, heads", "16 or 32 bits only"))
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_int8_drafters_are_refused(model, tmp_path, form, method):
+    """Before anything is loaded, in one line; found by config.json or by ModelSlim's file."""
+    drafter = model
+    if method == "eagle3":
+        drafter = make_eagle_head(tmp_path / "head", model, method)
+    QUANTIZE(drafter, tmp_path / "int8", form)
+    given = {"method": method, "model": str(tmp_path / "int8"), "num_speculative_tokens": 2}
+    with pytest.raises(PrepError) as refused:
+        engine_config(model, speculative_config=given)
+    text = str(refused.value)
+    assert "\n" not in text and "as a drafter" in text, text
+    assert "its weights are quantised" in text and "its target can be quantised" in text, text
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])

@@ -4,7 +4,13 @@ from tests.resume.log import Results
 from tests.resume.slice import summary
 from tests.resume.tree import RESULTS
 
-RUNS = {"test-all": "test-all", "mutants": "mutants", "soak": "soak", "scheduling": "soak"}
+RUNS = {
+    "test-all": "test-all",
+    "mutants": "mutants",
+    "soak": "soak",
+    "soak-device": "soak",
+    "scheduling": "soak",
+}
 """Files of results, and the command that adds to each."""
 
 for name, command in RUNS.items():

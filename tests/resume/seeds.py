@@ -59,7 +59,12 @@ def repeat(first: int, episodes: int, coverage: Player, steps: int) -> int:
 
 
 def run(
-    player: Player, prog: str, doc: str | None, results: str, default_seed: int | None = None
+    player: Player,
+    prog: str,
+    doc: str | None,
+    results: str,
+    default_seed: int | None = None,
+    steps: int = 1000,
 ) -> int:
     """A command that plays seeds: a slice of the run in `results`, or the seeds that were given.
 
@@ -73,13 +78,15 @@ def run(
         File in tests/results.
     default_seed
         Where a new run begins; by the clock if None.
+    steps
+        Of an episode, at least, unless the command says otherwise.
     """
     parser = argparse.ArgumentParser(prog=prog, description=doc)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
     parser.add_argument("--seed", type=int, help="of the first episode")
     parser.add_argument("--episodes", type=int, default=1, help="how many from --seed on")
-    parser.add_argument("--steps", type=int, default=1000, help="of an episode")
+    parser.add_argument("--steps", type=int, default=steps, help="of an episode")
     args = parser.parse_args()
 
     # Small products gain nothing from threads, and spinning ones disturb each other.
