@@ -10,6 +10,7 @@ from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, greedy_tokens
 from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.mixtures import MIXTURES
 from tests.helpers.mtp import check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import (
@@ -63,9 +64,12 @@ def test_tokens_are_those_of_rounded_weights_and_inputs(qwen3, int8, seed, name)
     check_varied(expected)
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", "MiniMaxM2"])
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
-def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form):
-    model = make_model(tmp_path / "float", "Qwen3Moe", **MOE)
+def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form, family):
+    """vLLM calls MiniMax-M2's mixtures otherwise than the files do."""
+    config = MOE if family == "Qwen3Moe" else MIXTURES[family]
+    model = make_model(tmp_path / "float", family, **config)
     QUANTIZE(model, tmp_path / "int8", form)
     prompts = prompts_of(seed, [3, 1, 60, 17])
     with engine(tmp_path / "int8", max_num_batched_tokens=48, enable_sleep_mode=True) as llm:

@@ -20,6 +20,12 @@ import quantize
 from tests.helpers.mtp import PlainDrafter
 
 QUANTIZE = quantize.quantize
+OLD_NAMES = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
 LAST = ("weight_scale", "weight_offset", "input_scale", "input_offset", "deq_scale", "quant_bias")
 
 
@@ -160,6 +166,7 @@ def round_modules(
     cut_experts: bool = False,
 ) -> None:
     """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
+    tensors = {_in_transformers(name): tensor for name, tensor in tensors.items()}
     for name, module in network.named_modules():
         name = prefix + name
         scale = tensors.get(f"{name}.weight_scale")
@@ -178,6 +185,13 @@ def round_modules(
             module.register_forward_pre_hook(_rounds(step, offset, slices))
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
             _round_experts(module, name, tensors, ranks if cut_experts else 1)
+
+
+def _in_transformers(name: str) -> str:
+    """What transformers calls a tensor of a file: Mixtral's and MiniMax's files have old names."""
+    for old, new in OLD_NAMES.items():
+        name = name.replace(old, new)
+    return name
 
 
 def _rounds(

@@ -182,6 +182,13 @@ MUTANTS = [
         INT8_ON_NPU,
     ),
     Mutant(
+        "int8: mixtures of MiniMax are looked for by the names of their weights",
+        "quantization/checkpoint.py",
+        'module.replace(".block_sparse_moe.", ".mlp.")',
+        "module",
+        (f"{INT8[0]}::test_experts_are_those_of_rounded_weights_and_inputs",),
+    ),
+    Mutant(
         "int8: scales of columns pass the check of files",
         "quantization/checkpoint.py",
         "{(), (1,)}, {(outputs,), (outputs, 1)}",

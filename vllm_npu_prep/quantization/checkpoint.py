@@ -77,6 +77,16 @@ def served_name(module: str, num_decoder_layers: int) -> str:
     return MTP_LAYER.sub(lambda found: f"layers.{num_decoder_layers + int(found[1])}.", module)
 
 
+def prefix_of(module: str, hf_config: Any) -> str:
+    """What vLLM calls a module where it asks how to make it.
+
+    Its name, but for MiniMax-M2's mixtures, which vLLM's code calls otherwise than its weights.
+    """
+    if getattr(hf_config, "model_type", "") == "minimax_m2":
+        return module.replace(".block_sparse_moe.", ".mlp.")
+    return module
+
+
 def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[str]:
     """Modules of MTP layers that aren't int8, by their names in vLLM.
 

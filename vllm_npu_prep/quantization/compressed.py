@@ -27,6 +27,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import (
     check_compressed,
     float_modules_that_draft,
+    prefix_of,
     read_headers,
     served_name,
 )
@@ -68,7 +69,8 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             weights = {name.removesuffix(".weight"): each for name, each in headers.items()}
             int8 = {name: each for name, each in weights.items() if each.dtype == "I8"}
             files = {name: str(folder / each.file) for name, each in int8.items()}
-            self.expect({served_name(name, decoders): file for name, file in files.items()})
+            made = {served_name(name, decoders): file for name, file in files.items()}
+            self.expect({prefix_of(name, hf_config): file for name, file in made.items()})
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
         """Names of modules as the model has them."""

@@ -40,6 +40,7 @@ from vllm_npu_prep.quantization.checkpoint import (
     check_description,
     float_modules_that_draft,
     modules_of,
+    prefix_of,
     read_headers,
     served_name,
 )
@@ -121,7 +122,8 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         if headers:
             check_description(folder, modules, headers, layers)
         self.modules = dict.fromkeys(float_modules_that_draft(headers, decoders), FLOAT)
-        self.modules |= {served_name(name, decoders): kind for name, kind in modules.items()}
+        for name, kind in modules.items():
+            self.modules[prefix_of(served_name(name, decoders), hf_config)] = kind
         source = str(folder / DESCRIPTION)
         self.expect({name: source for name, kind in self.modules.items() if kind != FLOAT})
         dtypes = {entry.dtype for name, entry in headers.items() if name.endswith(".deq_scale")}
