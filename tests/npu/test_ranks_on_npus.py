@@ -46,7 +46,7 @@ CASES = [
     "float16/tp2/sync/eager/int8",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-static",
     "float16/tp2/async/FULL_AND_PIECEWISE/int8-experts",
-    "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-latent",
+    "float16/tp2/async/FULL_AND_PIECEWISE/int8-latent",
     "bfloat16/pp2/sync/FULL_AND_PIECEWISE/latent",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
