@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.engine import REPLAYED, graphs, make_model
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.hybrids import FULL, GATED_DELTA, QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
@@ -27,6 +28,14 @@ LAYOUTS = {
     "latent attention and experts": (TP2 | EXPERTS | GRAPHS, DEEPSEEK),
     "latent attention in stages": (PP2 | GRAPHS | {"async_scheduling": False}, DEEPSEEK),
     "experts": (TP2 | EXPERTS | {"async_scheduling": False}, {"family": "Mixtral", **MIXTRAL}),
+    "linear attention": (
+        TP2 | GRAPHS | {"enable_prefix_caching": True},
+        {"family": "Qwen3_5", **GATED_DELTA},
+    ),
+    "linear attention and experts": (
+        TP2 | EXPERTS | {"async_scheduling": False},
+        {"family": "Qwen3Next", **QWEN3_NEXT},
+    ),
 }
 
 
@@ -71,7 +80,8 @@ def test_tokens_are_those_of_transformers_and_ranks_agree_on_every_step(tmp_path
     assert len({fact["num_blocks"] for fact in facts}) == 1
     assert len({fact["seed"] for fact in facts}) == 1
     layers = sum(fact["num_layers"] for fact in facts[:: num_ranks // stages])
-    assert layers == model.get("num_hidden_layers", 2)
+    attending = model.get("layer_types", [FULL] * model.get("num_hidden_layers", 2)).count(FULL)
+    assert layers == attending
     if "compilation_config" in settings:
         kinds = REPLAYED[settings["compilation_config"]["cudagraph_mode"]]
         assert all(kinds <= set(counts) for counts in got["counts"])

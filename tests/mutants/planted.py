@@ -17,6 +17,7 @@ FIA_FULL = (f"{ON_NPU}[fia-full]",)
 EXPERTS = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[experts]",)
 DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_states.py",)
+STATES_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[hybrids]",)
 STATE_LAYERS = ("tests/attention/test_gated_delta.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = COUNTS
@@ -1431,6 +1432,27 @@ MUTANTS = [
         "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]",
         "is_wrong |= False",
         CHECKS,
+    ),
+    Mutant(
+        "states stay behind when decodes enter another block",
+        "attention/states.py",
+        "            if has_state[row]:",
+        "            if has_state[row] and old == new:",
+        STATES_ON_NPU,
+    ),
+    Mutant(
+        "no state is moved before the operator that writes where it reads",
+        "attention/states.py",
+        "if self._moves and states.num_decodes:",
+        "if False and states.num_decodes:",
+        STATES_ON_NPU,
+    ),
+    Mutant(
+        "rows of the convolution are those of another block",
+        "attention/kernels/fused_delta.py",
+        "alpha=self.rows_of_block)",
+        "alpha=self.rows_of_block + 1)",
+        STATES_ON_NPU,
     ),
     Mutant(
         "a shared state goes unnoticed",

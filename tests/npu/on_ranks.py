@@ -31,6 +31,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "scattered": {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
     "cut": {},
     "latent": {"enable_expert_parallel": True},
+    "states": {},
     "mtp": {"enable_expert_parallel": True},
 }
 """How ranks share the experts of a mixture: neighbours, every n-th, or a part of each; or of a

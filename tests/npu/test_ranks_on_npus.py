@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import REPLAYED, make_model
+from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.quantized import QUANTIZE, rounded_model
@@ -51,6 +52,7 @@ CASES = [
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/states",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 
@@ -93,6 +95,13 @@ def mtp(folder):
 
 
 @pytest.fixture(scope="module")
+def states(folder):
+    """Gated delta nets; a state of a rank fills the K of 256 tokens."""
+    config = {**ON_NPUS, "head_dim": 128, "spread": 0.1, "embedding_scale": 20}
+    return make_model(folder / "states", "Qwen3_5", **config)
+
+
+@pytest.fixture(scope="module")
 def int8(folder, model, latent, mtp):
     """Folders of int8 models and of their float ones, by feature; files are written once."""
     # Which token follows is clearer than in `mixture`: a level more moves routers, too.
@@ -122,7 +131,7 @@ def model_of(request, model):
     def find(feature: str) -> Path:
         if feature == "images":
             return request.getfixturevalue("vision_models") / "qwen2_5_vl"
-        if feature in ("latent", "mtp"):
+        if feature in ("latent", "mtp", "states"):
             return request.getfixturevalue(feature)
         if feature in INT8:
             return request.getfixturevalue("int8")(feature)[0]

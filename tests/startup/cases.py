@@ -424,10 +424,10 @@ MODELS = {
         on_npu=True,
         patches=NPUS,
     ),
-    "states on two ranks": Case(
+    "states in two stages": Case(
         ("states-ranks",),
-        ("on several ranks", "have not been tried"),
-        {"tensor_parallel_size": 2},
+        ("in several stages or engines", "with tensor parallelism only"),
+        {"pipeline_parallel_size": 2},
         model=HYBRID,
     ),
     "drafts beside states": Case(

@@ -87,10 +87,13 @@ STATES = (
     ),
     Refusal(
         "states-ranks",
-        lambda c: c.config.parallel_config.world_size_across_dp > 1,
-        "{model} on several ranks",
-        "states that are divided among ranks have not been tried",
-        "use one rank",
+        lambda c: (
+            c.config.parallel_config.pipeline_parallel_size > 1
+            or c.config.parallel_config.data_parallel_size > 1
+        ),
+        "{model} in several stages or engines",
+        "states have been tried with tensor parallelism only",
+        "use --tensor-parallel-size",
     ),
     Refusal(
         "states-alone",
