@@ -34,7 +34,7 @@ from tests.helpers.lora import make_adapter, merge
 from tests.helpers.mtp import FAMILIES, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.statistics import check_distribution
-from tests.helpers.watch import count_preemptions, count_states, count_verified
+from tests.helpers.watch import count_preemptions, count_states, count_verified, record_cached
 from vllm_npu_prep.runner import drafters
 from vllm_npu_prep.startup.asked import MTP_MODELS
 
@@ -111,6 +111,7 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
     ) as llm:
         states, preempted = count_states(llm), count_preemptions(llm)
         verified, records = count_verified(llm), record_verified(llm)
+        cached = record_cached(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         runner = runner_of(llm)
         counts = dict(runner.padding.counts.by_kind)
@@ -125,13 +126,18 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
     assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
     assert states["ChunkedPrefill"] > 0
+    assert max(cached) > 0 or settings["block_size"] == 128
     assert mode is None or set(counts) >= REPLAYED[mode]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_drafts_stop_at_the_end_of_the_context(made, asynchronous):
+@pytest.mark.parametrize(
+    ("family", "asynchronous"),
+    [("MiMo", False), ("MiMo", True), ("Glm4Moe", True), ("DeepseekV3", False)],
+    ids=["sync", "async", "Glm4Moe-async", "DeepseekV3-sync"],
+)
+def test_drafts_stop_at_the_end_of_the_context(made, family, asynchronous):
     """Every length up to `max_model_len`; a budget that cuts drafts and prompts."""
-    folder, drafter, *_ = made("MiMo")
+    folder, drafter, *_ = made(family)
     prompts = prompts_of(SEED, [5, 50, 61, 62, 63])
     expected = [reference(folder, [each], 64 + NUM_DRAFTS - len(each))[0] for each in prompts]
     with engine(
@@ -166,6 +172,24 @@ def test_of_several_layers_the_first_one_drafts(tmp_path, seed, monkeypatch):
     assert got == [row[:MAX_TOKENS] for row in tokens]
     check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
     assert max(step.num_accepted for step in records) > 1
+
+
+def test_a_layer_of_a_tied_model_drafts(tmp_path, seed):
+    """Its ``lm_head`` is the model's embeddings."""
+    config = {"tie_word_embeddings": True, "spread": 0.25, "embedding_scale": 5.0}
+    folder, drafter = make_mtp_model(tmp_path, "MiMo", **config)
+    prompts = prompts_of(seed, [3, 40, 17])
+    tokens = reference(folder, prompts, MAX_TOKENS + NUM_DRAFTS)
+    check_varied(tokens)
+    with engine(folder, max_num_batched_tokens=32, async_scheduling=False, **drafts()) as llm:
+        model, of_drafter = runner_of(llm).get_model(), runner_of(llm).drafter.model
+        assert of_drafter.lm_head is model.lm_head is not None
+        records = record_verified(llm)
+        got = generate(llm, prompts, greedy(MAX_TOKENS))
+    assert got == [row[:MAX_TOKENS] for row in tokens]
+    check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
+    accepted = {step.num_accepted for step in records}
+    assert min(accepted) == 0 < max(accepted)
 
 
 def test_adapters_and_forced_requests_verify_drafts(made, tmp_path, seed):

@@ -11,8 +11,9 @@ from tests.helpers.engine import REPLAYED, graphs, make_model
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import FULL, GATED_DELTA, QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.mtp import make_mtp_model, num_accepted
 from tests.helpers.prompts import prompts_of
-from tests.helpers.ranks import Ranks, serve_on_ranks
+from tests.helpers.ranks import Ranks, accepted_drafts, serve_on_ranks
 
 NUM_TOKENS = 12
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -85,6 +86,49 @@ def test_tokens_are_those_of_transformers_and_ranks_agree_on_every_step(tmp_path
     if "compilation_config" in settings:
         kinds = REPLAYED[settings["compilation_config"]["cudagraph_mode"]]
         assert all(kinds <= set(counts) for counts in got["counts"])
+
+
+async def all_drafting(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens of all prompts, and how many drafts were accepted."""
+    await ranks.ask("probe_watch")
+    tokens = await ranks.generate(prompts, NUM_TOKENS)
+    asked = ("noted", "counts")
+    told = {name: await ranks.ask(f"probe_{name}") for name in asked}
+    return {"tokens": tokens, "accepted": accepted_drafts(), **told}
+
+
+DRAFTING = {
+    "DeepseekV3-async": TP2 | EXPERTS | GRAPHS,
+    "DeepseekV3-sync": TP2 | EXPERTS | {"async_scheduling": False},
+    "Glm4Moe-sync": TP2 | GRAPHS | {"async_scheduling": False},
+    "MiMo-async": TP2 | GRAPHS,
+}
+
+
+@pytest.mark.parametrize("which", DRAFTING)
+def test_mtp_layers_draft_on_two_ranks(tmp_path, seed, which):
+    """As many drafts are accepted as by a plain reading of whole sequences, in chunks, too."""
+    settings, num_drafts = DRAFTING[which], 3
+    folder, drafter = make_mtp_model(tmp_path, which.split("-")[0])
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    drafts = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    got = serve_on_ranks(
+        folder,
+        {**settings, "speculative_config": drafts},
+        partial(all_drafting, prompts=prompts),
+    )
+    tokens = reference(folder, prompts, NUM_TOKENS + num_drafts)
+    check_varied(tokens)
+    assert got["tokens"] == [row[:NUM_TOKENS] for row in tokens]
+    expected = [
+        num_accepted(drafter, prompt, row, NUM_TOKENS, num_drafts)
+        for prompt, row in zip(prompts, tokens)
+    ]
+    print(expected, got["accepted"])
+    assert got["accepted"] == sum(expected) > 0
+    check_that_ranks_agree(got["noted"], 5)
+    if "compilation_config" in settings:
+        assert all("full graph" in counts for counts in got["counts"])
 
 
 async def one_engine_idles(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:

@@ -4,7 +4,10 @@ Drafters are made of the models that verify them (`tests.helpers.drafters`), so 
 accepted, rejected and accepted in part.
 """
 
+import json
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,6 +247,56 @@ def test_a_head_without_an_lm_head_uses_the_embeddings_of_a_tied_model(tmp_path,
         got = generate(llm, prompts, greedy(24))
     assert got == reference(target, prompts, 24)
     assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
+
+
+WINDOWS = {"sliding_window": 13, "layer_types": ["sliding_attention", "full_attention"]}
+"""Two KV-cache groups."""
+
+
+def make_windowed_llama(folder: Path, **config: Any) -> Path:
+    """A Llama with windows, for which vLLM has heads of every kind; transformers' is Ministral."""
+    made = {"embedding_scale": 5.0, **WINDOWS, **config}  # it repeats tokens at times
+    make_model(folder, "Ministral", **made)
+    of_file = json.loads((folder / "config.json").read_text())
+    of_file["architectures"] = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(of_file))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "asynchronous", "mode"),
+    [("eagle3", True, "FULL_AND_PIECEWISE"), ("eagle3", False, None), ("eagle", True, None)],
+    ids=["eagle3-async-graphs", "eagle3-sync-eager", "eagle-async-eager"],
+)
+def test_heads_of_a_tied_model_beside_windows(tmp_path, seed, method, asynchronous, mode):
+    """Heads without an ``lm_head``, in one of several KV-cache groups; blocks freed in another."""
+    target = make_windowed_llama(tmp_path / "target", tie_word_embeddings=True)
+    head = make_eagle_head(tmp_path / "head", target, method, has_lm_head=False)
+    prompts = prompts_of(seed, [5, 40, 30, 61, 12])
+    prompts.append(prompts[1][:32] + prompts[0])
+    expected = reference(target, prompts, 24)
+    check_varied(expected)
+    with engine(
+        target,
+        block_size=4,
+        max_model_len=96,
+        num_gpu_blocks_override=64,
+        max_num_batched_tokens=32,
+        async_scheduling=asynchronous,
+        enable_prefix_caching=True,
+        **drafted_by({method: head}, method),
+        **(graphs(mode, 8, 24) if mode else {}),
+    ) as llm:
+        runner = runner_of(llm)
+        assert len(runner.kv_cache_config.kv_cache_groups) == 3
+        assert runner.drafter.model.lm_head is runner.get_model().lm_head
+        verified, preempted = count_verified(llm), count_preemptions(llm)
+        got = [generate(llm, prompts, greedy(24)) for _ in range(2)]
+        kinds = set(runner.padding.counts.by_kind)
+    print(dict(verified), dict(preempted))
+    assert got == [expected, expected]
+    assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
+    assert mode is None or kinds >= REPLAYED[mode]
 
 
 # ------------------------------------------------------------------- random sampling

@@ -35,7 +35,12 @@ def disturb_model(folder: Path, target: Path, share: float, seed: int = 0) -> Pa
 
 
 def make_eagle_head(
-    folder: Path, target: Path, method: str = "eagle", seed: int = 0, head_dim: int | None = None
+    folder: Path,
+    target: Path,
+    method: str = "eagle",
+    seed: int = 0,
+    head_dim: int | None = None,
+    has_lm_head: bool = True,
 ) -> Path:
     """Save an EAGLE or EAGLE-3 head of one layer for a tiny model.
 
@@ -46,7 +51,8 @@ def make_eagle_head(
     of their drafts are accepted.
 
     Its four heads share out the hidden size, unless ``head_dim`` gives the size of each. That of an
-    EAGLE-3 head is then the hidden size: each of its heads sees all of an embedding.
+    EAGLE-3 head is then the hidden size: each of its heads sees all of an embedding. It also
+    has an ``lm_head``, unless ``has_lm_head`` is false; an EAGLE head has none.
     """
     import torch
     import transformers
@@ -84,6 +90,8 @@ def make_eagle_head(
             "fc.weight": random(hidden, hidden * len(AUX_LAYERS), spread=0.001),
             "lm_head.weight": model.lm_head.weight.detach().clone(),
         }
+        if not has_lm_head:
+            del weights["lm_head.weight"]
         settings["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}
     else:
         ids = torch.randint(4, config.vocab_size, (64, 48), generator=generator)

@@ -283,19 +283,25 @@ class Verified(NamedTuple):
     token_ids: list[int]  # the request's tokens before the step
     drafts: list[int]  # -1 where the scheduler doesn't know them
     num_accepted: int
+    are_lost: bool  # whether the request was not in the step before, and drafts stay on the device
 
 
 def record_verified(llm: Any) -> list[Verified]:
     """Record what becomes of each request's drafts in all later steps."""
     scheduler, records = llm.llm_engine.engine_core.engine_core.scheduler, []
     update_from_output: Callable[..., Any] = scheduler.update_from_output
+    before: set[str] = set()
 
     def recorded(scheduler_output: Any, output: Any) -> Any:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
             if tokens and drafts.get(req_id) and req_id in scheduler.requests:
                 known = list(scheduler.requests[req_id].all_token_ids)
-                records.append(Verified(known, list(drafts[req_id]), len(tokens) - 1))
+                made, are_lost = list(drafts[req_id]), req_id not in before
+                are_lost = are_lost and -1 in made
+                records.append(Verified(known, made, len(tokens) - 1, are_lost))
+        before.clear()
+        before.update(output.req_ids)
         return update_from_output(scheduler_output, output)
 
     scheduler.update_from_output = recorded
@@ -306,6 +312,10 @@ def check_accepted(
     drafter: PlainDrafter, records: list[Verified], sequences: list[list[int]]
 ) -> None:
     """Every step's drafts and accepted counts are those of the plain reading.
+
+    Under asynchronous scheduling vLLM leaves a request out of a step if it would reach the end of
+    its context in case that all drafts are accepted. If they are not, it comes back after that
+    step, and there are no drafts in its places.
 
     Parameters
     ----------
@@ -331,5 +341,32 @@ def check_accepted(
         wrong = [
             index for index, each in enumerate(expected) if [each] != following[index : index + 1]
         ]
-        accepted = wrong[0] if wrong else made
+        accepted = 0 if step.are_lost else wrong[0] if wrong else made
         assert step.num_accepted == accepted, f"after {length} tokens, {made} drafts"
+
+
+def num_accepted(
+    drafter: PlainDrafter, prompt: list[int], tokens: list[int], max_tokens: int, num_drafts: int
+) -> int:
+    """Drafts of a request that are accepted until it has all of its tokens.
+
+    Parameters
+    ----------
+    drafter
+        The plain reading.
+    prompt, tokens
+        And greedy tokens after it, more than `max_tokens` by `num_drafts`.
+    max_tokens
+        Of the request; the last step may accept more.
+    num_drafts
+        Of each step.
+    """
+    sequence, accepted = prompt + tokens, 0
+    read, length = drafter.read(sequence), len(prompt) + 1
+    while length < len(prompt) + max_tokens:
+        drafts = drafter.drafts(sequence[:length], read, num_drafts)
+        following = sequence[length : length + num_drafts]
+        wrong = [index for index, each in enumerate(drafts) if each != following[index]]
+        kept = wrong[0] if wrong else num_drafts
+        accepted, length = accepted + kept, length + kept + 1
+    return accepted

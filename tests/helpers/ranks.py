@@ -231,6 +231,15 @@ class RankProbe:
         return dict(self.model_runner.padding.counts.by_kind)
 
 
+def accepted_drafts() -> float:
+    """Drafts of all engines of this process that were accepted so far."""
+    from prometheus_client import REGISTRY
+
+    name = "vllm:spec_decode_num_accepted_tokens"
+    families = (each for each in REGISTRY.collect() if each.name == name)
+    return sum(s.value for each in families for s in each.samples if s.name.endswith("_total"))
+
+
 def _step_of(runner: Any) -> dict[str, Any]:
     """A step as it lies on the device: what every array holds, by its name."""
     step, arrays = runner.in_flight.step, runner.in_flight.staged.device

@@ -104,3 +104,17 @@ def count_preemptions(llm: Any) -> Counter:
 
     scheduler._preempt_request = counted
     return count
+
+
+def record_cached(llm: Any) -> list[int]:
+    """Tokens that each later request finds in the prefix cache when it is admitted."""
+    manager, cached = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, []
+    get_computed_blocks = manager.get_computed_blocks
+
+    def recorded(request: Any) -> Any:
+        found = get_computed_blocks(request)
+        cached.append(found[1])
+        return found
+
+    manager.get_computed_blocks = recorded
+    return cached

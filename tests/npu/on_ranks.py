@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import graphs
-from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
+from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
 from tests.npu.generate import SCHEDULING, adapters_of, drafts_of, prompts
 
 LAYOUTS = {
@@ -73,15 +73,6 @@ def image_requests() -> list[Any]:
     first, question = make_image(SEED), "What is a slot mapping?"
     second = chat(make_image(SEED + 1, 90, 60), " or ", first, question)
     return [chat(first, question), chat(question), second]
-
-
-def accepted_drafts() -> float:
-    """Drafts of all engines that were accepted so far."""
-    from prometheus_client import REGISTRY
-
-    name = "vllm:spec_decode_num_accepted_tokens"
-    families = (each for each in REGISTRY.collect() if each.name == name)
-    return sum(s.value for each in families for s in each.samples if s.name.endswith("_total"))
 
 
 async def traffic(ranks: Ranks, inputs: list[Any], loras: list[Any] | None) -> dict[str, Any]:

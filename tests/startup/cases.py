@@ -851,9 +851,15 @@ SPECULATION = {
     ),
     "MTP of a model without MTP layers": Case(
         ("mtp-layers",),
-        ("no num_nextn_predict_layers",),
+        ("num_nextn_predict_layers of its config.json is absent or 0",),
         drafts("mtp"),
         ("Qwen2", {EDITED: {"architectures": ["MiMoForCausalLM"]}}),
+    ),
+    "MTP of a model with zero MTP layers": Case(
+        ("mtp-layers",),
+        ("num_nextn_predict_layers of its config.json is absent or 0",),
+        drafts("mtp"),
+        ("Qwen2", {"num_nextn_predict_layers": 0, EDITED: {"architectures": ["MiMoForCausalLM"]}}),
     ),
     "indices shared by MTP passes": Case(
         ("mtp-index-share",),

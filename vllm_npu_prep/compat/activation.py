@@ -93,6 +93,7 @@ def prepare_process() -> bool:
         if v2.is_asked_for():
             v2.let_it_run_without_triton()
         models.refuse_vision_without_torchvision()
+        models.take_no_mtp_layers_for_none()
         schedulers.get_our_schedulers_quietly()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()

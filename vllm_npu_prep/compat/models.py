@@ -27,3 +27,24 @@ def refuse_vision_without_torchvision() -> None:
         return upstream(self, architectures, model_config)
 
     _ModelRegistry.inspect_model_cls = inspect_model_cls  # type: ignore[method-assign]
+
+
+def take_no_mtp_layers_for_none() -> None:
+    """Read a config with zero MTP layers like one that names none, which start-up refuses.
+
+    Upstream divides by their number while it checks the flags.
+    """
+    from vllm.config import SpeculativeConfig
+
+    upstream = SpeculativeConfig.hf_config_override
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)  # engines get it by its name
+    def hf_config_override(hf_config: Any) -> Any:
+        changed = upstream(hf_config)
+        if getattr(changed, "n_predict", None) == 0:
+            changed.n_predict = None
+        return changed
+
+    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)  # type: ignore[method-assign]

@@ -50,7 +50,7 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         parts = self.parts()
         if all(type(each.layer.quant_method) is UnquantizedLinearMethod for each in parts):
             for each in parts:
-                each.layer.quant_method = SplitProjection(each.sizes, each.order)
+                each.layer.quant_method = SplitProjection(each)
             self.use_parts()
 
     def parts(self) -> "list[ProjectionParts]":
@@ -60,14 +60,17 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         halves = by_head.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         order = torch.cat([half.flatten() for half in halves])
         of_queries, rows = [h.numel() for h in halves], [self.kv_lora_rank, self.qk_rope_head_dim]
+        # Decodes want heads of zeros beside these; rotated halves come with theirs, at no cost.
+        missing = self.mla_attn.impl.decode_shape.num_heads - heads
+        zeros = missing * self.qk_rope_head_dim
         if self.q_lora_rank is not None:
             return [
                 ProjectionParts(self.fused_qkv_a_proj, [self.q_lora_rank, *rows]),
-                ProjectionParts(self.q_b_proj, of_queries, order),
+                ProjectionParts(self.q_b_proj, of_queries, order, zeros),
             ]
         return [
             ProjectionParts(self.kv_a_proj_with_mqa, rows),
-            ProjectionParts(self.q_proj, of_queries, order),
+            ProjectionParts(self.q_proj, of_queries, order, zeros),
         ]
 
     def readers(self) -> list[Any]:
@@ -112,8 +115,8 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
             kv_c, k_pe = project(self.kv_a_proj_with_mqa, hidden_states)
             queries = project(self.q_proj, hidden_states)
         latent = self.kv_a_layernorm(kv_c)
-        heads = (len(latent), self.num_heads, -1)
-        query, query_rope = (part.view(heads) for part in queries)
+        sizes = self.qk_nope_head_dim, self.qk_rope_head_dim
+        query, query_rope = (p.view(len(latent), -1, size) for p, size in zip(queries, sizes))
         query_rope, key_rope = self.rotary_emb(positions, query_rope, k_pe.unsqueeze(1))
         output = self._attend(query, query_rope, latent, key_rope)
         return self.o_proj(output)[0]
@@ -121,7 +124,7 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def _attend(
         self,
         query: torch.Tensor,  # [T, num_heads, qk_nope_head_dim]
-        query_rope: torch.Tensor,  # [T, num_heads, qk_rope_head_dim], rotated
+        query_rope: torch.Tensor,  # [T, at least num_heads, qk_rope_head_dim], rotated
         latent: torch.Tensor,  # [T, kv_lora_rank]
         key_rope: torch.Tensor,  # [T, 1, qk_rope_head_dim], rotated
     ) -> torch.Tensor:
@@ -177,11 +180,14 @@ class ProjectionParts(NamedTuple):
         Columns of each part, as this rank has it.
     order
         Rows of the weight in the order of the parts; None: they are.
+    num_zeros
+        Columns of zeros that the last part has beside these, if weights are float.
     """
 
     layer: Any
     sizes: list[int]
     order: torch.Tensor | None = None
+    num_zeros: int = 0
 
 
 class SplitProjection(UnquantizedLinearMethod):
@@ -189,26 +195,31 @@ class SplitProjection(UnquantizedLinearMethod):
 
     Parameters
     ----------
-    sizes, order
-        As `ProjectionParts` has them.
+    parts
+        Of the layer.
     """
 
-    def __init__(self, sizes: list[int], order: torch.Tensor | None = None) -> None:
+    def __init__(self, parts: ProjectionParts) -> None:
         super().__init__()
-        self.sizes, self.order = sizes, order
+        self.parts = parts
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As vLLM's; the operator wants weights ``[inner, columns]``."""
         super().process_weights_after_loading(layer)
-        keep_part_weights(ProjectionParts(layer, self.sizes, self.order))
+        keep_part_weights(self.parts)
 
 
 def keep_part_weights(parts: ProjectionParts) -> None:
     """Put the rows of a layer's weight in the order of its parts, and keep a view of each part."""
-    layer, sizes, order = parts
+    layer, sizes, order, num_zeros = parts
     weight = layer.weight.data
     if order is not None:
         weight.copy_(weight[order.to(weight.device)])
+    if num_zeros:
+        padded = weight.new_zeros(len(weight) + num_zeros, weight.shape[1])
+        padded[: len(weight)] = weight
+        layer.weight.data = padded[: len(weight)]  # as large as in files, for new weights
+        weight, sizes = padded, [*sizes[:-1], sizes[-1] + num_zeros]
     layer.part_sizes, layer.part_weights = sizes, [part.t() for part in weight.split(sizes)]
 
 
@@ -244,7 +255,7 @@ def attend_parts(
     output: torch.Tensor | None = None,  # [T, num_heads * v_head_dim], written
     output_scale: torch.Tensor | None = None,
     output_block_scale: torch.Tensor | None = None,
-    q_dcp_replicated: torch.Tensor | None = None,  # [T, num_heads, qk_rope_head_dim]
+    q_dcp_replicated: torch.Tensor | None = None,  # [T, at least num_heads, qk_rope_head_dim]
     **more: Any,
 ) -> torch.Tensor:
     """In place of ``MLAAttention.forward_impl``: queries come as two tensors.
@@ -256,7 +267,7 @@ def attend_parts(
     attn
         The layer.
     q, q_dcp_replicated
-        Queries, and their rotated halves.
+        Queries, and their rotated halves; these may have the heads of zeros that decodes want.
     k_c_normed, k_pe, kv_cache, attn_metadata, output
         As vLLM's.
     output_scale, output_block_scale, more
@@ -282,7 +293,7 @@ def attend_parts(
     if count < len(q):
         attn.impl.attend_prefills(
             q[count:],
-            q_dcp_replicated[count:],
+            q_dcp_replicated[count:, : q.shape[1]],
             k_c_normed[count:],
             k_pe[count:],
             kv_cache,

@@ -269,7 +269,7 @@ def _gives_parts(layer: Any) -> bool:
 
 def _order_rows(parts: ProjectionParts) -> None:
     """Put columns of an int8 layer's result in the order of its parts."""
-    layer, sizes, order = parts
+    layer, sizes, order, _ = parts
     layer.part_sizes, layer.part_weights = sizes, None
     if order is None:
         return

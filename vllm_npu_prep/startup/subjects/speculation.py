@@ -101,7 +101,7 @@ SPECULATION = (
         "mtp-layers",
         lambda c: c.mtp in MTP_MODELS and not getattr(c.drafter.hf_config, "n_predict", None),
         "speculative method mtp for {model}",
-        "its config.json has no num_nextn_predict_layers, so no MTP layers",
+        "num_nextn_predict_layers of its config.json is absent or 0, so it has no MTP layers",
         "use a checkpoint with MTP layers, or another method",
     ),
     Refusal(
