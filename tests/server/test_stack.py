@@ -26,8 +26,12 @@ from tests.helpers.demo import CACHE, make_demo
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.emulator import import_path, why_no_emulator
 from tests.helpers.engine import engine, generate, make_model, save_tokenizer
+from tests.helpers.huggingface import logits_by
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import chat_prompt, prompts_of
+from tests.helpers.quantized import rounded_model
+from tests.helpers.step_logits import close_calls
+from tests.npu.close_calls import CLOSE_IN_INT8
 from tests.npu.only_some import HEAD_SIZE
 from tests.server.test_server import Server
 
@@ -48,6 +52,7 @@ class Stack(NamedTuple):
     ignore_eos: bool
     learned: list[tuple[str, str]]  # questions of the first prompts, and answers
     emulated: bool = True
+    float_model: Path | None = None  # where nothing was learned: tokens may part in close calls
 
 
 def asked_of(model: Path, learned: list[tuple[str, str]]) -> tuple[list[str], str]:
@@ -85,7 +90,7 @@ def qwen3_moe(folder: Path) -> Stack:
     prompts = [
         " ".join(f"t{token}" for token in each) for each in prompts_of(SEED, [5, 40, 17, 90, 30, 9])
     ]
-    return Stack(folder / "int8", flags, prompts, prompts[3], True, [])
+    return Stack(folder / "int8", flags, prompts, prompts[3], True, [], float_model=model)
 
 
 def demo_on_the_fallback(folder: Path) -> Stack:
@@ -152,7 +157,7 @@ def bench(server: Server, stack: Stack, folder: Path) -> dict[str, Any]:
         *("--model", str(stack.model), "--temperature", "0", "--disable-tqdm"),
         *("--dataset-name", "sharegpt", "--dataset-path", str(folder / "prompts.json")),
         *("--sharegpt-output-len", str(MAX_TOKENS), "--num-prompts", str(len(prompts))),
-        *("--max-concurrency", "4", "--save-result", "--save-detailed"),
+        *("--max-concurrency", "4", "--save-result", "--save-detailed", "--disable-shuffle"),
         *("--result-dir", str(folder), "--result-filename", "bench.json"),
         *(["--ignore-eos"] if stack.ignore_eos else []),
     ]
@@ -177,6 +182,23 @@ def texts_of_the_fallback(stack: Stack) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 
 
+def check_texts(stack: Stack, found: list[str], expected: list[str]) -> None:
+    """Texts are equal; of a model that learned nothing, one may part at a close call.
+
+    Two ranks round their slices of a row, and fused operators round elsewhere.
+    """
+    if stack.float_model is None:
+        assert found == expected
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(stack.model)
+    prompts = [tokenizer(prompt).input_ids for prompt in stack.prompts]
+    logits = logits_by(rounded_model(stack.float_model, stack.model, 2))
+    ours, theirs = ([[int(word[1:]) for word in t.split()] for t in ts] for ts in (found, expected))
+    assert close_calls(logits, prompts, ours, theirs, CLOSE_IN_INT8) <= 1
+
+
 @pytest.mark.parametrize("which", STACKS)
 def test_texts_are_those_of_the_cpu_fallback(which, tmp_path):
     stack = STACKS[which](tmp_path)
@@ -189,13 +211,16 @@ def test_texts_are_those_of_the_cpu_fallback(which, tmp_path):
     try:
         assert "check         full" in server.log()
         assert "asynchronous, batched" in server.log()
-        assert server.complete(stack.prompts[0], stack.ignore_eos) == expected[0]
+        first = server.complete(stack.prompts[0], stack.ignore_eos)
         found = bench(server, stack, tmp_path)
         assert (found["completed"], found["failed"]) == (len(expected), 0)
-        assert sorted(text.strip() for text in found["generated_texts"]) == sorted(expected)
+        texts = [text.strip() for text in found["generated_texts"]]
+        check_texts(stack, texts, expected)
+        assert first in (texts[0], expected[0])
         # Again, from the prefix cache
         place = stack.prompts.index(stack.shared)
-        assert server.complete(stack.shared, stack.ignore_eos) == expected[place]
+        again = server.complete(stack.shared, stack.ignore_eos)
+        assert again in (texts[place], expected[place])
         counted = server.vllm_metrics()
         code = server.stop(15)
     finally:
