@@ -41,8 +41,8 @@ def take_no_mtp_layers_for_none() -> None:
         return
 
     @functools.wraps(upstream)  # engines get it by its name
-    def hf_config_override(hf_config: Any) -> Any:
-        changed = upstream(hf_config)
+    def hf_config_override(hf_config: Any, *args: Any, **kwargs: Any) -> Any:
+        changed = upstream(hf_config, *args, **kwargs)  # 0.33.0 has one argument more
         if getattr(changed, "n_predict", None) == 0:
             changed.n_predict = None
         return changed
