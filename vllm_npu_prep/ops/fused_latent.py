@@ -61,8 +61,8 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         order = torch.cat([half.flatten() for half in halves])
         of_queries, rows = [h.numel() for h in halves], [self.kv_lora_rank, self.qk_rope_head_dim]
         # Decodes want heads of zeros beside these; rotated halves come with theirs, at no cost.
-        missing = self.mla_attn.impl.decode_shape.num_heads - heads
-        zeros = missing * self.qk_rope_head_dim
+        attention: Any = self.mla_attn.impl
+        zeros = (attention.decode_shape.num_heads - heads) * self.qk_rope_head_dim
         if self.q_lora_rank is not None:
             return [
                 ProjectionParts(self.fused_qkv_a_proj, [self.q_lora_rank, *rows]),
