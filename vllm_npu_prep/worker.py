@@ -29,6 +29,7 @@ from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
+from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs import OutputsInFlight
 from vllm_npu_prep.sleep import SleepingMemory
 from vllm_npu_prep.verify.delta import heads_of
@@ -318,10 +319,10 @@ class NPUWorker(Worker):
         super().shutdown()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Weights from a transfer engine: as upstream's, refused with graphs."""
+        """Weights from a transfer engine: as upstream's, at the addresses that graphs read."""
         self.model_runner.refuse_new_weights()
-        super().update_weights(*args, **kwargs)
-        self.model_runner.refresh_layers()
+        with kept_addresses(self.model_runner.get_model()):
+            super().update_weights(*args, **kwargs)
 
     @property
     def sleep_mode_backend(self) -> SleepingMemory:

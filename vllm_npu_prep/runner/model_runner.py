@@ -726,13 +726,6 @@ class NPUModelRunner(GPUModelRunner):
         self.refuse_new_weights()
         with kept_addresses(self.get_model()):
             super().reload_weights(*args, **kwargs)
-        self.refresh_layers()
-
-    def refresh_layers(self) -> None:
-        """Tell layers that keep weights in another form of new ones."""
-        for layer in self.compilation_config.static_forward_context.values():
-            if hasattr(layer, "refresh"):
-                layer.refresh()
 
     def refuse_new_weights(self) -> None:
         """See `vllm_npu_prep.runner.new_weights.refuse`."""

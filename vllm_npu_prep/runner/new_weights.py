@@ -37,7 +37,7 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
 
     vLLM's reload copies parameters and buffers to where they were. What layers derive of weights
     and keep as plain attributes, such as biases in float32 for a fused operator, they make anew;
-    that is copied here.
+    that is copied here. Layers that keep weights in another form are told, by their ``refresh``.
 
     Parameters
     ----------
@@ -51,6 +51,10 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
     """
     before = {(module, name): tensors for module, name, tensors in _derived(model)}
     yield
+    for module in model.modules():
+        refresh = getattr(module, "refresh", None)
+        if callable(refresh):
+            refresh()
     for module, name, new in list(_derived(model)):
         old = before.get((module, name), new)
         if old is new:
