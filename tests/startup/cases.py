@@ -430,6 +430,15 @@ MODELS = {
         {"pipeline_parallel_size": 2},
         model=HYBRID,
     ),
+    "experts beside states over ranks": Case(
+        ("states-experts",),
+        ("experts beside states, on several NPUs", "use one NPU"),
+        {"dtype": "bfloat16", "tensor_parallel_size": 2},
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64}),
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+    ),
     "drafts beside states": Case(
         ("states-speculation",),
         ("speculation with", "before a rejected draft"),

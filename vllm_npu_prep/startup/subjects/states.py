@@ -96,6 +96,15 @@ STATES = (
         "use --tensor-parallel-size",
     ),
     Refusal(
+        "states-experts",
+        lambda c: (
+            _on_npus(c) and c.model.is_moe and c.config.parallel_config.tensor_parallel_size > 1
+        ),
+        "{model}, which has experts beside states, on several NPUs",
+        "on two emulated cards its tokens were not those of the fallback",
+        "use one NPU, or the CPU fallback",
+    ),
+    Refusal(
         "states-alone",
         lambda c: c.layer_types and "full_attention" not in c.layer_types,
         "a model without full attention ({model})",
