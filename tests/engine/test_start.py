@@ -21,7 +21,7 @@ def test_a_module_that_does_not_import_is_named_with_the_reason(monkeypatch):
     assert line.startswith(
         f"import of attention.kv_transfer: ModuleNotFoundError: import of {connector}"
     )
-    assert line.endswith("(kv_transfer.py:16)")
+    assert line.endswith("(kv_transfer.py:18)")
 
 
 def test_an_engine_that_does_not_start_is_one_line(tmp_path):

@@ -792,7 +792,7 @@ class NPUModelRunner(GPUModelRunner):
         self.padding.cache_limits, self.graphs.most_rows = cache_limits(
             self.vllm_config,
             kv_cache_config.num_blocks,
-            int(self.preparer.tables.block_sizes.min()),
+            min(self.preparer.tables.block_sizes.tolist(), default=self.cache_config.block_size),
             is_profiling=bool(kwargs.get("is_profiling")),
         )
         self.recorder = make_recorder(

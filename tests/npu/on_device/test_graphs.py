@@ -15,7 +15,6 @@ from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
 from tests.helpers.traffic import traffic
-from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.attention.kernels.fia import FiaKernels
 from vllm_npu_prep.graph import GraphCall, OutOfStreamsError
 from vllm_npu_prep.graph.npu import NPUGraphPool
@@ -126,21 +125,14 @@ def test_a_capture_that_forks_is_not_begun_without_streams_for_it():
     assert outputs.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("runner_name", RUNNERS)
 def test_graphs_whose_memory_cannot_be_measured_for_want_of_streams_do_not_end_the_start(
-    model, runner_name, monkeypatch
+    model, monkeypatch
 ):
     lines = record_logs(monkeypatch)
     sized = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
     with (
         streams_left(3),
-        engine_of(
-            runner_name,
-            model,
-            dtype="float16",
-            **sized,
-            **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8),
-        ) as llm,
+        engine(model, dtype="float16", **sized, **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8)) as llm,
     ):
         kept = runner_of(llm).compilation_config.cudagraph_capture_sizes
         generate(llm, [[5, 6, 7, 8]], greedy(3))
