@@ -192,8 +192,9 @@ def test_a_buffer_of_its_own_has_room_for_every_block_change():
 
 def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
     batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
-    batch.previous_rows = np.array([4, -1, 0], np.int64)
-    batch.num_sampled_rows = 6
+    batch = dataclasses.replace(
+        batch, previous_rows=np.array([4, -1, 0], np.int64), num_sampled_rows=6
+    )
     step = prepare_step(batch, no_padding(9, 3))
     # Rows 1, 2, 3 and 5 belong to nobody any more: the place behind the tokens.
     first = step.layout.offset_int32("input_ids")
@@ -204,8 +205,8 @@ def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
 def test_drafts_that_the_last_step_made_are_placed_among_tokens_and_drafts():
     """Rows of the last step: next token and three drafts each; a request may verify fewer."""
     batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
-    batch.previous_rows = np.array([2, -1, 0], np.int64)
-    batch.num_sampled_rows, batch.num_sampled_drafts = 3, 3
+    rows = np.array([2, -1, 0], np.int64)
+    batch = dataclasses.replace(batch, previous_rows=rows, num_sampled_rows=3, num_sampled_drafts=3)
     step = prepare_step(batch, no_padding(9, 3))
     tokens, drafts = (step.layout.offset_int32(n) for n in ("input_ids", "draft_token_ids"))
     spare = tokens + 9

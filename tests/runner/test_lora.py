@@ -35,12 +35,12 @@ def test_tokens_and_samples_get_the_adapter_of_their_request():
 
 @pytest.fixture
 def logits(monkeypatch):
-    """Whose rows of logits are being computed."""
+    """Adapter of the rows of logits that are being computed."""
     whose = []
 
     @contextlib.contextmanager
-    def logits_of(manager, batch, req_id):
-        whose.append(req_id)
+    def logits_of(manager, lora_id):
+        whose.append(lora_id)
         yield
         whose.pop()
 
@@ -51,13 +51,16 @@ def logits(monkeypatch):
 def test_prompts_are_scored_one_at_a_time_until_they_are_done(logits):
     wanted = {"a": 1, "b": 2, "c": 3}
 
+    batch = batch_of([7, 0, 9], {})
+    batch.req_id_to_index = {"c": 0, "a": 1, "b": 2}
+
     def score(some):
-        assert list(some) == logits
         (req_id,) = some
+        assert logits == [{"a": 0, "b": 9}[req_id]]
         if req_id == "b":
             del some["b"]  # its prompt is done
         return {req_id: "scores"}
 
-    result = score_prompts(None, None, wanted, {"a": 4, "b": 4}, score)
+    result = score_prompts(None, batch, wanted, {"a": 4, "b": 4}, score)
     assert result == {"a": "scores", "b": "scores"}
     assert wanted == {"a": 1, "c": 3}

@@ -138,10 +138,15 @@ def test_layers_are_probed_once_for_each_kind():
     layers["e"] = layer(None, shares=True)
 
     def group(names, window):
-        builder = SimpleNamespace(sliding_window=window, causal=True, masks=None)
+        builder = SimpleNamespace(
+            sliding_window=window,
+            causal=True,
+            masks=None,
+            holds_states=False,
+            kernel_block_size=16,
+        )
         return SimpleNamespace(
             layer_names=names,
-            kv_cache_spec=SimpleNamespace(block_size=16),
             get_metadata_builder=lambda: builder,
         )
 

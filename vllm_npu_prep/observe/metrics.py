@@ -72,7 +72,10 @@ def share_folder() -> None:
 
     It is removed when this process ends. An inherited folder belongs to another server.
     """
-    if _made_by_this_process or SHARED_ENV_VAR in os.environ:
+    if SHARED_ENV_VAR in os.environ:
+        return
+    if _made_by_this_process:
+        os.environ.setdefault(FOLDER_ENV_VAR, _made_by_this_process[0])
         return
     try:
         folder = tempfile.mkdtemp(prefix="vllm-npu-prep-")
