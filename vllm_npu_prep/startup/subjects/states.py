@@ -101,7 +101,7 @@ STATES = (
             _on_npus(c) and c.model.is_moe and c.config.parallel_config.tensor_parallel_size > 1
         ),
         "{model}, which has experts beside states, on several NPUs",
-        "on two emulated cards its tokens were not those of the fallback",
+        "tried over two ranks, its tokens were not those of the fallback",
         "use one NPU, or the CPU fallback",
     ),
     Refusal(
