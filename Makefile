@@ -80,14 +80,16 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-soak: install ## random traffic through our scheduler and runner and upstream's, experts on the emulated card, in slices; MINUTES=30, SEED= to repeat one
+soak: install ## random traffic through our scheduler and runner and upstream's, engines of every kind, experts on the emulated card, in slices; soak.svg; MINUTES=30, SEED= to repeat one
 	$(PY) -m tests.scheduling $(SLICE) $(if $(SEED),--seed $(SEED))
 	$(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
+	$(PY) -m tests.soak $(SLICE) $(if $(SEED),--seed $(SEED))
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet --hazards error -- \
 	  $(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
+	$(PY) -m tests.resume.picture soak.svg
 
-mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; MINUTES=30, FRESH=1, RETRY=1
-	$(PY) -m tests.mutants $(SLICE)
+mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; RANDOM=50 draws them (SEED=); MINUTES=30, FRESH=1, RETRY=1
+	$(PY) -m tests.mutants$(if $(RANDOM),.random_mutants --count $(RANDOM) $(if $(SEED),--seed $(SEED))) $(SLICE)
 
 compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
 	@[ -n "$(VLLM)" ] || { echo "compat: name a release: make compat VLLM=0.33.0" >&2; exit 2; }

@@ -22,7 +22,16 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vllm_npu_prep*"]),
-    package_data={"vllm_npu_prep.inspect": ["page.css", "page.html", "page.js"]},
+    package_data={
+        "vllm_npu_prep.inspect": [
+            "page.css",
+            "page.html",
+            "page.js",
+            "run.css",
+            "run.html",
+            "run.js",
+        ]
+    },
     install_requires=[
         "vllm>=0.32.0,<=0.33.0",
         "torch==2.13.0",

@@ -49,7 +49,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from gc import collect, freeze, unfreeze  # of the module `engine` makes the last two do nothing
 from pathlib import Path
 from typing import Any
@@ -287,9 +287,9 @@ def time_looks(runner: Any) -> dict[str, list[float]]:
 
 
 def _timed(method: Any, times: list[float]) -> Any:
-    def timed(*args: Any) -> None:
+    def timed(*args: Any, **options: Any) -> None:
         start = time.perf_counter_ns()
-        method(*args)
+        method(*args, **options)
         times.append((time.perf_counter_ns() - start) / 1e3)
 
     return timed
@@ -423,12 +423,26 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=100 if len(columns) < 8 else 150).print(table)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(title: str, cases: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of every benchmark of a step's host time."""
+    parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
-    parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
+    parser.add_argument("--case", action="append", choices=cases, help="one case; may be repeated")
+    parser.add_argument(
+        "--thread-time",
+        action="store_const",
+        dest="clock",
+        const=time.thread_time_ns,
+        default=time.perf_counter_ns,
+        help="count this thread's time on a processor, which others on the machine disturb less",
+    )
+    return parser
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = parser_of(__doc__.splitlines()[0], CASES)
     parser.add_argument(
         "--async-scheduling",
         action="store_true",
@@ -450,11 +464,6 @@ def main() -> None:
         help="torch threads in both runners; torch's own choice unless given",
     )
     parser.add_argument(
-        "--thread-time",
-        action="store_true",
-        help="count this thread's time on a processor, which others on the machine disturb less",
-    )
-    parser.add_argument(
         "--markdown",
         action="store_true",
         help="rows of the guide's table, one ratio for each number",
@@ -465,7 +474,6 @@ def main() -> None:
     args = parser.parse_args()
     chosen = {name: CASES[name] for name in args.case or CASES}
     cases = growth_cases() if args.growth else chosen
-    clock = time.thread_time_ns if args.thread_time else time.perf_counter_ns
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -476,7 +484,8 @@ def main() -> None:
             print(f"{name}, torch threads: {threads} ...", file=sys.stderr, flush=True)
             with runners(case, folder, args.async_scheduling, options, threads) as both:
                 try:
-                    row = measure(case, *both, args.steps, args.looks, clock).row(name, threads)
+                    measured = measure(case, *both, args.steps, args.looks, args.clock)
+                    row = measured.row(name, threads)
                 except MismatchError as error:
                     sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)

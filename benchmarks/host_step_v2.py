@@ -21,7 +21,6 @@ it gets: the cheapest there could be. What it keeps in memory that host and devi
 no copy here. All that flatters it.
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -29,7 +28,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from gc import collect, freeze, unfreeze
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from host_step import Clock, CommonBuilder, MismatchError, StubModel, StubSampler, as_rows, show
+from host_step import (
+    Clock,
+    CommonBuilder,
+    MismatchError,
+    StubModel,
+    StubSampler,
+    as_rows,
+    parser_of,
+    show,
+)
 from workloads import VOCAB, Case, Schedule
 
 from tests.helpers.engine import make_model, runner_of
@@ -200,17 +207,7 @@ def of_case(case: Case, folder: Path, steps: int, clock: Clock) -> dict[str, flo
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one object per line")
-    parser.add_argument("--steps", type=int, default=200, help="measured steps of each case")
-    parser.add_argument("--case", action="append", choices=CASES, help="one case; may be repeated")
-    parser.add_argument(
-        "--thread-time",
-        action="store_true",
-        help="count this thread's time on a processor, which others on the machine disturb less",
-    )
-    args = parser.parse_args()
-    clock = time.thread_time_ns if args.thread_time else time.perf_counter_ns
+    args = parser_of(__doc__.splitlines()[0], CASES).parse_args()
     rows = []
     v2.let_it_run_without_triton()
     with tempfile.TemporaryDirectory() as name:
@@ -223,7 +220,7 @@ def main() -> None:
         for name in args.case or CASES:
             print(f"{name} ...", file=sys.stderr, flush=True)
             try:
-                row = {"case": name, **of_case(CASES[name], model, args.steps, clock)}
+                row = {"case": name, **of_case(CASES[name], model, args.steps, args.clock)}
             except MismatchError as error:
                 sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)

@@ -81,7 +81,17 @@ def vision_models(log) -> Path:
     return make_demo("tiny_vision_model.py", "tiny-vision", log)
 
 
-SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "emulator", "graph")
+SLOW_FIRST = (
+    "npu",
+    "engine",
+    "server",
+    "docs",
+    "examples",
+    "differential",
+    "soak",
+    "emulator",
+    "graph",
+)
 """Folders whose files take long: with several processes these have to begin first."""
 
 

@@ -306,11 +306,11 @@ def test_vllm_serve_ends_with_one_line_for_what_its_user_has_to_change(tmp_path)
     }
     several = [
         "vllm_npu_prep: error: 2 things have to be changed:",
+        "  --sleep-mode-offload-cudagraph is not supported",
         "  --enable-nccl-comm-suspend is not supported",
-        "  --kv-offloading-size is not supported",
     ]
-    sleeping = ["--enable-sleep-mode", "--enable-nccl-comm-suspend"]
-    flags = [str(model), *sleeping, "--kv-offloading-size", "1", *small]
+    sleeping = ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
+    flags = [str(model), *sleeping, "--enable-nccl-comm-suspend", *small]
     early = 3  # of these vLLM logs nothing but which plugins there are
     with taken:
         subprocess.run(

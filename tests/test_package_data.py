@@ -21,8 +21,11 @@ def test_files_beside_the_code_are_installed_with_it():
         folder = ROOT / package.replace(".", "/")
         for pattern in patterns:
             assert list(folder.glob(pattern)), f"{package}: {pattern} matches nothing"
-    templates = [*(ROOT / "vllm_npu_prep").rglob("page.*")]
-    assert {path.suffix for path in templates} >= {".css", ".html", ".js"}
+    templates = [
+        path for name in ("page.*", "run.*") for path in (ROOT / "vllm_npu_prep").rglob(name)
+    ]
+    read = {(path.stem, path.suffix) for path in templates}
+    assert read >= {(stem, end) for stem in ("page", "run") for end in (".css", ".html", ".js")}
     for path in templates:
         if path.suffix not in (".py", ".pyc"):
             package = ".".join(path.parent.relative_to(ROOT).parts)

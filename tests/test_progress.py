@@ -5,13 +5,19 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import numba
 import pytest
 
 from tests.helpers.examples import EXAMPLES
 from vllm_npu_prep import progress
-from vllm_npu_prep.server.draining import Drain, DrainMiddleware
+from vllm_npu_prep.server.draining import (
+    END_SECONDS,
+    Drain,
+    DrainMiddleware,
+    drain_and_shut_down,
+)
 
 
 @pytest.fixture
@@ -132,6 +138,20 @@ def test_draining_ends_when_its_time_is_up_or_nothing_runs():
     late = Drain()
     asyncio.run(live())
     assert said[-1] == "Aborting 1 request that did not finish within 0 s."
+
+
+def test_an_engine_has_time_beside_that_of_its_workers(monkeypatch):
+    """If it were killed while it waits for them, they would be killed with it."""
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "30")
+    client = SimpleNamespace(resources=SimpleNamespace(engine_manager=object()))
+    engine = SimpleNamespace(
+        drain=Drain(), output_handler=None, output_processor=None, errored=False, engine_core=client
+    )
+    given = []
+    drain_and_shut_down(
+        engine, 60, lambda engine, timeout: given.append(timeout), RuntimeError, print
+    )
+    assert given == [END_SECONDS + 30]
 
 
 def test_making_a_demo_model_says_that_it_goes_on(hurried, tmp_path, monkeypatch, capfd):

@@ -434,6 +434,7 @@ def test_a_circle_is_seen(a, when):
 
 
 LONG = {
+    "prep/oracle.py": "every array of a step in plain loops, a function for each kind of layer",
     "inspect/explain.py": "every table of a step that explain prints, a function each",
     "inspect/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",

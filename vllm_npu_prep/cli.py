@@ -157,7 +157,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", metavar="A:B", type=_tokens, help="show tokens A to B - 1 only"
     )
     explain.add_argument(
-        "--html", type=Path, metavar="FILE", help="write an HTML page with tables, masks and blocks"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write an HTML page: a step with tables, masks and blocks, or a folder's whole run",
     )
     explain.add_argument(
         "--png", type=Path, metavar="FILE", help="draw mask and blocks into a PNG file"
@@ -193,6 +196,26 @@ def _emulate(arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
+def _explain_run(path: Path, html: Path) -> int:
+    """Write the page of a whole run, and say what is on it."""
+    from vllm_npu_prep.inspect.files import write_whole
+    from vllm_npu_prep.inspect.run import read_run
+    from vllm_npu_prep.inspect.run_page import run_html
+    from vllm_npu_prep.wording import counted
+
+    run = read_run(path)
+    page = run_html(run).encode()
+    write_whole(html, page)
+    requests = counted(len(run.ranks[0].rows), "request")
+    print(
+        f"{html}: {counted(len(run.numbers), 'step')} of {counted(len(run.ranks), 'rank')}, "
+        f"{requests}; {len(page):,} bytes"
+    )
+    for name in run.older:
+        print(f"not shown: {name}, an older run in {path}; give its folder to see it")
+    return 0
+
+
 def _explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -200,6 +223,13 @@ def _explain(args: argparse.Namespace) -> int:
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
     from vllm_npu_prep.inspect.files import write_whole
 
+    if args.html and args.file.is_dir() and args.step is None:
+        if args.json or args.png or args.diff or args.request or args.tokens:
+            raise PrepError(
+                f"--html: {args.file} is a folder, whose page shows a whole run and takes no other "
+                "option; choose a step by --step N"
+            )
+        return _explain_run(args.file, args.html)
     view, expected = _view_of(args.file, args.step), _expected_of(args.file)
     if args.diff:
         if args.html or args.png or args.request or args.tokens:

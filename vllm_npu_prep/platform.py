@@ -36,7 +36,12 @@ from vllm_npu_prep.server import one_line
 from vllm_npu_prep.startup import ray_cluster
 from vllm_npu_prep.startup.asked import multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
-from vllm_npu_prep.startup.subjects.cache import CONNECTOR_MODULE
+from vllm_npu_prep.startup.subjects.cache import (
+    CONNECTOR_MODULE,
+    OFFLOADING,
+    PLANE_SPEC,
+    UPSTREAM_SPEC,
+)
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
 from vllm_npu_prep.wording import counted
 
@@ -250,17 +255,16 @@ class NPUPlatform(Platform):
             return
         family = KERNEL_FAMILIES[decisions_of(vllm_config).attention]
         states_note = _settle_states(vllm_config)
+        notes = _settle_connector(vllm_config)
         find_description(vllm_config)
         refuse_unsupported(vllm_config, family, KIND)
         switched_off = graph_config.settle_mode(vllm_config) + _switch_off(vllm_config)
         decisions = decisions_of(vllm_config)  # with the graph mode that was settled
-        notes = graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
+        notes += graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
         notes += _rules_of_attention(vllm_config, decisions) + states_note
         if vllm_config.shutdown_timeout == 0:
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
-        if vllm_config.kv_transfer_config is not None:
-            vllm_config.kv_transfer_config.kv_connector_module_path = CONNECTOR_MODULE
         notes += _agree_on_the_host(vllm_config.parallel_config)
         notes += unread_variables(os.environ)
         if vllm_config.parallel_config.worker_cls == "auto":
@@ -289,6 +293,36 @@ def _settle_states(vllm_config: "VllmConfig") -> list[str]:
     if asked == "auto":
         return []
     return [f"states are kept in bfloat16, which the NPU's operators take, in place of {asked}"]
+
+
+def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
+    """Settle which code moves K and V; lines about it.
+
+    vLLM turns ``--kv-offloading-size`` into a connector after the platform's check: it is asked to
+    do so before, unless another connector was given, which it would replace.
+    """
+    transfer, size = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
+    if size is not None and (transfer is None or transfer.kv_connector in (None, OFFLOADING)):
+        vllm_config._post_init_kv_transfer_config()
+        transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    if transfer.kv_connector_module_path not in (None, CONNECTOR_MODULE):
+        return [
+            f"KV connector {transfer.kv_connector} of {transfer.kv_connector_module_path} is given "
+            "K and V of a layer as two planes: [2, blocks, tokens of a block, heads, head size]"
+        ]
+    transfer.kv_connector_module_path = CONNECTOR_MODULE
+    if transfer.kv_connector != OFFLOADING:
+        return []
+    extra = transfer.kv_connector_extra_config
+    if extra.get("spec_name", UPSTREAM_SPEC) == UPSTREAM_SPEC:
+        extra.update(spec_name=PLANE_SPEC, spec_module_path=CONNECTOR_MODULE)
+    nbytes, ranks = int(extra.get("cpu_bytes_to_use", 0)), vllm_config.parallel_config.world_size
+    return [
+        f"blocks of K and V that leave the device stay in {nbytes:,} bytes of host memory"
+        + (f", shared out among {counted(ranks, 'rank')}" if ranks > 1 else "")
+    ]
 
 
 def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:

@@ -56,6 +56,7 @@ class NPUWorker(Worker):
     prep_device: Device  # from `init_device` on
     model_runner: NPUModelRunner
     _scopes: StepScopes | None = None  # while a profiler runs
+    _last_step: Any = None  # vLLM's `SchedulerOutput` of the one that was begun
     _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -247,21 +248,48 @@ class NPUWorker(Worker):
             self._scopes.remove()
             self._scopes = None
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; what was recorded is written when it fails."""
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's; what was recorded is written when it fails.
+
+        Raises
+        ------
+        PrepError
+            If the step ran out of the device's memory.
+        """
+        self._last_step = scheduler_output
         try:
-            return self._keep(super().execute_model(*args, **kwargs))
+            return self._keep(super().execute_model(scheduler_output, *args, **kwargs))
         except Exception as error:
             self._save_steps(error)
+            self._tell_of_memory(error)
             raise
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; what was recorded is written when it fails."""
+        """As upstream's; what was recorded is written when it fails.
+
+        Raises
+        ------
+        PrepError
+            If sampling or drafting ran out of the device's memory.
+        """
         try:
             return self._keep(super().sample_tokens(*args, **kwargs))
         except Exception as error:
             self._save_steps(error)
+            self._tell_of_memory(error)
             raise
+
+    def _tell_of_memory(self, error: Exception) -> None:
+        """Raise one line in place of an error that says only how much a tensor wanted."""
+        if isinstance(error, torch.OutOfMemoryError) and self._last_step is not None:
+            step = self._last_step
+            raise PrepError(
+                "out of memory in a step with "
+                f"{counted(step.total_num_scheduled_tokens, 'token')} of "
+                f"{counted(len(step.num_scheduled_tokens), 'request')} "
+                f"({str(error).partition(chr(10))[0]}); lower --gpu-memory-utilization, "
+                "--max-num-batched-tokens or --max-num-seqs"
+            ) from error
 
     def _keep(self, output: Any) -> Any:
         # Of one rank, vLLM reads each output; and the fallback's copies are complete at once.
@@ -371,6 +399,13 @@ class NPUWorker(Worker):
             level,
             format_gib(max(0, self.prep_device.memory_info()[0] - before)),
         )
+        if level == 2:
+            kept = ", ".join(self.model_config.sleep_preserve_parameter_names) or "none"
+            logger.info(
+                "The weights are gone (kept: %s): after wake_up, call reload_weights before the "
+                "next request.",
+                kept,
+            )
 
     def _save_sleep_parameters(self, model: torch.nn.Module) -> None:
         """As upstream's, which takes what is on the CPU for safe."""

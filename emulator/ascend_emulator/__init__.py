@@ -12,6 +12,7 @@ from ascend_emulator.api import (
     is_active,
     is_on_device,
     register_reference,
+    touch,
 )
 from ascend_emulator.errors import EmulatorError
 
@@ -25,4 +26,5 @@ __all__ = [
     "is_active",
     "is_on_device",
     "register_reference",
+    "touch",
 ]

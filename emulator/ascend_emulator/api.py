@@ -100,6 +100,31 @@ def is_on_device(tensor: Any) -> bool:
     return bool(_runtime().emulator_is_alias(ctypes.c_void_p(tensor.data_ptr())))
 
 
+def touch(cache: Any, block_ids: Any, write: bool = False) -> None:
+    """Say which blocks of a `paged` argument a reference touches; for the order between streams.
+
+    Parameters
+    ----------
+    cache
+        ``[num_blocks, ...]``, as the reference was given it.
+    block_ids
+        Integers, of any shape, in any order.
+    write
+        Whether it writes them.
+    """
+    if not is_active() or not block_ids.numel() or not is_on_device(cache):
+        return
+    touched = block_ids.unique().tolist()
+    stride = cache.stride(0) * cache.element_size()
+    begin = touched[0]
+    for block, following in zip(touched, [*touched[1:], None]):
+        if following != block + 1:
+            address = ctypes.c_void_p(cache.data_ptr() + begin * stride)
+            size = ctypes.c_size_t((block + 1 - begin) * stride)
+            _runtime().emulator_touch(address, size, int(write))
+            begin = following
+
+
 def register_reference(
     name: str,
     function: Callable[..., Any],
@@ -108,6 +133,8 @@ def register_reference(
     check_placement: PlacementCheck | None = None,
     on_host: Callable[..., Any] | None = None,
     contiguous: Sequence[str] | None = None,
+    paged: Sequence[str] = (),
+    block_ids: Sequence[str] = (),
 ) -> None:
     """Run a Python function wherever torch_npu would run a device kernel.
 
@@ -144,6 +171,11 @@ def register_reference(
     contiguous
         Tensor arguments that the operator copies if they are strided, each by a kernel of its own,
         which `Counts.hidden_copies` counts. Without this: all that it doesn't write, as most do.
+    paged
+        Caches in blocks, of which it touches some alone. The function calls `touch` with them;
+        otherwise an operator counts as touching all that it is given.
+    block_ids
+        Arguments that say which blocks; without one of them a call touches everything.
 
     Raises
     ------
@@ -162,7 +194,9 @@ def register_reference(
     if contiguous is None:
         contiguous = [a.name for a in schema.arguments if not _is_written(a, written)]
     error = launcher.emulator_install_reference(
-        name.encode(), overload.encode(), ",".join(written).encode(), ",".join(contiguous).encode()
+        name.encode(),
+        overload.encode(),
+        *(",".join(names).encode() for names in (written, contiguous, paged, block_ids)),
     )
     if error:
         raise EmulatorError(f"torch_npu has no operator {name}{overload and '.' + overload}")

@@ -16,7 +16,16 @@ from vllm_npu_prep.prep.state import AttentionState
 K_HEADS, V_HEADS, KEY, VALUE, KERNEL = 2, 4, 6, 5, 4
 WIDTH = 2 * K_HEADS * KEY + V_HEADS * VALUE
 BLOCKS = 12
-METHODS = ("forward_core", "_decode", "_prefill", "_parts", "_convolution", "_rule_inputs")
+METHODS = (
+    "forward_core",
+    "_decode",
+    "_decode_drafts",
+    "_prefill",
+    "_parts",
+    "_convolution",
+    "_rule_inputs",
+)
+DRAFTS = 3
 
 
 def given_tokens(generator: torch.Generator, num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -34,6 +43,7 @@ def make_layer(seed: int) -> Any:
         A_log=torch.randn(V_HEADS, generator=generator),
         dt_bias=torch.randn(V_HEADS, generator=generator),
         fused=None,
+        conv_kernel_size=KERNEL,
         head_k_dim=KEY,
         head_v_dim=VALUE,
         kv_cache=(
@@ -204,3 +214,69 @@ def test_steps_of_requests_equal_a_plain_reading_of_each(moves, seed):
                 free.append(request["block"])
                 finished += 1
     assert finished > 5 and in_graphs > 3 and reused > 3
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["as many drafts", "fewer drafts"])
+def test_rejected_drafts_leave_nothing(uniform, seed):
+    """Each step continues after the tokens that count, whatever drafts came after them.
+
+    A request has a block for each token of a step. In uniform steps there is padding, as in a full
+    graph; in others a request may have fewer drafts than tokens of its last step count.
+    """
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    layer = make_layer(seed)
+    requests: list[dict[str, Any]] = []
+    for index in range(2):
+        mixed, b, a = given_tokens(generator, 40)
+        blocks = [1 + index * (1 + DRAFTS) + i for i in range(1 + DRAFTS)]
+        expected = plain_reading(layer, mixed, b, a)
+        requests.append({"tokens": (mixed, b, a), "expected": expected, "at": 0, "blocks": blocks})
+        requests[-1]["kept"] = 1
+    kept_counts = set()
+    for _ in range(10):
+        for request in requests:
+            most = 1 + DRAFTS
+            request["count"] = most if uniform else int(rng.integers(1, most + 1))
+            request["next"] = int(rng.integers(1, request["count"] + 1))
+        padding = 1 if uniform else 0
+        counts = [r["count"] for r in requests] + [1 + DRAFTS] * padding
+        starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        total = int(starts[-1])
+        reads = [r["blocks"][r["kept"] - 1] for r in requests] + [0] * padding
+        of_tokens = [block for r in requests for block in r["blocks"][: r["count"]]]
+        of_tokens += [0] * (total - len(of_tokens))
+        metadata = StateMetadata(
+            AttentionState.SpecDecoding,
+            torch.tensor(reads, dtype=torch.int32),
+            torch.tensor([r["blocks"][0] for r in requests] + [0] * padding, dtype=torch.int32),
+            torch.tensor([r["at"] > 0 for r in requests] + [False] * padding),
+            starts,
+            starts[:1],
+            [],
+            len(counts),
+            total,
+            total,
+            total,
+            uniform,
+            token_state_indices=torch.tensor(of_tokens, dtype=torch.int32),
+            num_accepted_tokens=torch.tensor([r["kept"] for r in requests] + [1] * padding),
+            decode_lens=counts,
+        )
+        drafted = given_tokens(generator, total)
+        for place, request in enumerate(requests):
+            first, at, kept = int(starts[place]), request["at"], request["next"]
+            for part, tokens in zip(drafted, request["tokens"]):
+                part[first : first + kept] = tokens[at : at + kept]
+        output = torch.full((total, V_HEADS, VALUE), 7.0)
+        layer.forward_core(*drafted, output, metadata)
+        for place, request in enumerate(requests):
+            first, at, kept = int(starts[place]), request["at"], request["next"]
+            got = output[first : first + kept].numpy()
+            wanted = request["expected"][at : at + kept]
+            np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+            kept_counts.add((kept, request["count"]))
+            request["at"], request["kept"] = at + kept, kept
+            if request["at"] > 40 - 1 - DRAFTS:
+                request["at"] = 0
+    assert {kept for kept, _ in kept_counts} == set(range(1, 2 + DRAFTS))

@@ -1,6 +1,8 @@
 """Memory that sleeps, without an engine: what is kept, what is lost, and what fails half-way."""
 
-import tempfile
+import os
+import resource
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -68,12 +70,17 @@ def test_a_weight_that_something_unknown_refers_to_stays_awake(memory):
     assert not layer.weight.any()
 
 
-def test_level_1_keeps_weights_and_level_2_does_not_and_caches_are_zero(memory):
+def awake_with_a_cache(memory, nbytes):
+    """A layer and a cache full of 7, both in regions, and the layer's weight."""
     layer = Layer()
-    before = layer.weight.clone()
     memory.adopt([layer])
-    cache = memory.zeros(8 << 20)
+    cache = memory.zeros(nbytes)
     cache.fill_(7)
+    return layer, cache, layer.weight.clone()
+
+
+def test_level_1_keeps_weights_and_level_2_does_not_and_caches_are_zero(memory):
+    layer, cache, before = awake_with_a_cache(memory, 8 << 20)
     awake = resident()
     memory.suspend(level=1)
     assert awake - resident() >= 8 << 20
@@ -90,11 +97,7 @@ def test_level_1_keeps_weights_and_level_2_does_not_and_caches_are_zero(memory):
 
 
 def test_released_caches_keep_the_weights(memory):
-    layer = Layer()
-    before = layer.weight.clone()
-    memory.adopt([layer])
-    cache = memory.zeros(1 << 20)
-    cache.fill_(7)
+    layer, cache, before = awake_with_a_cache(memory, 1 << 20)
     memory.discard(("kv_cache",))
     assert torch.equal(layer.weight, before)
     memory.resume(["kv_cache"])
@@ -122,28 +125,53 @@ def test_a_wake_up_without_memory_is_one_line_and_keeps_what_slept(memory, monke
     assert all(torch.equal(layer.weight, before) for layer in layers)
 
 
-def test_a_sleep_without_room_for_the_weights_leaves_everything_awake(memory, monkeypatch):
-    class FullDisk:
-        def __init__(self):
-            self.file = tempfile.SpooledTemporaryFile()  # noqa: SIM115
+@contextmanager
+def largest_file(nbytes):
+    """Files may not grow further, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-        def __getattr__(self, name):
-            return getattr(self.file, name)
 
-        def fileno(self):
-            raise OSError(28, "No space left on device")
-
-    layer = Layer()
-    before = layer.weight.clone()
-    memory.adopt([layer])
-    cache = memory.zeros(1 << 20)
-    cache.fill_(7)
-    monkeypatch.setattr(regions.tempfile, "TemporaryFile", FullDisk)
-    with pytest.raises(PrepError, match=r"sleep: .* bytes of weights do not fit.*TMPDIR"):
+@pytest.mark.parametrize("room", [0, WIDTH * WIDTH * 2], ids=["none", "for a part"])
+def test_a_sleep_without_room_for_the_weights_leaves_everything_awake(memory, room):
+    layer, cache, before = awake_with_a_cache(memory, 1 << 20)
+    with (
+        largest_file(room),
+        pytest.raises(PrepError, match=r"sleep: .* bytes of weights do not fit.*TMPDIR") as error,
+    ):
         memory.suspend(level=1)
+    assert "\n" not in str(error.value)
     assert memory.state() == "RUNNING"
     assert torch.equal(layer.weight, before)
     assert (cache == 7).all()
+
+
+@pytest.mark.parametrize("failure", ["an error", "the end of the file"])
+def test_weights_that_cannot_be_read_back_sleep_on(memory, monkeypatch, failure):
+    layer, _, before = awake_with_a_cache(memory, 1 << 20)
+    memory.suspend(level=1)
+    read, calls = os.readv, []
+
+    def half(descriptor, buffers):
+        calls.append(None)
+        if len(calls) == 1:
+            return read(descriptor, [buffers[0][: len(buffers[0]) // 2]])
+        if failure == "an error":
+            raise OSError(5, "Input/output error")
+        return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(regions.os, "readv", half)
+        with pytest.raises(PrepError, match=r"wake-up: .* could not be read back.*still asleep"):
+            memory.resume()
+    assert memory.state() == "SUSPENDED"
+    assert not layer.weight.any()
+    memory.resume()
+    assert torch.equal(layer.weight, before)
 
 
 def test_an_unknown_tag_is_named(memory):

@@ -81,6 +81,58 @@ def test_work_that_is_ordered_is_left_alone(emulate):
     assert run.report["hazards"] == []
 
 
+def test_operators_over_caches_touch_the_blocks_that_they_name(emulate):
+    """Another stream may copy other blocks of a plane meanwhile, and none that are read or written.
+
+    In graphs, too: which blocks a task touches is known when it runs.
+    """
+    run = emulate(
+        RACE
+        + """
+    half = dict(dtype=torch.float16, device="npu")
+    keys, values = torch.zeros(8, 16, 2, 16, **half), torch.zeros(8, 16, 2, 16, **half)
+    new, query = torch.ones(2, 2, 16, **half), torch.ones(2, 2, 16, **half)
+    host = torch.zeros(16, 2, 16, dtype=torch.float16).pin_memory()
+    slots = torch.tensor([16 * 3, 16 * 4 + 5], dtype=torch.int32).npu()
+    table = torch.tensor([[5, 7], [6, 7]], dtype=torch.int32).npu()
+    out = torch.empty_like(query)
+
+    def write():
+        torch_npu._npu_reshape_and_cache(
+            key=new, value=new, key_cache=keys, value_cache=values, slot_indices=slots)
+
+    def read():                                       # one block each: 5 and 6, of 7 nothing
+        torch_npu._npu_paged_attention(
+            query=query, key_cache=keys, value_cache=values, num_kv_heads=2, num_heads=2,
+            scale_value=1.0, block_table=table, context_lens=torch.tensor([9, 16], dtype=INT),
+            out=out)
+
+    def copied(block, load, work):
+        torch.npu.synchronize()
+        work()
+        with torch.npu.stream(side):
+            if load:
+                keys[block].copy_(host, non_blocking=True)
+            else:
+                host.copy_(keys[block], non_blocking=True)
+        return MISSING in sync_error()
+
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        write()
+    for work in write, graph.replay:
+        assert [b for b in range(8) if copied(b, False, work)] == [3, 4]
+        assert [b for b in range(8) if copied(b, True, work)] == [3, 4]
+    assert not any(copied(block, False, read) for block in range(8))
+    assert [b for b in range(8) if copied(b, True, read)] == [5, 6]
+    slots.fill_(16 * 7)                               # a replay writes where it is told now
+    slots[1:].fill_(-1)
+    assert [b for b in range(8) if copied(b, False, graph.replay)] == [7]
+    """
+    )
+    assert run.report["counters"]["hazards"] == 11
+
+
 def test_memory_reused_across_streams_the_allocators_way_is_no_hazard(emulate):
     script = (
         RACE

@@ -3,12 +3,15 @@
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
 from tests.helpers.cache import CacheWatch, SharedBlocksWatch
-from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import reference
+from tests.helpers.lora import make_adapter
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_preemptions
 
@@ -68,3 +71,80 @@ def test_aborts_and_preemptions_leave_other_requests_alone(model, expected, asyn
         assert got == expected[index][: len(got)]
     assert count["finished"] == sum(len(got) == TOKENS for _, got in tokens.values())
     assert min(count["finished"], count["aborted"], preempted["preempted"]) > 0
+
+
+@pytest.mark.parametrize("number", [1000, 10_000])
+def test_of_many_requests_a_third_abort_and_nothing_of_them_is_kept(tmp_path, number):
+    """Adapters among them, under memory for some: those that finish get the tokens they would get.
+
+    Afterwards all blocks are free, no adapter is in use, and the process has not grown.
+    """
+    rng, count = np.random.default_rng(SEED), Counter()
+    model = make_model(tmp_path / "model", num_hidden_layers=1)
+    adapters = [None] + [
+        LoRARequest(f"adapter {n}", n, str(make_adapter(tmp_path / f"{n}", model, seed=n)))
+        for n in (1, 2, 3)
+    ]
+    prompts = prompts_of(SEED, LENGTHS)
+    kinds = [(prompt, adapter) for prompt in range(len(prompts)) for adapter in range(4)]
+    with engine(
+        model,
+        block_size=8,
+        num_gpu_blocks_override=70,
+        max_model_len=64,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=3,
+        max_lora_rank=8,
+    ) as llm:
+        core, runner = llm.llm_engine, runner_of(llm)
+        scheduler = core.engine_core.engine_core.scheduler
+        pool, preempted = scheduler.kv_cache_manager.block_pool, count_preemptions(llm)
+        free = pool.get_num_free_blocks()
+        expected = generate(
+            llm, [prompts[p] for p, _ in kinds], greedy(8), [adapters[a] for _, a in kinds]
+        )
+        assert len(set(map(tuple, expected))) > len(kinds) / 2, "adapters change tokens"
+        alive: dict[str, int] = {}
+        sizes = []
+        while count["added"] < number or core.has_unfinished_requests():
+            while count["added"] < number and len(alive) < 60:
+                name, kind = f"r{count['added']}", int(rng.integers(len(kinds)))
+                prompt, adapter = kinds[kind]
+                params = greedy(int(rng.integers(1, 9)))
+                given = {"prompt_token_ids": prompts[prompt]}
+                core.add_request(name, given, params, lora_request=adapters[adapter])
+                alive[name] = kind
+                count["added"] += 1
+            # Each of those that are there is as likely, in whatever state it is
+            goal = count["added"] // 3
+            while alive and count["aborted"] < goal and rng.random() < 0.8:
+                name = list(alive)[int(rng.integers(len(alive)))]
+                core.abort_request([name])
+                del alive[name]
+                count["aborted"] += 1
+            for output in core.step():
+                if output.request_id in alive:
+                    kind, got = alive[output.request_id], list(output.outputs[0].token_ids)
+                    assert got == expected[kind][: len(got)], (output.request_id, kinds[kind])
+                    if output.finished:
+                        del alive[output.request_id]
+                        count["finished"] += 1
+            if count["added"] * 10 // number > len(sizes):
+                sizes.append(psutil.Process().memory_info().rss >> 20)
+        print(dict(count), dict(preempted), "RSS in MiB by tenths:", sizes)
+        assert count["finished"] + count["aborted"] == number
+        assert count["aborted"] > 0.3 * number
+        assert preempted["preempted"] > 0
+        assert pool.get_num_free_blocks() == free
+        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+        assert not core.output_processor.request_states
+        assert not core.output_processor.lora_states.requests
+        generate(llm, [prompts[0]], greedy(2))  # a step tells the runner who has finished
+        assert len(runner.requests) <= 1
+        assert runner.input_batch.num_reqs <= 1
+        assert not runner.input_batch.lora_id_to_request_ids
+        assert len(runner.lora_manager.list_adapters()) <= 3
+    assert max(sizes[3:]) - sizes[2] < 64, "MiB that the process has grown by"

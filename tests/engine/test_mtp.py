@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import SEED
-from tests.engine.test_speculation import SAMPLED, SAMPLES, VOCAB, distribution_of
+from tests.engine.test_speculation import SAMPLED, SAMPLES, VOCAB, distribution_of, named
 from tests.helpers.engine import (
     REPLAYED,
     engine,
@@ -34,6 +34,7 @@ from tests.helpers.lora import make_adapter, merge
 from tests.helpers.mtp import FAMILIES, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.statistics import check_distribution
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified, record_cached
 from vllm_npu_prep.runner import drafters
 from vllm_npu_prep.startup.asked import MTP_MODELS
@@ -68,6 +69,9 @@ def drafts(num_drafts: int = NUM_DRAFTS, **config: Any) -> dict[str, Any]:
 
 
 SMALL = {"block_size": 4, "num_gpu_blocks_override": 56}  # too few blocks for all requests
+# A state of each draft; no prefix cache, so the full check follows what each block holds
+STATES = {"block_size": 16, "enable_prefix_caching": False}
+CHECKED = {"npu_prep": {"check": "full"}}
 UNPADDED = "disable_padded_drafter_batch"
 CASES = [
     # family, asynchronous, graph mode, other settings
@@ -82,29 +86,39 @@ CASES = [
     ("DeepseekV3", False, None, SMALL),
     ("DeepseekV3", True, "FULL_AND_PIECEWISE", {"block_size": 16}),
     ("DeepseekV3", True, "FULL_DECODE_ONLY", {"block_size": 16}),
+    ("Qwen3Next", True, None, STATES | {"num_gpu_blocks_override": 30}),
+    ("Qwen3_5", True, "FULL_AND_PIECEWISE", STATES),
+    ("Qwen3_5", False, "FULL_DECODE_ONLY", STATES),
+    ("Qwen3_5Moe", False, "PIECEWISE", STATES),
+]
+CASES = [(*case, "V1") for case in CASES] + [
+    (*case, "V2") for case in CASES[:5] + CASES[6:8] if RUNNERS[1:]
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "asynchronous", "mode", "settings"),
+    ("family", "asynchronous", "mode", "settings", "runner"),
     CASES,
     ids=[
-        f"{family}-{'async' if a else 'sync'}-{'unpadded' if UNPADDED in more else mode}"
-        for family, a, mode, more in CASES
+        f"{family}-{'async' if a else 'sync'}-{'unpadded' if UNPADDED in more else mode}{named(r)}"
+        for family, a, mode, more, r in CASES
     ],
 )
-def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
+def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, runner):
     """In chunks of prompts, from the prefix cache, preempted, in graphs."""
     folder, drafter, prompts, tokens = made(family)
-    settings = dict(settings)
+    settings = {"enable_prefix_caching": True, **settings}
+    caches = settings["enable_prefix_caching"]
+    if not caches:
+        settings["additional_config"] = CHECKED
     config = {UNPADDED: settings.pop(UNPADDED)} if UNPADDED in settings else {}
-    with engine(
+    with engine_of(
+        runner,
         folder,
         max_model_len=128,
         max_num_seqs=5,
         max_num_batched_tokens=48,
         async_scheduling=asynchronous,
-        enable_prefix_caching=True,
         **settings,
         **drafts(**config),
         **(graphs(mode, 1, 4, 8, 20, 48) if mode else {}),
@@ -115,7 +129,7 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         runner = runner_of(llm)
         counts = dict(runner.padding.counts.by_kind)
-        assert runner.use_async_scheduling == asynchronous
+        assert runner.scheduler_config.async_scheduling == asynchronous
         before = [cache.clone() for cache in runner.kv_caches]
         runner._dummy_run(20)  # as an engine that idles beside others
         unwritten = [torch.equal(a, b) for a, b in zip(before, runner.kv_caches)]
@@ -126,27 +140,35 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings):
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
     assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
     assert states["ChunkedPrefill"] > 0
-    assert max(cached) > 0 or settings["block_size"] == 128
+    assert not caches or max(cached) > 0 or settings["block_size"] == 128
     assert mode is None or set(counts) >= REPLAYED[mode]
 
 
 @pytest.mark.parametrize(
-    ("family", "asynchronous"),
-    [("MiMo", False), ("MiMo", True), ("Glm4Moe", True), ("DeepseekV3", False)],
-    ids=["sync", "async", "Glm4Moe-async", "DeepseekV3-sync"],
+    ("family", "asynchronous", "runner"),
+    [
+        pytest.param("MiMo", False, "V1", id="sync"),
+        pytest.param("MiMo", True, "V1", id="async"),
+        pytest.param("Glm4Moe", True, "V1", id="Glm4Moe-async"),
+        pytest.param("DeepseekV3", False, "V1", id="DeepseekV3-sync"),
+        pytest.param("Qwen3_5", True, "V1", id="Qwen3_5-async"),
+        *(pytest.param("MiMo", True, runner, id=f"async-{runner}") for runner in RUNNERS[1:]),
+    ],
 )
-def test_drafts_stop_at_the_end_of_the_context(made, family, asynchronous):
+def test_drafts_stop_at_the_end_of_the_context(made, family, asynchronous, runner):
     """Every length up to `max_model_len`; a budget that cuts drafts and prompts."""
     folder, drafter, *_ = made(family)
     prompts = prompts_of(SEED, [5, 50, 61, 62, 63])
     expected = [reference(folder, [each], 64 + NUM_DRAFTS - len(each))[0] for each in prompts]
-    with engine(
+    with engine_of(
+        runner,
         folder,
         max_model_len=64,
         max_num_seqs=5,
         max_num_batched_tokens=13,
         block_size=8,
         async_scheduling=asynchronous,
+        enable_prefix_caching=family != "Qwen3_5",
         **drafts(),
     ) as llm:
         records = record_verified(llm)
@@ -192,7 +214,8 @@ def test_a_layer_of_a_tied_model_drafts(tmp_path, seed):
     assert min(accepted) == 0 < max(accepted)
 
 
-def test_adapters_and_forced_requests_verify_drafts(made, tmp_path, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_adapters_and_forced_requests_verify_drafts(made, tmp_path, seed, runner):
     """The MTP layer knows neither adapters nor grammars: what it drafts is only ever a guess."""
     folder, *_ = made("MiMo")
     changed = (f"model.layers.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up", "down"))
@@ -223,7 +246,8 @@ def test_adapters_and_forced_requests_verify_drafts(made, tmp_path, seed):
     tokenizer = AutoTokenizer.from_pretrained(served)
     tokenizer.eos_token = "[SEP]"  # with which forms end
     tokenizer.save_pretrained(served)
-    with engine(
+    with engine_of(
+        runner,
         served,
         max_num_batched_tokens=48,
         enable_lora=True,
@@ -254,15 +278,23 @@ def forced_tokens(model: Path, prompt: list[int]) -> list[int]:
     return [*ids[len(prompt) :], 1]
 
 
-@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
-def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method):
+@pytest.mark.parametrize(
+    ("draft_sample_method", "runner"),
+    [
+        pytest.param("greedy", "V1", id="greedy"),
+        pytest.param("probabilistic", "V1", id="probabilistic"),
+        *(pytest.param("greedy", runner, id=f"greedy-{runner}") for runner in RUNNERS[1:]),
+    ],
+)
+def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method, runner):
     """Whole continuations, by what transformers makes of each."""
     folder, _ = make_mtp_model(
         tmp_path, "MiMo", noise=0.1, vocab_size=VOCAB, num_hidden_layers=1, embedding_scale=4.0
     )
     (prompt,) = [[token % VOCAB for token in row] for row in prompts_of(seed, [9])]
     params = SamplingParams(temperature=0.8, max_tokens=SAMPLED, ignore_eos=True, detokenize=False)
-    with engine(
+    with engine_of(
+        runner,
         folder,
         max_num_seqs=256,
         max_num_batched_tokens=2560,

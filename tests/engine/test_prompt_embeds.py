@@ -6,6 +6,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import engine, graphs, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
+from tests.server.hostile import broken_sparse_tensor, encoded
 from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
 GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
@@ -81,6 +82,50 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed):
             with pytest.raises(VLLMValidationError, match="row 41 has NaN or an infinity"):
                 run(llm, [{"prompt_embeds": vectors}, {**mixed, "prompt_embeds": bad}])
         assert run(llm, [mixed]) == expected
+
+
+HOSTILE = {
+    "one number of a row is missing": torch.zeros(5, 63),
+    "a row is a number too long": torch.zeros(5, 65),
+    "a row without a prompt": torch.zeros(64),
+    "no row": torch.zeros(0, 64),
+    "two prompts": torch.zeros(2, 5, 64),
+    "past the model's length": torch.zeros(300, 64),
+    "integers": torch.zeros(5, 64, dtype=torch.int64),
+    "indices outside of a sparse tensor": broken_sparse_tensor(),
+    "a sparse tensor of 4 GiB": torch.sparse_coo_tensor(
+        torch.tensor([[0], [0]]), torch.ones(1), (1 << 24, 64), check_invariants=True
+    ),
+    "not finite": torch.full((5, 64), torch.nan),
+    "no tensor": {"a": 1},
+}
+
+
+def test_hostile_embeddings_are_refused_before_the_engine(model, embedding, seed):
+    """As a server reads them: CVE-2025-62164, GHSA-mcmc-2m55-j8jj, GHSA-pmqf-x6x8-p7qw.
+
+    Those who asked before are served, and those who ask afterwards.
+    """
+    from vllm.renderers.embed_utils import safe_load_prompt_embeds
+
+    ids = prompts_of(seed, [20, 33])
+    as_ids = [{"prompt_token_ids": prompt} for prompt in ids]
+    with engine(model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
+        expected, core = run(llm, as_ids), llm.llm_engine
+
+        def ask(name: str, embeds: str) -> None:
+            tensor = safe_load_prompt_embeds(core.model_config, embeds.encode())
+            core.add_request(name, {"prompt_embeds": tensor}, greedy(12))
+
+        for number, (name, hostile) in enumerate(HOSTILE.items()):
+            core.add_request(f"{number} before", as_ids[0], greedy(12))
+            with pytest.raises((VLLMValidationError, ValueError), match=r"\w"):
+                ask(name, encoded(hostile))
+            outputs = []
+            while core.has_unfinished_requests():
+                outputs += core.step()
+            assert list(outputs[-1].outputs[0].token_ids) == expected[0], name
+            assert run(llm, [{"prompt_embeds": embedding[prompt]} for prompt in ids]) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

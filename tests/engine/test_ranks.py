@@ -14,6 +14,7 @@ from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mtp import make_mtp_model, num_accepted
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, accepted_drafts, serve_on_ranks
+from tests.helpers.v2 import RUNNERS, asked_for
 
 NUM_TOKENS = 12
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -38,6 +39,10 @@ LAYOUTS = {
         {"family": "Qwen3Next", **QWEN3_NEXT},
     ),
 }
+ON_V2 = "-V2"
+"""With which names of cases on Model Runner V2 end."""
+if "V2" in RUNNERS:
+    LAYOUTS |= {f"tensors{ON_V2}": LAYOUTS["tensors"], f"experts{ON_V2}": LAYOUTS["experts"]}
 
 
 async def all_at_once(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
@@ -67,7 +72,8 @@ def test_tokens_are_those_of_transformers_and_ranks_agree_on_every_step(tmp_path
     settings, model = LAYOUTS[layout]
     folder = make_model(tmp_path, **model)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
-    got = serve_on_ranks(folder, settings, partial(all_at_once, prompts=prompts))
+    with asked_for("V2" if layout.endswith(ON_V2) else "V1"):
+        got = serve_on_ranks(folder, settings, partial(all_at_once, prompts=prompts))
     expected = reference(folder, prompts, NUM_TOKENS)
     check_varied(expected)
     assert got["tokens"] == expected
@@ -103,6 +109,8 @@ DRAFTING = {
     "Glm4Moe-sync": TP2 | GRAPHS | {"async_scheduling": False},
     "MiMo-async": TP2 | GRAPHS,
 }
+if "V2" in RUNNERS:
+    DRAFTING |= {f"MiMo-async{ON_V2}": TP2 | GRAPHS}
 
 
 @pytest.mark.parametrize("which", DRAFTING)
@@ -112,11 +120,12 @@ def test_mtp_layers_draft_on_two_ranks(tmp_path, seed, which):
     folder, drafter = make_mtp_model(tmp_path, which.split("-")[0])
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     drafts = {"method": "mtp", "num_speculative_tokens": num_drafts}
-    got = serve_on_ranks(
-        folder,
-        {**settings, "speculative_config": drafts},
-        partial(all_drafting, prompts=prompts),
-    )
+    with asked_for("V2" if which.endswith(ON_V2) else "V1"):
+        got = serve_on_ranks(
+            folder,
+            {**settings, "speculative_config": drafts},
+            partial(all_drafting, prompts=prompts),
+        )
     tokens = reference(folder, prompts, NUM_TOKENS + num_drafts)
     check_varied(tokens)
     assert got["tokens"] == [row[:NUM_TOKENS] for row in tokens]

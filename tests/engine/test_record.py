@@ -112,9 +112,9 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
         compiled = [copy_step.signatures.copy(), enter_blocks.signatures.copy()]
         assert all(compiled)  # no request waits for that
         keep = runner_of(llm).recorder.keep
-        runner_of(llm).recorder.keep = lambda step, *more: (
+        runner_of(llm).recorder.keep = lambda step, *more, **times: (
             prepared.append([step.slot_mapping[g].copy() for g in range(3)]),
-            keep(step, *more),
+            keep(step, *more, **times),
         )
         generate(llm, prompts[:1], greedy(2))
         generate(llm, prompts, greedy(24))

@@ -1,6 +1,7 @@
 """Sleep mode: memory that is given back and mapped again, and the same tokens afterwards."""
 
 import gc
+import logging
 from functools import partial
 
 import psutil
@@ -12,6 +13,7 @@ from tests.helpers.huggingface import reference
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
+from tests.helpers.v2 import RUNNERS, engine_of
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
@@ -43,13 +45,21 @@ def worker_of(llm):
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
-def test_an_engine_sleeps_and_gives_the_same_tokens(model, expected, tmp_path, with_graphs):
+CASES = [(False, "V1"), *((True, runner) for runner in RUNNERS)]
+
+
+@pytest.mark.parametrize(
+    ("with_graphs", "runner"),
+    CASES,
+    ids=[f"{'graphs' if with_graphs else 'eager'}-{runner}" for with_graphs, runner in CASES],
+)
+def test_an_engine_sleeps_and_gives_the_same_tokens(model, expected, tmp_path, with_graphs, runner):
     """Both levels, tags, new weights while it sleeps; graphs read what is at their addresses."""
     prompts = prompts_of(SEED, LENGTHS)
     other = make_model(tmp_path / "other", seed=1)
     settings = {"enforce_eager": not with_graphs, "kv_cache_memory_bytes": CACHE}
-    with engine(model, block_size=8, enable_sleep_mode=True, **settings) as llm:
+    with engine_of(runner, model, block_size=8, enable_sleep_mode=True, **settings) as llm:
+        assert type(worker_of(llm).model_runner).__name__.endswith("V2") == (runner == "V2")
         memory = worker_of(llm).sleep_mode_backend
         weights, caches = memory._regions["weights"], memory._regions["kv_cache"]
         assert sum(region.data.numel() for region in caches) > 0.99 * CACHE
@@ -97,7 +107,8 @@ def test_all_ranks_sleep_and_wake(model, expected):
     assert serve_on_ranks(model, settings, partial(sleep_between, prompts)) == (tokens, tokens)
 
 
-def test_released_caches_and_weights_that_level_2_spares(model, expected):
+def test_released_caches_and_weights_that_level_2_spares(model, expected, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     prompts = prompts_of(SEED, LENGTHS)
     settings = {"block_size": 8, "sleep_preserve_parameter_names": ["*"]}
     with engine(model, enable_sleep_mode=True, **settings) as llm:
@@ -106,7 +117,9 @@ def test_released_caches_and_weights_that_level_2_spares(model, expected):
         assert llm.llm_engine.is_sleeping()
         llm.wake_up()
         assert generate(llm, prompts, greedy(20)) == expected
-        llm.sleep(level=2)
+        with caplog.at_level(logging.INFO, logger="vllm"):
+            llm.sleep(level=2)
+        assert "(kept: *): after wake_up, call reload_weights" in caplog.text
         llm.wake_up()
         assert generate(llm, prompts, greedy(20)) == expected
 

@@ -11,7 +11,13 @@ from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
-from vllm_npu_prep.prep.padding import full_graph_padding, no_padding, uniform_query_len
+from vllm_npu_prep.prep.padding import (
+    GraphMode,
+    Padding,
+    full_graph_padding,
+    no_padding,
+    uniform_query_len,
+)
 from vllm_npu_prep.prep.states import StateGroups
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
@@ -167,6 +173,27 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
         sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
         padding = full_graph_padding(*sizes, batch.max_model_len)
     layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, states=states)
+    return prepare_step(step, padding, layout)
+
+
+def drafts_step(requests: list[OracleRequest], max_model_len: int, num_drafts: int) -> PreparedStep:
+    """The step of an engine with states of two groups and speculation, as `state_step` makes it."""
+    states = StateGroups(STATE_GROUPS, 1 + num_drafts, num_drafts)
+    step = step_batch(requests, 16, max_model_len, True)
+    of_states = np.zeros((len(step.tables.token_ids), 1 + num_drafts), np.int32)
+    of_states[: len(requests)] = [request.block_ids[: 1 + num_drafts] for request in requests]
+    table = np.zeros((len(of_states), -(-max_model_len // 16)), np.int32)
+    table[:] = 1 + np.arange(table.size, dtype=np.int32).reshape(table.shape)
+    step.num_accepted_tokens = np.array([r.num_accepted_tokens for r in requests], np.int32)
+    step.tables = dataclasses.replace(
+        step.tables,
+        block_sizes=np.array([max_model_len, 16, max_model_len], np.int32),
+        states=states,
+        **device_has_all([of_states, table, of_states + np.int32(1000)]),
+    )
+    sizes = step.total_num_scheduled_tokens + 3, step.num_reqs + 2
+    layout = step_layout(*sizes, 3, 1 + num_drafts, states=states)
+    padding = Padding(*sizes, mode=GraphMode.PIECEWISE)
     return prepare_step(step, padding, layout)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.helpers.drafters import save_weights
 from tests.helpers.engine import make_model
+from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
 
 EXPERTS = {
     "n_routed_experts": 8,
@@ -60,6 +61,10 @@ class Family:
         Whether the model's hidden states are read after its final norm.
     feeds_norm
         Whether the next pass is fed what the final norm gives, or what it is given.
+    masks_first
+        Whether the embedding at position 0 is masked.
+    counts_layers
+        Name of the number of MTP layers in ``config.json``.
     """
 
     made_of: str
@@ -68,8 +73,16 @@ class Family:
     embeddings_first: bool
     norms_states: bool
     feeds_norm: bool
+    masks_first: bool = True
+    counts_layers: str = "num_nextn_predict_layers"
+
+    @property
+    def is_qwen(self) -> bool:
+        """Whether it is a hybrid, whose MTP layer attends, and whose norms add 1 to weights."""
+        return self.names[2] == "fc"
 
 
+OF_QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 OF_DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 FAMILIES = {
     "MiMo": Family(
@@ -96,6 +109,35 @@ FAMILIES = {
         norms_states=True,
         feeds_norm=True,
     ),
+    "Qwen3Next": Family(
+        "Qwen3Next",
+        QWEN3_NEXT,
+        OF_QWEN,
+        embeddings_first=True,
+        norms_states=True,
+        feeds_norm=True,
+        masks_first=False,
+    ),
+    "Qwen3_5": Family(
+        "Qwen3_5",
+        GATED_DELTA,
+        OF_QWEN,
+        embeddings_first=True,
+        norms_states=True,
+        feeds_norm=True,
+        masks_first=False,
+        counts_layers="mtp_num_hidden_layers",
+    ),
+    "Qwen3_5Moe": Family(
+        "Qwen3_5Moe",
+        QWEN3_NEXT,  # the same sizes, and experts
+        OF_QWEN,
+        embeddings_first=True,
+        norms_states=True,
+        feeds_norm=True,
+        masks_first=False,
+        counts_layers="mtp_num_hidden_layers",
+    ),
 }
 
 
@@ -120,8 +162,9 @@ class PlainDrafter(nn.Module):
             nn.RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(3)
         )
         self.project = nn.Linear(2 * hidden, hidden, bias=False)
-        last = target.model.layers[-1]  # of the kind that MTP layers are: with experts, if any
-        self.block = type(last)(config, layer_idx=config.num_hidden_layers - 1)
+        layers = target.model.layers  # of the kind that MTP layers are: with experts, if any
+        index = max(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
+        self.block = type(layers[index])(config, layer_idx=index)
         self.rotary = target.model.rotary_emb
 
     @torch.no_grad()
@@ -139,8 +182,9 @@ class PlainDrafter(nn.Module):
         return Read(model.embed_tokens(ids)[0], states, seen["given"])
 
     def inputs(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Input of the projection: normed, side by side; no embedding at position 0."""
-        embeddings = torch.cat([torch.zeros_like(embeddings[:1]), embeddings[1:]])
+        """Input of the projection: normed, side by side; most have no embedding at position 0."""
+        if self.family.masks_first:
+            embeddings = torch.cat([torch.zeros_like(embeddings[:1]), embeddings[1:]])
         parts = [self.embedding_norm(embeddings), self.state_norm(states)]
         return torch.cat(parts if self.family.embeddings_first else parts[::-1], dim=-1)
 
@@ -209,10 +253,15 @@ def _checkpoint(drafter: PlainDrafter, family: str, index: int) -> dict[str, tor
     target, names = drafter.target, FAMILIES[family].names
     if family == "MiMo":
         prefix = f"model.mtp_layers.{index}."
+    elif drafter.family.is_qwen:
+        prefix = f"mtp.layers.{index}."
     else:
         prefix = f"model.layers.{target.config.num_hidden_layers + index}."
     modules = drafter.embedding_norm, drafter.state_norm, drafter.project, drafter.final_norm
     weights = {f"{prefix}{name}.weight": each.weight for name, each in zip(names, modules)}
+    if drafter.family.is_qwen:
+        of_norms = {f"mtp.{n}.weight": m.weight - 1 for n, m in zip(names, modules) if n != "fc"}
+        weights = {"mtp.fc.weight": drafter.project.weight, **of_norms}
     for name, weight in drafter.block.state_dict().items():
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(weight):
@@ -223,7 +272,7 @@ def _checkpoint(drafter: PlainDrafter, family: str, index: int) -> dict[str, tor
                 weights[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = down
         else:
             weights[prefix + name] = weight
-    if family != "MiMo":  # checkpoints repeat them
+    if family != "MiMo" and not drafter.family.is_qwen:  # checkpoints repeat them
         weights[f"{prefix}embed_tokens.weight"] = target.model.embed_tokens.weight
         weights[f"{prefix}shared_head.head.weight"] = target.lm_head.weight
     return {name: weight.detach().clone() for name, weight in weights.items()}
@@ -257,7 +306,7 @@ def make_mtp_model(
 
     kind = FAMILIES[family]
     settings = {"spread": 0.1, "embedding_scale": 20.0, **kind.config, **config}
-    make_model(folder, kind.made_of, num_nextn_predict_layers=num_layers, **settings)
+    make_model(folder, kind.made_of, **{kind.counts_layers: num_layers}, **settings)
     if family == "MiMo":
         of_file = json.loads((folder / "config.json").read_text())
         of_file["architectures"] = ["MiMoForCausalLM"]

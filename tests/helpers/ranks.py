@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.helpers.watch import preparation_of
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
 
@@ -177,6 +179,9 @@ class RankProbe:
         runner = self.model_runner
         self.probe_steps: list[dict[str, Any]] = []
         self._watch_routers()
+        if preparation_of(runner) != "_prepare_inputs":
+            self._watch_v2(runner)
+            return
         prepare, decide = runner._prepare_inputs, runner._determine_batch_execution_and_padding
 
         def prepare_inputs(*args: Any) -> Any:
@@ -198,6 +203,19 @@ class RankProbe:
 
         runner._prepare_inputs = prepare_inputs
         runner._determine_batch_execution_and_padding = determine
+
+    def _watch_v2(self, runner: Any) -> None:
+        """The same of the V2 runner, which decides and prepares in one method."""
+        prepare = runner._prepare_step
+
+        def prepare_step(*args: Any) -> Any:
+            result = prepare(*args)
+            mode, descriptor, _ = runner.in_flight.dispatched
+            decided = {"mode": mode.name, "num_tokens": descriptor.num_tokens, "across": None}
+            self.probe_steps.append(_step_of(runner) | decided)
+            return result
+
+        runner._prepare_step = prepare_step
 
     def _watch_routers(self) -> None:
         """Note how many pairs of token and expert each step has in its last layer of experts."""

@@ -16,8 +16,8 @@ refused."""
 
 
 @contextlib.contextmanager
-def engine_of(runner: str, model: Path, **settings: Any) -> Iterator[Any]:
-    """An engine whose runner is "V1" or "V2"; see `tests.helpers.engine.engine`."""
+def asked_for(runner: str) -> Iterator[None]:
+    """Engines that begin here, and their processes, have the runner "V1" or "V2"."""
     asked = {v2.RUNNER_ENV_VAR: str(int(runner == "V2"))}
     from vllm.config import vllm as config
 
@@ -26,5 +26,11 @@ def engine_of(runner: str, model: Path, **settings: Any) -> Iterator[Any]:
     with mock.patch.dict("os.environ", asked), found:
         if runner == "V2":  # a process does it when it starts
             v2.let_it_run_without_triton()
-        with engine(model, **settings) as llm:
-            yield llm
+        yield
+
+
+@contextlib.contextmanager
+def engine_of(runner: str, model: Path, **settings: Any) -> Iterator[Any]:
+    """An engine whose runner is "V1" or "V2"; see `tests.helpers.engine.engine`."""
+    with asked_for(runner), engine(model, **settings) as llm:
+        yield llm

@@ -106,13 +106,15 @@ def test_two_engines_of_a_process_add_up(folder):
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere", None])
-def test_without_a_folder_steps_go_on_uncounted(where, monkeypatch):
+def test_without_a_folder_steps_go_on_uncounted(where, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
     monkeypatch.delenv(FOLDER_ENV_VAR, raising=False)
     if where:
         monkeypatch.setenv(FOLDER_ENV_VAR, where)
     counts = StepMetrics(CONFIG)
     counts.add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 1, perf_counter())
+    assert scraped(tmp_path) == {}
 
 
 def test_a_full_disk_leaves_steps_uncounted(tmp_path, monkeypatch):

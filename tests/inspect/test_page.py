@@ -23,7 +23,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.explain import explain_json
 from vllm_npu_prep.inspect.page import explain_html
 
-VOID = {"meta", "img"}
+VOID = {"meta", "img", "input"}
 
 
 class Page(HTMLParser):

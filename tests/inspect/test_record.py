@@ -89,13 +89,18 @@ def latent() -> dict:
     return json.loads((SCENARIOS / "latent.json").read_text()) | {"mask": "dense"}
 
 
+def shared_context() -> dict:
+    """What the second of two ranks prepares, which share contexts."""
+    return json.loads((SCENARIOS / "shared-context.json").read_text()) | {"mask": "dense"}
+
+
 LATENT = {"decode_threshold": 1, "workspace_tokens": 8, "block_size": 4}
-NAMES = (*worked_examples.NAMES, "several groups", "latent")
+NAMES = (*worked_examples.NAMES, "several groups", "latent", "shared context")
 
 
 def scenario_of(name: str) -> tuple[dict, tuple[RecordGroup, ...]]:
     """A scenario of `NAMES`, and its groups."""
-    made = {"several groups": several_groups, "latent": latent}
+    made = {"several groups": several_groups, "latent": latent, "shared context": shared_context}
     scenario = made[name]() if name in made else worked_examples.load(name)[0]
     return scenario, GROUPS if name == "several groups" else GROUPS[:1]
 
@@ -217,6 +222,28 @@ def test_a_difference_in_the_plan_of_contexts_is_found_by_both(tmp_path, name, i
         found = replayed(record)
         assert (found.variable, found.index) == (name, index)
         assert found.recorded == found.expected + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("slot_mapping", (1,)),
+        ("block_offsets", (2,)),
+        ("dcp.dcp_ranks", (3,)),
+        ("dcp_local_seq_lens_padded", (0,)),
+        ("dcp_local_context_lens_padded", (1,)),
+    ],
+)
+def test_a_difference_in_what_a_rank_keeps_is_found_by_both(tmp_path, name, index):
+    step = prepare_step(*scenario_batch(parse_scenario(shared_context())))
+    record = through_a_file(record_of(step), tmp_path)
+    assert replay_core(record) is None and replay_oracle(record) is None
+    restored = prepared_arrays(record.step(), record.settings)
+    assert all(np.array_equal(restored[n], array) for n, array in record.prepared.items())
+    record.prepared[name][index] += 1
+    for replayed in (replay_core, replay_oracle):
+        found = replayed(record)
+        assert (found.variable, found.index) == (name, index)
 
 
 def test_groups_chunks_mrope_and_images_come_back(tmp_path):

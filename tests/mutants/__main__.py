@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -69,10 +70,17 @@ def plant(mutant: Mutant, root: Path) -> bool:
     return text.count(mutant.before) == 1
 
 
-def run_tests(mutant: Mutant, kept: str, limit: float = LIMIT) -> Verdict:
+def run_tests(
+    mutant: Mutant,
+    kept: str,
+    limit: float = LIMIT,
+    options: Sequence[str] = (),
+    **variables: str,
+) -> Verdict:
     """Plant a bug and run its tests.
 
-    `kept` holds what tests of the NPU path compare with, made without a bug.
+    `kept` holds what tests of the NPU path compare with, made without a bug. `options` are further
+    words for pytest, `variables` are of its environment.
     """
     with tempfile.TemporaryDirectory() as folder:
         if not plant(mutant, Path(folder)):
@@ -83,9 +91,10 @@ def run_tests(mutant: Mutant, kept: str, limit: float = LIMIT) -> Verdict:
             "NPU_PREP_TEST_EXAMPLES": "200",
             "NPU_PREP_TEST_REFERENCE": kept,
             "NPU_PREP_DEVICE": os.environ.get("NPU_PREP_DEVICE", "cpu"),
+            **variables,
         }
         run = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *mutant.tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *options, *mutant.tests],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -108,6 +117,8 @@ def verdict_of(returncode: int, output: str) -> Verdict:
     """What pytest said of a planted bug."""
     if returncode == 0:
         return Verdict("missed")
+    if returncode == -signal.SIGALRM:
+        return Verdict("caught", "a test did not end")
     failure = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     if failure is None:
         return Verdict("broken", output[-500:].strip())

@@ -19,6 +19,8 @@ DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_states.py",)
 STATES_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[hybrids]",)
 STATE_LAYERS = ("tests/attention/test_gated_delta.py",)
+MERGED = ("tests/attention/test_context_parallel.py",)
+SHARDS = ("tests/prep/test_context_shards.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = COUNTS
 SPECULATION = ("tests/engine/test_speculation.py",)
@@ -30,12 +32,15 @@ POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
+OFFLOADING = ("tests/engine/test_offloading.py",)
+OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[connectors]",)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
 CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 VISION = ("tests/engine/test_multimodal.py",)
 RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
+RUN_PAGES = ("tests/inspect/test_run_page.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
@@ -56,6 +61,7 @@ V2_ENGINE = ("tests/engine/test_v2.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_slot_sampling.py",)
+FAULTS = ("tests/engine/test_faults.py",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
@@ -83,6 +89,41 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "contexts on several ranks: a token gets the slot of the next rank",
+        "prep/fused_pass.py",
+        "if run % world_size == rank:",
+        "if (run + 1) % world_size == rank:",
+        SHARDS,
+    ),
+    Mutant(
+        "contexts on several ranks: a rank's length leaves its last run out",
+        "prep/fused_pass.py",
+        "rounds * size + min(max(left, 0), size)",
+        "rounds * size + min(max(left, 0), 0)",
+        SHARDS,
+    ),
+    Mutant(
+        "contexts on several ranks: results are merged without weights",
+        "attention/context_parallel.py",
+        "weights = (lses - lse).exp()",
+        "weights = (lses - lse).exp() * 0 + 1 / len(lses)",
+        MERGED,
+    ),
+    Mutant(
+        "contexts on several ranks: a rank without rows counts the one that it read",
+        "attention/context_parallel.py",
+        "    if lens_np.all():",
+        "    if lens_np.any():",
+        MERGED,
+    ),
+    Mutant(
+        "contexts on several ranks: the check takes slots of the wrong rank",
+        "prep/checks.py",
+        "if run % world_size != rank:",
+        "if run % world_size < 0:",
+        SHARDS,
+    ),
     Mutant(
         "int8: all tokens get the first one's scale",
         "quantization/int8.py",
@@ -1282,8 +1323,22 @@ MUTANTS = [
     Mutant(
         "padding reaches an expert",
         "ops/fused_routing.py",
-        "ids.masked_fill_(is_padding[:, None], self.global_num_experts)",
+        "ids.masked_fill_(is_padding[:, None], NO_EXPERT)",
         "ids.masked_fill_(is_padding[:, None], 0)",
+        EXPERTS,
+    ),
+    Mutant(
+        "padding whose weights are taken away reaches an expert",
+        "ops/fused_routing.py",
+        "limits[0].masked_fill_(is_padding[:, None], NO_EXPERT)",
+        "limits[0].masked_fill_(is_padding[:, None], 0)",
+        EXPERTS,
+    ),
+    Mutant(
+        "padding keeps its weights where the sum relies on zeros",
+        "ops/fused_routing.py",
+        "limits[1].masked_fill_(is_padding[:, None], 0)",
+        "limits[1].masked_fill_(is_padding[:, None], ANY)",
         EXPERTS,
     ),
     Mutant(
@@ -1359,8 +1414,10 @@ MUTANTS = [
     Mutant(
         "a state index is shifted by one",
         "prep/states.py",
-        "            state_indices[index, req] = block_table_flat[row + column]\n",
-        "            state_indices[index, req] = block_table_flat[row + column] + 1\n",
+        "            state_indices[index, req] = block_table_flat[row + column]\n"
+        "            if num_drafts",
+        "            state_indices[index, req] = block_table_flat[row + column] + 1\n"
+        "            if num_drafts",
         STATES,
     ),
     Mutant(
@@ -1378,10 +1435,38 @@ MUTANTS = [
         STATES,
     ),
     Mutant(
+        "accepted tokens are ignored: the first state is read",
+        "prep/states.py",
+        "column += num_accepted_tokens[req] - 1",
+        "column += 0",
+        STATES,
+    ),
+    Mutant(
+        "a decode continues after all of its last drafts",
+        "runner/accepted.py",
+        "counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)",
+        "counts = np.where(computed == 0, np.int32(1), states.decode_threshold).astype(np.int32)",
+        ("tests/runner/test_accepted.py",),
+    ),
+    Mutant(
+        "a request that returns is taken for a new one",
+        "runner/accepted.py",
+        "[self._left.pop(req_id, UNKNOWN) for req_id in req_ids]",
+        "[UNKNOWN for req_id in req_ids]",
+        ("tests/runner/test_accepted.py",),
+    ),
+    Mutant(
+        "a draft leaves its state in the first block",
+        "attention/gated_delta.py",
+        "states.index_copy_(0, targets[tokens], state",
+        "states.index_copy_(0, targets[first[left]], state",
+        STATE_LAYERS,
+    ),
+    Mutant(
         "a decode begins with the state that a block's last owner left",
         "attention/gated_delta.py",
-        "        state = states.index_select(0, source).float().masked_fill_(empty.",
-        "        state = states.index_select(0, source).float().masked_fill_(False & empty.",
+        ".float().masked_fill_(empty.unsqueeze(-1), 0)\n        given = self._rule_inputs(mixed",
+        ".float()\n        given = self._rule_inputs(mixed",
         STATE_LAYERS,
     ),
     Mutant(
@@ -1457,8 +1542,8 @@ MUTANTS = [
     Mutant(
         "a shared state goes unnoticed",
         "prep/checks.py",
-        "                return STATE_SHARED, order[place], -1, group",
-        "                return HOLDS, order[place], -1, group",
+        "                return STATE_SHARED, writers[order[place]], -1, group",
+        "                return HOLDS, writers[order[place]], -1, group",
         STATES,
     ),
     Mutant(
@@ -1564,9 +1649,37 @@ MUTANTS = [
     Mutant(
         "full graphs around layers that a connector saves",
         "graph/config.py",
-        "if transfer is not None and transfer.kv_connector and",
+        "if transfer is not None and saves and",
         "if False and",
         TRANSFER,
+    ),
+    Mutant(
+        "blocks within a chunk of the host count from its beginning",
+        "attention/offloading.py",
+        "skipped = first % size",
+        "skipped = 0",
+        OFFLOADING,
+    ),
+    Mutant(
+        "of a group only the first plane goes to the host",
+        "attention/offloading.py",
+        "groups.append(list(of_group.values()))",
+        "groups.append(list(of_group.values())[:1])",
+        OFFLOADING,
+    ),
+    Mutant(
+        "a load that counts as done when it is issued",
+        "device/npu.py",
+        "return self._end.query()",
+        "return True",
+        OFFLOADING_ON_NPU,
+    ),
+    Mutant(
+        "a store that does not wait for the step that writes",
+        "device/npu.py",
+        "self._stream.wait_stream(torch_npu.npu.current_stream())",
+        "pass",
+        OFFLOADING_ON_NPU,
     ),
     Mutant(
         "requests that were taken back advance in their rows",
@@ -1795,8 +1908,22 @@ MUTANTS = [
     Mutant(
         "caches are mapped again with their old content",
         "device/regions.py",
-        "self._pages.madvise(mmap.MADV_DONTNEED)",
-        "pass",
+        "self._pages.madvise(mmap.MADV_DONTNEED)\n        self.is_mapped = False",
+        "self.is_mapped = False",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
+        "weights that were written in part count as kept",
+        "device/regions.py",
+        "rest = rest[os.write(file.fileno(), rest) :]",
+        "rest = rest[os.write(file.fileno(), rest) * 0 + len(rest) :]",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
+        "weights that were read back in part count as awake",
+        "device/regions.py",
+        "        if rest:\n",
+        "        if False:\n",
         ("tests/device/test_sleep.py",),
     ),
     Mutant(
@@ -1905,6 +2032,41 @@ MUTANTS = [
         "if req_ids != self._req_ids:",
         "if not self._req_ids:",
         (*RECORDS, "tests/engine/test_record.py"),
+    ),
+    Mutant(
+        "a record has the waits of all steps before it",
+        "observe/recorder.py",
+        "            self._waits = waits\n",
+        "",
+        RUN_PAGES,
+    ),
+    Mutant(
+        "rejected drafts are shown as accepted",
+        "inspect/run.py",
+        "_digit(span.drafts - rejected)",
+        "_digit(rejected)",
+        RUN_PAGES,
+    ),
+    Mutant(
+        "requests of before the record are shown as prefix hits",
+        "inspect/run.py",
+        "if begins and computed:",
+        "if computed:",
+        RUN_PAGES,
+    ),
+    Mutant(
+        "a block that requests share is counted for each",
+        "inspect/run.py",
+        "return int(np.count_nonzero(marks[1:]))",
+        "return int(np.count_nonzero(ids))",
+        RUN_PAGES,
+    ),
+    Mutant(
+        "the data of a run's page may end its element",
+        "inspect/run_page.py",
+        'for c in "<>&\\u2028\\u2029"',
+        'for c in "&"',
+        RUN_PAGES,
     ),
     Mutant(
         "an archive is read however much it holds",
@@ -2498,22 +2660,22 @@ MUTANTS = [
     Mutant(
         "V2: greedy rows get noise, random ones get none",
         "v2/sampler.py",
-        "states.temperature.gpu[input_batch.idx_mapping] == 0",
-        "states.temperature.gpu[input_batch.idx_mapping] != 0",
+        "states.temperature.gpu[input_batch.expanded_idx_mapping] == 0",
+        "states.temperature.gpu[input_batch.expanded_idx_mapping] != 0",
         V2_ENGINE,
     ),
     Mutant(
         "V2: penalties count discarded samples alone",
         "v2/kept_tokens.py",
-        "is_kept = (~discard)",
-        "is_kept = discard",
+        "is_kept = (~is_discarded)",
+        "is_kept = is_discarded",
         V2_ENGINE,
     ),
     Mutant(
         "V2: bad words are looked for one place further",
         "v2/kept_tokens.py",
-        "batch.seq_lens.clamp(max=last).long()",
-        "(batch.seq_lens + 1).clamp(max=last).long()",
+        "first = batch.seq_lens  #",
+        "first = batch.seq_lens + 1  #",
         V2_ENGINE,
     ),
     Mutant(
@@ -2554,8 +2716,8 @@ MUTANTS = [
     Mutant(
         "V2: logits of padding are sampled",
         "v2/step_inputs.py",
-        "_leading(arrays.logits_indices, rows)",
-        "arrays.logits_indices",
+        "logits_indices = logits_indices[:num_logits]",
+        "pass",
         V2_GRAPHS,
     ),
     Mutant(
@@ -2587,10 +2749,80 @@ MUTANTS = [
         KERNELS,
     ),
     Mutant(
+        "V2: drafts that a grammar forbids are accepted",
+        "v2/verification.py",
+        "is_rejected.logical_or_(invalid_drafts[targets + 1])",
+        "pass",
+        V2,
+    ),
+    Mutant(
+        "V2: a request's places continue those of the request before it",
+        "v2/verification.py",
+        "return rows - self._expanded(starts)",
+        "return rows",
+        V2,
+    ),
+    Mutant(
+        "V2: one of the rejected drafts stays counted",
+        "v2/states.py",
+        "rejected = drafts[verified] + 1 - num_valid",
+        "rejected = drafts[verified] - num_valid",
+        V2,
+    ),
+    Mutant(
+        "V2: a count that the scheduler has corrected is corrected again",
+        "v2/states.py",
+        "np.minimum(counts[verified], ends)",
+        "counts[verified] - rejected",
+        V2,
+    ),
+    Mutant(
+        "V2: drafts of another request follow a sample",
+        "v2/states.py",
+        "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)",
+        "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)",
+        V2,
+    ),
+    Mutant(
+        "V2: the first draft pass reads tokens that are not shifted",
+        "v2/speculator.py",
+        "input_ids.roll(-1)",
+        "input_ids.clone()",
+        V2,
+    ),
+    Mutant(
+        "V2: penalties count drafts of other requests",
+        "ops/slot_sampling.py",
+        "return sums - sums[first.long()]",
+        "return sums",
+        KERNELS,
+    ),
+    Mutant(
+        "V2: bad words don't see drafts",
+        "ops/slot_sampling.py",
+        "at = known + local_pos - (end",
+        "at = known - (end",
+        KERNELS,
+    ),
+    Mutant(
         "V2: a temperature of 0 divides",
         "ops/slot_sampling.py",
         "torch.where(chosen == 0, 1.0, chosen)",
         "torch.where(chosen == 0, 0.5, chosen)",
         KERNELS,
+    ),
+    Mutant(
+        "a step without memory ends in torch's words",
+        "worker.py",
+        "isinstance(error, torch.OutOfMemoryError) and",
+        "isinstance(error, MemoryError) and",
+        FAULTS,
+    ),
+    Mutant(
+        "a full disk ends the engine",
+        "observe/recorder.py",
+        "        except PrepError as error:\n            self._stop(str(error))",
+        "        except KeyError as error:\n            self._stop(str(error))",
+        FAULTS,
     ),
 ]

@@ -55,8 +55,9 @@ HERE = "tests/mutants/test_planted.py"
             Verdict("broken", "ERROR: file or directory not found: tests/none.py"),
         ),
         (-9, "", Verdict("broken")),
+        (-14, "3 passed", Verdict("caught", "a test did not end")),
     ],
-    ids=["missed", "caught", "caught when imported", "no such test", "killed"],
+    ids=["missed", "caught", "caught when imported", "no such test", "killed", "endless"],
 )
 def test_what_comes_of_a_bug_is_told_apart(code, output, verdict):
     assert verdict_of(code, output) == verdict

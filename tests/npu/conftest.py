@@ -1,8 +1,10 @@
 """Tests in `on_device` run under the emulator or on an NPU, started from here."""
 
+import json
 import os
 import xml.etree.ElementTree as ET
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -49,3 +51,30 @@ def cases_of(request, tmp_path_factory):
         return [*ET.parse(report).getroot().iter("testcase")], output
 
     return lambda which: run(*which[1:])
+
+
+@pytest.fixture(scope="module")
+def on_card(request, tmp_path_factory):
+    """Function of a profile and a model: what its card makes of it, all models in one process.
+
+    A module has a fixture `case_of`: a function of a model.
+    """
+    chosen = selected(request, request.module.test_tokens_equal_those_of_the_fallback)
+    case_of = request.getfixturevalue("case_of")
+
+    @cache
+    def run(profile: str) -> dict[str, Any]:
+        names = [params["name"] for params in chosen if params["profile"] == profile]
+        cases = {name: case_of(name) for name in names}
+        folder = tmp_path_factory.mktemp("card")
+        out, report = folder / "tokens.json", folder / "report.json"
+        result = emulate(
+            *("-m", "tests.npu.generate", str(out), *cases.values()),
+            options=("--delay", "skewed", "--profile", profile, "--report", str(report)),
+        )
+        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+        assert json.loads(report.read_text())["hazards"] == []
+        results = json.loads(out.read_text())
+        return {name: results[case] for name, case in cases.items()}
+
+    return lambda profile, name: run(profile)[name]

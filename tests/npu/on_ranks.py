@@ -17,6 +17,7 @@ from typing import Any
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import graphs
 from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
+from tests.helpers.v2 import asked_for
 from tests.npu.generate import SCHEDULING, adapters_of, drafts_of, prompts
 
 LAYOUTS = {
@@ -124,7 +125,8 @@ def run(model: Path, case: str) -> dict[str, Any]:
     else:
         inputs = prompts(scheduling)
     talk = partial(traffic, inputs=inputs, loras=loras)
-    return serve_on_ranks(model, settings, talk, seconds=SECONDS)
+    with asked_for("V2" if scheduling.endswith("-v2") else "V1"):
+        return serve_on_ranks(model, settings, talk, seconds=SECONDS)
 
 
 def on_the_fallback(model: Path, dtype: str, layout: str, feature: str) -> list[list[int]]:

@@ -3,16 +3,16 @@
 What only hardware can show (numerics, speed, layout limits of real kernels) is not shown here.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers.emulator import emulate, selected, why_no_emulator
+from tests.helpers.emulator import why_no_emulator
 from tests.helpers.engine import make_model
 from tests.helpers.hybrids import EXPERTS, ON_NPUS
+from tests.helpers.mtp import make_mtp_model
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
 from tests.npu.only_some import HEAD_SIZE
@@ -38,6 +38,9 @@ MODELS = {
     # A state fills the K of 512 tokens, which attention sees as four blocks
     "Qwen3.5": Model("Qwen3_5", {**ON_NPUS, "head_dim": HEAD_SIZE}, "sync/FULL_AND_PIECEWISE"),
     "Qwen3.5, eager": Model("Qwen3_5", {**ON_NPUS, "head_dim": HEAD_SIZE}, "async/eager"),
+    "Qwen3.5 MTP": Model(
+        "Qwen3_5", {**ON_NPUS, "head_dim": HEAD_SIZE}, "async/FULL_AND_PIECEWISE/mtp"
+    ),
     "Qwen3.5 MoE": Model(
         "Qwen3_5Moe", {**ON_NPUS, **EXPERTS, "head_dim": HEAD_SIZE}, "async/PIECEWISE"
     ),
@@ -53,32 +56,17 @@ def model_of(tmp_path_factory):
     @cache
     def make(name: str) -> Path:
         config = {"spread": 0.1, "embedding_scale": 20, **MODELS[name].config}
+        if MODELS[name].how.endswith("mtp"):
+            return make_mtp_model(folder / name.replace(" ", "-"), MODELS[name].family, **config)[0]
         return make_model(folder / name.replace(" ", "-"), MODELS[name].family, **config)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def on_card(request, model_of, tmp_path_factory):
-    """Function of a profile and a model: what its card makes of it, all models in one process."""
-    chosen = selected(request, test_tokens_equal_those_of_the_fallback)
-
-    @cache
-    def run(profile: str) -> dict[str, Any]:
-        names = [params["name"] for params in chosen if params["profile"] == profile]
-        cases = {name: f"{model_of(name)}:fia:bfloat16/{MODELS[name].how}" for name in names}
-        folder = tmp_path_factory.mktemp("card")
-        out, report = folder / "tokens.json", folder / "report.json"
-        result = emulate(
-            *("-m", "tests.npu.generate", str(out), *cases.values()),
-            options=("--delay", "skewed", "--profile", profile, "--report", str(report)),
-        )
-        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-        assert json.loads(report.read_text())["hazards"] == []
-        results = json.loads(out.read_text())
-        return {name: results[case] for name, case in cases.items()}
-
-    return lambda profile, name: run(profile)[name]
+def case_of(model_of):
+    """A model as `tests.npu.generate` takes it."""
+    return lambda name: f"{model_of(name)}:fia:bfloat16/{MODELS[name].how}"
 
 
 @pytest.mark.parametrize(("profile", "name"), CASES)
@@ -87,7 +75,9 @@ def test_tokens_equal_those_of_the_fallback(profile, name, model_of, on_card):
     got, how = on_card(profile, name), MODELS[name].how
     assert "error" not in got, got["error"]
     assert got["device"] == "npu:0"
-    assert set(got["states"]) >= {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
+    decodes = "SpecDecoding" if how.endswith("mtp") else "DecodeOnly"
+    assert set(got["states"]) >= {"PrefillNoCache", "ChunkedPrefill", decodes}
+    assert not how.endswith("mtp") or got["verified"]["accepted"] > 0
     kinds = {"piecewise graphs"} if "PIECEWISE" in how else {"eager: no graphs"}
     assert kinds | ({"full graph"} if "FULL" in how else set()) <= set(got["steps"])
     expected = generate.run(model_of(name), "reference", "bfloat16", "async", "eager")

@@ -3,7 +3,6 @@
 What only hardware can show (numerics, speed, layout limits of real kernels) is not shown here.
 """
 
-import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import DeepseekV3Config
 
 from ascend_emulator import profiles
 from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
-from tests.helpers.emulator import emulate, selected, why_no_emulator
+from tests.helpers.emulator import why_no_emulator
 from tests.helpers.engine import make_model
 from tests.helpers.latent import (
     GLM_FLASH_ON_NPUS,
@@ -103,26 +102,9 @@ def on_fallback(model_of):
 
 
 @pytest.fixture(scope="module")
-def on_card(request, model_of, tmp_path_factory):
-    """Function of a profile and a model: what its card makes of it, all models in one process."""
-    chosen = selected(request, test_tokens_equal_those_of_the_fallback)
-
-    @cache
-    def run(profile: str) -> dict[str, Any]:
-        names = [params["name"] for params in chosen if params["profile"] == profile]
-        cases = {name: f"{model_of(name)[0]}:fia:bfloat16/{MODELS[name].how}" for name in names}
-        folder = tmp_path_factory.mktemp("card")
-        out, report = folder / "tokens.json", folder / "report.json"
-        result = emulate(
-            *("-m", "tests.npu.generate", str(out), *cases.values()),
-            options=("--delay", "skewed", "--profile", profile, "--report", str(report)),
-        )
-        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-        assert json.loads(report.read_text())["hazards"] == []
-        results = json.loads(out.read_text())
-        return {name: results[case] for name, case in cases.items()}
-
-    return lambda profile, name: run(profile)[name]
+def case_of(model_of):
+    """A model as `tests.npu.generate` takes it."""
+    return lambda name: f"{model_of(name)[0]}:fia:bfloat16/{MODELS[name].how}"
 
 
 @pytest.mark.parametrize(("profile", "name"), CASES)

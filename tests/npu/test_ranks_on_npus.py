@@ -16,6 +16,7 @@ from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.quantized import QUANTIZE, rounded_model
+from tests.helpers.v2 import RUNNERS
 from tests.npu import generate
 from tests.npu.close_calls import CLOSE_IN_INT8, same_but_close_calls
 from tests.npu.on_ranks import EXPERTS, INT8, SECONDS, on_the_fallback
@@ -50,10 +51,12 @@ CASES = [
     "float16/tp2/async/FULL_AND_PIECEWISE/int8-latent",
     "bfloat16/pp2/sync/FULL_AND_PIECEWISE/latent",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
-    "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
+    "float16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states",
+    "float16/tp2/async-v2/FULL_AND_PIECEWISE/eagle",
 ]
+CASES = [case for case in CASES if "V2" in RUNNERS or "-v2/" not in case]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 
 MIXTURE = {
@@ -199,7 +202,11 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
         expected = reference(dtype, feature)
     if feature in INT8:  # a level more or less, here and there
         rounded = rounded_model(*request.getfixturevalue("int8")(feature)[::-1], RANKS[layout][1])
-        same_but_close_calls(rounded, "sync", got, {"tokens": expected}, close=CLOSE_IN_INT8)
+        # With drafts, five of eight prompts have a step whose first choice is less than a twentieth
+        # of a standard deviation ahead. `tests.server.test_stack` has equal texts.
+        one_of = 2 if feature == "int8-mtp" else 4
+        tokens = {"tokens": expected}
+        same_but_close_calls(rounded, "sync", got, tokens, CLOSE_IN_INT8, one_of)
     elif dtype == "bfloat16":  # fused operators round elsewhere: close calls may fall otherwise
         same_but_close_calls(model_of(feature), "sync", got, {"tokens": expected})
     else:
@@ -220,8 +227,6 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
     assert least(map(len, got["noted"])) >= 8
     for first in range(0, num_ranks, per_engine):
         steps = got["noted"][first : first + per_engine]
-        if layout.startswith("pp"):  # stages have experts of their own, or none
-            steps = [[{**each, "num_pairs": 0} for each in stage] for stage in steps]
         if layout.startswith("pp"):  # stages have experts of their own, or none
             steps = [[{**each, "num_pairs": 0} for each in stage] for stage in steps]
         assert all(other == steps[0] for other in steps[1:])

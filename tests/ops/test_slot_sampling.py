@@ -299,3 +299,71 @@ def test_noise_of_seeds(rng):
             uniform = (word + 0.5) / 2**32
             expected = -math.log(-math.log1p(-uniform))
             assert float(noise[row, token]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def drafted_rows(rng, counts):
+    """Rows of logits of requests that verify so many drafts: slot, place, and input of each."""
+    slots = rng.permutation(SLOTS)[: len(counts)]
+    of_rows = [slot for slot, count in zip(slots, counts) for _ in range(count + 1)]
+    places = [place for count in counts for place in range(count + 1)]
+    logits = torch.tensor(rng.normal(0, 3, (len(places), VOCAB)), dtype=torch.float32)
+    return logits, torch.tensor(of_rows), tensor(places), tensor(rng.integers(0, 3, len(places)))
+
+
+def test_penalties_count_the_drafts_before_a_row(rng):
+    tokens, prompt, known = known_tokens(rng)
+    tokens %= 7
+    mask, counts = counted(tokens, prompt, known, torch.arange(SLOTS))
+    logits, slots, places, inputs = drafted_rows(rng, [2, 0, 3, 1])
+    repetition = tensor([1, 1.5, 0.7, 1, 2, 1.1], torch.float32)
+    frequency = tensor([0, 0.5, 0, -0.3, 0, 2], torch.float32)
+    presence = tensor([0, 0, 0.5, 0.2, 0, -1], torch.float32)
+    expected = logits.clone()
+    for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist())):
+        before = inputs[row - place + 1 : row + 1].tolist()
+        for token in range(VOCAB):
+            value = float(expected[row, token])
+            count = int(counts[slot, token]) + before.count(token)
+            in_prompt = int(mask[slot, token // 32]) >> token % 32 & 1
+            if in_prompt or count:
+                factor = float(repetition[slot])
+                value = value / factor if value > 0 else value * factor
+            value -= float(frequency[slot]) * count
+            expected[row, token] = value - float(presence[slot]) * (count > 0)
+    slot_sampling.apply_penalties(
+        *(logits, VOCAB, slots, inputs, places, repetition, frequency, presence),
+        *(mask, WORDS, counts, VOCAB, VOCAB),
+    )
+    equal(logits, expected)
+
+
+def test_bad_words_end_in_drafts(rng):
+    in_drafts = 0
+    for _ in range(40):
+        tokens, prompt, known = known_tokens(rng)
+        tokens %= 3
+        logits, slots, places, inputs = drafted_rows(rng, [2, 0, 3, 1])
+        words, offsets = torch.zeros(SLOTS, 16).int(), torch.zeros(SLOTS, 6).int()
+        num_words = tensor(rng.integers(0, 6, SLOTS))
+        expected = logits.clone()
+        for slot in range(SLOTS):
+            end = 0
+            for index in range(int(num_words[slot])):
+                word = [*rng.integers(0, 3, rng.integers(0, 3)).tolist(), int(rng.integers(VOCAB))]
+                words[slot, end : end + len(word)] = tensor(word)
+                end += len(word)
+                offsets[slot, index + 1] = end
+                prefix = word[:-1]
+                for row in torch.nonzero(slots == slot)[:, 0].tolist():
+                    place = int(places[row])
+                    output = tokens[slot, prompt[slot] : known[slot]].tolist()
+                    output += inputs[row - place + 1 : row + 1].tolist()
+                    if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
+                        expected[row, word[-1]] = -INF
+                        in_drafts += bool(prefix) and place > 0
+        slot_sampling.forbid_bad_words(
+            *(logits, VOCAB, slots, words, 16, offsets, 6, num_words),
+            *(tokens, LENGTH, prompt, known, inputs, places),
+        )
+        equal(logits, expected)
+    assert in_drafts > 40

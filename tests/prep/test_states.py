@@ -12,7 +12,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, GDNAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.helpers.batches import STATE_GROUPS, RandomBatch, random_batches, state_step
+from tests.helpers.batches import (
+    STATE_GROUPS,
+    RandomBatch,
+    drafts_step,
+    random_batches,
+    state_step,
+)
 from tests.prep.test_latent import sorted_batch
 from vllm_npu_prep.observe.check import RULES, explain_fault
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
@@ -70,7 +76,9 @@ def test_slots_of_attention_are_those_of_an_engine_without_states(batch, thresho
     )
 
 
-def upstream_builder(batch: RandomBatch, keeps_states: bool) -> GDNAttentionMetadataBuilder:
+def upstream_builder(
+    batch: RandomBatch, keeps_states: bool, num_drafts: int = 0
+) -> GDNAttentionMetadataBuilder:
     """Upstream's builder, without the parts that ask for CUDA."""
     builder = object.__new__(GDNAttentionMetadataBuilder)
     mode = "align" if keeps_states else "none"
@@ -78,7 +86,8 @@ def upstream_builder(batch: RandomBatch, keeps_states: bool) -> GDNAttentionMeta
         batch.block_size if keeps_states else batch.max_model_len, ((1,),), (torch.float32,)
     )
     builder.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
-    builder.use_spec_decode = builder.use_full_cuda_graph = False
+    builder.use_spec_decode, builder.num_spec = num_drafts > 0, num_drafts
+    builder.use_full_cuda_graph = False
     builder.decode_cudagraph_max_bs, builder.gdn_prefill_backend = 0, "triton"
     builder.checkpoint_builder = SimpleNamespace(build=lambda *given: None)
     builder._build_chunk_metadata = lambda *given: (None, None)  # indices of Triton's blocks
@@ -86,7 +95,11 @@ def upstream_builder(batch: RandomBatch, keeps_states: bool) -> GDNAttentionMeta
 
 
 def upstream_metadata(
-    batch: RandomBatch, step: PreparedStep, keeps_states: bool
+    batch: RandomBatch,
+    step: PreparedStep,
+    keeps_states: bool,
+    num_drafts: int = 0,
+    *of_drafts: torch.Tensor,
 ) -> GDNAttentionMetadata:
     """What upstream's builder makes of the step."""
     starts = torch.from_numpy(step.query_start_loc.copy())
@@ -107,7 +120,7 @@ def upstream_metadata(
         seq_lens_cpu_upper_bound=lengths,
         is_prefilling=torch.from_numpy(step.num_computed_tokens.copy()) < prompts,
     )
-    return upstream_builder(batch, keeps_states).build(0, common)
+    return upstream_builder(batch, keeps_states, num_drafts).build(0, common, *of_drafts)
 
 
 @given(random_batches(), st.booleans())
@@ -141,6 +154,116 @@ def test_every_array_equals_upstream_s(batch, keeps_states):
     )
 
 
+MAX_MODEL_LEN = 60
+
+
+@st.composite
+def requests_with_drafts(draw) -> tuple[list[OracleRequest], int]:
+    """Decodes with drafts, first chunks and later ones, decodes first; and the most drafts."""
+    num_drafts = draw(st.integers(1, 4))
+    requests = []
+    for index, seed in enumerate(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9))):
+        rng = np.random.default_rng(seed)
+        kind, drafts = rng.choice(["verifies", "chunk", "begins"]), 0
+        computed = 0 if kind == "begins" else int(rng.integers(1, 30))
+        scheduled = int(rng.integers(1, 20))
+        prompt = computed + scheduled + int(rng.integers(0, 5))
+        if kind == "verifies":
+            drafts, prompt = (
+                int(rng.integers(0, num_drafts + 1)),
+                int(rng.integers(1, computed + 1)),
+            )
+            scheduled = 1 + drafts
+        ids = rng.integers(4, 100, max(prompt, computed + scheduled)).tolist()
+        known = computed + scheduled - drafts
+        blocks = 1 + index * 8 + rng.permutation(8)[: num_drafts + 1]
+        requests.append(
+            OracleRequest(
+                num_computed_tokens=computed,
+                num_scheduled_tokens=scheduled,
+                num_prompt_tokens=prompt,
+                token_ids=ids[: max(prompt, known)] if not drafts else ids[:known],
+                block_ids=blocks.tolist(),
+                num_draft_tokens=drafts,
+                draft_token_ids=ids[known : known + drafts],
+                num_accepted_tokens=int(rng.integers(1, num_drafts + 2)),
+            )
+        )
+    requests.sort(key=lambda r: (r.num_scheduled_tokens > 1 + num_drafts, not _verifies(r)))
+    return requests, num_drafts
+
+
+def _verifies(request: OracleRequest) -> bool:
+    return request.num_computed_tokens >= request.num_prompt_tokens
+
+
+@given(requests_with_drafts())
+def test_every_array_with_drafts_equals_the_oracle(given_batch):
+    requests, num_drafts = given_batch
+    step = drafts_step(requests, MAX_MODEL_LEN, num_drafts)
+    expected = oracle_state_step(
+        requests,
+        decode_threshold=1 + num_drafts,
+        block_size=MAX_MODEL_LEN,
+        num_drafts=num_drafts,
+    )
+    assert step.states is not None
+    for name, value in dataclasses.asdict(step.states).items():
+        assert value == expected[name], name
+    assert step.has_initial_state.tolist() == expected["has_initial_state"]
+    assert step.num_accepted_tokens.tolist() == expected["num_accepted_tokens"]
+    for name in ("initial_state_indices", "state_indices", "token_state_indices"):
+        first, last = getattr(step, name).tolist()
+        assert first == expected[name], name
+        assert last == [block + 1000 if block else 0 for block in expected[name]], name
+    arrays, reqs, tokens = step.arrays, step.num_reqs, step.total_num_scheduled_tokens
+    assert not arrays.token_state_indices[:, tokens:].any()
+    assert (arrays.num_accepted_tokens[reqs:] == 1).all()
+    step.batch.tables.num_blocks[:] = 1 + num_drafts
+    step.batch.tables.num_blocks[1] = MAX_MODEL_LEN
+    limits = np.array([100, NO_SLOTS, 1 << 20, NO_SLOTS], np.int64)
+    assert find_fault(step, limits) is None
+
+
+@given(requests_with_drafts())
+def test_every_array_with_drafts_equals_upstream_s(given_batch):
+    """Which blocks drafts write, which state is read, and which tokens are of which half.
+
+    Upstream's other half has chunks of prompts that are as short as decodes: they keep one state
+    there, and one for each token here. Its first one is the same.
+    """
+    requests, num_drafts = given_batch
+    step = drafts_step(requests, MAX_MODEL_LEN, num_drafts)
+    batch = RandomBatch(requests, MAX_MODEL_LEN, MAX_MODEL_LEN, None, None, True)
+    verifying = torch.tensor([_verifies(r) for r in requests])
+    drafts = torch.tensor([r.num_draft_tokens for r in requests], dtype=torch.int32)
+    accepted = torch.from_numpy(step.num_accepted_tokens.copy())
+    theirs = upstream_metadata(
+        batch, step, False, num_drafts, accepted, drafts.masked_fill(~verifying, -1)
+    )
+    assert theirs.num_spec_decodes == int(verifying.sum())
+    states, starts = torch.from_numpy(step.state_indices[0].copy()), step.query_start_loc.tolist()
+    others = (~verifying).nonzero().flatten().tolist()
+    if not verifying.any():
+        assert theirs.non_spec_state_indices_tensor.tolist() == states.tolist()
+        return
+    assert theirs.num_accepted_tokens.tolist() == accepted[verifying].tolist()
+    tokens = [list(range(starts[row], starts[row + 1])) for row in range(len(requests))]
+    rows = verifying.nonzero().flatten().tolist()
+    for place, row in enumerate(rows):
+        blocks = theirs.spec_state_indices_tensor[place].tolist()
+        written = step.token_state_indices[0, starts[row] : starts[row + 1]].tolist()
+        assert written == blocks[: len(written)]
+        assert step.initial_state_indices[0, row] == blocks[int(accepted[row]) - 1]
+    assert theirs.spec_token_indx.tolist() == [t for row in rows for t in tokens[row]]
+    assert theirs.non_spec_token_indx.tolist() == [t for row in others for t in tokens[row]]
+    lens = [len(tokens[row]) for row in rows]
+    assert theirs.spec_query_start_loc.tolist() == [0, *np.cumsum(lens).tolist()]
+    if others:
+        assert theirs.non_spec_state_indices_tensor.tolist() == states[others].tolist()
+        assert theirs.has_initial_state.tolist() == step.has_initial_state[others].tolist()
+
+
 def test_an_engine_without_states_has_none_of_their_arrays():
     layout = step_layout(64, 8, 2)
     assert all(layout.arrays[name].nbytes == 0 for name in LINES)
@@ -154,11 +277,12 @@ def test_an_engine_without_states_has_none_of_their_arrays():
 
 
 @pytest.mark.parametrize(
-    ("groups", "threshold", "message"), [((), 1, "no groups"), ((0,), 0, "at least one")]
+    ("groups", "sizes", "message"),
+    [((), (1,), "no groups"), ((0,), (0,), "at least one"), ((0,), (2, 3), "decodes of 2 tokens")],
 )
-def test_sizes_that_make_no_sense_are_refused(groups, threshold, message):
+def test_sizes_that_make_no_sense_are_refused(groups, sizes, message):
     with pytest.raises(ValueError, match=message):
-        StateGroups(groups, threshold)
+        StateGroups(groups, *sizes)
 
 
 # ------------------------------------------------------------------- the check
@@ -233,6 +357,76 @@ def test_a_shared_state_is_found(reads):
     assert (fault.rule, fault.group) == (Rule.STATE_SHARED, 0)
 
 
+def some_drafts() -> PreparedStep:
+    """Two decodes of a token and a draft, and a prompt; padded by three tokens."""
+    requests = [
+        OracleRequest(
+            num_computed_tokens=computed,
+            num_scheduled_tokens=scheduled,
+            num_prompt_tokens=4,
+            token_ids=list(range(2, 2 + computed + scheduled - drafts)),
+            block_ids=blocks,
+            num_draft_tokens=drafts,
+            draft_token_ids=[9] * drafts,
+            num_accepted_tokens=accepted,
+        )
+        for computed, scheduled, drafts, blocks, accepted in (
+            (7, 2, 1, [3, 5], 2),
+            (6, 2, 1, [9, 2], 1),
+            (0, 4, 0, [7, 4], 1),
+        )
+    ]
+    step = drafts_step(requests, MAX_MODEL_LEN, 1)
+    step.batch.tables.num_blocks[:] = 4
+    return step
+
+
+WRONG_DRAFTS = [
+    ("num_accepted_tokens", (0,), 1, Rule.STATE_ACCEPTED, 0, -1, -1),
+    ("num_accepted_tokens", (2,), 2, Rule.STATE_ACCEPTED, 2, -1, -1),
+    ("num_accepted_tokens", (3,), 2, Rule.STATE_PADDING, 3, -1, -1),
+    ("initial_state_indices", (0, 0), 3, Rule.STATE_BLOCKS, 0, -1, 0),
+    ("token_state_indices", (0, 1), 3, Rule.STATE_BLOCKS, 0, 1, 0),
+    ("token_state_indices", (1, 2), 1002, Rule.STATE_BLOCKS, 1, 2, 2),
+    ("token_state_indices", (0, 4), 7, Rule.STATE_PADDING, -1, 4, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value", "rule", "req", "token", "group"), WRONG_DRAFTS)
+def test_a_wrong_value_of_drafts_is_found(name, place, value, rule, req, token, group):
+    step, limits = some_drafts(), np.array([100, NO_SLOTS, 1 << 20, NO_SLOTS], np.int64)
+    assert step.initial_state_indices[0].tolist() == [5, 9, 0]
+    assert step.token_state_indices[0].tolist() == [3, 5, 9, 2, 0, 0, 0, 0]
+    assert find_fault(step, limits) is None
+    getattr(step.arrays, name)[place] = value
+    fault = find_fault(step, limits)
+    assert fault is not None
+    assert fault == (rule, req, token, group)
+    said = str(explain_fault(step, limits, fault, ["a", "b", "c"]))
+    assert said.startswith(f'step check "{RULES[rule][0]}": ') and "\n" not in said
+
+
+def test_a_step_that_can_not_be_is_refused():
+    requests = [
+        OracleRequest(
+            num_computed_tokens=computed,
+            num_scheduled_tokens=scheduled,
+            num_prompt_tokens=4,
+            token_ids=list(range(2, 30)),
+            block_ids=[3, 5],
+            num_draft_tokens=drafts,
+            draft_token_ids=[9] * drafts,
+            num_accepted_tokens=accepted,
+        )
+        for computed, scheduled, drafts, accepted in ((0, 9, 0, 1), (7, 2, 1, 1), (7, 2, 1, 3))
+    ]
+    with pytest.raises(ValueError, match="more accepted tokens"):
+        drafts_step(requests[2:], MAX_MODEL_LEN, 1)
+    with pytest.raises(ValueError, match="drafts of a request after the decodes"):
+        drafts_step(requests[:2], MAX_MODEL_LEN, 1)
+
+
 def test_every_rule_of_states_is_broken_above():
-    of_states = {rule for rule in Rule if rule >= Rule.NO_SLOT}
-    assert of_states == {*(case[3] for case in WRONG), Rule.STATE_SHARED}
+    of_states = {rule for rule in Rule if rule is Rule.NO_SLOT or rule.name.startswith("STATE_")}
+    broken = {*(case[3] for case in WRONG), *(case[3] for case in WRONG_DRAFTS)}
+    assert of_states == broken | {Rule.STATE_SHARED}

@@ -7,8 +7,10 @@ from tests.resume.tree import RESULTS
 RUNS = {
     "test-all": "test-all",
     "mutants": "mutants",
+    "random-mutants": "mutants RANDOM=50",
     "soak": "soak",
     "soak-device": "soak",
+    "soak-engines": "soak",
     "scheduling": "soak",
 }
 """Files of results, and the command that adds to each."""

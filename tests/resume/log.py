@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GOOD = {"passed", "skipped", "caught", "agreed", "gone"}
-"""Outcomes that are no failure: of tests, of planted bugs, of random episodes; and what became of a
-unit that had failed and was removed."""
+GOOD = {"passed", "skipped", "caught", "equivalent", "agreed", "gone"}
+"""Outcomes that are no failure: of tests, of planted bugs and random changes, of random episodes;
+and what became of a unit that had failed and was removed."""
 ENDLESS = "endless"
 """What is left of a run that has no end."""
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import chain, count
 from typing import Any, Protocol
 
+import psutil
+
 from tests.resume.log import ENDLESS
 from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
@@ -32,13 +34,27 @@ def seeds_of(part: Slice) -> Iterator[str]:
     return chain(again, map(str, count(max([part.seed, *had]))))
 
 
+def held() -> dict[str, int]:
+    """What this process holds between two episodes: a leak grows from one to the next.
+
+    Resident memory in MiB, open descriptors, threads and child processes.
+    """
+    process = psutil.Process()
+    return {
+        "rss": process.memory_info().rss >> 20,
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+        "children": len(process.children()),
+    }
+
+
 def resume(part: Slice, coverage: Player, steps: int) -> int:
     """Play episodes until the time is up."""
 
     def one(unit: str) -> None:
         start = time.perf_counter()
         outcome, recorded = coverage.play(int(unit), steps)
-        part.record(unit, outcome, time.perf_counter() - start, **recorded)
+        part.record(unit, outcome, time.perf_counter() - start, **recorded, **held())
 
     whole = part.play(seeds_of(part), one, None)
     coverage.report()

@@ -7,6 +7,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.hybrids import GATED_DELTA
 from tests.scheduling.engines import draw, make
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
@@ -25,12 +26,12 @@ def choose(model, caplog, monkeypatch):
     """The class that an engine gets, and all that is logged meanwhile."""
     engine_config(model)  # vLLM sets its loggers up with its first config
 
-    def chosen(scheduler=None, **settings):
+    def chosen(scheduler=None, folder=model, **settings):
         options = {} if scheduler is None else {"npu_prep": {"scheduler": scheduler}}
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="vllm"):
-            config = engine_config(model, max_num_seqs=7, additional_config=options, **settings)
+            config = engine_config(folder, max_num_seqs=7, additional_config=options, **settings)
             kind = config.scheduler_config.get_scheduler_cls()
         return kind, "\n".join(record.getMessage() for record in caplog.records)
 
@@ -51,6 +52,24 @@ def test_the_option_chooses_the_scheduler(choose, scheduler, asynchronous, kind,
     assert chosen is kind
     assert f"scheduling    {said}" in log
     assert "not public" not in log
+
+
+@pytest.mark.parametrize(
+    ("caches", "asynchronous", "kind", "said"),
+    [
+        (True, True, AsyncScheduler, "asynchronous, by vLLM's scheduler: chunks of prompts end"),
+        (False, False, Scheduler, "synchronous, by vLLM's scheduler: blocks hold states"),
+    ],
+)
+def test_start_up_says_that_hybrids_are_vllm_s_scheduler_s(
+    choose, tmp_path, caches, asynchronous, kind, said
+):
+    folder = make_model(tmp_path, "Qwen3_5", **GATED_DELTA)
+    how = {"enable_prefix_caching": caches, "async_scheduling": asynchronous}
+    chosen, log = choose("batched", folder, **how)
+    assert chosen is kind
+    assert f"scheduling    {said}" in log
+    assert "batched" not in log
 
 
 def test_a_scheduler_of_the_user_s_wins_with_a_line_and_with_vllm_s_warning(choose):

@@ -1,13 +1,24 @@
-"""A server's life: it answers, drains and stops; comes back; and ends when its engine is killed."""
+"""A server's life: it answers, drains and stops; ends when it loses a process, and comes back."""
 
 import contextlib
 import http.client
 import json
 import os
+import random
 import signal
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
+import pytest
+
+from tests.server.hostile import COMPLETIONS
 from tests.server.test_server import QUESTIONS, Server, check_all_gone, check_clean_stop
+from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR
 
 FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", "60", "--enforce-eager")
 LONG = {"prompt": "one, two,", "ignore_eos": True, "stream": True, "temperature": 0}
@@ -36,46 +47,169 @@ def answers(server: Server) -> list[list[int]]:
     return [tokens(each) for each in asked] + [tokens(each, **SEEDED) for each in asked]
 
 
-def test_sigterm_drains_and_the_next_server_gives_the_same_answers(demo_model, tmp_path):
-    """The second one's engine is killed, which ends it with a message, code 1 and no orphan."""
-    first = Server(demo_model, tmp_path / "first", *FLAGS)
+def shared_by(server: Server) -> set[Path]:
+    """Shared memory that its processes have mapped, and the folder that they count steps in."""
+    found = set()
+    for process in server.children:
+        with contextlib.suppress(psutil.Error):
+            maps = [Path(each.path) for each in process.memory_maps() if "/dev/shm/" in each.path]
+            found |= {path for path in maps if path.exists()}
+            if (folder := process.environ().get(FOLDER_ENV_VAR)) is not None:
+                found.add(Path(folder))
+    return found
+
+
+@contextlib.contextmanager
+def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[list[str]]:
+    """Requests of several clients until the server ends; gives what came of each.
+
+    The block runs once all clients have had answers, and is to end the server. An answer that comes
+    has to be right, and each client has to hear of the end.
+    """
+    outcomes: list[str] = []
+    served = threading.Semaphore(0)
+
+    def client(number: int) -> None:
+        rng = random.Random(seed + number)
+        while True:
+            question = rng.choice(list(expected))
+            body = {"prompt": question, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+            try:
+                status, told = server.request(
+                    "POST", COMPLETIONS, body | {"return_token_ids": True}
+                )
+            except (OSError, http.client.HTTPException) as error:
+                outcomes.append(type(error).__name__)
+                return
+            if status != 200:
+                outcomes.append(f"{status} {json.loads(told)['error']['message']}")
+                return
+            assert json.loads(told)["choices"][0]["token_ids"] == expected[question]
+            outcomes.append("answered")
+            served.release()
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(client, number) for number in range(CLIENTS)]
+        for _ in range(2 * CLIENTS):
+            assert served.acquire(timeout=120)
+        yield outcomes
+        for each in clients:
+            each.result(timeout=90)
+
+
+CLIENTS = 12
+KILLED = {
+    "engine": ("VLLM::EngineCore", (), "EngineCore was killed by SIGKILL"),
+}
+"""What is killed: its name, flags of the server, and what its log says of it."""
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
+    demo_model, tmp_path, seed, killed
+):
+    """No answer is wrong, each client hears of it, nothing is left of it, and its port is free.
+
+    The second server on this port gives the same answers, and drains when it is told to stop.
+    """
+    name, flags, why = KILLED[killed]
+    first = Server(demo_model, tmp_path / "first", *FLAGS, *flags)
     try:
         expected = answers(first)
         assert not any(likely == sampled for likely, sampled in zip(expected[:4], expected[4:]))
-        running = stream(first, 900)
-        first.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while (status := first.request("GET", "/health")[0]) == 200:
-            assert time.monotonic() < deadline
-        refused, why = first.request("POST", "/v1/completions", {**LONG, "max_tokens": 4})
-        assert (status, refused) == (503, 503)
-        assert json.loads(why)["error"]["code"] == 503
-        assert first.request("GET", "/metrics")[0] == 200
-        rest = running.read()
-        assert rest.count(b'"finish_reason":"length"') == 1
-        assert rest.rstrip().endswith(b"data: [DONE]")
-        check_clean_stop(first)
-        assert "Stopping: waiting up to 60 s for 1 request to finish." in first.log()
+        prompts = {}
+        for question, _ in QUESTIONS[:6]:
+            body = {"prompt": question, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+            told = first.request("POST", COMPLETIONS, body | {"return_token_ids": True})[1]
+            prompts[question] = json.loads(told)["choices"][0]["token_ids"]
+        shared = shared_by(first)
+        with load(first, prompts, seed) as outcomes:
+            time.sleep(random.Random(f"{seed} {killed}").random())
+            if name is None:
+                first.process.kill()
+            else:
+                (victim,) = (each for each in first.children if each.name() == name)
+                os.kill(victim.pid, signal.SIGKILL)
+            code = first.process.wait(60)
+        failed = [each for each in outcomes if each != "answered"]
+        print(killed, "exit code", code, Counter(outcomes))
+        assert len(failed) == CLIENTS, "each client heard of it"
+        assert not any("Traceback" in each for each in failed)
+        assert why in first.log()
+        if name is not None:
+            errors = [line for line in first.log().splitlines() if "vllm_npu_prep: error:" in line]
+            assert code == 1 and len(errors) == 1, errors
+        if killed in ("engine", "API server"):
+            assert "Traceback" not in first.log()
+        check_all_gone(first, seconds=30)
     finally:
         first.kill()
+    # A main process that is killed can't remove its folder, in which the next one doesn't look.
+    assert len(shared) > 0
+    left = {path for path in shared if path.exists()}
+    assert {path for path in left if name is not None or "/dev/shm" in str(path)} == set()
 
-    second = Server(demo_model, tmp_path / "second", *FLAGS)
+    second = Server(demo_model, tmp_path / "second", *FLAGS, *flags, port=first.port)
     try:
         assert answers(second) == expected
         running = stream(second, 900)
-        (engine,) = (each for each in second.children if each.name() == "VLLM::EngineCore")
-        os.kill(engine.pid, signal.SIGKILL)
-        with contextlib.suppress(http.client.IncompleteRead):  # the stream is cut, or says so
-            assert b"error" in running.read()
-        assert second.process.wait(60) == 1
-        errors = [line for line in second.log().splitlines() if "error:" in line]
-        why = "the engine died, and the server ends with it; EngineCore was killed by SIGKILL"
-        assert errors == [f"vllm_npu_prep: error: {why}"]
-        assert "Traceback" not in second.log()
+        second.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while (status := second.request("GET", "/health")[0]) == 200:
+            assert time.monotonic() < deadline
+        refused, told = second.request("POST", COMPLETIONS, {**LONG, "max_tokens": 4})
+        assert (status, refused) == (503, 503)
+        assert json.loads(told)["error"]["code"] == 503
+        assert second.request("GET", "/metrics")[0] == 200
+        rest = running.read()
+        assert rest.count(b'"finish_reason":"length"') == 1
+        assert rest.rstrip().endswith(b"data: [DONE]")
+        check_clean_stop(second)
+        assert "Stopping: waiting up to 60 s for 1 request to finish." in second.log()
         assert "Waiting for the engine to start" in second.log()
-        check_all_gone(second)
     finally:
         second.kill()
+
+
+FAILING = {
+    "memory": (
+        (),
+        "out of memory in a step with 1 token of 1 request (NPU out of memory. Tried to allocate "
+        "9.00 GiB); lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs",
+    ),
+    "kernel": ((), "aclnnGatherV2 failed, error code 507015"),
+}
+
+
+@pytest.mark.parametrize("manner", FAILING)
+def test_a_step_that_fails_ends_the_server_in_time_with_its_reason(demo_model, tmp_path, manner):
+    """A client that waits gets an error, and no process is left."""
+    flags, why = FAILING[manner]
+    server = Server(
+        demo_model,
+        tmp_path / "log",
+        *("--max-model-len", "1024", "--enforce-eager", *flags),
+        *("--logits-processors", "tests.helpers.failing:Fail"),
+    )
+    try:
+        assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
+        body = {**LONG, "max_tokens": 900, "stream": False, "vllm_xargs": {"fail": manner}}
+        began = time.monotonic()
+        with contextlib.suppress(OSError, http.client.HTTPException):  # cut, or told
+            status, told = server.request("POST", COMPLETIONS, body)
+            assert status == 500, told
+        assert server.process.wait(60) == 1
+        assert time.monotonic() - began < 60
+        log = server.log()
+        assert why in log
+        assert log.count("vllm_npu_prep: error: the engine died") == 1
+        if manner == "memory":  # of the process that failed; vLLM's API server adds its own
+            told = [line for line in log.splitlines() if line.startswith("(EngineCore")]
+            assert any(why in line for line in told)
+            assert not any("Traceback" in line for line in told)
+        check_all_gone(server, seconds=30)
+    finally:
+        server.kill()
 
 
 def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, tmp_path):

@@ -5,6 +5,7 @@ import io
 import json
 import signal
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,16 +53,72 @@ def check_image_request_example(server: Server, reference: Reference) -> None:
     assert f"\ntokens of the prompt: {lengths[0]}, of the image: {took}\n" in printed
 
 
+def check_hostile_requests(
+    server: Server,
+    model: Path,
+    ask: Callable[[list[dict]], tuple[int, dict]],
+    other: Callable[[], list[int]],
+    expected: list[int],
+) -> None:
+    """What advisories describe of models that see; others are served beside each and after it."""
+    question = {"type": "text", "text": "What is this?"}
+
+    def image(width: int, height: int) -> dict:
+        png = encoded(make_image(3, width, height), "PNG")
+        return url("image_url", f"data:image/png;base64,{png}")
+
+    hostile = {
+        # GHSA-hpv8-x276-m59f: tokens that stand for images, without one
+        "placeholders": [
+            {"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>" * 3}
+        ],
+        "placeholders beside an image": [
+            {"type": "text", "text": "<|image_pad|><|video_pad|>"},
+            image(32, 32),
+            question,
+        ],
+        # GHSA-grg2-63fw-f2qr: sizes that a processor doesn't expect
+        "one pixel": [image(1, 1), question],
+        "three pixels wide": [image(3, 1), question],
+        "a strip": [image(1, 900), question],
+        # GHSA-pmqf-x6x8-p7qw: embeddings in place of an image
+        "embeddings": [{"type": "image_embeds", "image_embeds": "AAAA"}, question],
+    }
+    with ThreadPoolExecutor(1) as pool:
+        for name, content in hostile.items():
+            beside = pool.submit(other)
+            status, told = ask(content)
+            assert status in (200, 400, 422), (name, told)
+            assert beside.result() == expected, name
+    # GHSA-gx7p-2j49-hfq4: a size that only memory would limit
+    body = {
+        "messages": [{"role": "user", "content": [image(64, 64), question]}],
+        "mm_processor_kwargs": {"min_pixels": 2**36, "max_pixels": 2**40},
+        "max_tokens": 2,
+    }
+    assert server.request("POST", "/v1/chat/completions", body)[0] in (400, 422)
+    # GHSA-hpv8-x276-m59f once more: ids of placeholders in a prompt of token ids
+    config = json.loads((model / "config.json").read_text())
+    pads = [config["image_token_id"], config["video_token_id"]] * 2
+    body = {"prompt": [7, *pads, 8], "max_tokens": 2}
+    assert server.request("POST", "/v1/completions", body)[0] in (200, 400, 422)
+    assert other() == expected
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
     model, one = vision_models / name, make_image(seed)
     other, question = make_image(seed + 1, 64, 32), {"type": "text", "text": "What is this?"}
     frames = [encoded(Image.fromarray(frame), "JPEG") for frame in make_video(seed)]
     video = np.stack([decoded(frame) for frame in frames])  # JPEG loses some
-    png = [url("image_url", f"data:image/png;base64,{encoded(i, 'PNG')}") for i in (one, other)]
+    # GHSA-c65p-x677-fgj6: the same bytes in another shape are another image
+    turned = Image.frombytes("RGB", (one.height, one.width), one.tobytes())
+    images = (one, other, turned)
+    png = [url("image_url", f"data:image/png;base64,{encoded(i, 'PNG')}") for i in images]
     jpegs = url("video_url", "data:video/jpeg;base64," + ",".join(frames))
     asked = {
         "one image": ([png[0], question], chat(one, "What is this?")),
+        "the same bytes": ([png[2], question], chat(turned, "What is this?")),
         "two images": ([png[1], png[0], question], chat(other, one, "What is this?")),
         "a video": ([jpegs, question], chat(video, "What is this?")),
         "a video and an image": ([jpegs, png[1]], chat(video, other)),
@@ -96,6 +153,9 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
             kind = data.partition("/")[0] + "_url"
             status, answer = ask([url(kind, "data:" + data), question])
             assert 400 <= status < 500, answer
+        check_hostile_requests(
+            server, model, ask, lambda: tokens("one image"), expected["one image"]
+        )
         assert tokens("two images") == expected["two images"]
         assert server.stop(signal.SIGTERM) == 0
         assert "Encoder: " in server.log()

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ from tests.helpers.examples import run_client
 from tests.helpers.huggingface import reference
 from tests.helpers.lora import make_adapter, merge
 from tests.helpers.prompts import prompts_of
+from tests.server.hostile import CHAT, COMPLETIONS, HOSTILE
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = tiny_model.exchanges()
@@ -61,8 +63,10 @@ class Server:
     prefix: tuple[str, ...] = ()  # of its command
     start_seconds = 400
 
-    def __init__(self, model: Path, log: Path, *more_flags: str, **environment: str):
-        self.port, self.log_path, self.model_name = free_port(), log, str(model)
+    def __init__(
+        self, model: Path, log: Path, *more_flags: str, port: int | None = None, **environment: str
+    ):
+        self.port, self.log_path, self.model_name = port or free_port(), log, str(model)
         vllm = Path(sys.executable).with_name("vllm")
         flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
         flags += ["--max-num-batched-tokens", "64", *more_flags]
@@ -351,27 +355,100 @@ def test_a_reset_of_the_prefix_cache_and_a_sleep(server):
     assert server.chat(question) == answer
 
 
-def test_clients_that_hang_up_leave_the_server_well(server):
-    body = {"prompt": "one, two,", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    for _ in range(4):
-        connection = server.connect()
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        connection.getresponse().read(20)
-        connection.close()
-    question, answer = QUESTIONS[7]
+@pytest.mark.parametrize("hostile", HOSTILE, ids=[each.advisory for each in HOSTILE])
+def test_a_hostile_request_is_answered_and_nobody_else_notices(server, hostile):
+    """Refused in one line, or served; others get their tokens, beside it and after it."""
+    question, answer = QUESTIONS[4]
+    message = {"role": "user", "content": question}
+    chat = hostile.path == CHAT
+    body = {"messages": [message]} if chat else {"prompt": "one, two,"}
+    body |= {"temperature": 0, "max_tokens": 4, **hostile.body}
+    body = {name: value for name, value in body.items() if value is not None}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.chat, question)
+        began = time.monotonic()
+        status, told = server.request("POST", hostile.path, body, **hostile.headers)
+        took = time.monotonic() - began
+        assert other.result() == answer
+    assert status in hostile.statuses, told
+    assert took < hostile.seconds
+    if status != 200:
+        error = json.loads(told)["error"]
+        assert error["code"] == status and error["message"]
+        assert "Traceback" not in error["message"] and "EngineCore" not in error["message"]
     assert server.chat(question) == answer
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        metrics = server.request("GET", "/metrics")[1].decode()
-        running = [
-            line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")
-        ]
-        if running and all(line.endswith(" 0.0") for line in running):
-            break
-        time.sleep(0.2)
-    assert running, "no metric of running requests"
-    assert all(line.endswith(" 0.0") for line in running), running
+
+
+def test_requests_of_one_name_are_not_mixed(server):
+    """GHSA-2phq-3phc-84px: whoever sends a request chooses its identifier."""
+    asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(8)]
+
+    def ask(pair):
+        body = {"messages": [{"role": "user", "content": pair[0]}], "temperature": 0}
+        body |= {"max_tokens": 64}
+        headers = {"X-Request-Id": "mine"}
+        status, told = server.request("POST", CHAT, body, **headers)
+        assert status == 200, told
+        return json.loads(told)["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, asked)) == [answer for _, answer in asked]
+
+
+def held_by_requests(server) -> dict[str, float]:
+    """What vLLM's metrics say of requests that run or wait, and of the blocks they have."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    lines = server.request("GET", "/metrics")[1].decode().splitlines()
+    found = [line for line in lines if line.startswith(tuple(f"vllm:{n}{{" for n in names))]
+    assert len(found) >= len(names)
+    return {line: float(line.rpartition(" ")[2]) for line in found}
+
+
+def test_clients_that_hang_up_leave_the_server_well(server, seed):
+    """At any moment: before an answer begins, in its midst, and while they wait for their turn."""
+    rng, connections = random.Random(seed), []
+    body = {"prompt": "one, two,", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    question, answer = QUESTIONS[7]
+    for number in range(24):  # the engine runs 16
+        connection = server.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(body), headers)
+        if number < 8:
+            connection.getresponse().read(20)
+        connections.append(connection)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.chat, question)
+        while connections:
+            connections.pop(rng.randrange(len(connections))).close()
+            time.sleep(rng.random() / 20)
+        assert other.result() == answer
+    wait_until(lambda: not any(held_by_requests(server).values()), seconds=60)
+    assert server.chat(question) == answer
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_answer_and_delays_nobody(server):
+    """Its buffers are small, and it reads nothing until others have been served."""
+    body = {"prompt": "one, two,", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body |= {"logprobs": 5}  # which makes each piece some hundred bytes
+    expected = json.loads(server.request("POST", COMPLETIONS, body)[1])["choices"][0]["text"]
+    headers = {"Content-Type": "application/json"}
+    connection = server.connect()
+    connection.sock = socket.socket()
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.sock.settimeout(120)
+    connection.sock.connect(("127.0.0.1", server.port))
+    try:
+        connection.request("POST", COMPLETIONS, json.dumps({**body, "stream": True}), headers)
+        for question, answer in QUESTIONS[:4]:
+            assert server.chat(question) == answer
+        wait_until(lambda: not any(held_by_requests(server).values()), seconds=60)
+        *pieces, end, _ = connection.getresponse().read().decode().split("\n\n")
+    finally:
+        connection.close()
+    assert end == "data: [DONE]"
+    choices = [json.loads(piece.removeprefix("data: "))["choices"][0] for piece in pieces]
+    assert "".join(choice["text"] for choice in choices) == expected
+    assert choices[-1]["finish_reason"] == "length"
 
 
 def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path, seed):

@@ -439,11 +439,27 @@ MODELS = {
         on_npu=True,
         patches=NPUS,
     ),
-    "drafts beside states": Case(
+    "drafters beside states": Case(
         ("states-speculation",),
-        ("speculation with", "before a rejected draft"),
-        NGRAM,
-        model=HYBRID,
+        ("speculative method draft_model with", "mtp and ngram"),
+        {**drafts("draft_model", model=DRAFTER), "enable_prefix_caching": False},
+        HYBRID,
+        drafter=("Qwen3", {}),
+    ),
+    "drafts beside cached states": Case(
+        ("states-drafts-cached",),
+        ("speculation and prefix caching with", "--no-enable-prefix-caching"),
+        {**NGRAM, "enable_prefix_caching": True},
+        HYBRID,
+    ),
+    "more drafts than states are taken for": Case(
+        ("states-drafts",),
+        ("num_speculative_tokens 8 for", "give at most 7"),
+        {**drafts("ngram", num_speculative_tokens=8), **HALF, "enable_prefix_caching": False},
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64}),
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
     ),
     "adapters beside states": Case(
         ("lora-experts", "states-lora"),
@@ -588,6 +604,8 @@ FEATURES = {
 }
 
 TWO_RANKS = {"tensor_parallel_size": 2}
+SHARED = {**TWO_RANKS, "decode_context_parallel_size": 2}
+ONE_KV_HEAD: tuple[str, dict[str, Any]] = ("Qwen3", {"num_key_value_heads": 1})
 CUDA_ALIKE = {"vllm.platforms.current_platform.is_cuda_alike": lambda: True}
 """As another platform says, where vLLM looks into experts that move at all."""
 RANKS = {
@@ -608,10 +626,76 @@ RANKS = {
         on_npu=True,
         patches={**NPUS, f"{SUBJECTS}.ranks.has_collectives": {"cpu": True, "npu": False}.get},
     ),
-    "a cache over several ranks": Case(
+    "prompts over several ranks": Case(
         ("context-parallelism",),
-        ("context parallelism", "whole requests"),
-        {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+        ("--prefill-context-parallel-size 2", "whole prompts"),
+        {"prefill_context_parallel_size": 2},
+    ),
+    "shared contexts on NPUs": Case(
+        ("shared-contexts-npus",),
+        ("with NPUs", "CPU fallback only"),
+        {**HALF, **SHARED},
+        ONE_KV_HEAD,
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+    ),
+    "shared contexts and absorbed prompts": Case(
+        ("shared-contexts-absorbed",),
+        ('latent_prefill "absorbed"', "leave the option out"),
+        {**SHARED, "additional_config": {"npu_prep": {"latent_prefill": "absorbed"}}},
+        ("DeepseekV3", {**MLA, "q_lora_rank": None}),
+    ),
+    "shared contexts and windows": Case(
+        ("shared-contexts-layers",),
+        ("parts of contexts", "sees all of"),
+        SHARED,
+        (
+            "Qwen3",
+            {**ONE_KV_HEAD[1], **WINDOWS, "use_sliding_window": True, "num_hidden_layers": 2},
+        ),
+    ),
+    "shared contexts and drafts": Case(
+        ("shared-contexts-speculation",),
+        ("with speculation", "leave it out"),
+        {**SHARED, **NGRAM},
+        ONE_KV_HEAD,
+    ),
+    "shared contexts and a connector": Case(
+        ("shared-contexts-connector",),
+        ("with a KV connector", "one rank"),
+        {**SHARED, **connector()},
+        ONE_KV_HEAD,
+    ),
+    "shared contexts of what pools": Case(
+        ("shared-contexts-pooling",),
+        ("a pooling model", "that generate"),
+        {**SHARED, **POOLING},
+        ONE_KV_HEAD,
+    ),
+    "shared contexts in stages": Case(
+        ("shared-contexts-beside",),
+        ("pipeline stages", "tensor parallelism and text alone"),
+        {**SHARED, "pipeline_parallel_size": 2, "async_scheduling": False},
+        ONE_KV_HEAD,
+    ),
+    "shared contexts with another exchange": Case(
+        ("shared-contexts-exchange",),
+        ("--dcp-comm-backend", "gathered and scattered"),
+        {**SHARED, "dcp_comm_backend": "a2a"},
+        ONE_KV_HEAD,
+    ),
+    "shared contexts by an older name": Case(
+        ("shared-contexts-older-name",),
+        ("--dcp-kv-cache-interleave-size 2", "use --cp-kv-cache-interleave-size"),
+        {**SHARED, "dcp_kv_cache_interleave_size": 2},
+        ONE_KV_HEAD,
+    ),
+    "runs that don't fill blocks": Case(
+        ("shared-contexts-runs",),
+        ("--cp-kv-cache-interleave-size 3", "blocks of 16 tokens"),
+        {**SHARED, "cp_kv_cache_interleave_size": 3, "block_size": 16},
+        ONE_KV_HEAD,
     ),
     "ranks of another launcher": Case(
         ("external-launcher",),
@@ -678,8 +762,52 @@ RANKS = {
 }
 
 CACHE = {
-    "offloaded KV cache": Case(
-        ("kv-offloading",), ("--kv-offloading-size", "planes"), {"kv_offloading_size": 1}
+    "two owners of a KV cache": Case(
+        ("kv-offloading",),
+        ("--kv-offloading-size with KV connector ExampleConnector", "one of the two"),
+        {**connector(), "kv_offloading_size": 1},
+    ),
+    "KV cache that LMCache offloads": Case(
+        ("kv-connector",),
+        ("KV connector LMCacheMPConnector", "OffloadingConnector"),
+        {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
+    ),
+    "KV offloading to nowhere": Case(
+        ("kv-offloading-bytes",),
+        ("KV connector OffloadingConnector without memory", "--kv-offloading-size"),
+        connector("OffloadingConnector", kv_connector_extra_config={}),
+    ),
+    "KV offloading to other places": Case(
+        ("kv-offloading-spec",),
+        ("spec_name or canonical_layout of OffloadingConnector",),
+        {
+            **connector(
+                "OffloadingConnector",
+                kv_connector_extra_config={"spec_name": "TieringOffloadingSpec"},
+            ),
+            "kv_offloading_size": 1,
+        },
+    ),
+    "KV offloading in another form": Case(
+        ("kv-offloading-spec",),
+        ("canonical_layout of OffloadingConnector",),
+        {
+            **connector(
+                "OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}
+            ),
+            "kv_offloading_size": 1,
+        },
+    ),
+    "KV offloading over stages": Case(
+        ("kv-offloading-stages",),
+        ("KV offloading over pipeline stages", "--tensor-parallel-size"),
+        {"kv_offloading_size": 1, "pipeline_parallel_size": 2},
+    ),
+    "KV offloading of states": Case(
+        ("states-connector",),
+        ("a KV connector with", "not states"),
+        {"kv_offloading_size": 1},
+        HYBRID,
     ),
     "KV connector of another cache": Case(
         ("kv-connector",),
@@ -699,14 +827,20 @@ CACHE = {
         ),
     ),
     "KV connector of prompts that are pooled": Case(
-        ("kv-connector-mla-or-pooling",),
-        ("KV connector ExampleConnector with MLA or pooling",),
+        ("kv-connector-pooling",),
+        ("KV connector ExampleConnector with pooling",),
         {**connector(), **POOLING},
     ),
     "KV connector of latent rows": Case(
-        ("kv-connector-mla-or-pooling",),
-        ("KV connector ExampleConnector with MLA or pooling",),
+        ("kv-connector-mla",),
+        ("KV connector ExampleConnector with MLA", "latent rows"),
         connector(),
+        ("DeepseekV2", MLA),
+    ),
+    "KV connector of one's own for latent rows": Case(
+        ("kv-connector-latent",),
+        ("KV connector PullingConnector with MLA", "unequal widths"),
+        connector("PullingConnector", kv_connector_module_path="tests.helpers.own_connector"),
         ("DeepseekV2", MLA),
     ),
     "KV connector that knows no adapters": Case(
@@ -846,12 +980,6 @@ SPECULATION = {
         drafts("mtp"),
         ("Qwen3", {EDITED: {"architectures": ["Step3p5ForCausalLM"]}}),
     ),
-    "MTP layers beside states": Case(
-        ("states-speculation", "mtp-model", "drafter-layer-kinds"),
-        ("mtp with Qwen3NextMTP", "linear attention keeps states"),
-        drafts("mtp"),
-        ("Qwen3Next", {**HYBRID[1], "num_nextn_predict_layers": 1}),
-    ),
     "MTP layers that have not been tried": Case(
         ("mtp-model",),
         ("mtp with ErnieMTPModel", "have not been tried", "use ngram"),
@@ -984,7 +1112,7 @@ COMING = {
 
 SEVERAL = {
     "several at once": Case(
-        ("kv-cache-dtype", "quantization", "sleep-communicators", "kv-offloading"),
+        ("kv-cache-dtype", "quantization", "sleep-communicators", "kv-connector"),
         ("4 things have to be changed:",),
         {
             **HALF,
@@ -992,7 +1120,7 @@ SEVERAL = {
             "quantization": "fp8",
             "enable_sleep_mode": True,
             "enable_nccl_comm_suspend": True,
-            "kv_offloading_size": 1,
+            **connector("NixlConnector"),
         },
     ),
 }
@@ -1001,6 +1129,10 @@ ON_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 KNOWN = {"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: True}
 """Whatever release is installed: what is refused of a V2 runner that is known."""
 EAGER = {"enforce_eager": True}
+WITH_MTP = (
+    "Qwen2",
+    {"num_nextn_predict_layers": 1, EDITED: {"architectures": ["MiMoForCausalLM"]}},
+)
 
 
 def on_v2(ids: tuple[str, ...], *parts: str, **settings: Any) -> Case:
@@ -1011,7 +1143,28 @@ def on_v2(ids: tuple[str, ...], *parts: str, **settings: Any) -> Case:
 
 
 V2 = {
-    "V2 with drafts": on_v2(("v2-speculation",), "no drafts", **NGRAM),
+    "V2 that drafts by several MTP layers": on_v2(
+        ("v2-mtp-layers",),
+        "several MTP layers",
+        model=(
+            "Qwen2",
+            {"num_nextn_predict_layers": 2, EDITED: {"architectures": ["MiMoForCausalLM"]}},
+        ),
+        **drafts("mtp"),
+    ),
+    "V2 that draws drafts": on_v2(
+        ("v2-drawn-drafts",),
+        "draft_sample_method probabilistic",
+        model=WITH_MTP,
+        **drafts("mtp", draft_sample_method="probabilistic"),
+    ),
+    "V2 without padded drafts": on_v2(
+        ("v2-unpadded-drafter-batch",),
+        "disable_padded_drafter_batch",
+        model=WITH_MTP,
+        **drafts("mtp", disable_padded_drafter_batch=True),
+    ),
+    "V2 with ngram": on_v2(("v2-speculative-method",), "speculative method ngram", **NGRAM),
     "V2 that pools": on_v2(("v2-pooling",), "pooling model", **POOLING),
     "V2 with embeddings": on_v2(("v2-prompt-embeds",), "embeds", enable_prompt_embeds=True),
     "V2 with latent attention": on_v2(
@@ -1025,7 +1178,15 @@ V2 = {
         patches={"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: False},
         environment=ON_V2,
     ),
-    "V2 on two ranks": on_v2(("v2-ranks",), "several ranks", tensor_parallel_size=2),
+    "V2 with stages": on_v2(
+        ("v2-ranks",), "pipeline stages", pipeline_parallel_size=2, async_scheduling=False
+    ),
+    "V2 with shared contexts": on_v2(
+        ("shared-contexts-v2",),
+        "--decode-context-parallel-size with Model Runner V2",
+        model=ONE_KV_HEAD,
+        **SHARED,
+    ),
     "V2 with a KV connector": on_v2(("v2-connector",), "KV connector", **connector()),
     "V2 with budgets for thinking": on_v2(
         ("v2-reasoning-budget",), "--reasoning-config", reasoning_config={}

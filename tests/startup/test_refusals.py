@@ -127,7 +127,7 @@ def test_all_that_applies_is_reported_a_line_each(refuse):
     ids, message = refuse(CASES["several at once"])
     first, *lines = message.splitlines()
     assert first == "4 things have to be changed:"
-    told = ("--kv-cache-dtype fp8", "--quantization fp8", "--enable-nccl-comm", "--kv-offloading")
+    told = ("--kv-cache-dtype fp8", "--quantization fp8", "--enable-nccl-comm", "KV connector")
     assert len(lines) == len(ids)
     for line, feature in zip(lines, told):
         assert line.startswith(f"  {feature}")
@@ -165,4 +165,6 @@ def test_layers_that_share_k_and_v_run_where_prompts_are_read_from_the_cache(mod
 def test_ngram_drafts_run_beside_a_kv_connector(models):
     settings = CASES["a drafter beside a KV connector"].settings
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    engine_config(models("Qwen3", {}), **{**settings, "speculative_config": ngram})
+    config = engine_config(models("Qwen3", {}), **{**settings, "speculative_config": ngram})
+    assert config.speculative_config.method == "ngram"
+    assert config.kv_transfer_config.kv_connector == "ExampleConnector"

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.startup.subjects import vllm_ascend
 
 
 @pytest.fixture(scope="module")
@@ -231,3 +233,9 @@ def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
     assert activation.activate_platform() is None
     monkeypatch.setenv("NPU_PREP_DEVICE", "cpu")
     assert activation.activate_platform() == activation.PLATFORM_CLASS
+
+
+def test_every_key_of_vllm_ascend_that_is_refused_stands_on_the_page_that_refusals_name():
+    page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
+    assert [key for key in sorted(vllm_ascend.KEYS) if f"`{key}`" not in page] == []
+    assert [name for name in vllm_ascend.VARIABLES if f"`{name}" not in page] == []

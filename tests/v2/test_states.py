@@ -181,3 +181,64 @@ def test_values_are_copied_when_they_have_changed(monkeypatch):
     on_host = SlotValues(CPU, 3, torch.int64)
     on_host.np[0] = 4
     assert on_host.gpu.tolist() == [4, 0, 0]
+
+
+def test_drafts_follow_their_sample():
+    """Also those of a request that sits a step out; each twice, as the fused pass scatters them."""
+    samples, last = Samples(5, CPU, 2), {}
+
+    def step(slots, discard=()):
+        batch = np.array(slots)
+        found = samples.find(batch, np.array([slot in last for slot in slots]))
+        for slot, row in zip(slots, found.rows.tolist()):
+            if slot in last:
+                assert found.num_drafts == 2
+                assert found.by_row[row].tolist() == last[slot]
+                assert found.num_rows * 5 == len(found.token_ids)
+        tokens = torch.tensor(slots, dtype=torch.int32) + 10 * len(last)
+        drafts = torch.stack((tokens + 100, tokens + 200), 1)
+        thrown = np.array([slot in discard for slot in slots])
+        samples.keep(tokens, torch.tensor(slots), batch, thrown, drafts)
+        for slot, token in zip(slots, tokens.tolist()):
+            if slot not in discard:
+                last[slot] = [token, token + 100, token + 200, token + 100, token + 200]
+        return found.is_by_slot
+
+    assert not step([0, 1, 2], discard={1})
+    assert not step([0, 2, 1])
+    assert not step([2, 1, 0])
+    assert step([0, 2])
+    assert step([2, 1])
+    assert step([0, 1, 2])
+
+
+class Counts:
+    """Counts of accepted tokens that are on the host already."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = np.array(values, np.int32)
+
+    def read(self) -> np.ndarray:
+        return self.values
+
+
+def test_counts_of_the_scheduler_lose_rejected_drafts():
+    """Whether the scheduler has waited for the step or not; requests without drafts keep theirs."""
+    states = SlotStates(4, 64, 32, 3, 100, CPU)
+    slots = np.array([2, 0, 1])
+    states.num_computed_tokens_np[slots] = 20, 30, 40
+    scheduled, drafts = np.array([4, 1, 3]), np.array([3, 0, 2], np.int32)
+    states.begin_step(slots, scheduled, drafts)
+    mapping = torch.tensor(slots)
+    kept = torch.zeros(3, dtype=torch.int32), mapping, slots, np.zeros(3, bool)
+    states.samples.keep(*kept, torch.zeros(3, 3, dtype=torch.int32))
+    valid = Counts(2, 1, 3)  # one draft of three, none of none, both
+    assert states.exact_counts(slots, [24, 31, 43], valid).tolist() == [22, 31, 43]
+    assert states.exact_counts(slots, [22, 31, 43], valid).tolist() == [22, 31, 43]
+    assert states.exact_counts(slots[::-1], [43, 31, 24], valid).tolist() == [43, 31, 22]
+    assert states.exact_counts(np.array([3]), [7], valid).tolist() == [7], "was not in the step"
+    states.index_to_req_id[2], states.req_id_to_index["a"] = "a", 2
+    states.remove_request("a")
+    assert states.exact_counts(np.array([2]), [24], valid).tolist() == [24], "another request"
+    states.begin_step(np.array([0]), np.ones(1), None)
+    assert states.exact_counts(np.array([1]), [43], valid).tolist() == [43], "an older step"

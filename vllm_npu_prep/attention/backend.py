@@ -1,10 +1,12 @@
 """The attention backend: builds `AscendMetadata` and hands layers to a kernel family."""
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -18,6 +20,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_npu_prep.attention.context_parallel import (
+    SharedStep,
+    attend_shared,
+    find_context_shards,
+    own_of,
+    rows_of,
+)
 from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KERNEL_FAMILIES
 from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kernel_blocks import KernelBlockTables, blocks_per_block
@@ -145,12 +154,15 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         How steps are split for latent attention; None without it, and if prefills are absorbed.
     holds_states
         False: those of linear attention have another builder (`attention.states`).
+    num_drafts
+        0: K and V of a draft are in the slot of its position, states have blocks of their own.
     kernel_block_size
         Tokens of a block as kernels see it (`attention.kernel_blocks`).
     """
 
     latent: LatentSplit | None = None
     holds_states = False
+    num_drafts = 0
 
     def __init__(
         self,
@@ -166,6 +178,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
+        self.shards = find_context_shards(vllm_config.parallel_config)
         model = vllm_config.model_config
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
@@ -191,8 +204,11 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     ) -> AttentionCGSupport:
         """Which full graphs can contain attention: those whose mask has a constant shape.
 
-        Graphs read K and V from the cache, which encoder-only layers don't have.
+        Graphs read K and V from the cache, which encoder-only layers don't have; and ranks that
+        share contexts exchange queries and results between kernels.
         """
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
         if decisions_of(vllm_config).mask_form == MaskForm.COMPRESSED:
@@ -273,7 +289,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             if mask is None:
                 positions = arrays.positions[: step.total_num_scheduled_tokens]
                 mask = masks[plan] = self.masks.build(plan, positions)
-        return AscendMetadata(
+        metadata = AscendMetadata(
             step.attn_state,
             mask,
             block_table,
@@ -286,6 +302,25 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             self.causal,
             padding.mode is GraphMode.FULL,
         )
+        if self.shards is not None:
+            metadata.shared = self._share(metadata, staged)
+        return metadata
+
+    def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> SharedStep | None:
+        """How the step attends over contexts that ranks share; None if it has none.
+
+        A decode's own token is in the cache of one rank. Prompts see their own tokens apart.
+        """
+        arrays, host = staged.device, staged.np
+        if metadata.attn_state is AttentionState.PrefillNoCache:
+            return None
+        if metadata.attn_state is AttentionState.DecodeOnly:
+            return rows_of(metadata, arrays.dcp_local_seq_lens, host.dcp_local_seq_lens)
+        shared = rows_of(metadata, arrays.dcp_local_context_lens, host.dcp_local_context_lens)
+        longest = metadata.max_query_len
+        plan = self._plan(AttentionState.PrefillNoCache, metadata.num_input_tokens, longest)
+        mask = self.masks.build(plan, arrays.positions[: metadata.num_actual_tokens])
+        return replace(shared, own=own_of(metadata, mask))
 
     def build(
         self,
@@ -337,6 +372,9 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
 
 class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
     """One layer's attention: writes K and V, then attends, both through the kernel family."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def __init__(
         self,
@@ -409,6 +447,13 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
                 slots = attn_metadata.slot_mapping[:num_tokens]
                 self.kernels.write_kv(key, value, kv_cache, slots)
         attended = output[:num_tokens]
+        if attn_metadata.shared is not None:
+            assert key is not None and value is not None
+            given = self.kernels, query, key, value, kv_cache, attn_metadata.shared
+            attend_shared(*given, self.layer_shape, attended, get_dcp_group())
+            if num_tokens < len(output):
+                output[num_tokens:].zero_()
+            return output
         if attn_metadata.tasks is not None:
             call = AttentionCall(
                 str(layer.layer_name),

@@ -9,6 +9,9 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 DEFAULT_BLOCK_SIZE = 128
 """Block size unless the user gives one: what Ascend kernels are made for."""
 
+KV_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+"""KV connectors of vLLM over planes, which all families have."""
+
 
 @dataclass(frozen=True)
 class KernelFamily:
@@ -72,7 +75,7 @@ REFERENCE = KernelFamily(
     logits_soft_cap=True,
     kv_sharing=True,
     mla=True,
-    kv_connectors=("ExampleConnector",),
+    kv_connectors=KV_CONNECTORS,
 )
 
 FIA = KernelFamily(
@@ -87,7 +90,7 @@ FIA = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=True,
     mla=True,
-    kv_connectors=("ExampleConnector",),
+    kv_connectors=KV_CONNECTORS,
 )
 
 ATB = KernelFamily(
@@ -102,7 +105,7 @@ ATB = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=False,
     mla=False,
-    kv_connectors=("ExampleConnector",),
+    kv_connectors=KV_CONNECTORS,
     # In bfloat16, flash attention takes its mask as flags; splitfuse adds its mask to the scores.
     mask_values={
         torch.float16: {MaskKind.MATRIX: float("-inf"), MaskKind.ROWS: float("-inf")},

@@ -38,6 +38,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.enable_fused_gdn_spec_decode = False  # a Triton kernel of bfloat16 drafts
         self._fuses_norm = "rms_norm" in fused_operators(get_current_vllm_config())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -58,6 +59,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         if states.device.type == "npu":
             from vllm_npu_prep.attention.kernels.fused_delta import DeltaShape, FusedDelta
 
+            conv_states = conv_states[:, : self.conv_kernel_size - 1]
             heads = states.shape[1] * self.num_k_heads // self.num_v_heads, states.shape[1]
             shape = DeltaShape(*heads, self.head_k_dim, self.head_v_dim)
             self.fused = FusedDelta(shape, self._fused_weights(), conv_states, states)
@@ -123,16 +125,23 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
                 tokens = slice(decodes, end)
                 output[tokens] = fused.prefill(mixed[tokens], b[tokens], a[tokens], metadata)
             return
-        if decodes:
+        if decodes and metadata.decode_lens is not None:
+            self._decode_drafts(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)
+        elif decodes:
             self._decode(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)
         if metadata.num_prefills:
             tokens = slice(decodes, end)
             self._prefill(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both parts of the states of all blocks; vLLM's types don't agree on what a cache is."""
+        """Both parts of the states of all blocks; vLLM's types don't agree on what a cache is.
+
+        With speculation, vLLM makes room in the first one for the inputs of drafts. It is not used:
+        each draft has a state of its own, both parts of it.
+        """
         cache: Any = self.kv_cache
-        return cache
+        inputs, states = cache
+        return inputs[:, : self.conv_kernel_size - 1], states
 
     def _convolution(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight ``[width, kernel_size]`` and bias of the convolution."""
@@ -167,6 +176,39 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         out, state = gated_delta.update_states(given, state)
         states.index_copy_(0, target.long(), state.to(states.dtype))
         output.copy_(out)
+
+    def _decode_drafts(
+        self,
+        mixed: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+        metadata: StateMetadata,
+    ) -> None:
+        """A token of each request and its drafts, one after the other; each leaves a state.
+
+        In a full graph all requests have as many.
+        """
+        conv_states, states = self._parts()
+        assert metadata.decode_lens is not None and metadata.token_state_indices is not None
+        lens, rows = metadata.decode_lens, slice(0, metadata.num_decodes)
+        source, targets = metadata.initial_state_indices[rows], metadata.token_state_indices.long()
+        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
+        weight, bias = self._convolution()
+        last = conv_states.index_select(0, source).masked_fill_(empty, 0)
+        state = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
+        first = torch.tensor(lens).cumsum(0) - torch.tensor(lens)
+        for place in range(max(lens)):
+            left = torch.tensor([row for row, length in enumerate(lens) if length > place])
+            tokens = first[left] + place
+            convolved, last[left] = gated_delta.convolve_next(
+                mixed[tokens], weight, bias, last[left]
+            )
+            given = self._rule_inputs(convolved, b[tokens], a[tokens])
+            out, state[left] = gated_delta.update_states(given, state[left])
+            output[tokens] = out.to(output.dtype)
+            conv_states.index_copy_(0, targets[tokens], last[left].to(conv_states.dtype))
+            states.index_copy_(0, targets[tokens], state[left].to(states.dtype))
 
     def _prefill(
         self,

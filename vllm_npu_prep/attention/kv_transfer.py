@@ -18,12 +18,16 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, example_connector
 from vllm.v1.attention.backend import AttentionMetadata
 
+from vllm_npu_prep.attention.offloading import OffloadingConnector, PlaneOffloadingSpec
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+__all__ = ["ExampleConnector", "OffloadingConnector", "PlaneOffloadingSpec"]
 
 STORED = "kv_cache"
 """Name of the one tensor of a file."""

@@ -46,6 +46,8 @@ class ContextChunk:
         First position and length of each piece, int32 ``[n]`` on the device.
     block_tables
         Rows of the requests, int32 ``[n, max_num_blocks]``.
+    ranks
+        How the rows are gathered if several ranks share contexts.
     """
 
     tokens: slice
@@ -54,6 +56,7 @@ class ContextChunk:
     starts: torch.Tensor
     lens: torch.Tensor
     block_tables: torch.Tensor
+    ranks: Any = None  # if ranks share contexts (`attention.latent_ranks.RankRows`)
 
     @property
     def num_rows(self) -> int:

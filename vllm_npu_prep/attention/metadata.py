@@ -46,6 +46,8 @@ class AscendMetadata(AttentionMetadata):
     in_full_graph: bool = False  # attention is inside a graph, and sees padding
     kernel_plan: Any = None  # computed once by the kernel family for all layers of the step
     tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
+    # Over contexts that ranks share (`attention.context_parallel.SharedStep`)
+    shared: Any = None
     halves: Any = None  # of latent attention, if there are prefills (`attention.latent.Halves`)
 
     @property

@@ -46,10 +46,12 @@ from vllm_npu_prep.attention.latent import (
     make_latent_split,
     split_metadata,
 )
+from vllm_npu_prep.attention.latent_ranks import attend_shared_decodes, gather, share_halves
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.context_shards import tokens_per_block
 from vllm_npu_prep.prep.latent import LatentSplit, split_prefills
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.quantization.loaded import dequantize
@@ -149,7 +151,10 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         assert self.reorder_batch_threshold is not None
-        sizes = self.reorder_batch_threshold, kv_cache_spec.block_size
+        sizes = (
+            self.reorder_batch_threshold,
+            tokens_per_block(self.shards, kv_cache_spec.block_size),
+        )
         self.latent = make_latent_split(vllm_config, *sizes)
 
     @classmethod
@@ -184,7 +189,12 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
                 for each in (staged.np, staged.device)
             )
             metadata.halves = split_metadata(metadata, latent.num_decodes, host, device)
+        if self.shards is not None:
+            share_halves(metadata, self.shards, staged)
         return metadata
+
+    def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> None:
+        """Nothing yet: the halves are shared, once they are known."""
 
     def build(
         self,
@@ -264,7 +274,7 @@ def attend_prefills(
     wants_lse = bool(prefills.chunks)
     attended = kernels.attend_prompts(own, prefills, metadata, shape, output, wants_lse)
     for chunk in prefills.chunks:
-        latent, rope = kernels.gather(planes, chunk)
+        latent, rope = gather(kernels, planes, chunk)
         queries = own.query[chunk.tokens], own.query_rope[chunk.tokens]
         given = project(*queries, latent.flatten(1), rope)
         context = kernels.attend_context(given, chunk, shape)
@@ -275,6 +285,9 @@ def attend_prefills(
 
 class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
     """One layer's attention over latent rows, through the kernel family."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def __init__(
         self,
@@ -313,6 +326,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
         self.decode_shape = self.shape._replace(num_heads=self.kernels.decode_heads(num_heads))
         self._kv_cache: torch.Tensor | None = None
+        # vLLM's layer would exchange queries and results itself, and merge by kernels of Triton
+        self.dcp_world_size, self.dcp_rank = 1, 0
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Dequantise the weights that make K and V of latent rows; vLLM's layer reads them next.
@@ -365,6 +380,11 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         assert isinstance(q, tuple)
         step = attn_metadata.decode
         assert step is not None
+        if attn_metadata.step.shared is not None:
+            planes, own = self._planes(kv_c_and_k_pe_cache), self.num_heads
+            queries = [part[: step.num_attended_tokens, :own] for part in q]
+            given = self.kernels, self.shape, planes, queries, attn_metadata.step.shared
+            return attend_shared_decodes(*given, len(q[0])), None
         query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
         planes = self._planes(kv_c_and_k_pe_cache)

@@ -35,7 +35,8 @@ class StateMetadata(AttentionMetadata):
     """What layers with states read of one step.
 
     ``R`` is the number of requests, with padding in full graphs only. In a full graph all requests
-    are decodes of one token, padding included; their states are those of the null block.
+    are decodes, of one token or with speculation of ``1 + num_drafts``, padding included; its
+    states are those of the null block.
     """
 
     attn_state: AttentionState
@@ -50,10 +51,18 @@ class StateMetadata(AttentionMetadata):
     num_actual_tokens: int  # tokens that were scheduled
     num_input_tokens: int  # tokens after graph padding
     in_full_graph: bool = False
+    # With speculation, of decodes: the block to which the state after each token is written, how
+    # many tokens of a request's last step count, and the tokens of each, on the host
+    token_state_indices: torch.Tensor | None = None  # [num_decode_tokens] int32
+    num_accepted_tokens: torch.Tensor | None = None  # [R] int32
+    decode_lens: list[int] | None = None
     tasks: Any = None  # of graphs: a state layer's operators take no lists, and need none
     # What a group's first layer makes for all of them (`attention.kernels.fused_delta`)
     rows_to_write: torch.Tensor | None = None  # int64: of decodes
     ones: torch.Tensor | None = None  # [decodes] int32
+    rows_of_decodes: torch.Tensor | None = None  # int64: to read, with speculation
+    decode_query_lens: torch.Tensor | None = None  # [decodes] int32, with speculation
+    accepted: torch.Tensor | None = None  # [decodes] int32: at most these
     prefill_query_lens: torch.Tensor | None = None  # [num_prefills] int32
     is_empty: torch.Tensor | None = None  # [num_prefills, 1, 1] bool
     rows_to_read: torch.Tensor | None = None  # int64: of prefills
@@ -64,6 +73,12 @@ class StateMetadata(AttentionMetadata):
     def num_prefills(self) -> int:
         """Requests after the decodes."""
         return len(self.prefill_ends)
+
+    @property
+    def uniform_decode_len(self) -> int:
+        """Tokens of each decode; 0 if they have different numbers of drafts."""
+        lens = self.decode_lens
+        return 0 if not lens or min(lens) != max(lens) else lens[0]
 
 
 class StateBackend(AttentionBackend):
@@ -92,6 +107,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     ----------
     holds_states
         True; builders of attention have False.
+    num_drafts
+        Most drafts of a request, each of which has a state; 0 without speculation.
     """
 
     holds_states = True
@@ -107,6 +124,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.num_drafts = kv_cache_spec.num_speculative_blocks
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decisions: Decisions = decisions_of(vllm_config)
         self._layers = vllm_config.compilation_config.static_forward_context
         self._moves = device.type == "npu"  # whose operator writes a state where it has read it
@@ -117,6 +136,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec | AttentionSpec
     ) -> AttentionCGSupport:
         """Full graphs of decodes: prefills are as many products as they are long."""
+        if vllm_config.speculative_config is not None:
+            return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def for_layers(self, metadata: StateMetadata) -> StateMetadata:
@@ -156,6 +177,17 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         num_tokens = step.batch.total_num_scheduled_tokens
         if self._moves and states.num_decodes:
             self._move_states(states.num_decodes, index, staged)
+        num_decode_tokens = step.num_input_tokens if in_full_graph else states.num_decode_tokens
+        of_drafts: dict[str, Any] = {}
+        if groups.num_drafts:
+            lens = step.query_lens[: states.num_decodes].tolist()
+            if in_full_graph:
+                lens = [step.padding.decode_query_len] * num_reqs
+            of_drafts = {
+                "token_state_indices": arrays.token_state_indices[index, :num_decode_tokens],
+                "num_accepted_tokens": arrays.num_accepted_tokens[:num_reqs],
+                "decode_lens": lens,
+            }
         return StateMetadata(
             step.attn_state,
             arrays.initial_state_indices[index, :num_reqs],
@@ -165,22 +197,31 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             arrays.prefill_query_start_loc[: num_prefills + 1],
             ends,
             num_reqs - num_prefills,
-            step.num_input_tokens if in_full_graph else states.num_decode_tokens,
+            num_decode_tokens,
             num_tokens,
             step.num_input_tokens,
             in_full_graph,
+            **of_drafts,
         )
 
     def _move_states(self, num_decodes: int, index: int, staged: StagedArrays) -> None:
         """Bring states of decodes to the blocks that the step writes, before its forward pass."""
         host, rows = staged.np, slice(num_decodes)
+        target = host.state_indices[index, rows]
+        if self.num_drafts:  # where the operator reads it: among the blocks of its own tokens
+            starts, lens = (
+                host.query_start_loc[rows],
+                np.diff(host.query_start_loc[: num_decodes + 1]),
+            )
+            kept = np.minimum(host.num_accepted_tokens[rows], lens)
+            target = host.token_state_indices[index][starts + kept - 1]
         parts: list[Any] = [
             part for name in self.layer_names for part in self._layers[name].kv_cache
         ]
         self.num_moved += move_states(
             parts,
             host.initial_state_indices[index, rows],
-            host.state_indices[index, rows],
+            target,
             host.has_initial_state[rows],
         )
 
@@ -218,12 +259,12 @@ def find_state_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> StateGr
     builders
         KV-cache group, builder and layers of each attention group.
     """
-    found = {
-        group: builder.reorder_batch_threshold
-        for group, builder, _ in builders
-        if builder.holds_states
-    }
-    return StateGroups(tuple(found), max(found.values())) if found else None
+    found = {group: builder for group, builder, _ in builders if builder.holds_states}
+    if not found:
+        return None
+    threshold = max(builder.reorder_batch_threshold for builder in found.values())
+    drafts = max(builder.num_drafts for builder in found.values())
+    return StateGroups(tuple(found), threshold, drafts)
 
 
 def move_states(

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
 
 from vllm_npu_prep.device.regions import Region
+from vllm_npu_prep.device.transfers import CopyStream
 from vllm_npu_prep.errors import PrepError
 
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
@@ -192,6 +194,24 @@ def make_device(device_type: str, index: int = 0) -> Device:
     from vllm_npu_prep.device.cpu import CPUDevice
 
     return CPUDevice()
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    """A new stream for copies between a device and the host."""
+    if device.type == "npu":
+        from vllm_npu_prep.device.npu import NPUCopyStream
+
+        return NPUCopyStream(device)
+    from vllm_npu_prep.device.cpu import CPUCopyStream
+
+    return CPUCopyStream()
+
+
+def host_memory(device_type: str, nbytes: int) -> torch.Tensor:
+    """Host memory that a device copies from and to, int8 ``[nbytes]``; page-locked for NPUs."""
+    if device_type == "npu":
+        return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
+    return torch.from_numpy(np.zeros(nbytes, np.int8))  # pages that are taken on first use
 
 
 def device_name(device_type: str, index: int = 0) -> str:

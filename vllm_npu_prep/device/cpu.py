@@ -1,7 +1,7 @@
 """The CPU fallback: the device interface with operations that complete before they return."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import psutil
@@ -9,6 +9,7 @@ import torch
 
 from vllm_npu_prep.compat import torch_names
 from vllm_npu_prep.device.regions import HostRegion
+from vllm_npu_prep.device.transfers import DoneTransfer
 
 
 class CPUDevice:
@@ -87,3 +88,13 @@ class CPUDevice:
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Streams and events that do nothing, for upstream code that creates some."""
         return torch_names.no_op_cuda_streams()
+
+
+class CPUCopyStream:
+    """Copies of the CPU fallback; see `vllm_npu_prep.device.transfers.CopyStream`."""
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DoneTransfer:
+        """Copy at once: work issued before is complete, too."""
+        for target, source in pairs:
+            target.copy_(source)
+        return DoneTransfer()

@@ -2,7 +2,7 @@
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -167,3 +167,35 @@ class NPUDevice:
             current_stream=torch_npu.npu.current_stream,
             stream=torch_npu.npu.stream,
         )
+
+
+class NPUTransfer:
+    """Copies before an event; see `vllm_npu_prep.device.transfers.Transfer`."""
+
+    def __init__(self, end: Any) -> None:
+        self._end = end
+
+    def is_done(self) -> bool:
+        """Whether the event has happened."""
+        return self._end.query()
+
+    def wait(self) -> None:
+        """Wait for the event."""
+        self._end.synchronize()
+
+
+class NPUCopyStream:
+    """A stream of an NPU; see `vllm_npu_prep.device.transfers.CopyStream`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch_npu.npu.Stream(device=device)
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> NPUTransfer:
+        """After all work of the current stream, without waiting on the host."""
+        self._stream.wait_stream(torch_npu.npu.current_stream())
+        end = torch_npu.npu.Event()
+        with torch_npu.npu.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            end.record()
+        return NPUTransfer(end)

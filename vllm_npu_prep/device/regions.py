@@ -1,6 +1,7 @@
 """Memory whose address stays while its pages are given back: what sleep mode needs of a device."""
 
 import mmap
+import os
 import tempfile
 from typing import IO, NoReturn, Protocol
 
@@ -68,10 +69,12 @@ class HostRegion:
         self.is_mapped = False
 
     def _written(self) -> IO[bytes]:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `map`)
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed by `map`)
         try:
-            self.data.numpy().tofile(file)
-            file.flush()
+            # A call writes a part if the disk has room for a part: only the next one fails.
+            rest = memoryview(self._pages)
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
         except OSError as error:
             file.close()
             raise PrepError(
@@ -89,11 +92,26 @@ class HostRegion:
             nbytes, free = self.data.numel(), psutil.virtual_memory().available
             if nbytes > free:
                 refuse_to_wake(nbytes, f"{free:,} bytes of the host are available")
-            self._kept.seek(0)
-            self._kept.readinto(self.data.numpy())  # type: ignore[attr-defined]
+            self._read(self._kept)
             self._kept.close()
             self._kept = None
         self.is_mapped = True
+
+    def _read(self, file: IO[bytes]) -> None:
+        rest, why = memoryview(self._pages), "the file ended"
+        try:
+            file.seek(0)
+            while rest and (count := os.readv(file.fileno(), [rest])):
+                rest = rest[count:]
+        except OSError as error:
+            why = str(error)
+        if rest:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+            raise PrepError(
+                f"wake-up: the last {len(rest):,} of {self.data.numel():,} bytes of weights could "
+                f"not be read back from {tempfile.gettempdir()} ({why}); what was asleep is still "
+                "asleep: wake up again, or start the engine again"
+            )
 
 
 def refuse_to_wake(nbytes: int, why: str) -> NoReturn:

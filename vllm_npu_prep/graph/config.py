@@ -83,7 +83,8 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
 
     compilation, transfer = vllm_config.compilation_config, vllm_config.kv_transfer_config
     mode = compilation.cudagraph_mode
-    if transfer is not None and transfer.kv_connector and mode.has_full_cudagraphs():
+    saves = transfer is not None and transfer.kv_connector not in (None, "OffloadingConnector")
+    if transfer is not None and saves and mode.has_full_cudagraphs():
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         return [
             f"{mode} graphs: KV connector {transfer.kv_connector} saves each layer on the host, "

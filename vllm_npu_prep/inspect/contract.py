@@ -82,12 +82,16 @@ LATENT_LINES = tuple(
 )
 """Arrays of latent attention; records of other engines don't have them."""
 STATE_SCALARS = tuple(item.name for item in fields(StateStep))
-OF_STATES = [line for line in STEP_ARRAYS.values() if line.dims[-1] == "Z"]
+OF_STATES = [line for line in STEP_ARRAYS.values() if {"Z", "H", "A"} & set(line.dims)]
 STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "N")
 """Variables that each group with states has its own copy of."""
+TOKEN_STATES = next(line.name for line in OF_STATES if line.dims[0] == "H")
+"""The same with speculation, of each token; engines without have no row of it."""
 STATE_LINES = (*OF_STATES, *(line for line in LATENT_LINES if line.level is Level.PREFILL))
 """Arrays of states; records of other engines don't have them."""
-OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES}
+DCP_LINES = tuple(line for line in STEP_ARRAYS.values() if line.dims == ("X",))
+"""Arrays of decode context parallelism; records of other engines don't have them."""
+OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES, *DCP_LINES}
 NOT_RECORDED = ("idx_mapping",)
 """A record has its requests in the order of the batch: slots of vLLM's V2 runner say nothing in
 it, and readers know nothing of them."""
@@ -124,6 +128,15 @@ def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
     return out | {line.name: getattr(step, line.name) for line in LATENT_LINES}
 
 
+def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
+    """What this rank keeps of each request, and which rank keeps each token; empty without."""
+    if step.batch.tables.dcp is None:
+        return {}
+    return {line.name: getattr(step, line.name) for line in DCP_LINES} | {
+        "dcp_ranks": step.owners()
+    }
+
+
 def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
     """Where the states of a group are, and how the step is split; empty for groups without."""
     states = step.batch.tables.states
@@ -133,6 +146,8 @@ def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
     out = {name: np.array(getattr(step.states, name), np.int64) for name in STATE_SCALARS}
     for line in STATE_LINES:
         array = getattr(step, line.name)
+        if line.name == TOKEN_STATES:
+            array = array[index] if len(array) else array.reshape(-1)[:0]
         out[line.name] = array[index] if line.name in STATE_BLOCKS else array
     return out
 
@@ -191,6 +206,7 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
     if step.latent is not None:
         scalars |= {f"latent.{n}": getattr(step.latent, n) for n in LATENT_SCALARS}
     out |= {name: np.array(value, np.int64) for name, value in scalars.items()}
+    out |= {f"dcp.{name}": value for name, value in dcp_variables(step).items()}
     out["model_input"] = np.array("inputs_embeds" if step.batch.takes_embeds else "input_ids", "S")
     out |= {n: a for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
     out |= staged_arrays(step.arrays, settings)
@@ -223,6 +239,7 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
     names |= {"sampled_token_targets", "is_on_device"}
     names |= {f"latent.{name}" for name in LATENT_SCALARS}
     names |= {f"states.{name}" for name in STATE_SCALARS}
+    names |= {f"dcp.{name}" for name in (*(line.name for line in DCP_LINES), "dcp_ranks")}
     return names | {line.recorded_as for line in STEP_ARRAYS.values()}
 
 

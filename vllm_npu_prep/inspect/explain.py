@@ -19,6 +19,8 @@ from vllm_npu_prep.inspect.contract import (
     SEVERAL_PER_TOKEN,
     STATE_BLOCKS,
     TOKEN_LEVEL,
+    TOKEN_STATES,
+    dcp_variables,
     group_variables,
     latent_variables,
     mask_arrays,
@@ -85,6 +87,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
     if step.latent is not None:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
+    if dcp_variables(step):
+        out["dcp"] = {name: value.tolist() for name, value in dcp_variables(step).items()}
     if view.state_groups:
         out["states"] = [
             {
@@ -209,6 +213,8 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
     if step.latent is not None:
         lines.append(("latent", latent_halves(step.latent)))
+    if step.batch.tables.dcp is not None:
+        lines.append(("ranks", shared_context(view)))
     if step.states is not None:
         lines.append(("states", state_halves(view)))
     tokens = step.num_input_tokens - step.total_num_scheduled_tokens
@@ -262,6 +268,8 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
     variables = token_level(view)
     for name in SEVERAL_PER_TOKEN:
         variables |= {f"{name} {index}": row for index, row in enumerate(getattr(step, name))}
+    if len(step.owners()):
+        variables["dcp_ranks"] = step.owners()
     for index in view.tables:
         if index:
             own = group_level(view, index)
@@ -305,6 +313,43 @@ def local_table(view: StepView, index: int) -> StepTable:
     return StepTable(f"system level{group_title(view, index)}: virtual requests", names, rows)
 
 
+def shared_context(view: StepView) -> str:
+    """How ranks share the context of requests, in words."""
+    shards = view.step.batch.tables.dcp
+    assert shards is not None
+    kept = int(np.count_nonzero(view.step.owners() == shards.rank))
+    runs = counted(shards.interleave_size, "neighbouring token")
+    return (
+        f"rank {shards.rank} of {shards.world_size} keeps {counted(kept, 'token')} of the step; "
+        f"{runs} to each rank in turn"
+    )
+
+
+def shard_table(view: StepView, selection: Selection) -> StepTable:
+    """Which positions of each request are in each of its blocks, rank by rank."""
+    step, tables = view.step, view.step.batch.tables
+    shards = tables.dcp
+    assert shards is not None
+    per_block = tables.tokens_per_block(view.tables[0])
+    rows: list[list[object]] = []
+    for row in selection.requests:
+        positions = np.arange(int(step.seq_lens[row]))
+        owners, columns = shards.owner(positions), positions // per_block
+        kept = step.dcp_local_context_lens[row], step.dcp_local_seq_lens[row]
+        for column, block in enumerate(view.blocks_owned(row)[: columns[-1] + 1].tolist()):
+            here = columns == column
+            cells = [
+                ranges(positions[here & (owners == rank)].tolist()) or "-"
+                for rank in range(shards.world_size)
+            ]
+            lengths = " of ".join(map(str, kept)) if column == 0 else ""
+            rows.append([view.requests[row].req_id, lengths, block, *cells])
+    own = [" (this one)" if rank == shards.rank else "" for rank in range(shards.world_size)]
+    names = [f"rank {rank}{mine}" for rank, mine in enumerate(own)]
+    title = "positions of each block, by the rank that keeps them"
+    return StepTable(title, ["req_id", "computed of kept here", "block", *names], rows)
+
+
 def state_halves(view: StepView) -> str:
     """How a step is split for layers with states, and whose states begin, in words."""
     states, begun = view.step.states, view.step.has_initial_state
@@ -324,10 +369,15 @@ def state_table(view: StepView, selection: Selection, group: int) -> StepTable:
     rows: list[list[object]] = []
     for row in selection.requests:
         reads, writes = (int(found[name][row]) for name in STATE_BLOCKS)
+        written = [writes]
+        if len(found[TOKEN_STATES]) and row < int(found["num_decodes"]):
+            start, end = step.query_start_loc[row : row + 2].tolist()
+            written = found[TOKEN_STATES][start:end].tolist()
         kind = "decode" if row < int(found["num_decodes"]) else "prefill"
         from_ = str(reads) if found["has_initial_state"][row] else "empty"
         computed, length = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
-        rows.append([view.requests[row].req_id, kind, computed, from_, length, writes])
+        states = " ".join(map(str, written))
+        rows.append([view.requests[row].req_id, kind, computed, from_, length, states])
     names = ["req_id", "half", "tokens before", "reads state", "tokens after", "writes state"]
     return StepTable(f"states of group {group}", names, rows)
 
@@ -398,6 +448,8 @@ def explain_text(
     print_folded(console, request_table(view, selection))
     if view.step.latent is not None:
         print_folded(console, latent_table(view, selection))
+    if view.step.batch.tables.dcp is not None:
+        print_folded(console, shard_table(view, selection))
     for table in view.state_groups:
         print_folded(console, state_table(view, selection, table))
     items = item_table(view, selection)

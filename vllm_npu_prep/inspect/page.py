@@ -79,12 +79,10 @@ def explain_html(
     selection = select(view, req_id, tokens)
     own = files(__package__)
     script = (own / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     tokens_left_out, token_tables = _token_tables(view, selection)
     requests_left_out, blocks = _block_maps(view, selection)
-    return _template().render(
-        policy="default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        f"script-src 'sha256-{digest}'",
+    return template("page.html").render(
+        policy=content_policy(script),
         style=Markup((own / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         item_colour="#{:02x}{:02x}{:02x}".format(*ITEM_COLOUR),
@@ -100,9 +98,18 @@ def explain_html(
     )
 
 
+def content_policy(script: str) -> str:
+    """What a page may do: nothing but show itself and run this script."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src 'sha256-{digest}'"
+    )
+
+
 @cache
-def _template() -> jinja2.Template:
-    """``page.html``, which escapes all but known markup, and fails on undefined names."""
+def template(name: str) -> jinja2.Template:
+    """A page's template, which escapes all but known markup, and fails on undefined names."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, ""),
         autoescape=True,
@@ -116,7 +123,7 @@ def _template() -> jinja2.Template:
     environment.filters.update(data_url=_data_url, percent=_percent)
     environment.tests["numbers"] = _is_numbers
     environment.globals.update(OPEN_REQUESTS=OPEN_REQUESTS, NAME_CHARACTERS=NAME_CHARACTERS)
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 def _finalized(value: object) -> object:

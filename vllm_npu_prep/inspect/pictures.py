@@ -284,7 +284,9 @@ def _block_row(
         lows = np.minimum.reduceat(offsets[order], firsts).tolist()
         highs = np.maximum.reduceat(offsets[order], firsts).tolist()
         written = {b: (low, high + 1) for b, low, high in zip(blocks_of.tolist(), lows, highs)}
-    computed = int(step.num_computed_tokens[row])
+    shards = step.batch.tables.dcp
+    computed_here = step.num_computed_tokens if shards is None else step.dcp_local_context_lens
+    computed = int(computed_here[row])
     numbers = owned.tolist()
     blocks, folded, names, last = [], {}, {}, -1
     for place in _kept(numbers, written):
@@ -295,7 +297,7 @@ def _block_row(
         items = [
             (max(item.offset - low, 0), min(item.end - low, size))
             for item in view.requests[row].items
-            if number and item.offset < low + size and item.end > low
+            if number and shards is None and item.offset < low + size and item.end > low
         ]
         blocks.append(
             Block(

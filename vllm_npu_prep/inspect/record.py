@@ -17,7 +17,7 @@ Neither vLLM nor torch is needed to read them.
 
 import io
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -32,7 +32,7 @@ from vllm_npu_prep.inspect.contract import (
 )
 from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
-from vllm_npu_prep.prep.batch import PreparedStep, StepBatch
+from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
 from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT
@@ -75,6 +75,9 @@ class RecordBatch:
     mrope_position_deltas: np.ndarray  # [R] int64; empty without M-RoPE
     placeholders: np.ndarray  # [any, 3] int64: request, first position, position after the last
     rows_with_embeds: np.ndarray  # [any] int64: requests whose prompt came as embeddings
+    # [R] int32, tokens of each request's last step that count; empty unless it has states and
+    # speculates
+    num_accepted_tokens: np.ndarray = field(default_factory=lambda: NO_COUNTS)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RecordBatch):
@@ -152,6 +155,7 @@ class StepRecord:
                 settings.num_sampled_rows,
                 settings.num_sampled_drafts,
                 takes_embeds(tables, batch.num_scheduled_tokens, rows, placeholders),
+                num_accepted_tokens=batch.num_accepted_tokens,
             ),
             settings.padding,
         )
@@ -207,6 +211,7 @@ class StepRecord:
             local=settings.local,
             latent=settings.latent_split,
             states=settings.states,
+            dcp=settings.shards,
         )
 
     def _mrope_tables(self) -> MropeTables | None:

@@ -8,7 +8,8 @@ import json
 import math
 import re
 import zipfile
-from dataclasses import fields
+from collections.abc import Set
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.inspect.scenario import why_not_json
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
+from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
@@ -139,6 +141,52 @@ def read_record(path: Path) -> StepRecord:
     return StepRecord(settings, batch, arrays)
 
 
+@dataclass(frozen=True)
+class RecordOutline:
+    """What a record says of a step's requests and blocks, without its tokens.
+
+    ``R`` requests, ``G`` groups with a block table.
+    """
+
+    settings: RecordSettings
+    attn_state: str  # name of an `AttentionState`
+    num_computed_tokens: np.ndarray  # [R] int32
+    num_prompt_tokens: np.ndarray  # [R] int32
+    num_scheduled_tokens: np.ndarray  # [R] int32
+    num_draft_tokens: np.ndarray  # [R] int32
+    num_blocks: np.ndarray  # [G, R] int32
+    block_ids: np.ndarray  # [sum of num_blocks] int32, group by group
+
+
+OUTLINED = [item.name for item in fields(RecordOutline)][2:]
+OUTLINE_MEMBERS = {"settings", "attn_state", *(f"batch.{name}" for name in OUTLINED)}
+
+
+def read_outline(path: Path) -> RecordOutline:
+    """Read and check a few arrays of a record, for pages about many steps.
+
+    Raises
+    ------
+    PrepError
+        One line: what is wrong with the file.
+    """
+    try:
+        arrays = _read_arrays(path, OUTLINE_MEMBERS)
+        settings = _read_settings(arrays)
+        num_reqs, num_groups = settings.num_reqs, len(settings.block_sizes)
+        shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(OUTLINED, (num_reqs,))
+        shapes |= {"num_blocks": (num_groups, num_reqs), "block_ids": (None,)}
+        found = {name: _batch_array(arrays, name, shapes[name]) for name in OUTLINED}
+        _require("attn_state" in arrays, "attn_state is missing")
+        state = arrays["attn_state"].tobytes().decode("ascii", "replace")
+        _require(state in AttentionState.__members__, "attn_state")
+        outline = RecordOutline(settings, state, **found)
+        _check_counts(settings, outline)
+    except PrepError as error:
+        raise PrepError(f"{path}: {error}") from None
+    return outline
+
+
 def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> None:
     """Refuse arrays that no record of these settings holds."""
     foreign = sorted(set(arrays) - prepared_names(settings))
@@ -147,13 +195,18 @@ def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> 
         raise PrepError(f"holds {names}, which the record of such a step does not have")
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Arrays of an ``.npz`` by name. Nothing is unpickled, and no array is larger than it says."""
+def _read_arrays(path: Path, names: Set[str] | None = None) -> dict[str, np.ndarray]:
+    """Arrays of an ``.npz`` by name. Nothing is unpickled, and no array is larger than it says.
+
+    Of `names`, if given, only these are read.
+    """
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
             raise PrepError(f"larger than {MAX_RECORD_BYTES:,} bytes: no record is that large")
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
+            if names is not None:
+                members = [m for m in members if m.filename.removesuffix(".npy") in names]
             if sum(member.file_size for member in members) > MAX_RECORD_BYTES:
                 raise PrepError(
                     f"holds more than {MAX_RECORD_BYTES:,} bytes: no record is that large"
@@ -177,7 +230,8 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise
     except Exception as error:  # zipfile passes on whatever its parts raise for bad bytes
         raise PrepError(f"not a record: {type(error).__name__}: {_one_line(error)}") from None
-    return {_member_name(name): _parse_array(name, each) for name, each in contents.items()}
+    arrays = {_member_name(name): _parse_array(name, each) for name, each in contents.items()}
+    return arrays
 
 
 def _member_name(name: str) -> str:
@@ -274,7 +328,10 @@ def _check_settings(settings: RecordSettings) -> None:
 def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> RecordBatch:
     """Take what the step was prepared from out of a record's arrays and check it."""
     reqs, tokens = settings.num_reqs, settings.total_num_scheduled_tokens
-    dims = settings.mrope_dims
+    dims, states = settings.mrope_dims, settings.states
+    has_drafts = states is not None and states.num_drafts > 0
+    if not has_drafts:  # older records don't have it
+        arrays.setdefault("batch.num_accepted_tokens", np.empty(0, np.int32))
     shapes: dict[str, tuple[int | None, ...]] = {
         f.name: (reqs,) for f in fields(RecordBatch) if f.name.startswith("num_")
     }
@@ -289,61 +346,77 @@ def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> Reco
         "mrope_position_deltas": (reqs if dims else 0,),
         "placeholders": (len(settings.modalities), 3),
         "rows_with_embeds": (None,),
+        "num_accepted_tokens": (reqs if has_drafts else 0,),
     }
-    found = {}
-    for item in fields(RecordBatch):
-        name, shape = f"batch.{item.name}", shapes[item.name]
-        array = arrays.pop(name, None)
-        _require(array is not None, f"{name} is missing")
-        assert array is not None
-        dtype = np.int64 if item.name in WIDE else np.int32
-        fits = len(array.shape) == len(shape) and all(
-            want is None or want == size for want, size in zip(shape, array.shape)
-        )
-        if array.dtype != dtype or not fits:
-            raise PrepError(
-                f"{name} is {array.dtype} {list(array.shape)}, but its settings say "
-                f"{np.dtype(dtype)} {['any' if s is None else s for s in shape]}"
-            )
-        found[item.name] = array
-    batch = RecordBatch(**found)
+    names = [item.name for item in fields(RecordBatch)]
+    batch = RecordBatch(**{name: _batch_array(arrays, name, shapes[name]) for name in names})
     _check_batch(settings, batch)
     return batch
 
 
-def _check_batch(settings: RecordSettings, batch: RecordBatch) -> None:
-    """Check what compiled code relies on, because it checks no bounds."""
+def _batch_array(
+    arrays: dict[str, np.ndarray], name: str, shape: tuple[int | None, ...]
+) -> np.ndarray:
+    """Take an array of what the step was prepared from out of a record's arrays."""
+    full_name = f"batch.{name}"
+    array = arrays.pop(full_name, None)
+    _require(array is not None, f"{full_name} is missing")
+    assert array is not None
+    dtype = np.int64 if name in WIDE else np.int32
+    fits = len(array.shape) == len(shape) and all(
+        want is None or want == size for want, size in zip(shape, array.shape)
+    )
+    if array.dtype != dtype or not fits:
+        raise PrepError(
+            f"{full_name} is {array.dtype} {list(array.shape)}, but its settings say "
+            f"{np.dtype(dtype)} {['any' if s is None else s for s in shape]}"
+        )
+    return array
 
-    def between(array: np.ndarray, least: Any, most: Any) -> bool:
-        return bool(((array >= least) & (array <= most)).all())
 
+def _between(array: np.ndarray, least: Any, most: Any) -> bool:
+    return bool(((array >= least) & (array <= most)).all())
+
+
+def _check_counts(settings: RecordSettings, batch: RecordBatch | RecordOutline) -> None:
+    """Check counts and blocks of the requests."""
     max_model_len = settings.max_model_len
     for name in ("num_computed_tokens", "num_scheduled_tokens", "num_prompt_tokens"):
-        _require(between(getattr(batch, name), 0, max_model_len), name)
+        _require(_between(getattr(batch, name), 0, max_model_len), name)
     computed = batch.num_computed_tokens.astype(np.int64)
     scheduled = batch.num_scheduled_tokens.astype(np.int64)
     drafts = batch.num_draft_tokens.astype(np.int64)
     seq_lens = computed + scheduled
-    _require(between(batch.num_tokens, 1, max_model_len), "num_tokens")
-    _require(between(scheduled, 1, max_model_len), "num_scheduled_tokens")
-    _require(between(seq_lens, 1, max_model_len), "tokens past max_model_len")
+    _require(_between(scheduled, 1, max_model_len), "num_scheduled_tokens")
+    _require(_between(seq_lens, 1, max_model_len), "tokens past max_model_len")
     _require(scheduled.sum() == settings.total_num_scheduled_tokens, "num_scheduled_tokens")
-    _require(between(drafts, 0, scheduled - 1), "num_draft_tokens")
+    _require(_between(drafts, 0, scheduled - 1), "num_draft_tokens")
     _require(drafts.sum() <= settings.max_drafts, "more drafts than max_drafts")
     _require(drafts.sum() + len(drafts) <= settings.max_logits, "more logits than max_logits")
-    last_row = settings.num_sampled_rows - 1
-    _require(between(batch.previous_rows, NO_PREVIOUS_ROW, last_row), "previous_rows")
     widths = np.array(settings.max_num_blocks, np.int64)[:, None]
     block_sizes = np.array(settings.block_sizes, np.int64)[:, None]
-    _require(between(batch.num_blocks, 0, widths), "num_blocks")
+    _require(_between(batch.num_blocks, 0, widths), "num_blocks")
     num_blocks = batch.num_blocks.sum(axis=1, dtype=np.int64)
     _require(num_blocks.sum() == len(batch.block_ids), "block_ids")
     last_blocks = np.repeat((1 << 31) // block_sizes[:, 0] - 1, num_blocks)
-    _require(between(batch.block_ids, 0, last_blocks), "block_ids past 32 bits of slots")
-    _require(between(seq_lens, 0, widths * block_sizes), "sequences past their block tables")
+    _require(_between(batch.block_ids, 0, last_blocks), "block_ids past 32 bits of slots")
+    ranks = 1 if settings.dcp is None else settings.dcp.world_size
+    longest = widths * block_sizes * ranks
+    _require(_between(seq_lens, 0, longest), "sequences past their block tables")
+
+
+def _check_batch(settings: RecordSettings, batch: RecordBatch) -> None:
+    """Check what compiled code relies on, because it checks no bounds."""
+    _check_counts(settings, batch)
+    between, max_model_len, drafts = _between, settings.max_model_len, batch.num_draft_tokens
+    _require(between(batch.num_tokens, 1, max_model_len), "num_tokens")
+    last_row = settings.num_sampled_rows - 1
+    _require(between(batch.previous_rows, NO_PREVIOUS_ROW, last_row), "previous_rows")
     _require(between(batch.mrope_lengths, 0, max_model_len), "mrope_lengths")
     _require(between(batch.mrope_positions, -(1 << 40), 1 << 40), "mrope_positions")
     _require(between(batch.mrope_position_deltas, -(1 << 40), 1 << 40), "mrope_position_deltas")
     _require(between(batch.placeholders[:, 0], 0, len(drafts) - 1), "placeholders")
     _require(between(batch.placeholders[:, 1:], 0, 1 << 40), "placeholders")
     _require(between(batch.rows_with_embeds, 0, len(drafts) - 1), "rows_with_embeds")
+    most = 1 + (0 if settings.states is None else settings.states.num_drafts)
+    _require(between(batch.num_accepted_tokens, 1, most), "num_accepted_tokens")

@@ -5,11 +5,14 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
+from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.states import StateGroups
+
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -25,6 +28,7 @@ class RecordGroup(_Strict):
     causal: bool = True
     # Most tokens of a decode, in a group that holds states (`vllm_npu_prep.prep.states`)
     state_threshold: Positive | None = None
+    state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `StateGroups.num_drafts`
 
 
 class RecordLatent(_Strict):
@@ -49,6 +53,43 @@ class RecordLatent(_Strict):
     def _whole_blocks(self) -> "RecordLatent":
         self.split(1)
         return self
+
+
+class RecordShards(_Strict):
+    """The part of each context that the rank kept (`vllm_npu_prep.prep.context_shards`)."""
+
+    world_size: Annotated[int, Field(ge=1, le=1 << 10)]
+    rank: Annotated[int, Field(ge=0, lt=1 << 10)]
+    interleave_size: BlockSize
+
+    @property
+    def shards(self) -> ContextShards:
+        """The same as the pure core has it."""
+        return ContextShards(self.world_size, self.rank, self.interleave_size)
+
+    @model_validator(mode="after")
+    def _of_a_rank(self) -> "RecordShards":
+        _ = self.shards
+        return self
+
+
+class RecordTimes(_Strict):
+    """When a step was prepared, and how long that took.
+
+    Attributes
+    ----------
+    started
+        When its preparation began: seconds of the host's monotonic clock, which all processes of
+        a host share.
+    prepared
+        Seconds that it took.
+    waits
+        How often it waited for an earlier copy to the device (`vllm_npu_prep.device.staging`).
+    """
+
+    started: Seconds
+    prepared: Seconds
+    waits: Count
 
 
 class RecordSettings(_Strict):
@@ -78,6 +119,10 @@ class RecordSettings(_Strict):
         Of each run of placeholders.
     latent
         How steps are split for latent attention; None without it.
+    dcp
+        The part of each context that the rank kept; None without decode context parallelism.
+    times
+        When it was prepared; None in records that older versions wrote.
     """
 
     format: Literal[2] = 2  # `vllm_npu_prep.inspect.record.FORMAT`
@@ -105,6 +150,20 @@ class RecordSettings(_Strict):
     takes_embeds: bool
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]
     latent: RecordLatent | None = None
+    dcp: RecordShards | None = None
+    times: RecordTimes | None = None
+
+    @model_validator(mode="after")
+    def _whole_runs(self) -> "RecordSettings":
+        size = 1 if self.dcp is None else self.dcp.interleave_size
+        if any(block_size % size for block_size in self.block_sizes):
+            raise ValueError(f"dcp: blocks of {self.block_sizes} are no whole runs of {size}")
+        return self
+
+    @property
+    def shards(self) -> ContextShards | None:
+        """The part of each context that the rank kept."""
+        return None if self.dcp is None else self.dcp.shards
 
     @property
     def latent_split(self) -> LatentSplit | None:
@@ -128,8 +187,17 @@ class RecordSettings(_Strict):
     @property
     def states(self) -> StateGroups | None:
         """Groups that hold states."""
-        found = {g.group: g.state_threshold for g in self.groups if g.state_threshold}
-        return StateGroups(tuple(found), max(found.values())) if found else None
+        found = {g.group: g for g in self.groups if g.state_threshold}
+        if not found:
+            return None
+        threshold = max(g.state_threshold or 1 for g in found.values())
+        drafts = max(g.state_drafts for g in found.values())
+        return StateGroups(tuple(found), threshold, drafts)
+
+    @model_validator(mode="after")
+    def _one_split(self) -> "RecordSettings":
+        assert self.states is None or self.states.groups  # thresholds and drafts fit each other
+        return self
 
     @property
     def main_group(self) -> int:
@@ -156,6 +224,7 @@ class RecordSettings(_Strict):
             self.local,
             self.latent_split,
             self.states,
+            dcp=self.shards,
         )
 
     @property

@@ -76,18 +76,21 @@ class KnownTokens(Sequence[int]):
 
 def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
     """The requests of a record in plain Python values, with their blocks of one group."""
+    from vllm_npu_prep.prep.context_shards import tokens_per_block
     from vllm_npu_prep.prep.oracle import OracleRequest
 
     settings, batch = record.settings, record.batch
     num_columns = 1
     blocks = [[0]] * settings.num_reqs
     if group < len(settings.block_sizes):
-        num_columns = -(-settings.max_model_len // settings.block_sizes[group])
+        size = tokens_per_block(settings.shards, settings.block_sizes[group])
+        num_columns = -(-settings.max_model_len // size)
         first = int(batch.num_blocks[:group].sum())
         ends = first + np.cumsum(batch.num_blocks[group])
         starts = ends - batch.num_blocks[group]
         blocks = [batch.block_ids[a:b].tolist()[:num_columns] for a, b in zip(starts, ends)]
     requests, start = [], 0
+    accepted = batch.num_accepted_tokens.tolist() or [1] * settings.num_reqs
     for req in range(settings.num_reqs):
         computed, scheduled, num_tokens, drafts, prompt = (
             int(getattr(batch, name)[req])
@@ -120,6 +123,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
                 block_ids=blocks[req],
                 num_draft_tokens=drafts,
                 draft_token_ids=span[scheduled - drafts :],
+                num_accepted_tokens=accepted[req],
                 mrope_positions=mrope,
                 mrope_position_delta=int(batch.mrope_position_deltas[req])
                 if settings.mrope_dims
@@ -134,7 +138,7 @@ def _oracle_arrays(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
     """The oracle's values by a record's names; values that it can't know are as recorded."""
-    from vllm_npu_prep.inspect.contract import GROUP_LEVEL
+    from vllm_npu_prep.inspect.contract import DCP_LINES, GROUP_LEVEL
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
 
@@ -163,12 +167,21 @@ def _oracle_arrays(
         chunked_prefill=settings.chunked_prefill,
         speculation=settings.max_drafts > 0,
         mrope_dims=settings.mrope_dims,
+        dcp=None if settings.dcp is None else (*settings.dcp.model_dump().values(),),
         **padding,
     )
     mask = said.pop("attn_mask")
     said.pop("runtime_mode", None)
     state = said.pop("attn_state")
     out = {} if prefix else {"attn_state": np.array(state, "S")}
+    if settings.dcp is not None:
+        ranks = said.pop("dcp_ranks")
+        if not prefix:
+            lens = {line.name: said.pop(line.name) for line in DCP_LINES}
+            out |= {f"dcp.{name}": np.array(value) for name, value in lens.items()}
+            for name, value in lens.items():
+                out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", value)
+            out["dcp.dcp_ranks"] = np.array(ranks)
     for name, values in said.items():
         base = name.removesuffix("_padded")
         if base in GROUP_LEVEL:
@@ -205,7 +218,7 @@ def _oracle_states(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
     """Where the states of a group are, and how the step is split, by a record's names."""
-    from vllm_npu_prep.inspect.contract import STATE_BLOCKS
+    from vllm_npu_prep.inspect.contract import STATE_BLOCKS, TOKEN_STATES
     from vllm_npu_prep.prep.oracle import oracle_state_step
 
     settings = record.settings
@@ -215,7 +228,9 @@ def _oracle_states(
         oracle_requests(record, group.group),
         decode_threshold=threshold,
         block_size=settings.block_sizes[group.group],
+        num_drafts=states.num_drafts,
     )
+    tokens, kept = said.pop(TOKEN_STATES), said.pop("num_accepted_tokens")
     blocks = {name: np.array(said.pop(name)) for name in STATE_BLOCKS}
     out = {f"{prefix}{name}": array for name, array in blocks.items()}
     total = settings.total_num_scheduled_tokens
@@ -225,6 +240,18 @@ def _oracle_states(
             out[f"states.{name}"] = np.array(value)
         else:
             out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", value)
+    if states.num_drafts:
+        counts = np.ones(settings.num_reqs_padded, np.int64)
+        counts[: len(kept)] = kept
+        out["num_accepted_tokens_padded"] = counts
+        of_groups = np.zeros((len(states.groups), settings.num_input_tokens), np.int64)
+        recorded = record.prepared.get(f"{TOKEN_STATES}_padded")
+        if recorded is not None and recorded.shape == of_groups.shape:
+            of_groups[:] = recorded  # of the other groups
+        own = of_groups[states.groups.index(group.group)]
+        own[:] = 0
+        own[: len(tokens)] = tokens
+        out[f"{TOKEN_STATES}_padded"] = of_groups
     return out
 
 

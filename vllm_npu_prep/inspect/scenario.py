@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
+from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
@@ -35,7 +36,7 @@ MAX_TABLE_CELLS = 1 << 26
 
 
 def _printable(text: str) -> str:
-    if not all(character.isprintable() for character in text):
+    if not text.isprintable():
         raise ValueError("must hold printable characters only")
     return text
 
@@ -111,6 +112,14 @@ class ScenarioLatent(_Strict):
     workspace_blocks: Positive = 1
 
 
+class ScenarioShards(_Strict):
+    """The rank that prepares the step, of those that share contexts (`prep.context_shards`)."""
+
+    world_size: Annotated[int, Field(ge=2, le=64)]
+    rank: Annotated[int, Field(ge=0, lt=64)] = 0
+    interleave_size: BlockSize = 1
+
+
 class Scenario(_Strict):
     """A batch, and the settings under which it is prepared."""
 
@@ -128,6 +137,7 @@ class Scenario(_Strict):
     chunked_prefill: bool = True
     mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
     latent: ScenarioLatent | None = None
+    dcp: ScenarioShards | None = None
     more_kv_cache_groups: Annotated[list[ScenarioGroup], Field(max_length=15)] = []
 
     @property
@@ -140,6 +150,12 @@ class Scenario(_Strict):
             attention_chunk_size=self.attention_chunk_size,
         )
         return [first, *self.more_kv_cache_groups]
+
+    @property
+    def shards(self) -> ContextShards | None:
+        """The part of each context that the rank keeps."""
+        dcp = self.dcp
+        return None if dcp is None else ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size)
 
     @property
     def local(self) -> LocalGroups | None:
@@ -159,7 +175,7 @@ def _state_groups(scenario: Scenario) -> StateGroups | None:
 
 
 def _latent_split(scenario: Scenario) -> LatentSplit | None:
-    latent, size = scenario.latent, scenario.block_size
+    latent, size = scenario.latent, tokens_per_block(scenario.shards, scenario.block_size)
     if latent is None:
         return None
     sizes = latent.decode_threshold, latent.workspace_blocks * size, size
@@ -297,6 +313,7 @@ def _check(scenario: Scenario) -> None:
     for req_id, count in Counter(request.req_id for request in requests).items():
         if count > 1:
             raise PrepError(f"requests: req_id {req_id!r} is given {count} times")
+    _check_shards(scenario)
     for index, request in enumerate(requests):
         _check_request(scenario, request, f"requests.{index}")
         _check_inputs(scenario, request, f"requests.{index}")
@@ -315,8 +332,9 @@ def _check(scenario: Scenario) -> None:
             for i in range(len(requests))
         ]
         for row, request in enumerate(requests):
-            _check_blocks(scenario.max_model_len, group, request, group.block_ids[row], where[row])
-        _check_owners(group, requests, where)
+            _check_blocks(scenario, group, request, group.block_ids[row], where[row])
+        per_block = tokens_per_block(scenario.shards, group.block_size)
+        _check_owners(group, per_block, requests, where)
 
 
 def _check_states(groups: list[ScenarioGroup], latent: ScenarioLatent | None) -> None:
@@ -327,6 +345,26 @@ def _check_states(groups: list[ScenarioGroup], latent: ScenarioLatent | None) ->
             raise PrepError(
                 f"more_kv_cache_groups.{place}.holds_states: a group with states has neither "
                 "sliding_window nor attention_chunk_size, and its scenario no latent attention"
+            )
+
+
+def _check_shards(scenario: Scenario) -> None:
+    """Check that there is such a rank, and that all layers see whole contexts."""
+    dcp = scenario.dcp
+    if dcp is None:
+        return
+    if dcp.rank >= dcp.world_size:
+        raise PrepError(f"dcp.rank: {dcp.rank}; ranks are 0 to {dcp.world_size - 1}")
+    for group in scenario.groups:
+        if group.block_size % dcp.interleave_size:
+            raise PrepError(
+                f"dcp.interleave_size: {dcp.interleave_size} in blocks of {group.block_size}; "
+                "blocks must consist of whole runs of neighbouring tokens"
+            )
+        if group.sliding_window or group.attention_chunk_size or group.holds_states:
+            raise PrepError(
+                "dcp: ranks share contexts that layers see all of; leave out sliding_window, "
+                "attention_chunk_size and holds_states"
             )
 
 
@@ -404,17 +442,18 @@ def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> N
 
 
 def _check_blocks(
-    max_model_len: int,
+    scenario: Scenario,
     group: ScenarioGroup,
     request: ScenarioRequest,
     block_ids: list[int],
     where: str,
 ) -> None:
-    needed = -(-request.seq_len // group.block_size)
-    columns = -(-max_model_len // group.block_size)
+    per_block = tokens_per_block(scenario.shards, group.block_size)
+    needed = -(-request.seq_len // per_block)
+    columns = -(-scenario.max_model_len // per_block)
     if not needed <= len(block_ids) <= columns:
         raise PrepError(
-            f"{where}: {counted(len(block_ids), 'block')} of {counted(group.block_size, 'token')}; "
+            f"{where}: {counted(len(block_ids), 'block')} of {counted(per_block, 'token')}; "
             f"num_computed_tokens + num_scheduled_tokens = {request.seq_len} needs {needed}, and a "
             f"row holds {columns}"
         )
@@ -432,11 +471,13 @@ def _check_blocks(
             raise PrepError(f"{where}: block {block} is listed {count} times")
 
 
-def _check_owners(group: ScenarioGroup, requests: list[ScenarioRequest], where: list[str]) -> None:
+def _check_owners(
+    group: ScenarioGroup, per_block: int, requests: list[ScenarioRequest], where: list[str]
+) -> None:
     """Two requests share a block only if it is a full prefix block, which neither writes."""
     owner: dict[int, tuple[int, bool]] = {}
     for index, request in enumerate(requests):
-        full = request.num_computed_tokens // group.block_size
+        full = request.num_computed_tokens // per_block
         for place, block in enumerate(group.block_ids[index]):
             is_prefix = place < full
             if block and block in owner:
@@ -460,7 +501,7 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         token_ids[row, : len(tokens)] = tokens
     block_tables, local = [], scenario.local
     for group in scenario.groups:
-        columns = -(-scenario.max_model_len // group.block_size)
+        columns = -(-scenario.max_model_len // tokens_per_block(scenario.shards, group.block_size))
         if local is not None:  # rows are whole chunks
             columns = -(-columns // local.blocks_per_chunk) * local.blocks_per_chunk
         block_table = np.zeros((num_reqs, columns), np.int32)
@@ -494,6 +535,7 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         local=local,
         latent=_latent_split(scenario),
         states=_state_groups(scenario),
+        dcp=scenario.shards,
         **device_has_all(block_tables),
     )
     num_scheduled_tokens = column("num_scheduled_tokens")

@@ -277,7 +277,10 @@ class StepView:
     def blocks_touched(self, row: int, group: int = 0) -> np.ndarray:
         """Blocks that the step writes for a request, in order, each once."""
         starts = self.step.query_start_loc
-        blocks = self.step.block_numbers(self.tables[group])[starts[row] : starts[row + 1]]
+        tokens, table = slice(starts[row], starts[row + 1]), self.tables[group]
+        blocks = self.step.block_numbers(table)[tokens]
+        if self.step.batch.tables.dcp is not None:  # other ranks write the others
+            blocks = blocks[self.step.slot_mapping[table][tokens] >= 0]
         return blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
 
     def spans(self) -> list[dict[str, Any]]:

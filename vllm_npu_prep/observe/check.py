@@ -102,7 +102,7 @@ def explain_fault(
     elif rule == Rule.BLOCKS:
         owned = int(tables.num_blocks[group, step.slots[req]])
         given = arrays.seq_lens[req]
-        allowed = f"up to {owned * int(tables.block_sizes[group])} in its {counted(owned, 'block')}"
+        allowed = f"up to {owned * tables.tokens_per_block(group)} in its {counted(owned, 'block')}"
     elif rule == Rule.POSITIONS:
         given = arrays.positions[token]
         allowed = int(arrays.num_computed_tokens[req]) + token - int(starts[req])
@@ -139,11 +139,16 @@ def explain_fault(
         allowed = f"rising from 0 to {step.num_input_tokens} at most"
     elif rule == Rule.NO_SLOT:
         given, allowed = arrays.slot_mapping[group, token], "-1"
+    elif rule in (Rule.SHARDED_SLOTS, Rule.SHARDED_LENS):
+        given, allowed = _shards(step, req, token, group, rule)
     elif rule == Rule.STATE_BEGINS:
         given, computed = bool(arrays.has_initial_state[req]), arrays.num_computed_tokens[req]
         allowed = f"{bool(computed)}, with {counted(int(computed), 'computed token')}"
     elif rule in (Rule.STATE_BLOCKS, Rule.STATE_SHARED, Rule.STATE_PADDING):
-        given, allowed = _states(step, req, group, rule)
+        given, allowed = _states(step, req, token, group, rule)
+    elif rule == Rule.STATE_ACCEPTED:
+        given, kept = arrays.num_accepted_tokens[req], int(step.batch.num_accepted_tokens[req])
+        allowed = kept if arrays.num_computed_tokens[req] else 1
     else:
         given = arrays.chunk_local_seq_lens[req]
         assert tables.local is not None
@@ -161,13 +166,20 @@ def explain_fault(
     return given_allowed(name, text, given, allowed, **where, group=group if group >= 0 else None)
 
 
-def _states(step: "PreparedStep", req: int, group: int, rule: Rule) -> tuple[str, str]:
+def _states(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
     """What a rule of states says of a request: the blocks that it was given, and those allowed."""
     arrays, tables = step.arrays, step.batch.tables
     assert tables.states is not None
     if group < 0:
         return "a state of a padding request", "none"
     index = tables.states.groups.index(group)
+    if req < 0:
+        return f"block {arrays.token_state_indices[index, token]}", "the null block"
+    if token >= 0:
+        size, row = int(tables.block_sizes[group]), tables.block_table(group)[req]
+        column = (int(arrays.seq_lens[req]) - 1) // size + token - int(arrays.query_start_loc[req])
+        given = f"writes block {arrays.token_state_indices[index, token]}"
+        return given, f"writes block {row[column]}, which is not the null block"
     reads = int(arrays.initial_state_indices[index, req])
     writes = int(arrays.state_indices[index, req])
     has_state = bool(arrays.has_initial_state[req])
@@ -180,8 +192,30 @@ def _states(step: "PreparedStep", req: int, group: int, rule: Rule) -> tuple[str
     after = int(row[(int(arrays.seq_lens[req]) - 1) // size])
     if not has_state:
         return given, f"writes block {after}"
-    before = int(row[(int(arrays.num_computed_tokens[req]) - 1) // size])
+    column = (int(arrays.num_computed_tokens[req]) - 1) // size
+    if tables.states.num_drafts:
+        column += int(arrays.num_accepted_tokens[req]) - 1
+    before = int(row[column])
     return given, f"reads block {before}, writes block {after}, and neither is the null block"
+
+
+def _shards(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
+    """What a rule of decode context parallelism says of a token, or of a request's lengths."""
+    tables, arrays = step.batch.tables, step.arrays
+    assert tables.dcp is not None
+    if rule == Rule.SHARDED_LENS:
+        lens = arrays.dcp_local_seq_lens[req], arrays.dcp_local_context_lens[req]
+        allowed = "what this rank keeps of the request, and of its computed tokens"
+        return f"{lens[0]}, {lens[1]} of them computed", allowed
+    position, slot = int(arrays.positions[token]), int(arrays.slot_mapping[group, token])
+    owner = tables.dcp.owner(position)
+    given = f"{slot} on rank {tables.dcp.rank}"
+    if owner != tables.dcp.rank:
+        return given, f"-1: rank {owner} keeps position {position}"
+    size = int(tables.block_sizes[group])
+    block, offset = divmod(tables.dcp.local_position(position), size)
+    number = int(tables.block_table(group)[step.slots[req], block])
+    return given, f"{number * size + offset}, in its block {number}"
 
 
 RULES: dict[Rule, tuple[str, str]] = {
@@ -212,6 +246,9 @@ RULES: dict[Rule, tuple[str, str]] = {
     Rule.STATE_BLOCKS: ("states", "a state is in the block that the table names"),
     Rule.STATE_SHARED: ("shared state", "no two running requests share a state"),
     Rule.STATE_BEGINS: ("initial state", "a state is read if tokens are computed already"),
+    Rule.SHARDED_SLOTS: ("shared slots", "a token has its slot on the one rank that keeps it"),
+    Rule.SHARDED_LENS: ("shared lengths", "a rank's lengths count the tokens that it keeps"),
     Rule.STATE_PADDING: ("padding states", "padding has the state of the null block"),
+    Rule.STATE_ACCEPTED: ("accepted tokens", "a state is that after the last token that counts"),
 }
 """Each rule's name and text."""

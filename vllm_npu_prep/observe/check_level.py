@@ -10,6 +10,7 @@ from typing import Any
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
 from vllm_npu_prep.prep.checks import NO_SLOTS
+from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
@@ -42,7 +43,8 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
         return StepCheck(vocab_size, num_slots)
     from vllm_npu_prep.observe.full_check import FullCheck
 
-    groups = [ledger_group(spec, size) for spec, size in zip(specs, block_sizes)]
+    shards = runner.preparer.tables.dcp
+    groups = [ledger_group(spec, size, shards) for spec, size in zip(specs, block_sizes)]
     num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
     ledger = SlotLedger(
         groups,
@@ -53,7 +55,7 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
     return FullCheck(vocab_size, num_slots, ledger)
 
 
-def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
+def ledger_group(spec: Any, block_size: int, shards: ContextShards | None = None) -> LedgerGroup:
     """A KV-cache group for the ledger.
 
     Parameters
@@ -63,6 +65,8 @@ def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
         less, but its blocks are not freed.
     block_size
         Of its block table.
+    shards
+        The part of each context that this rank keeps.
     """
     from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
@@ -72,4 +76,5 @@ def ledger_group(spec: Any, block_size: int) -> LedgerGroup:
     for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
         spec = each
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    return LedgerGroup(block_size, pages, window, getattr(spec, "attention_chunk_size", None))
+    size, chunk = tokens_per_block(shards, block_size), getattr(spec, "attention_chunk_size", None)
+    return LedgerGroup(size, pages, window, chunk, shards=shards)

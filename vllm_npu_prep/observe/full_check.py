@@ -14,6 +14,8 @@ from vllm_npu_prep.inspect.contract import (
     REQUEST_LEVEL,
     STATE_BLOCKS,
     TOKEN_LEVEL,
+    TOKEN_STATES,
+    dcp_variables,
     group_variables,
     latent_variables,
     state_variables,
@@ -150,6 +152,7 @@ class FullCheck(StepCheck):
                 chunked_prefill=tables.chunked_prefill,
                 speculation=runner.speculative_config is not None,
                 mrope_dims=step.layout.mrope_dims,
+                dcp=None if tables.dcp is None else tuple(tables.shards.tolist()),
             )
             if tables.num_groups:
                 own = group_variables(step, group)
@@ -161,6 +164,8 @@ class FullCheck(StepCheck):
             for name in (*TOKEN_LEVEL, *REQUEST_LEVEL):
                 if name not in STEP_ARRAYS or not STEP_ARRAYS[name].sampled:
                     self._compare(step, name, getattr(step, name), expected[name])
+            for name, given in dcp_variables(step).items():
+                self._compare(step, name, given, expected[name])
             if tables.latent is not None:
                 self._check_latent(step, requests, tables.latent)
             if step.layout.mrope_dims:
@@ -209,6 +214,9 @@ class FullCheck(StepCheck):
                 "mrope_positions": state.mrope_positions.tolist(),
                 "mrope_position_delta": state.mrope_position_delta or 0,
             }
+        accepted = 1
+        if tables.states is not None and tables.states.num_drafts:
+            accepted = int(step.batch.num_accepted_tokens[row])
         return OracleRequest(
             num_computed_tokens=seq_len - end + start,
             num_scheduled_tokens=end - start,
@@ -217,6 +225,7 @@ class FullCheck(StepCheck):
             block_ids=blocks,
             num_draft_tokens=drafts,
             draft_token_ids=token_ids[seq_len - drafts : seq_len],
+            num_accepted_tokens=accepted,
             **mrope,
         )
 
@@ -234,6 +243,7 @@ class FullCheck(StepCheck):
             requests,
             decode_threshold=tables.states.decode_threshold,
             block_size=int(tables.block_sizes[group]),
+            num_drafts=tables.states.num_drafts,
         )
         for name, given in state_variables(step, group).items():
             if given.tolist() != expected[name]:
@@ -375,6 +385,18 @@ class FullCheck(StepCheck):
         given = metadata.has_initial_state.tolist()
         begun = own["has_initial_state"].tolist() + [bool(each) for each in padding]
         expect("has_initial_state of layers", given, begun, group=group)
+        if step.layout.dims["A"]:
+            given = metadata.num_accepted_tokens.tolist()
+            ones = [1] * len(padding)
+            expect(
+                "accepted tokens of layers",
+                given,
+                own["num_accepted_tokens"].tolist() + ones,
+                group=group,
+            )
+            blocks, tokens = own[TOKEN_STATES].tolist(), metadata.token_state_indices.tolist()
+            blocks += [0] * (len(tokens) - len(blocks))
+            expect("states of tokens", tokens, blocks[: len(tokens)], group=group)
         is_full = step.padding.mode is GraphMode.FULL
         expect("in a full graph", metadata.in_full_graph, is_full, group=group)
         if not is_full:

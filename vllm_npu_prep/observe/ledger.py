@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
+from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
+from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ LARGEST_CONTENT = 1 << 62
 class LedgerGroup:
     """Properties of a KV-cache group that the ledger needs."""
 
-    block_size: int  # of the block tables, in tokens
+    block_size: int  # of the block tables, in tokens; with shards, of a block on all ranks
     blocks_per_page: int = 1  # blocks of the tables for each one that the scheduler hands out
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     holds_states: bool = False  # its blocks have a state each, and no slots
+    shards: ContextShards | None = None  # the part of each context that this rank keeps
 
     def first_needed(self, position: int) -> int:
         """First position that the token at a position sees; earlier blocks may be freed."""
@@ -51,6 +54,19 @@ class LedgerGroup:
         if self.attention_chunk_size is not None:
             return position // self.attention_chunk_size * self.attention_chunk_size
         return 0
+
+    def slot(self, block: int, position: int) -> int:
+        """Slot of a position in its block; -1 if another rank keeps it."""
+        if self.shards is None:
+            return block * self.block_size + position % self.block_size
+        if self.shards.owner(position) != self.shards.rank:
+            return PAD_SLOT_ID
+        size = self.block_size // self.shards.world_size
+        return block * size + self.shards.local_position(position) % size
+
+    def block_of(self, slot: int) -> int:
+        """Block of a slot of this rank."""
+        return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
         """Block ids of the block tables, from the scheduler's."""
@@ -348,15 +364,16 @@ class SlotLedger:
         slots = step.slot_mapping[index][first : first + end - computed].tolist()
         for offset, slot in enumerate(slots):
             position = computed + offset
-            block, expected = blocks[position // size], blocks[position // size] * size
-            if slot != expected + position % size:
-                wrong = slot // size
-                if wrong == block:
+            block = blocks[position // size]
+            expected = group.slot(block, position)
+            if slot != expected:
+                wrong = group.block_of(slot)
+                if wrong == block or PAD_SLOT_ID in (slot, expected):
                     raise given_allowed(
                         "slot",
                         "a slot belongs to its position",
                         slot,
-                        expected + position % size,
+                        expected,
                         request=req_id,
                         token=first + offset,
                         position=position,
@@ -495,9 +512,25 @@ class SlotLedger:
                 request=req_id,
                 group=index,
             )
-        self.states[block] = request.chain[end - 1] + index
-        self.contents[block] = NOBODY
-        self.writers[block] = req_id
+        for written, after in self._written_states(step, row, index, block, end):
+            self.states[written] = request.chain[after - 1] + index
+            self.contents[written] = NOBODY
+            self.writers[written] = req_id
+
+    def _written_states(
+        self, step: "PreparedStep", row: int, index: int, block: int, end: int
+    ) -> list[tuple[int, int]]:
+        """Blocks that a request writes in a step, and how many tokens each is the state after.
+
+        With speculation, a decode writes the state after each of its tokens.
+        """
+        states = step.batch.tables.states
+        assert states is not None and step.states is not None
+        if not states.num_drafts or row >= step.states.num_decodes:
+            return [(block, end)]
+        start, stop = step.query_start_loc[row : row + 2].tolist()
+        of_tokens = step.token_state_indices[states.groups.index(index), start:stop]
+        return list(zip(of_tokens.tolist(), range(end - (stop - start) + 1, end + 1)))
 
     def _misplaced(
         self,

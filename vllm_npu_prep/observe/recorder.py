@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,13 @@ from vllm_npu_prep.inspect.record import FORMAT
 from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.observe.record_client import server_of
 from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
-from vllm_npu_prep.observe.step_snapshot import PastBlockTables, Recorded, StepSnapshot, warm_up
+from vllm_npu_prep.observe.step_snapshot import (
+    PastBlockTables,
+    Recorded,
+    StepSnapshot,
+    StepTimes,
+    warm_up,
+)
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
@@ -109,6 +116,7 @@ class StepRecorder:
         started = time.strftime("%Y%m%d-%H%M%S")
         self.folder = config.make_folder() / f"{started}-{os.getpid()}{suffix}"
         self.steps = 0  # noted so far
+        self._waits = 0  # of the staging ring before the next step
         self._span = config.span
         self._ring: deque[StepSnapshot] = deque()
         self._ring_bytes = self._file_bytes = 0
@@ -137,11 +145,29 @@ class StepRecorder:
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
+        *,
+        started: float | None = None,
+        waits: int = 0,
     ) -> None:
-        """Note a step that was just prepared; see `StepSnapshot.of_step`. Names are copied."""
+        """Note a step that was just prepared.
+
+        Parameters
+        ----------
+        step, kind, placeholders, modalities, rows_with_embeds
+            See `StepSnapshot.of_step`.
+        req_ids
+            Names of the batch, which are copied.
+        started
+            `perf_counter` when its preparation began; None: the record has no times.
+        waits
+            Waits of the staging ring so far.
+        """
         self._read_experts()
-        number = self.steps
+        number, times = self.steps, None
         self.steps = number + 1
+        if started is not None:
+            times = StepTimes(started, perf_counter() - started, waits - self._waits)
+            self._waits = waits
         if self._why_stopped or (self._span is not None and number not in self._span):
             return
         self._is_busy = True
@@ -151,7 +177,7 @@ class StepRecorder:
             if req_ids != self._req_ids:  # copying in every step would touch every name
                 self._req_ids = list(req_ids)
             snapshot = StepSnapshot.of_step(
-                number, step, kind, self._req_ids, placeholders, modalities, rows_with_embeds
+                number, step, kind, self._req_ids, placeholders, modalities, rows_with_embeds, times
             )
             self._ring.append(snapshot)
             self._ring_bytes += snapshot.nbytes
@@ -321,6 +347,7 @@ def make_recorder(
     vllm_config: "VllmConfig",
     tables: BatchTables,
     builders: "Builders",
+    num_blocks: int,
     old: StepRecorder | None = None,
 ) -> StepRecorder | None:
     """The recorder of a runner whose KV cache is allocated; None unless one is configured.
@@ -333,6 +360,8 @@ def make_recorder(
         The runner's.
     builders
         Its metadata builders.
+    num_blocks
+        Blocks of its KV cache.
     old
         Its previous recorder, which is closed.
     """
@@ -352,6 +381,7 @@ def make_recorder(
             attention_chunk_size=builder.attention_chunk_size,
             causal=builder.causal,
             state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
+            state_drafts=builder.num_drafts,
         )
         for group, builder, _ in builders
     )
@@ -362,7 +392,7 @@ def make_recorder(
         Recorded(
             tuple(groups), decisions.mask_form, KERNEL_FAMILIES[decisions.attention].mask_itemsize
         ),
-        {"versions": _versions(), "config": _facts(vllm_config, decisions)},
+        {"versions": _versions(), "config": _facts(vllm_config, decisions, num_blocks)},
         suffix,
     )
 
@@ -375,7 +405,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _facts(vllm_config: "VllmConfig", decisions: "Decisions") -> dict[str, Any]:
+def _facts(vllm_config: "VllmConfig", decisions: "Decisions", num_blocks: int) -> dict[str, Any]:
     """The parts of an engine's config that decide how steps are prepared."""
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     speculative = vllm_config.speculative_config
@@ -387,6 +417,7 @@ def _facts(vllm_config: "VllmConfig", decisions: "Decisions") -> dict[str, Any]:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "async_scheduling": bool(scheduler.async_scheduling),
         "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "num_blocks": num_blocks,
         "enable_prefix_caching": vllm_config.cache_config.enable_prefix_caching,
         "speculative_method": speculative.method if speculative else None,
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,

@@ -1,14 +1,20 @@
 """Copies of a step's data, from which a record can be made later while the engine runs on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.record import RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordLatent, RecordSettings
+from vllm_npu_prep.inspect.record_settings import (
+    RecordGroup,
+    RecordLatent,
+    RecordSettings,
+    RecordShards,
+    RecordTimes,
+)
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled
@@ -25,6 +31,14 @@ class Recorded:
     groups: tuple[RecordGroup, ...]
     mask: MaskForm
     mask_itemsize: int  # bytes of a cell of dense masks
+
+
+class StepTimes(NamedTuple):
+    """When a step was prepared; see `RecordTimes`."""
+
+    started: float
+    prepared: float
+    waits: int
 
 
 @compiled
@@ -107,6 +121,7 @@ class StepSnapshot:
     placeholders: Placeholders
     modalities: Sequence[str]  # of each run of placeholders
     rows_with_embeds: Sequence[int]
+    times: StepTimes | None
     nbytes: int  # size of the copies, approximately
 
     @classmethod
@@ -119,6 +134,7 @@ class StepSnapshot:
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
+        times: StepTimes | None = None,
     ) -> "StepSnapshot":
         """Copy what is needed of a step that was just prepared.
 
@@ -134,6 +150,8 @@ class StepSnapshot:
             Of the batch; kept as it is.
         placeholders, modalities, rows_with_embeds
             See `vllm_npu_prep.prep.embeds`; kept as they are.
+        times
+            When it was prepared, if that is known.
         """
         batch, tables = step.batch, step.batch.tables
         num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
@@ -156,7 +174,7 @@ class StepSnapshot:
         nbytes = copied.nbytes + 64 * len(req_ids)
         return cls(
             *(number, step, kind, req_ids, copied, mrope),
-            *(placeholders, modalities, rows_with_embeds, nbytes),
+            *(placeholders, modalities, rows_with_embeds, times, nbytes),
         )
 
     def parts(self) -> dict[str, np.ndarray]:
@@ -224,6 +242,8 @@ class StepSnapshot:
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
             latent=None if layout.latent is None else _latent_of(layout.latent),
+            dcp=None if tables.dcp is None else RecordShards(**asdict(tables.dcp)),
+            times=None if self.times is None else RecordTimes(**self.times._asdict()),
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]
@@ -233,6 +253,7 @@ class StepSnapshot:
             block_ids=self._block_ids(tables, parts["num_blocks"], blocks),
             placeholders=np.stack([placed.rows, placed.starts, placed.ends], axis=1),
             rows_with_embeds=np.array(self.rows_with_embeds, np.int64),
+            num_accepted_tokens=then.batch.num_accepted_tokens[: then.num_reqs],
             **self._mrope_arrays(parts["num_computed_tokens"]),
             **parts,
         )

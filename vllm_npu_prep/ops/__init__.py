@@ -140,7 +140,7 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
         replace_long_rotary(model)
     replace_routers(model, switches)
     if "experts" in switches:
-        join_gates(model)
+        join_gates(model, switches)
 
 
 def _prefer_in_ir(names: frozenset[str]) -> None:

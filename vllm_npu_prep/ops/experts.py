@@ -122,17 +122,20 @@ class GroupedExperts:
         Which experts are here.
     apply_router_weight_on_input
         Weight the inputs of experts instead of their outputs.
+    layer
+        vLLM's. Its ``padding_has_weight`` is False if the router gives padding no weight.
     """
 
     weights: ExpertWeights
     owned: OwnedExperts
     apply_router_weight_on_input: bool
+    layer: Any
 
     @classmethod
     def of(cls, layer: Any, weights: ExpertWeights) -> "GroupedExperts":
         """From vLLM's layer, after its weights were loaded."""
         owned = OwnedExperts.of(layer.expert_map, layer.global_num_experts)
-        return cls(weights, owned, layer.apply_router_weight_on_input)
+        return cls(weights, owned, layer.apply_router_weight_on_input, layer)
 
     def __call__(
         self,
@@ -141,13 +144,14 @@ class GroupedExperts:
         topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
     ) -> torch.Tensor:
         """Each token's sum over its experts here; padding goes to none."""
+        has_weight = getattr(self.layer, "padding_has_weight", True)
         return compute_experts(
             x,
             topk_weights,
             topk_ids,
             self.owned,
             self.weights,
-            has_padding=padding_mask(len(x)) is not None,
+            has_padding=has_weight and padding_mask(len(x)) is not None,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )
 

@@ -142,7 +142,7 @@ class OwnedExperts:
     Attributes
     ----------
     num_experts
-        Experts of all ranks. It is also the id that padding tokens get.
+        Experts of all ranks. It is also an id of no expert, as -1 is.
     start, end
         Ids of this rank's experts: ``start <= id < end``.
     numbers
@@ -224,7 +224,8 @@ def compute_experts(
     weights
         Their weights.
     has_padding
-        Whether there may be tokens without an expert.
+        Whether there may be tokens without an expert that have a weight. Of a row whose weight is
+        zero nothing is read.
     apply_router_weight_on_input
         Weight the inputs of experts instead of their outputs; there is one expert a token then.
 

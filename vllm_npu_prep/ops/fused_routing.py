@@ -4,7 +4,7 @@ vLLM has no hook for routers, so those of a loaded model are replaced. A router 
 computes stays vLLM's. Padding tokens get no expert either way.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import torch
@@ -32,6 +32,43 @@ def padding_mask(num_tokens: int) -> torch.Tensor | None:
         return None
     is_padding = get_forward_context().is_padding
     return None if is_padding is None else is_padding[:num_tokens]
+
+
+NO_EXPERT = -1
+"""Id of padding in the place of an expert's."""
+
+ANY = 0x7FFFFFFF
+"""The largest int32: the smaller of it and another one is the other one."""
+
+OF_PADDING = "padding_of_pairs"
+"""Under which a forward pass keeps what `_pairs_of_padding` gives."""
+
+
+def _pairs_of_padding(is_padding: torch.Tensor, top_k: int) -> list[torch.Tensor]:
+    """What ids and weights of pairs are limited to: made once in a forward pass.
+
+    Parameters
+    ----------
+    is_padding
+        bool ``[T]``.
+    top_k
+        Pairs of a token.
+
+    Returns
+    -------
+    list
+        int32 ``[T, top_k]`` for ids, and the same for the bits of float32 weights. For a padding
+        token `NO_EXPERT`, and 0; `ANY` for others.
+    """
+    kept: MutableMapping[Any, list[torch.Tensor]]
+    kept = get_forward_context().additional_kwargs.setdefault(OF_PADDING, {})
+    key = len(is_padding), top_k
+    if key not in kept:
+        limits = torch.full((2, *key), ANY, dtype=torch.int32, device=is_padding.device)
+        limits[0].masked_fill_(is_padding[:, None], NO_EXPERT)
+        limits[1].masked_fill_(is_padding[:, None], 0)
+        kept[key] = list(limits)
+    return kept[key]
 
 
 class _Router(BaseRouter):
@@ -88,7 +125,12 @@ class SoftmaxRouter(_Router):
 
 
 class GatingRouter(_Router):
-    """Top-k by sigmoid or softmax, with a bias and groups; padding gets the id ``num_experts``.
+    """Top-k by sigmoid or softmax, with a bias and groups; padding gets the id `NO_EXPERT`.
+
+    Attributes
+    ----------
+    padding_has_weight
+        Whether padding keeps its weights. If not, the sum of experts reads nothing for it.
 
     Parameters
     ----------
@@ -113,6 +155,7 @@ class GatingRouter(_Router):
         self.norm_type = norm_type
         self.groups = groups
         self.factor = factor
+        self.padding_has_weight = True
 
     def _compute_routing(
         self,
@@ -142,8 +185,24 @@ class GatingRouter(_Router):
         )
         is_padding = padding_mask(len(ids))
         if is_padding is not None:
-            ids.masked_fill_(is_padding[:, None], self.global_num_experts)
+            self._leave_out(is_padding, weights, ids)
         return weights, ids
+
+    def _leave_out(
+        self, is_padding: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Take the experts of padding away, in one launch.
+
+        ``_foreach_minimum_`` is one (``aclnnForeachMinimumList``, int32 among its dtypes). Bits of
+        floats that aren't negative are ordered as the floats are.
+        """
+        if not self.padding_has_weight and weights.dtype == torch.float32:
+            limits = _pairs_of_padding(is_padding, self.top_k)
+            torch._foreach_minimum_([ids, weights.view(torch.int32)], limits)
+            return
+        ids.masked_fill_(is_padding[:, None], NO_EXPERT)
+        if not self.padding_has_weight:
+            weights.masked_fill_(is_padding[:, None], 0)
 
 
 class MaskedRouter(_Router):
@@ -157,12 +216,14 @@ class MaskedRouter(_Router):
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As vLLM's, with the id -1 for padding."""
+        """As vLLM's, with the id `NO_EXPERT` for padding."""
         weights, ids = self.router._compute_routing(
             hidden_states, router_logits, indices_type, input_ids=input_ids
         )
         is_padding = padding_mask(len(ids))
-        return weights, ids if is_padding is None else ids.masked_fill(is_padding[:, None], -1)
+        if is_padding is None:
+            return weights, ids
+        return weights, ids.masked_fill(is_padding[:, None], NO_EXPERT)
 
 
 def fused_router(router: Any, switches: Collection[str]) -> Any:
@@ -225,6 +286,7 @@ def replace_routers(model: nn.Module, switches: Collection[str]) -> None:
         if isinstance(module, MoERunner):
             module.router = fused_router(module.router, switches)
             _take_factor(module)
+            _weigh_no_padding(module)
 
 
 def _take_factor(runner: MoERunner) -> None:
@@ -238,3 +300,16 @@ def _take_factor(runner: MoERunner) -> None:
     if isinstance(router, GatingRouter) and factor != 1.0 and not divides:
         router.factor *= factor
         runner.routed_scaling_factor = 1.0
+
+
+def _weigh_no_padding(runner: MoERunner) -> None:
+    """Let a router give padding no weight where that saves the sum of experts a launch.
+
+    Where other ranks have experts, pairs of tokens that are no padding lack a row as well.
+    """
+    layer: Any = runner.routed_experts
+    grouped = getattr(layer.quant_method, "grouped", None)
+    if grouped is None or grouped.apply_router_weight_on_input or not grouped.owned.is_all:
+        return
+    if isinstance(runner.router, GatingRouter):
+        runner.router.padding_has_weight = layer.padding_has_weight = False

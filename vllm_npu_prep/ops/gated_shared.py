@@ -1,25 +1,82 @@
 """Shared experts with a gate of their own: weighed and added in one launch.
 
 vLLM multiplies what they give by the gate and adds it to the routed experts' sum, two launches.
-Qwen2-MoE, Qwen3-Next and Qwen3.5 have such a gate.
+Qwen2-MoE, Qwen3-Next and Qwen3.5 have such a gate. In Qwen2-MoE's code both gates read the same
+rows, one after the other: one launch for both products.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_npu_prep.ops.fused_experts import add_gated
+from vllm_npu_prep.ops.fused_projection import NOT_GROUPED
 
 
-def join_gates(model: nn.Module) -> None:
-    """Let the layers of a loaded model weigh their shared experts where they add them."""
+class JoinedGate(GateLinear):
+    """The router's gate, which computes the shared experts' gate as well.
+
+    Attributes
+    ----------
+    beside
+        The layer of the other gate, alone in a tuple: so it is no module of this one.
+    """
+
+    beside: tuple[Any]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Logits ``[T, num_experts]`` and ``[T, 1]`` of `x` ``[T, hidden_size]``, and no bias."""
+        gates: tuple[Any, ...] = (self, *self.beside)
+        logits, shared = torch.ops.npu.npu_grouped_matmul(
+            [x, x],
+            [gate.weight.t() for gate in gates],
+            split_item=0,
+            group_type=NOT_GROUPED,
+        )
+        return (logits, shared), None
+
+
+def join_gates(model: nn.Module, switches: Collection[str]) -> None:
+    """Let the layers of a loaded model weigh their shared experts where they add them.
+
+    Parameters
+    ----------
+    model
+        The model.
+    switches
+        Which operators are used. With ``qkv``, products of one input are one launch.
+    """
     for module in model.modules():
         if isinstance(module, MoERunner) and (shared := _with_gate(module)) is not None:
             module._forward_entry = _gated(module._forward_entry, shared.expert_gate)
             shared.expert_gate = None  # the layer around both keeps it, and loads its weights
+    block: Any
+    for block in model.modules():
+        if "qkv" in switches and _may_be_joined(block):
+            block.gate.__class__ = JoinedGate
+            block.gate.beside = (block.shared_expert_gate,)
+
+
+def _may_be_joined(block: Any) -> bool:
+    """Whether a layer reads both gates' logits as `_gated` hands them on, and they are alike."""
+    from vllm.model_executor.models.qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    if type(block) is not Qwen2MoeSparseMoeBlock or block.shared_expert is None:
+        return False
+    gates = (block.gate, block.shared_expert_gate)
+    return (
+        block.shared_expert.expert_gate is None  # `_gated` computes it
+        and type(block.gate) is GateLinear
+        and all(type(gate.quant_method) is UnquantizedLinearMethod for gate in gates)
+        and {gate.weight.dtype for gate in gates} in ({torch.float16}, {torch.bfloat16})
+        and all(gate.bias is None for gate in gates)
+        and block.gate.out_dtype in (None, block.gate.weight.dtype)
+    )
 
 
 def _with_gate(runner: MoERunner) -> Any:
@@ -48,11 +105,15 @@ def _gated(forward: Callable[..., Any], gate: nn.Module) -> Callable[..., torch.
 
     def compute(
         hidden_states: torch.Tensor,  # [T, hidden_size]
-        router_logits: torch.Tensor,  # [T, num_experts]
+        router_logits: torch.Tensor | tuple[torch.Tensor, torch.Tensor],  # [T, num_experts], [T, 1]
         shared_experts_input: torch.Tensor,  # [T, hidden_size]
         *others: Any,
     ) -> torch.Tensor:
+        if isinstance(router_logits, tuple):
+            router_logits, weight = router_logits
+        else:
+            weight = gate(shared_experts_input)[0]
         shared, routed = forward(hidden_states, router_logits, shared_experts_input, *others)
-        return add_gated(routed, shared, gate(shared_experts_input)[0])
+        return add_gated(routed, shared, weight)
 
     return compute

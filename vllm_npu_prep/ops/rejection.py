@@ -12,7 +12,7 @@ PLACEHOLDER = -1
 """What vLLM fills the output with: the token of a place that nothing is written to."""
 
 
-def _lengths(
+def lengths_of(
     ends: torch.Tensor,  # [num_reqs], cumulative
 ) -> torch.Tensor:
     """Each request's number of tokens, ``[num_reqs]``."""
@@ -21,7 +21,7 @@ def _lengths(
     return lengths
 
 
-def _rows(
+def rows_until_rejected(
     tokens: torch.Tensor,  # [num_drafts], what to write in each draft's place
     rejected: torch.Tensor,  # [num_drafts] bool
     bonus_token_ids: torch.Tensor,  # [num_reqs, 1] or [num_reqs]
@@ -71,7 +71,9 @@ def rejection_greedy_sample(
     del uniform_probs, synthetic_conditional_rates
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
     rejected = draft_token_ids != target_argmax
-    rows = _rows(target_argmax, rejected, bonus_token_ids, cu_num_draft_tokens, max_spec_len + 1)
+    rows = rows_until_rejected(
+        target_argmax, rejected, bonus_token_ids, cu_num_draft_tokens, max_spec_len + 1
+    )
     if is_greedy is not None:
         rows = torch.where(is_greedy[:, None], rows, output_token_ids)
     output_token_ids.copy_(rows)
@@ -106,7 +108,9 @@ def rejection_random_sample(
         ratio.div_(draft)
     accepted.logical_and_(ratio >= uniform_probs)
     tokens = torch.where(accepted, draft_token_ids, recovered_token_ids)
-    rows = _rows(tokens, ~accepted, bonus_token_ids, cu_num_draft_tokens, max_spec_len + 1)
+    rows = rows_until_rejected(
+        tokens, ~accepted, bonus_token_ids, cu_num_draft_tokens, max_spec_len + 1
+    )
     output_token_ids.copy_(torch.where(is_greedy[:, None], output_token_ids, rows))
 
 
@@ -120,7 +124,7 @@ def expand(
 ) -> None:
     """``expand_kernel``: repeat each request's value for each of its tokens."""
     del MAX_NUM_TOKENS
-    output.copy_(input.repeat_interleave(_lengths(cu_num_tokens), output_size=len(output)))
+    output.copy_(input.repeat_interleave(lengths_of(cu_num_tokens), output_size=len(output)))
     if replace_from != replace_to:
         output.masked_fill_(output == replace_from, replace_to)
 
@@ -139,7 +143,7 @@ def sample_recovered_tokens(
 ) -> None:
     """``sample_recovered_tokens_kernel``: a token of the target's excess over the draft."""
     del BLOCK_SIZE, USE_FP64_GUMBEL
-    lengths = _lengths(cu_num_draft_tokens)
+    lengths = lengths_of(cu_num_draft_tokens)
     scores = inv_q.repeat_interleave(lengths, dim=0, output_size=len(draft_token_ids))
     if NO_DRAFT_PROBS:
         scores = scores.mul_(target_probs)

@@ -18,17 +18,24 @@ def compute_slot_mapping(
     pad_id: int,
     block_size: int,
 ) -> None:
-    """``ComputeSlotMappingKernel`` in torch, for one rank of context parallelism.
+    """``ComputeSlotMappingKernel`` in torch; tokens that another rank keeps get `pad_id`.
 
     Arguments have the order of the Triton kernel, which alone uses strides and tile sizes.
     """
-    del max_num_tokens, block_table_stride, cp_kv_cache_interleave_size, block_size
-    assert total_cp_world_size == 1 and total_cp_rank == 0, "context parallelism is refused"
+    del max_num_tokens, block_table_stride, block_size
     query_lens = query_start_loc.diff()
     req_indices = torch.arange(len(query_lens), device=positions.device)
     req_indices = req_indices.repeat_interleave(query_lens.long())
     positions = positions[: len(req_indices)]
-    blocks = block_table[req_indices, positions // kv_cache_block_size].long()
-    slots = blocks * kv_cache_block_size + positions % kv_cache_block_size
+    tokens_per_block = kv_cache_block_size * total_cp_world_size
+    blocks = block_table[req_indices, positions // tokens_per_block].long()
+    if total_cp_world_size == 1:
+        slots = blocks * kv_cache_block_size + positions % kv_cache_block_size
+    else:
+        size = cp_kv_cache_interleave_size
+        runs = positions % tokens_per_block // size
+        offsets = runs // total_cp_world_size * size + positions % size
+        slots = blocks * kv_cache_block_size + offsets
+        slots = slots.masked_fill(runs % total_cp_world_size != total_cp_rank, pad_id)
     slot_mapping[: len(slots)] = slots
     slot_mapping[num_tokens:] = pad_id

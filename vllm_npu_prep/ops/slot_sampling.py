@@ -79,8 +79,8 @@ def apply_penalties(
     logits: torch.Tensor,  # [R, V] float32, changed
     logits_stride: int,
     expanded_idx_mapping: torch.Tensor,  # [R] int64
-    token_ids: torch.Tensor,
-    expanded_local_pos: torch.Tensor,
+    token_ids: torch.Tensor,  # [R] int32, the input of each row
+    expanded_local_pos: torch.Tensor,  # [R] int32, place of each row among its request's
     repetition_penalty: torch.Tensor,  # [S] float32
     frequency_penalty: torch.Tensor,  # [S] float32
     presence_penalty: torch.Tensor,  # [S] float32
@@ -91,8 +91,10 @@ def apply_penalties(
     vocab_size: int,
     **_: Any,
 ) -> None:
-    """``_penalties_kernel`` of ``penalties.py``, for rows without drafts."""
+    """``_penalties_kernel`` of ``penalties.py``; a row counts the drafts before it, too."""
     counts = output_bin_counts[expanded_idx_mapping]
+    if expanded_local_pos.stride(0):  # else the one value is 0: no row has drafts before it
+        counts = counts + _draft_counts(token_ids, expanded_local_pos, vocab_size)
     is_in_output = counts > 0
     in_prompt = _unpacked(prompt_bin_mask[expanded_idx_mapping], vocab_size)
     repetition = repetition_penalty[expanded_idx_mapping][:, None]
@@ -156,11 +158,11 @@ def forbid_bad_words(
     all_token_ids_stride: int,
     prompt_len: torch.Tensor,  # [S] int32
     total_len: torch.Tensor,  # [S] int32
-    input_ids: torch.Tensor,
-    expanded_local_pos: torch.Tensor,
+    input_ids: torch.Tensor,  # [R] int32, the input of each row
+    expanded_local_pos: torch.Tensor,  # [R] int32, place of each row among its request's
     **_: Any,
 ) -> None:
-    """``_bad_words_kernel`` of ``bad_words.py``, for rows without drafts.
+    """``_bad_words_kernel`` of ``bad_words.py``; drafts before a row are output to it.
 
     Each token of each word is compared with its place in the output, all at once.
     """
@@ -178,8 +180,14 @@ def forbid_bad_words(
     is_last = in_word & (place == end - 1)
     known, prompt = total_len[slots].long()[:, None], prompt_len[slots].long()[:, None]
     # The prefix of a word ends where the output does
-    at = known - (end - 1 - start) + (place - start)
+    local_pos = expanded_local_pos.long()[:, None]
+    at = known + local_pos - (end - 1 - start) + (place - start)
     output = all_token_ids[slots].gather(1, at.clamp(0, all_token_ids.shape[1] - 1)).long()
+    if expanded_local_pos.stride(0):  # else no row has drafts before it
+        rows = torch.arange(len(slots), device=words.device)[:, None]
+        drafts = rows - local_pos + at - known + 1
+        of_drafts = input_ids[drafts.clamp(0, len(input_ids) - 1)].long()
+        output = torch.where(at >= known, of_drafts, output)
     fits = at - (place - start) >= prompt  # the same for all tokens of a word
     differs = in_word & ~is_last & (output != words)
     faults = torch.zeros_like(offsets).scatter_add_(1, word, differs.long())
@@ -287,6 +295,20 @@ def apply_grammar_bitmask(
     forbidden = ~_unpacked(bitmask, vocab_size) & is_there[:, None]
     # By addition: a row that isn't there adds nothing to row 0
     logits.index_add_(0, rows, torch.where(forbidden, -INFINITY, 0.0).to(logits.dtype))
+
+
+def _draft_counts(
+    token_ids: torch.Tensor, local_pos: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """How often each token is among the drafts before a row's logits, int32 ``[R, V]``.
+
+    A row's own input is the last of them; the first row of a request has none.
+    """
+    ones = torch.zeros((len(token_ids), vocab_size), dtype=torch.int32, device=token_ids.device)
+    ones.scatter_(1, token_ids.long()[:, None], 1)
+    sums = ones.cumsum(0, dtype=torch.int32)
+    first = torch.arange(len(token_ids), device=token_ids.device) - local_pos
+    return sums - sums[first.long()]
 
 
 def _unpacked(words: torch.Tensor, size: int) -> torch.Tensor:

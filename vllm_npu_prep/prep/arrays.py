@@ -19,7 +19,10 @@ V      most virtual requests of chunked local attention, else 0; ``V + 1`` for t
 L      KV-cache groups whose layers see virtual requests
 N      KV-cache groups that hold states (linear attention)
 Z      R in an engine with states, else 0
+H      N in an engine with states and speculation, else 0
+A      R in an engine with states and speculation, else 0
 W      R in an engine of vLLM's V2 runner, else 0
+X      R in an engine with decode context parallelism, else 0
 Q      R in an engine with latent attention or with states, else 0; ``Q + 1`` for borders of its
        prefills
 C      most pieces of contexts that prefills of latent attention read, else 0
@@ -181,6 +184,8 @@ class Arrays(Generic[A]):
     input_ids: A = array(int32, "T", TOKEN, 0, BOTH, spare=1, sampled=True)
     slot_mapping: A = array(int32, "G, T", TOKEN, PAD_SLOT_ID, BOTH)
     is_padding: A = array(bool_, "T", TOKEN, True, NOTHING, recorded_as="is_padding")
+    # States, with speculation: the block to which the state after each token of a decode is written
+    token_state_indices: A = array(int32, "H, T", TOKEN, NULL_BLOCK_ID, NOTHING)
     query_start_loc: A = array(int32, "R + 1", REQUEST, BY_RULE, BOTH)
     seq_lens: A = array(int32, "R", REQUEST, BY_RULE, BOTH)
     num_computed_tokens: A = array(int32, "R", REQUEST, 0)
@@ -202,11 +207,17 @@ class Arrays(Generic[A]):
     chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
     chunk_local_table_rows: A = array(int32, "L, V", CHUNK, BY_RULE, NOTHING)
     discard_request_mask: A = array(bool_, "R", REQUEST, True, NOTHING)
+    # Decode context parallelism (`prep.context_shards`): of all tokens of a request, and of those
+    # computed before this step, how many this rank keeps.
+    dcp_local_seq_lens: A = array(int32, "X", REQUEST, 0, NOTHING)
+    dcp_local_context_lens: A = array(int32, "X", REQUEST, 0, NOTHING)
     # States (`prep.states`): in each state group, the block from which a request's state is read
-    # and the one to which it is written; and whether it has computed anything that is to be read.
+    # and the one to which it is written, with speculation that of its first token; whether it has
+    # computed anything that is to be read; and how many tokens of its last step count.
     initial_state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
     state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
     has_initial_state: A = array(bool_, "Z", REQUEST, False, NOTHING)
+    num_accepted_tokens: A = array(int32, "A", REQUEST, 1, NOTHING)
     # Latent attention (`prep.latent`) and states: where the queries of prefills begin, counted from
     # the first prefill's.
     prefill_query_start_loc: A = array(int32, "Q + 1", PREFILL, UNDEFINED, NOTHING)

@@ -13,6 +13,7 @@ from vllm_npu_prep.prep.bookkeeping import (
     write_draft_tokens,
 )
 from vllm_npu_prep.prep.checks import NO_LIMITS, NOT_CHECKED, find_fault
+from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.latent import LatentSplit, LatentStep, split_prefills
 from vllm_npu_prep.prep.layout import (
@@ -30,6 +31,7 @@ from vllm_npu_prep.prep.states import StateGroups, StateStep, find_states
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
+NO_COUNTS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -48,6 +50,10 @@ class StepBatch:
     takes_embeds: bool = False  # the model gets embeddings (`vllm_npu_prep.prep.embeds`)
     # [1 + num_groups] int64: the step is checked as soon as it is written (`checks.find_fault`)
     check_limits: np.ndarray = field(default_factory=lambda: NO_LIMITS)
+    # [num_reqs or more] int32: tokens of each request's last step that count, drafts that were
+    # rejected excluded; 1 where the last step kept the last state only, or there was none. Read in
+    # an engine with states and speculation (`prep.states`).
+    num_accepted_tokens: np.ndarray = field(default_factory=lambda: NO_COUNTS)
     num_reqs: int = field(init=False)
     # Scatter targets of the last step's samples, those that nothing uses included
     num_targets: int = field(init=False)
@@ -170,7 +176,7 @@ class PreparedStep(Arrays[np.ndarray]):
 
         vLLM's real rows are wider (aligned to 128 tokens); this is the width in the documents.
         """
-        return -(-self.batch.tables.max_model_len // int(self.batch.tables.block_sizes[group]))
+        return -(-self.batch.tables.max_model_len // self.batch.tables.tokens_per_block(group))
 
     def block_table(self, group: int = 0) -> np.ndarray:
         """Physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
@@ -206,7 +212,7 @@ class PreparedStep(Arrays[np.ndarray]):
         Not ``token_indices // block_size``: rows of the two tables have different lengths whenever
         ``max_model_len`` is no multiple of the block size.
         """
-        blocks = self.positions // self.batch.tables.block_sizes[group]
+        blocks = self.positions // self.batch.tables.tokens_per_block(group)
         return self.req_indices * self.max_num_blocks_per_req(group) + blocks
 
     def block_numbers(self, group: int = 0) -> np.ndarray:
@@ -218,8 +224,16 @@ class PreparedStep(Arrays[np.ndarray]):
         return table.take(self.block_table_indices(group), mode="clip")
 
     def block_offsets(self, group: int = 0) -> np.ndarray:
-        """Offset of each token inside its block."""
-        return self.positions % self.batch.tables.block_sizes[group]
+        """Offset of each token inside its block, on the rank that keeps it."""
+        tables, positions = self.batch.tables, self.positions
+        if tables.dcp is not None:
+            positions = tables.dcp.local_position(positions)
+        return positions % tables.block_sizes[group]
+
+    def owners(self) -> np.ndarray:
+        """Rank that keeps each token; empty without decode context parallelism."""
+        dcp = self.batch.tables.dcp
+        return self.positions[:0] if dcp is None else dcp.owner(self.positions)
 
 
 COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
@@ -286,6 +300,7 @@ def prepare_step(
             tables.local,
             tables.latent,
             tables.states,
+            dcp=tables.dcp,
         )
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_table_flat))
@@ -369,18 +384,25 @@ def _latent_step(batch: StepBatch, latent: LatentSplit, arrays: StepArrays) -> L
 
 def _state_step(batch: StepBatch, states: StateGroups, arrays: StepArrays) -> StateStep:
     """Write where states are, found from arrays that are written already."""
+    if states.num_drafts and len(batch.num_accepted_tokens) < batch.num_reqs:
+        raise ValueError("an engine with states and speculation counts accepted tokens")
     sizes = find_states(
         batch.num_reqs,
         states.decode_threshold,
+        states.num_drafts,
         arrays.query_start_loc,
         arrays.seq_lens,
         arrays.num_computed_tokens,
+        batch.num_draft_tokens,
+        batch.num_accepted_tokens,
         batch.tables.block_table_flat,
         *batch.tables.state_rows,
+        arrays.token_state_indices,
         arrays.slot_mapping,
         arrays.initial_state_indices,
         arrays.state_indices,
         arrays.has_initial_state,
+        arrays.num_accepted_tokens,
         arrays.prefill_query_start_loc,
     )
     return StateStep(*sizes)
@@ -391,6 +413,7 @@ def warm_up(
     local: LocalGroups | None = None,
     latent: LatentSplit | None = None,
     states: StateGroups | None = None,
+    dcp: ContextShards | None = None,
 ) -> PreparedStep:
     """Compile or load the compiled code, for the types that runners use.
 
@@ -404,6 +427,8 @@ def warm_up(
         How the engine splits steps for latent attention.
     states
         The engine's groups that hold states.
+    dcp
+        The part of each context that this rank keeps.
 
     Returns
     -------
@@ -413,21 +438,23 @@ def warm_up(
     if local is not None:
         local = LocalGroups(local.attention_chunk_size, 1, (0,))
     if states is not None:
-        states = StateGroups((0,), states.decode_threshold)
+        states = StateGroups((0,), states.decode_threshold, states.num_drafts)
     one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
     tables = BatchTables(
         num_computed_tokens=one,
         num_prompt_tokens=one,
         num_tokens=one,
         token_ids=np.zeros((1, 2), np.int32),
-        block_sizes=np.full(1, 2, np.int32),
+        block_sizes=np.full(1, 2 if dcp is None else dcp.interleave_size, np.int32),
         mrope=MropeTables(mrope_dims, 1) if mrope_dims else None,
         local=local,
         latent=latent,
         states=states,
+        dcp=dcp,
         **device_has_all([table]),
     )
-    step = prepare_step(StepBatch(tables, one, np.zeros(1, np.int32), 1), Padding(1, 1))
+    batch = StepBatch(tables, one, np.zeros(1, np.int32), 1, num_accepted_tokens=one)
+    step = prepare_step(batch, Padding(1, 1))
     find_fault(step, np.zeros(2, np.int64))
     token_table = one.copy(), table.copy(), table > 0
     append_sampled_tokens(np.zeros(1, np.int64), table[0] > 0, *token_table)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
-from vllm_npu_prep.prep.compiled import arrays_of, compiled
+from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.tables import tables_of
 
@@ -51,6 +51,9 @@ STATE_BLOCKS = 22
 STATE_SHARED = 23
 STATE_BEGINS = 24
 STATE_PADDING = 25
+SHARDED_SLOTS = 26
+SHARDED_LENS = 27
+STATE_ACCEPTED = 28
 
 NO_SLOTS = 0
 """Slots of a group whose layers write none: it holds states."""
@@ -85,6 +88,9 @@ class Rule(IntEnum):
     STATE_SHARED = STATE_SHARED
     STATE_BEGINS = STATE_BEGINS
     STATE_PADDING = STATE_PADDING
+    SHARDED_SLOTS = SHARDED_SLOTS
+    SHARDED_LENS = SHARDED_LENS
+    STATE_ACCEPTED = STATE_ACCEPTED
 
 
 class Fault(NamedTuple):
@@ -145,15 +151,67 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
     if found[0] == HOLDS and step.states is not None:
         found = check_states(
             batch.num_reqs,
+            step.states.num_decodes,
+            batch.num_accepted_tokens,
             batch.tables.block_table_flat,
             *batch.tables.state_rows,
+            step.arrays.query_start_loc,
             step.arrays.seq_lens,
             step.arrays.num_computed_tokens,
             step.arrays.initial_state_indices,
             step.arrays.state_indices,
+            step.arrays.token_state_indices,
+            step.arrays.num_accepted_tokens,
             step.arrays.has_initial_state,
         )
     return None if found[0] == HOLDS else Fault(Rule(found[0]), *found[1:])
+
+
+@inlined
+def check_shards(t, out, num_reqs, num_slots, group, table):
+    """Slots and lengths of a group with decode context parallelism.
+
+    Every rank decides in the same way whose a token is, so it has a slot on exactly one of them.
+    That one is found by counting runs in the token's block, and `fill_sharded_slots` counts from
+    the request's first token.
+    """
+    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    block_size, width = t.block_sizes[group], t.max_num_blocks[group]
+    tokens_per_block = block_size * world_size
+    for req in range(num_reqs):
+        slot_of_req = t.slots[req]
+        first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
+        if t.num_blocks[group, slot_of_req] * tokens_per_block < seq_len:
+            return BLOCKS, req, -1
+        kept = out.dcp_local_context_lens[req]
+        token = out.query_start_loc[req]
+        for position in range(first, seq_len):
+            in_block = position % tokens_per_block
+            run = in_block // size
+            slot = out.slot_mapping[group, token]
+            if run % world_size != rank:
+                if slot >= 0:
+                    return SHARDED_SLOTS, req, token
+            else:
+                kept += 1
+                block = t.block_table_flat[
+                    table + slot_of_req * width + position // tokens_per_block
+                ]
+                offset = run // world_size * size + in_block % size
+                if slot != block * block_size + offset:
+                    return SHARDED_SLOTS, req, token
+                if slot < block_size or slot >= num_slots:  # below: the null block
+                    return SLOTS, req, token
+            token += 1
+        before = first // (size * world_size) * size  # of whole rounds; the rest is counted
+        for position in range(first // (size * world_size) * size * world_size, first):
+            before += position // size % world_size == rank
+        if out.dcp_local_context_lens[req] != before or out.dcp_local_seq_lens[req] != kept:
+            return SHARDED_LENS, req, -1
+    for req in range(num_reqs, out.dcp_local_seq_lens.shape[0]):
+        if out.dcp_local_seq_lens[req] != 0 or out.dcp_local_context_lens[req] != 0:
+            return SHARDED_LENS, req, -1
+    return HOLDS, -1, -1
 
 
 @compiled
@@ -231,6 +289,15 @@ def check_step_at(
             for token in range(num_input_tokens):
                 if out.slot_mapping[group, token] >= 0:
                     return NO_SLOT, -1, token, group
+            table += (max_num_reqs + PADDING_ROWS) * width
+            continue
+        if t.shards[0] > 1:
+            rule, req, token = check_shards(t, out, num_reqs, num_slots, group, table)
+            if rule != HOLDS:
+                return rule, req, token, group
+            for token in range(start, num_input_tokens):
+                if out.slot_mapping[group, token] >= 0:
+                    return PADDING_TOKENS, -1, token, group
             table += (max_num_reqs + PADDING_ROWS) * width
             continue
         per_block = 1.0 / block_size
@@ -321,21 +388,27 @@ def check_local_requests(
 @compiled
 def check_states(
     num_reqs,
+    num_decodes,
+    kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`
     block_table_flat,  # [E] int32
     groups,  # [num_state_groups] int32
     first_entries,  # [num_state_groups] int64
     widths,  # [num_state_groups] int32
     block_sizes,  # [num_state_groups] int32
+    query_start_loc,  # [num_reqs + 1 or more] int32
     seq_lens,  # [num_reqs or more] int32
     num_computed_tokens,  # [num_reqs or more] int32
     initial_state_indices,  # [num_state_groups, R] int32
     state_indices,  # [num_state_groups, R] int32
+    token_state_indices,  # [num_state_groups, T] int32; no rows without speculation
+    num_accepted_tokens,  # [R] int32; empty without speculation
     has_initial_state,  # [R] bool
 ):
     """`check_step_at` for states (`vllm_npu_prep.prep.states`).
 
     Blocks are the ones that the tables name for the last computed and the last scheduled token. No
-    two requests write one state, and nobody reads what another request writes in this step.
+    two requests write one state, and nobody reads what another request writes in this step. With
+    speculation, each token of a decode has a state, and no two tokens write one.
     """
     for req in range(num_reqs):
         if has_initial_state[req] != (num_computed_tokens[req] > 0):
@@ -343,33 +416,64 @@ def check_states(
     for req in range(num_reqs, has_initial_state.shape[0]):
         if has_initial_state[req]:
             return STATE_PADDING, req, -1, -1
+    speculates = num_accepted_tokens.shape[0] > 0
+    if speculates:
+        for req in range(num_reqs):
+            kept = kept_tokens[req] if num_computed_tokens[req] > 0 else 1
+            if num_accepted_tokens[req] != kept:
+                return STATE_ACCEPTED, req, -1, -1
+        for req in range(num_reqs, num_accepted_tokens.shape[0]):
+            if num_accepted_tokens[req] != 1:
+                return STATE_PADDING, req, -1, -1
+    num_decode_tokens = query_start_loc[num_decodes] if speculates else 0
+    first_prefill = num_decodes if speculates else 0  # whose one state is in state_indices
+    num_written = num_decode_tokens + num_reqs - first_prefill
+    written = np.empty(num_written, np.int32)
+    writers = np.empty(num_written, np.int32)
     for index in range(groups.shape[0]):
         group, size = groups[index], block_sizes[index]
-        written = state_indices[index]
-        read = initial_state_indices[index]
+        read, count = initial_state_indices[index], 0
         for req in range(num_reqs):
             row = first_entries[index] + req * widths[index]
-            after = block_table_flat[row + (seq_lens[req] - 1) // size]
-            if written[req] == 0 or written[req] != after:
+            first = row + (seq_lens[req] - 1) // size
+            after = block_table_flat[first]
+            if state_indices[index, req] == 0 or state_indices[index, req] != after:
                 return STATE_BLOCKS, req, -1, group
+            tokens = query_start_loc[req + 1] - query_start_loc[req] if speculates else 1
+            if req >= first_prefill:
+                tokens = 1
+            for token in range(tokens):
+                block = after
+                if req < first_prefill:
+                    block = token_state_indices[index, query_start_loc[req] + token]
+                    if block == 0 or block != block_table_flat[first + token]:
+                        return STATE_BLOCKS, req, query_start_loc[req] + token, group
+                written[count], writers[count] = block, req
+                count += 1
             if num_computed_tokens[req] == 0:
                 continue
-            before = block_table_flat[row + (num_computed_tokens[req] - 1) // size]
-            if read[req] == 0 or read[req] != before:
+            last = row + (num_computed_tokens[req] - 1) // size
+            if speculates:
+                last += num_accepted_tokens[req] - 1
+            if read[req] == 0 or read[req] != block_table_flat[last]:
                 return STATE_BLOCKS, req, -1, group
-        order = np.argsort(written[:num_reqs])
-        for place in range(1, num_reqs):
+        order = np.argsort(written)
+        for place in range(1, num_written):
             if written[order[place]] == written[order[place - 1]]:
-                return STATE_SHARED, order[place], -1, group
+                return STATE_SHARED, writers[order[place]], -1, group
         for req in range(num_reqs):
             if not has_initial_state[req]:
                 continue
             place = np.searchsorted(written[order], read[req])
-            if place < num_reqs:
+            if place < num_written:
                 writer = order[place]
-                if written[writer] == read[req] and writer != req:
+                if written[writer] == read[req] and writers[writer] != req:
                     return STATE_SHARED, req, -1, group
         for req in range(num_reqs, state_indices.shape[1]):
-            if written[req] != 0 or read[req] != 0:
+            if state_indices[index, req] != 0 or read[req] != 0:
                 return STATE_PADDING, req, -1, group
+        if speculates:
+            for token in range(num_decode_tokens, token_state_indices.shape[1]):
+                if token_state_indices[index, token] != 0:
+                    return STATE_PADDING, -1, token, group
     return HOLDS, -1, -1, -1

@@ -9,7 +9,12 @@ many requests at once. One loop over everything took twice the time.
 
 from collections import namedtuple
 
-from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, NULL_BLOCK_ID, PADDING_ROWS
+from vllm_npu_prep.prep.arrays import (
+    NO_PREVIOUS_ROW,
+    NULL_BLOCK_ID,
+    PAD_SLOT_ID,
+    PADDING_ROWS,
+)
 from vllm_npu_prep.prep.checks import NOT_CHECKED, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
 from vllm_npu_prep.prep.state import (
@@ -174,7 +179,7 @@ def fill_step(t, step, out):
         for req in range(num_reqs):
             out.logits_indices[req] = out.query_start_loc[req + 1] - 1
     for group in range(t.block_sizes.shape[0]):
-        if t.max_num_blocks[group] * t.block_sizes[group] < max_seq_len:
+        if t.max_num_blocks[group] * t.block_sizes[group] * t.shards[0] < max_seq_len:
             raise ValueError("a sequence is longer than its row of the block table")
     for req in range(num_reqs):
         first, start = out.num_computed_tokens[req], out.query_start_loc[req]
@@ -204,7 +209,10 @@ def fill_step(t, step, out):
     if out.idx_mapping.shape[0] > 0:
         for req in range(num_reqs):
             out.idx_mapping[req] = t.slots[req]
-    fill_slots(t, num_reqs, out)
+    if t.shards[0] > 1:
+        fill_sharded_slots(t, num_reqs, out)
+    else:
+        fill_slots(t, num_reqs, out)
     pad(num_reqs, step.decode_query_len, t.token_ids.shape[1], out)
     num_block_changes = list_block_changes(t, num_reqs, num_targets, out)
     return max_query_len, max_seq_len, num_reqs + num_drafts, flags, num_block_changes
@@ -281,6 +289,44 @@ def fill_slots(t, num_reqs, out):
                 token += in_block
                 position += in_block
         table += num_rows * width
+
+
+@inlined
+def fill_sharded_slots(t, num_reqs, out):
+    """Slots with decode context parallelism (`vllm_npu_prep.prep.context_shards`), and lengths.
+
+    A token that another rank keeps has none.
+    """
+    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    for req in range(num_reqs):
+        out.dcp_local_seq_lens[req] = local_length(out.seq_lens[req], world_size, rank, size)
+        computed = out.num_computed_tokens[req]
+        out.dcp_local_context_lens[req] = local_length(computed, world_size, rank, size)
+    num_rows = t.num_computed_tokens.shape[0] + PADDING_ROWS
+    table = 0  # first entry of the group
+    for group in range(out.slot_mapping.shape[0]):
+        block_size, width = t.block_sizes[group], t.max_num_blocks[group]
+        for req in range(num_reqs):
+            row = t.slots[req] * width + table
+            token = out.query_start_loc[req]
+            for position in range(out.num_computed_tokens[req], out.seq_lens[req]):
+                run = position // size
+                slot = PAD_SLOT_ID
+                if run % world_size == rank:
+                    local = run // world_size * size + position % size
+                    block = t.block_table_flat[row + local // block_size]
+                    slot = block * block_size + local % block_size
+                out.slot_mapping[group, token] = slot
+                token += 1
+        table += num_rows * width
+
+
+@inlined
+def local_length(length, world_size, rank, size):
+    """How many of a request's first `length` tokens a rank keeps: whole rounds, and its run's."""
+    rounds = length // (world_size * size)
+    left = length - rounds * world_size * size - rank * size
+    return rounds * size + min(max(left, 0), size)
 
 
 @inlined

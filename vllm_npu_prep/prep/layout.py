@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS, STEP_ARRAYS, Arrays
 from vllm_npu_prep.prep.compiled import STEP
+from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
 from vllm_npu_prep.prep.states import StateGroups
@@ -72,6 +73,8 @@ class StepLayout:
         Groups that hold states; None in an engine without any.
     has_slots
         Whether steps tell the device the slots of their requests.
+    dcp
+        The part of each context that this rank keeps; None without decode context parallelism.
 
     Notes
     -----
@@ -100,6 +103,7 @@ class StepLayout:
     latent: LatentSplit | None = None
     states: StateGroups | None = None
     has_slots: bool = False
+    dcp: ContextShards | None = None
 
     @property
     def local_sizes(self) -> tuple[int, int]:
@@ -118,6 +122,7 @@ class StepLayout:
         if latent is not None:
             num_pieces = latent.max_pieces(self.num_input_tokens, num_reqs)
         num_states = 0 if self.states is None else num_reqs
+        has_drafts = self.states is not None and self.states.num_drafts > 0
         num_halved = num_reqs if latent is not None else num_states
         return {
             "T": self.num_input_tokens,
@@ -133,10 +138,13 @@ class StepLayout:
             "L": num_local_groups,
             "N": 0 if self.states is None else len(self.states.groups),
             "Z": num_states,
+            "H": len(self.states.groups) if self.states is not None and has_drafts else 0,
+            "A": num_reqs if has_drafts else 0,
             "Q": num_halved,
             "Q + 1": num_halved + 1 if num_halved else 0,
             "C": num_pieces,
             "W": num_reqs if self.has_slots else 0,
+            "X": 0 if self.dcp is None else num_reqs,
         }
 
     @cached_property
@@ -254,12 +262,13 @@ def step_layout(
     latent: LatentSplit | None = None,
     states: StateGroups | None = None,
     has_slots: bool = False,
+    dcp: ContextShards | None = None,
 ) -> StepLayout:
     """The layout of these sizes: cached, so that its offsets are computed once.
 
     Parameters
     ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states, has_slots
+    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states, has_slots, dcp
         See `StepLayout`.
     max_logits_per_req
         Most rows of logits of one request: one for each draft, and one after them.
@@ -268,7 +277,7 @@ def step_layout(
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
-    return StepLayout(*sizes, local, latent, states, has_slots)
+    return StepLayout(*sizes, local, latent, states, has_slots, dcp)
 
 
 def targets_per_row(num_drafts: int) -> int:
@@ -287,6 +296,7 @@ def largest_step(
     latent: LatentSplit | None = None,
     states: StateGroups | None = None,
     has_slots: bool = False,
+    dcp: ContextShards | None = None,
 ) -> int:
     """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
@@ -295,7 +305,7 @@ def largest_step(
     """
     num_rows = max_num_reqs + PADDING_ROWS
     sizes = max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims
-    layout = step_layout(*sizes, local, latent, states, has_slots)
+    layout = step_layout(*sizes, local, latent, states, has_slots, dcp)
     num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
     nbytes = layout.nbytes(num_targets, num_block_table_entries)
     return _aligned(nbytes)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_npu_prep.prep.oracle_shards import place_on_its_rank, rank_of, share_out
+
 
 @dataclass(frozen=True)
 class OracleRequest:
@@ -24,6 +26,7 @@ class OracleRequest:
     # count up from 0; and the number that is added after the prompt
     mrope_positions: Sequence[Sequence[int]] = ()
     mrope_position_delta: int = 0
+    num_accepted_tokens: int = 1  # of its last step, for states and speculation
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def oracle_step(
     chunked_prefill: bool = True,
     speculation: bool = False,
     mrope_dims: int = 0,
+    dcp: tuple[int, int, int] | None = None,
 ) -> dict[str, Any]:
     """Prepare a step of one KV-cache group.
 
@@ -72,6 +76,10 @@ def oracle_step(
         Adds what rejection sampling reads: drafts, and which logits verify them.
     mrope_dims
         Dimensions of M-RoPE positions; adds ``mrope_positions`` unless 0.
+    dcp
+        With decode context parallelism: ranks, the one of the step, and how many neighbouring
+        tokens one rank keeps; `block_size` counts slots then. Adds ``dcp_local_seq_lens``,
+        ``dcp_local_context_lens`` and ``dcp_ranks``, the rank that keeps each token.
 
     Returns
     -------
@@ -101,7 +109,8 @@ def oracle_step(
     }
     out["query_start_loc"] = [0]
     blocks_per_req = 0
-    while blocks_per_req * block_size < max_model_len:
+    ranks = 1 if dcp is None else dcp[0]
+    while blocks_per_req * block_size * ranks < max_model_len:
         blocks_per_req += 1
 
     total = 0
@@ -116,16 +125,20 @@ def oracle_step(
                 token = request.draft_token_ids[position - first_draft]
             else:
                 token = request.token_ids[position]
-            block = row[position // block_size]
+            column, offset_in_block = position // block_size, position % block_size
+            if dcp is not None:
+                column, offset_in_block = place_on_its_rank(position, block_size, dcp)
+            block = row[column]
             out["req_indices"].append(index)
             out["query_pos"].append(offset)
             out["positions"].append(position)
             out["token_indices"].append(index * max_model_len + position)
             out["input_ids"].append(max(token, 0))  # -1: a draft that is not known yet
-            out["block_table_indices"].append(index * blocks_per_req + position // block_size)
+            out["block_table_indices"].append(index * blocks_per_req + column)
             out["block_numbers"].append(block)
-            out["block_offsets"].append(position % block_size)
-            out["slot_mapping"].append(block * block_size + position % block_size)
+            out["block_offsets"].append(offset_in_block)
+            is_mine = dcp is None or rank_of(position, dcp) == dcp[1]
+            out["slot_mapping"].append(block * block_size + offset_in_block if is_mine else -1)
             if position >= first_draft - 1:
                 out["logits_indices"].append(total)
             total += 1
@@ -147,6 +160,8 @@ def oracle_step(
         _replay(out, requests, graphs, max_model_len)
     if speculation:
         _verify(out, requests)
+    if dcp is not None:
+        share_out(out, dcp)
     if mrope_dims:
         out["mrope_positions"] = [_mrope(out, requests, dim) for dim in range(mrope_dims)]
     out["attn_mask"] = _mask(out, mask, sliding_window)
@@ -427,7 +442,11 @@ def oracle_latent_step(
 
 
 def oracle_state_step(
-    requests: Sequence[OracleRequest], *, decode_threshold: int, block_size: int
+    requests: Sequence[OracleRequest],
+    *,
+    decode_threshold: int,
+    block_size: int,
+    num_drafts: int = 0,
 ) -> dict[str, Any]:
     """Where the states of one group are, and how the step is split, padding excluded.
 
@@ -439,31 +458,41 @@ def oracle_state_step(
         Most tokens of a decode.
     block_size
         Tokens of a request that share a state.
+    num_drafts
+        Most drafts of a request; unless 0, each token of a decode has a state.
 
     Returns
     -------
     dict
         ``num_decodes``, ``num_decode_tokens``, ``num_prefills``, ``prefill_query_start_loc``,
-        ``has_initial_state``, ``initial_state_indices`` (0 for requests that begin) and
-        ``state_indices``.
+        ``has_initial_state``, ``initial_state_indices`` (0 for requests that begin),
+        ``state_indices``, ``token_state_indices`` and ``num_accepted_tokens``; the last two are
+        empty without drafts.
     """
     prefills = list(requests)
     while prefills and prefills[0].num_scheduled_tokens <= decode_threshold:
         prefills.pop(0)
     decodes = requests[: len(requests) - len(prefills)]
     starts, reads, writes, begun = [0], [], [], []
+    of_tokens, kept = [], []
     for request in prefills:
         starts.append(starts[-1] + request.num_scheduled_tokens)
-    for request in requests:
-        state = 0
+    for row, request in enumerate(requests):
+        state, accepted = 0, 1
+        if request.num_computed_tokens and num_drafts:
+            accepted = request.num_accepted_tokens
         for position in range(request.num_computed_tokens):
-            state = request.block_ids[position // block_size]
+            state = request.block_ids[position // block_size + accepted - 1]
         begun.append(request.num_computed_tokens != 0)
         reads.append(state)
+        kept.append(accepted)
+        place = 0
         for offset in range(request.num_scheduled_tokens):
-            position = request.num_computed_tokens + offset
-            state = request.block_ids[position // block_size]
-        writes.append(state)
+            place = (request.num_computed_tokens + offset) // block_size
+        writes.append(request.block_ids[place])
+        for offset in range(request.num_scheduled_tokens):
+            has_state = row < len(decodes) and num_drafts > 0
+            of_tokens.append(request.block_ids[place + offset] if has_state else 0)
     return {
         "num_decodes": len(decodes),
         "num_decode_tokens": sum(request.num_scheduled_tokens for request in decodes),
@@ -472,4 +501,6 @@ def oracle_state_step(
         "has_initial_state": begun,
         "initial_state_indices": reads,
         "state_indices": writes,
+        "token_state_indices": of_tokens if num_drafts else [],
+        "num_accepted_tokens": kept if num_drafts else [],
     }

@@ -11,6 +11,11 @@ The batch is split as vLLM's ``GDNAttentionMetadataBuilder`` splits it: leading 
 token are *decodes*, which update their state token by token; the others are *prefills*, which are
 computed in chunks. vLLM counts a prompt's first chunk of one token as a prefill, too; here both
 halves ask `has_initial_state`, so that a full graph of decodes may contain it.
+
+With speculation a decode has up to ``1 + num_drafts`` tokens, and the tokens after a rejected draft
+never were. So a request has that many blocks, and the state after the ``i``-th token of a decode is
+written to its ``i``-th block; that after a prefill to the first one. The next step reads the state
+after the last token that counts: it is in block ``num_accepted_tokens - 1``.
 """
 
 from dataclasses import dataclass
@@ -29,16 +34,25 @@ class StateGroups:
         Their indices.
     decode_threshold
         Most tokens of a decode.
+    num_drafts
+        Most drafts of a request, each of which has a state of its own; 0 in an engine without
+        speculation.
     """
 
     groups: tuple[int, ...]
     decode_threshold: int = 1
+    num_drafts: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("no groups: an engine without states has no StateGroups")
         if self.decode_threshold < 1:
             raise ValueError(f"decodes of {self.decode_threshold} tokens: there is at least one")
+        if self.num_drafts and self.decode_threshold != 1 + self.num_drafts:
+            raise ValueError(
+                f"decodes of {self.decode_threshold} tokens, drafts included, where a step "
+                f"drafts {self.num_drafts}"
+            )
 
 
 @dataclass(frozen=True)
@@ -62,20 +76,26 @@ class StateStep:
 def find_states(
     num_reqs,
     decode_threshold,
+    num_drafts,  # states of a decode, without the first
     query_start_loc,  # [num_reqs + 1 or more] int32
     seq_lens,  # [num_reqs or more] int32
     num_computed_tokens,  # [num_reqs or more] int32
+    num_draft_tokens,  # [num_reqs or more] int32
+    kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`; else not read
     block_table_flat,  # [E] int32, the groups' tables one after the other
     # Of each state group:
     groups,  # [num_state_groups] int32, among all groups
     first_entries,  # [num_state_groups] int64, of its block table
     widths,  # [num_state_groups] int32, columns of its block table
     block_sizes,  # [num_state_groups] int32, tokens of a request that share a state
-    # Outputs; N = state groups, Z and Q = requests after padding, T = tokens after padding
+    # Outputs; N = state groups, Z and Q = requests after padding, T = tokens after padding; H and A
+    # are N and Z, or 0 without speculation
+    token_state_indices,  # [H, T] int32
     slot_mapping,  # [num_groups, T] int32
     initial_state_indices,  # [N, Z] int32
     state_indices,  # [N, Z] int32
     has_initial_state,  # [Z] bool
+    num_accepted_tokens,  # [A] int32
     prefill_query_start_loc,  # [Q + 1] int32
 ):
     """Find each request's state, and where prefills begin.
@@ -92,7 +112,8 @@ def find_states(
     Raises
     ------
     ValueError
-        If a request is longer than its row of a block table.
+        If a request is longer than its row of a block table, has accepted more tokens than a step
+        can have, or has drafts and is no decode.
     """
     num_decodes = 0
     while num_decodes < num_reqs:
@@ -105,16 +126,36 @@ def find_states(
         prefill_query_start_loc[req - num_decodes] = query_start_loc[req] - num_decode_tokens
     for req in range(num_reqs):
         has_initial_state[req] = num_computed_tokens[req] > 0
+    if num_drafts > 0:
+        for req in range(num_reqs):
+            kept = kept_tokens[req] if num_computed_tokens[req] > 0 else 1
+            if kept < 1 or kept > 1 + num_drafts:
+                raise ValueError("more accepted tokens than a step has, or none")
+            num_accepted_tokens[req] = kept
+            if num_draft_tokens[req] > 0 and req >= num_decodes:
+                raise ValueError("drafts of a request after the decodes, which keeps one state")
     for index in range(groups.shape[0]):
         for req in range(num_reqs):
             column = (seq_lens[req] - 1) // block_sizes[index]
-            if column >= widths[index]:
-                raise ValueError("a sequence is longer than its row of the block table")
             row = first_entries[index] + req * widths[index]
+            start, end = query_start_loc[req], query_start_loc[req + 1]
+            states = end - start if num_drafts > 0 and req < num_decodes else 1
+            if column + states > widths[index]:
+                raise ValueError("a sequence is longer than its row of the block table")
             state_indices[index, req] = block_table_flat[row + column]
+            if num_drafts > 0:
+                for token in range(start, end):
+                    block = NULL_BLOCK_ID
+                    if req < num_decodes:
+                        block = block_table_flat[row + column + token - start]
+                    token_state_indices[index, token] = block
             initial_state_indices[index, req] = NULL_BLOCK_ID
             if num_computed_tokens[req] > 0:
                 column = (num_computed_tokens[req] - 1) // block_sizes[index]
+                if num_drafts > 0:
+                    column += num_accepted_tokens[req] - 1
+                if column >= widths[index]:
+                    raise ValueError("a state is past its row of the block table")
                 initial_state_indices[index, req] = block_table_flat[row + column]
         slots = slot_mapping[groups[index]]
         for token in range(slots.shape[0]):

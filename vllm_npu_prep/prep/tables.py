@@ -2,7 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_origin
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS, ArrayType
 from vllm_npu_prep.prep.compiled import ArrayTuple
+from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
@@ -40,7 +41,7 @@ class BatchTables:
         np.ndarray, ArrayType(np.int32, "E")
     ]  # the groups' tables one after the other
     max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # width of each group's table
-    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # tokens
+    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # slots of a block
     num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]  # entries that a request owns
     # What the device has of each row: leading entries that are the same there, and leading entries
     # that may differ from the null block there. `prepare_step` and code that replaces a row keep
@@ -50,15 +51,24 @@ class BatchTables:
     # Row of each request of the batch, in all tables but the last two. Past the batch: what it was
     # when a batch last was as long. By default, they count up.
     slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
+    # What compiled code reads of `dcp`: world size, rank and interleave size; 1, 0, 1 without it
+    shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
     chunked_prefill: bool = True
     mrope: MropeTables | None = None  # of a model with M-RoPE
     local: LocalGroups | None = None  # groups with chunked local attention
     latent: LatentSplit | None = None  # how steps are split for latent attention
     states: StateGroups | None = None  # groups that hold states
+    dcp: ContextShards | None = None  # the part of each context that this rank keeps
 
     def __post_init__(self) -> None:
         if self.slots is None:
             object.__setattr__(self, "slots", np.arange(len(self.token_ids), dtype=np.int32))
+        numbers = (1, 0, 1)
+        if self.dcp is not None:
+            numbers = self.dcp.world_size, self.dcp.rank, self.dcp.interleave_size
+            if (self.block_sizes % self.dcp.interleave_size).any():
+                raise ValueError("blocks are not whole runs of neighbouring tokens on one rank")
+        object.__setattr__(self, "shards", np.array(numbers, np.int32))
         for name in TABLES:
             array = getattr(self, name)
             if array.dtype != TABLES[name].dtype or not array.flags.c_contiguous:
@@ -75,6 +85,10 @@ class BatchTables:
     def max_model_len(self) -> int:
         """Columns of the token table."""
         return self.token_ids.shape[1]
+
+    def tokens_per_block(self, group: int) -> int:
+        """Positions of a request that one block of a group stands for."""
+        return tokens_per_block(self.dcp, int(self.block_sizes[group]))
 
     def block_table(self, group: int) -> np.ndarray:
         """Block table of a group, int32 ``[M, max_num_blocks]``."""

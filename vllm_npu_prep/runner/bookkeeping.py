@@ -20,6 +20,7 @@ from vllm_npu_prep.runner.request_updates import PLACEHOLDER
 
 if TYPE_CHECKING:
     from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+    from vllm_npu_prep.prep.context_shards import ContextShards
     from vllm_npu_prep.prep.latent import LatentSplit
     from vllm_npu_prep.prep.local_attention import LocalGroups
     from vllm_npu_prep.prep.mrope import MropeTables
@@ -196,6 +197,7 @@ def tables_of(
     local: "LocalGroups | None" = None,
     latent: "LatentSplit | None" = None,
     states: "StateGroups | None" = None,
+    dcp: "ContextShards | None" = None,
 ) -> BatchTables:
     """Upstream's input batch by the names of the pure core: views, nothing is copied.
 
@@ -203,7 +205,7 @@ def tables_of(
     ----------
     batch, blocks
         The batch and its block tables.
-    chunked_prefill, mrope, local, latent, states
+    chunked_prefill, mrope, local, latent, states, dcp
         See `BatchTables`.
     """
     return BatchTables(
@@ -222,4 +224,5 @@ def tables_of(
         local=local,
         latent=latent,
         states=states,
+        dcp=dcp,
     )

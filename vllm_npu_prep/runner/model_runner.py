@@ -27,6 +27,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.context_parallel import find_context_shards
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
@@ -350,6 +351,9 @@ class NPUModelRunner(GPUModelRunner):
             samples.num_drafts,
             takes_embeds,
             NO_LIMITS if check is None or takes_embeds else check.limits_in_pass,
+            self.speculation.accepted.count(
+                preparer.tables, rows.req_ids, self.requests, num_scheduled_tokens
+            ),
         )
 
     def _begin_step(self, in_flight: StepInFlight) -> None:
@@ -370,10 +374,11 @@ class NPUModelRunner(GPUModelRunner):
     ) -> None:
         """Count and record the step; raise if it breaks a rule, so that it is not launched."""
         step, batch = in_flight.step, self.input_batch
-        self.metrics.add(step, kind, self.preparer.staging.waits, started)
+        waits = self.preparer.staging.waits
+        self.metrics.add(step, kind, waits, started)
         if self.recorder is not None:
             told = self.inputs.for_record(batch.req_ids, batch.req_prompt_embeds)
-            self.recorder.keep(step, kind, *told)
+            self.recorder.keep(step, kind, *told, started=started, waits=waits)
         if self.step_check is not None:
             self.step_check.verify(self, scheduler_output)
 
@@ -705,6 +710,9 @@ class NPUModelRunner(GPUModelRunner):
         """Buffers for copies of states between blocks: none, because nothing is copied."""
         return SimpleNamespace(preprocess=None, postprocess_align=None)
 
+    def _update_states_after_model_execute(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: accepted tokens are counted when the next step is prepared."""
+
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -778,6 +786,7 @@ class NPUModelRunner(GPUModelRunner):
                 local=find_local_groups(self.attn_groups),
                 latent=find_latent_split(builders),
                 states=find_state_groups(builders),
+                dcp=find_context_shards(self.parallel_config),
             ),
             self.block_tables,
             builders,
@@ -796,7 +805,11 @@ class NPUModelRunner(GPUModelRunner):
             is_profiling=bool(kwargs.get("is_profiling")),
         )
         self.recorder = make_recorder(
-            self.vllm_config, self.preparer.tables, builders, self.recorder
+            self.vllm_config,
+            self.preparer.tables,
+            builders,
+            kv_cache_config.num_blocks,
+            self.recorder,
         )
         if self.recorder is not None and self.expert_counts is not None:
             self.recorder.count_experts = self.expert_counts.read
@@ -838,7 +851,8 @@ class NPUModelRunner(GPUModelRunner):
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
         tables = self.preparer.tables
-        step = warm_up(self.inputs.mrope_dims, tables.local, tables.latent, tables.states)
+        kinds = tables.local, tables.latent, tables.states, tables.dcp
+        step = warm_up(self.inputs.mrope_dims, *kinds)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

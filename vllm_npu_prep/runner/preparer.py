@@ -80,7 +80,7 @@ class Preparer:
         self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
         self.no_drafts = np.zeros(max_num_reqs, np.int32)
         num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
-        kinds = local, tables.latent, tables.states, has_slots
+        kinds = local, tables.latent, tables.states, has_slots, tables.dcp
         self._layout_sizes = num_groups, max_logits_per_req, dims, *kinds
         num_entries = len(block_tables.block_table_flat)
         sizes = max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries

@@ -18,6 +18,7 @@ from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.device.staging import DeviceArrays
 from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.runner.accepted import AcceptedTokens
 
 
 class LastSamples(NamedTuple):
@@ -54,6 +55,8 @@ class Speculation:
     num_valid_tokens
         Number of tokens that verification accepted for each request of the last step, on their way
         to the host.
+    accepted
+        The same for layers with states, known when the next step is prepared.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Speculation:
     ) -> None:
         self.num_spec_tokens, self.asynchronous = num_spec_tokens, asynchronous
         self.num_valid_tokens = ReadBack(device, max_num_reqs, pin_memory)
+        self.accepted = AcceptedTokens(max_num_reqs)
         self._drafted_samples: torch.Tensor | None = None
 
     # ----------------------------------------------------------------- before a step

@@ -36,7 +36,10 @@ def choose_scheduler(vllm_config: "VllmConfig", wanted: Literal["batched", "upst
         return f"{how}, by vLLM's scheduler of diffusion models"
     if vllm_config.model_config.is_hybrid:
         config.scheduler_cls = None
-        return f"{how}, by vLLM's scheduler: chunks of prompts end at blocks, which hold states"
+        why = "blocks hold states"
+        if vllm_config.cache_config.enable_prefix_caching:
+            why = "chunks of prompts end at blocks, which hold states"
+        return f"{how}, by vLLM's scheduler: {why}"
     # vLLM checks its config again, in the engine's process
     config.scheduler_cls = (
         SCHEDULERS[bool(config.async_scheduling)] if wanted == "batched" else None

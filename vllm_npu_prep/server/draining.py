@@ -20,7 +20,7 @@ ALWAYS_ANSWERED = ("/metrics",)
 """Paths that are still served while the last requests run, for monitoring."""
 POLL_SECONDS = 0.02
 END_SECONDS = 10
-"""Time after the last request for the engine's processes and pending answers to end."""
+"""Time after the last request for the engine's process to end, beside what its workers get."""
 CUT_SECONDS = 1
 """Time to tell requests that their time is up."""
 
@@ -130,7 +130,10 @@ def drain_and_shut_down(
     engine
         vLLM's ``AsyncLLM``. Where the server counts its requests, `engine.drain` is a `Drain`.
     timeout
-        Seconds that requests get; the engine then has `END_SECONDS` of its own.
+        Seconds that requests get; the engine then has `END_SECONDS` of its own, and what vLLM gives
+        its workers (``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``). It waits for them that long, sends a
+        signal, and kills them after four seconds: an engine that had less would be killed itself,
+        and its workers with it, while they give their cards back.
     shut_down
         ``AsyncLLM.shutdown`` of upstream.
     stopped_error
@@ -159,9 +162,16 @@ def drain_and_shut_down(
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
     with log_while_waiting("Waiting for the engine to stop", log):
-        shut_down(engine, timeout=END_SECONDS)
+        shut_down(engine, timeout=END_SECONDS + _seconds_of_workers())
     if loop is not None and not loop.is_closed():
         loop.call_soon_threadsafe(outputs.propagate_error, stopped_error())
+
+
+def _seconds_of_workers() -> float:
+    """How long an engine waits for its workers before it signals them."""
+    from vllm import envs
+
+    return envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
 
 def _owns_engine(engine: "AsyncLLM") -> bool:

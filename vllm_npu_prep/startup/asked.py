@@ -23,6 +23,9 @@ MTP_MODELS = {
     "MiMoMTPModel": "MiMoForCausalLM",
     "Glm4MoeMTPModel": "Glm4MoeForCausalLM",
     "DeepSeekMTPModel": "DeepseekV3ForCausalLM",
+    "Qwen3NextMTP": "Qwen3NextForCausalLM",
+    "Qwen3_5MTP": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeMTP": "Qwen3_5MoeForCausalLM",
 }
 """Architectures of MTP layers that draft, and of the models that they come with."""
 

@@ -32,9 +32,12 @@ class GraphManager(ModelCudaGraphManager):
     decided
         Decision for the step in flight, which upstream asks for when the step is prepared; None
         outside of a step.
+    of_dummy_run
+        Decision for the last dummy run, for which nothing is prepared before.
     """
 
     decided: BatchExecutionDescriptor | None = None
+    of_dummy_run: BatchExecutionDescriptor | None = None
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class GraphManager(ModelCudaGraphManager):
         """The decision for the step in flight, which was made before it was prepared."""
         if self.decided is not None:
             return self.decided
-        return super().dispatch(*args, **kwargs)
+        self.of_dummy_run = super().dispatch(*args, **kwargs)
+        return self.of_dummy_run
 
     def ask(
         self, num_reqs: int, num_tokens: int, max_query_len: int, num_active_loras: int, eager: bool

@@ -27,7 +27,7 @@ def note_samples(
     sampler: Sampler,
     states: SlotStates,
     batch: InputBatch,
-    sampled: torch.Tensor,  # [num_reqs] int64
+    sampled: torch.Tensor,  # [num_reqs, width] int64, -1 after a request's last token
     discard: torch.Tensor,  # [num_reqs] bool
 ) -> None:
     """Enter a step's samples for penalties and bad words, if a request of the step has some."""
@@ -37,18 +37,26 @@ def note_samples(
     wants_tokens = bad_words.num_bad_words.np[slots].any()  # type: ignore[attr-defined]
     if not (wants_counts or wants_tokens):
         return
-    idx_mapping = batch.idx_mapping
-    is_kept = (~discard).to(torch.int32)
+    idx_mapping, width = batch.idx_mapping, sampled.shape[1]
+    first = batch.seq_lens  # the place of the first sample
+    is_discarded = discard[:, None]
+    if width > 1:
+        borders = batch.cu_num_logits
+        first = first - (borders[1:] - borders[:-1] - 1)
+        is_discarded = is_discarded | (sampled < 0)
+        sampled = sampled.clamp(min=0)
+    slot_of = idx_mapping[:, None].expand_as(sampled)
+    is_kept = (~is_discarded).to(torch.int32)
     if wants_counts:
         counts = penalties.output_bin_counts
-        counts.index_put_((idx_mapping, sampled), is_kept, accumulate=True)
+        counts.index_put_((slot_of, sampled), is_kept, accumulate=True)
     if wants_tokens:
-        last = states.max_model_len - 1
-        places = idx_mapping, batch.seq_lens.clamp(max=last).long()
+        at = first[:, None] + torch.arange(width, device=first.device)
+        places = slot_of, at.clamp(max=states.max_model_len - 1).long()
         tokens = states.all_token_ids.gpu
-        there = torch.where(discard, tokens[places], sampled.to(torch.int32))
+        there = torch.where(is_discarded, tokens[places], sampled.to(torch.int32))
         tokens.index_put_(places, there)
-        states.total_len.gpu.index_add_(0, idx_mapping, is_kept)
+        states.total_len.gpu.index_add_(0, idx_mapping, is_kept.sum(1, dtype=torch.int32))
 
 
 def score_prompts(

@@ -70,11 +70,15 @@ def batch_of_step(
     computed = states.num_computed_prefill_tokens[slots]
     is_prefilling = computed < prefill
     has_prefill = bool(is_prefilling.any())
+    num_drafts: np.ndarray | None = None
+    if drafts := scheduler_output.scheduled_spec_decode_tokens:
+        found = (len(drafts.get(req_id, ())) for req_id in req_ids)
+        num_drafts = np.fromiter(found, np.int32, len(req_ids))
     return BatchReqState(
         req_ids=req_ids,
         num_scheduled_tokens=counts,
         num_tokens=scheduler_output.total_num_scheduled_tokens,
-        num_draft_tokens_np=None,
+        num_draft_tokens_np=num_drafts,
         idx_mapping_np=slots,
         prefill_len_np=prefill,
         num_computed_prefill_tokens_np=computed,

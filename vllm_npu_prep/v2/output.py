@@ -4,21 +4,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import (
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    LogprobsTensors,
+    ModelRunnerOutput,
+)
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 
 class StepOutput(AsyncModelRunnerOutput):
     """A step's samples, copied on a stream of their own.
 
-    Upstream also copies how many tokens each request got. The host knows that already.
+    Upstream also copies how many tokens each request got. The host knows that already, or sees it:
+    -1 follows a request's last token.
 
     Parameters
     ----------
     output
         What the scheduler gets; its samples are filled in by `get_output`.
     sampler_output
-        Samples ``[num_reqs, 1]``, and log-probabilities if somebody wants them.
+        Samples ``[num_reqs, width]``, and log-probabilities if somebody wants them.
     discard
         bool ``[num_reqs]``: requests whose sample doesn't count.
     copy_stream
@@ -58,7 +64,10 @@ class StepOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copies, and fill in what they brought."""
         self.async_copy_ready_event.synchronize()
-        sampled = self._samples.tolist()
+        sampled: list[list[int]] = self._samples.tolist()
+        if self._samples.shape[1] > 1:  # drafts were verified
+            kept = (self._samples >= 0).sum(1).tolist()
+            sampled = [tokens[:count] for tokens, count in zip(sampled, kept)]
         for req in self._discard:
             sampled[req].clear()
         self._output.sampled_token_ids = sampled
@@ -71,3 +80,53 @@ class StepOutput(AsyncModelRunnerOutput):
         # Let go of what is on the device
         del self._sampled_token_ids, self._logprobs_tensors, self._prompt_logprobs
         return self._output
+
+
+class DraftsOfStep:
+    """The drafts of the last step for the scheduler. Without grammars it reads their number only.
+
+    Stands in for upstream's ``DraftTokensHandler``.
+
+    Parameters
+    ----------
+    device
+        Not used.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._req_ids: list[str] = []
+        self._num_drafts = 0
+        self._drafts: torch.Tensor | None = None  # on the host, once the event has passed
+        self._event: Any = None
+
+    def keep(
+        self, req_ids: list[str], drafts: torch.Tensor, *, structured: bool, copy_stream: Any
+    ) -> None:
+        """Take note of a step's drafts; copies them if a grammar will read them.
+
+        Parameters
+        ----------
+        req_ids
+            Of the batch.
+        drafts
+            int32 ``[num_reqs, num_drafts]``.
+        structured
+            Whether a request has a grammar.
+        copy_stream
+            On which to copy.
+        """
+        self._req_ids, self._num_drafts, self._drafts = req_ids, drafts.shape[1], None
+        if structured:
+            self._event, self._kept = torch.Event(), drafts
+            main_stream = torch.cuda.current_stream()
+            with torch.cuda.stream(copy_stream):
+                copy_stream.wait_stream(main_stream)
+                self._drafts = drafts.to("cpu", non_blocking=True)
+                self._event.record()
+
+    def get_draft_tokens(self) -> DraftTokenIds:
+        """Drafts by request; -1 where nobody reads them."""
+        if self._drafts is None:
+            return DraftTokenIds(self._req_ids, [[-1] * self._num_drafts for _ in self._req_ids])
+        self._event.synchronize()
+        return DraftTokenIds(self._req_ids, self._drafts.tolist())

@@ -33,6 +33,7 @@ from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, Memory
 from vllm_npu_prep.device.communicator import union_over_ranks
+from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.check import StepCheck
@@ -40,6 +41,7 @@ from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import replace_modules
+from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.quantization.fused import fuse_rounding
@@ -56,10 +58,12 @@ from vllm_npu_prep.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_prompts
 from vllm_npu_prep.v2.model_state import PreparedModelState
 from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
-from vllm_npu_prep.v2.output import StepOutput
+from vllm_npu_prep.v2.output import DraftsOfStep, StepOutput
 from vllm_npu_prep.v2.sampler import SlotSampler
+from vllm_npu_prep.v2.speculator import SlotSpeculator, make_speculator
 from vllm_npu_prep.v2.states import SlotStates
 from vllm_npu_prep.v2.step_inputs import StepInputs
+from vllm_npu_prep.v2.verification import SlotRejectionSampler, count_accepted
 from vllm_npu_prep.v2.watched import WatchedBatch
 from vllm_npu_prep.wording import counted
 
@@ -93,19 +97,24 @@ class NPUModelRunnerV2(GPUModelRunner):
     """
 
     req_states: SlotStates  # type: ignore[assignment]
+    draft_tokens_handler: DraftsOfStep  # type: ignore[assignment]
     block_tables: SlotBlockTables  # type: ignore[assignment]
     model_state: PreparedModelState
     lora_state: SlotAdapters
     cudagraph_manager: GraphManager  # as `graphs` and `preparer`, from `initialize_kv_cache` on
     graphs: Graphs
     preparer: Preparer
-    use_async_spec_decode = False  # checks ask V1's runner
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
         self.in_flight: StepInFlight | None = None
         with prep_device.host_streams(), self._stand_ins(device):
             super().__init__(vllm_config, device)
+        num_drafts = self.num_speculative_steps
+        self.use_async_spec_decode = bool(
+            num_drafts and vllm_config.scheduler_config.async_scheduling
+        )
+        self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
         self.order = BatchOrder()
         self.input_batch = WatchedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
@@ -116,6 +125,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.padding = StepPadding(
             self._dispatch,
             lambda: self.graphs.captured(),
+            1 + num_drafts,
             depends_on_counts_only=depends_on_counts_only(vllm_config),
         )
         self._num_active_loras = 0  # of the step
@@ -135,6 +145,9 @@ class NPUModelRunnerV2(GPUModelRunner):
             StagedWriteTensor=SlotRows,
             LoraState=SlotAdapters,
             init_model_state=PreparedModelState,
+            init_speculator=make_speculator,
+            RejectionSampler=SlotRejectionSampler,
+            DraftTokensHandler=DraftsOfStep,
         )
 
     # ----------------------------------------------------------------- requests
@@ -157,7 +170,10 @@ class NPUModelRunnerV2(GPUModelRunner):
         if cached.req_ids:
             slot_of = self.req_states.req_id_to_index
             slots = np.fromiter(map(slot_of.__getitem__, cached.req_ids), np.intp)
-            self.req_states.advance(slots, cached.num_computed_tokens)
+            counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
+            if self.use_async_spec_decode:
+                counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
+            self.req_states.advance(slots, counts)
             for index, block_ids in enumerate(cached.new_block_ids):
                 if block_ids is not None:
                     self.block_tables.append_block_ids(int(slots[index]), block_ids, False)
@@ -208,13 +224,16 @@ class NPUModelRunnerV2(GPUModelRunner):
         preparer.tables.slots[:num_reqs] = slots
         self.block_tables.follow(slots)
         samples = states.samples.find(slots, ~now.is_prefilling_np)
+        num_drafts = now.num_draft_tokens_np
+        states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
         batch = StepBatch(
             preparer.tables,
             now.num_scheduled_tokens,
-            preparer.no_drafts,
+            preparer.no_drafts if num_drafts is None else num_drafts,
             now.num_tokens,
             samples.rows,
             samples.num_rows,
+            samples.num_drafts,
         )
         if self.lora_config:
             self._num_active_loras = len(self.lora_state.get_activate_loras(now.req_ids))
@@ -229,6 +248,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.model_state.metadata = metadata
         self.cudagraph_manager.decided = decision.dispatched[2]
         self.input_batch.now = now, samples
+        if samples.num_drafts:
+            self._draft_token_ids = samples.by_row[:, 1:]  # as checks read it
         self._observe(in_flight, decision.kind, scheduler_output, started)
         return now
 
@@ -263,6 +284,23 @@ class NPUModelRunnerV2(GPUModelRunner):
         tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
         return tables, self.in_flight.staged.device.slot_mappings
 
+    def prepare_dummy_attn(  # type: ignore[override]
+        self, input_batch: InputBatch, valid_state_slots: bool = False
+    ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor] | torch.Tensor]:
+        """A step that is all padding, at the addresses that graphs read; it writes nothing."""
+        del valid_state_slots
+        tables = self.block_tables.device_rows(input_batch.num_reqs)
+        asked = self.cudagraph_manager.of_dummy_run
+        if asked is None or asked.cg_mode == CUDAGraphMode.NONE:
+            shape = len(tables), input_batch.num_tokens
+            return tables, torch.full(shape, PAD_SLOT_ID, dtype=torch.int32, device=self.device)
+        descriptor = self.cudagraph_manager.descriptor(asked)
+        self.in_flight = in_flight = self._all_padding(asked.cg_mode, descriptor)
+        arrays = in_flight.staged.device
+        input_batch.input_ids, input_batch.positions = arrays.input_ids, arrays.positions
+        input_batch.is_padding = arrays.is_padding
+        return tables, arrays.slot_mappings
+
     def _observe(
         self,
         in_flight: StepInFlight,
@@ -271,9 +309,12 @@ class NPUModelRunnerV2(GPUModelRunner):
         started: float,
     ) -> None:
         """Count and record the step; raise if it breaks a rule, so that it is not launched."""
-        self.metrics.add(in_flight.step, kind, self.preparer.staging.waits, started)
+        waits = self.preparer.staging.waits
+        self.metrics.add(in_flight.step, kind, waits, started)
         if self.recorder is not None:
-            self.recorder.keep(in_flight.step, kind, self.input_batch.req_ids)
+            self.recorder.keep(
+                in_flight.step, kind, self.input_batch.req_ids, started=started, waits=waits
+            )
         if self.step_check is not None:
             self.step_check.verify(self, scheduler_output)
 
@@ -284,6 +325,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.model_state.metadata = None
         if self.cudagraph_manager is not None:  # as before the cache is allocated
             self.cudagraph_manager.decided = None
+            self.cudagraph_manager.of_dummy_run = None
 
     # ----------------------------------------------------------------- after the forward pass
 
@@ -314,12 +356,32 @@ class NPUModelRunnerV2(GPUModelRunner):
             cudagraph_stats=state.cudagraph_stats,
         )
         returned = StepOutput(output, sampler_output, discard, self.output_copy_stream)
-        sampled = sampler_output.sampled_token_ids[:, 0]
-        slots = batch.idx_mapping_np
-        self.req_states.samples.keep(sampled.to(torch.int32), batch.idx_mapping, slots, discard)
+        sampled = sampler_output.sampled_token_ids
         discarded = staged.device.discard_request_mask[: step.num_reqs]
         assert self.sampler is not None
         note_samples(self.sampler, self.req_states, batch, sampled, discarded)
+        kept = batch.idx_mapping, batch.idx_mapping_np, discard
+        if isinstance(self.speculator, SlotSpeculator):
+            accepted = count_accepted(sampled, step, staged.device, self.vocab_size)
+            if self.use_async_spec_decode or self.num_speculative_steps > 1:
+                self.num_valid_tokens.start(accepted.num_valid_tokens)
+            drafts = self.speculator.draft(
+                self.in_flight,
+                accepted,
+                self.num_valid_tokens,
+                hidden_states,
+                state.aux_hidden_states,
+                self.preparer.slot_mappings(staged)[1],
+            )
+            self.draft_tokens_handler.keep(
+                batch.req_ids,
+                drafts,
+                structured=batch.has_structured_output_reqs,
+                copy_stream=self.output_copy_stream,
+            )
+            self.req_states.samples.keep(accepted.next_token_ids, *kept, drafts)
+        else:
+            self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
         return returned
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, batch: InputBatch) -> dict[str, Any]:
@@ -347,9 +409,12 @@ class NPUModelRunnerV2(GPUModelRunner):
         mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
     ) -> None:
         """As upstream's, which makes tuples of the mappings and compares them; here: arrays."""
+        of_samples = np.asarray(prompt_lora_mapping)
+        if self.in_flight is not None and self.in_flight.step.num_drafts:
+            of_samples = of_samples.repeat(self.in_flight.step.num_sampled_tokens)
         mapping = StepLoRAMapping(
             np.asarray(token_lora_mapping),  # type: ignore[arg-type]
-            np.asarray(prompt_lora_mapping),  # type: ignore[arg-type]
+            of_samples,  # type: ignore[arg-type]
             is_prefill=True,
             type=mapping_type,
         )
@@ -371,14 +436,24 @@ class NPUModelRunnerV2(GPUModelRunner):
         assert self.in_flight is not None
         return self._forward(self.in_flight, CUDAGraphMode.FULL, descriptor)
 
+    def _all_padding(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> StepInFlight:
+        """A step of a graph's size that is all padding."""
+        padding = self.padding.of_capture(mode, desc)
+        step, staged, metadata = self.preparer.prepare_padding_only(padding)
+        if mode != CUDAGraphMode.FULL:
+            metadata = {}  # between pieces: attention has no request, which kernels refuse
+        return StepInFlight(step, staged, metadata, (mode, desc))
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's; a graph replays a step that is all padding."""
+        try:
+            return super()._dummy_run(*args, **kwargs)
+        finally:
+            self._end_step()
+
     def _capture(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> None:
         """Warm up and capture one graph, over a step that is all padding."""
-        padding = self.padding.of_capture(cudagraph_runtime_mode, desc)
-        dispatched = cudagraph_runtime_mode, desc
-        step, staged, metadata = self.preparer.prepare_padding_only(padding)
-        if cudagraph_runtime_mode != CUDAGraphMode.FULL:
-            metadata = {}  # between pieces: attention has no request, which kernels refuse
-        in_flight = StepInFlight(step, staged, metadata, dispatched)
+        in_flight = self._all_padding(cudagraph_runtime_mode, desc)
         select_adapters = create_lora_capture_hook(self.lora_config, self)
         if select_adapters is not None:
             num_reqs = min(desc.num_tokens, self.max_num_reqs)
@@ -430,7 +505,10 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.prep_device,
             manager,
             self.compilation_config,
-            largest_decode=largest_decode(self.max_num_reqs, 1, self.max_num_tokens),
+            decode_query_len=1 + self.num_speculative_steps,
+            largest_decode=largest_decode(
+                self.max_num_reqs, 1 + self.num_speculative_steps, self.max_num_tokens
+            ),
             max_num_reqs=self.max_num_reqs,
             max_model_len=self.max_model_len,
             agree=union_over_ranks,
@@ -479,16 +557,21 @@ class NPUModelRunnerV2(GPUModelRunner):
             builders,
             max_num_tokens=self.max_num_tokens,
             max_num_reqs=self.max_num_reqs,
+            max_logits_per_req=1 + self.num_speculative_steps,
             pin_memory=is_pin_memory_available(),
             has_slots=True,
         )
+        if isinstance(self.speculator, SlotSpeculator):
+            self.speculator.follow(builders, blocks)
         self.padding.cache_limits, self.graphs.most_rows = cache_limits(
             self.vllm_config,
             kv_cache_config.num_blocks,
             int(tables.block_sizes.min()),
             is_profiling=bool(kwargs.get("is_profiling")),
         )
-        self.recorder = make_recorder(self.vllm_config, tables, builders, self.recorder)
+        self.recorder = make_recorder(
+            self.vllm_config, tables, builders, kv_cache_config.num_blocks, self.recorder
+        )
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
     def _allocate_planes(

@@ -22,21 +22,23 @@ class SlotSampler(Sampler):
     """
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """Sample a token for each request.
+        """Sample a token for each row of logits.
 
         Parameters
         ----------
         logits
-            ``[num_reqs, vocab_size]``.
+            ``[num_logits, vocab_size]``: a row for each draft of a request, and one after them.
         input_batch
             The step.
 
         Returns
         -------
         SamplerOutput
-            int64 ``[num_reqs, 1]``; numbers of samples are left to the host, which knows them.
+            int64 ``[num_logits, 1]``; numbers of samples are left to the host, which knows them.
         """
-        slots, idx_mapping = input_batch.idx_mapping_np, input_batch.idx_mapping
+        slots, idx_mapping = input_batch.idx_mapping_np, input_batch.expanded_idx_mapping
+        num_drafts = input_batch.num_draft_tokens_per_req
+        row_slots = slots if num_drafts is None else slots.repeat(num_drafts + 1)
         dims = self.get_logprobs_dims(slots)
         processed, pos = logits, None
         if self.needs_logits_processing[slots].any():
@@ -44,7 +46,7 @@ class SlotSampler(Sampler):
             processed = self.apply_sampling_params(
                 logits,
                 idx_mapping,
-                idx_mapping,
+                input_batch.idx_mapping,
                 slots,
                 pos,
                 input_batch.input_ids[input_batch.logits_indices],
@@ -55,15 +57,16 @@ class SlotSampler(Sampler):
         top_k, top_p = self.sampling_states.get_top_k_top_p(idx_mapping, slots)
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
-        sampled = self._draw(processed, input_batch, pos)
+        sampled = self._draw(processed, input_batch, row_slots, pos)
         logprobs = None
         if dims is not None:
             wanted = processed if self.logprobs_mode.startswith("processed") else logits
-            logprobs = self._logprobs(wanted, dims, sampled, idx_mapping)
+            borders = None if num_drafts is None else input_batch.cu_num_logits_np.tolist()
+            logprobs = self._logprobs(wanted, dims, sampled, idx_mapping, borders)
         return SamplerOutput(
             sampled_token_ids=sampled.view(-1, 1),
             logprobs_tensors=logprobs,
-            num_nans=logits.isnan().sum(-1) if self.compute_nans else None,
+            num_nans=self._num_nans(logits, row_slots, slots) if self.compute_nans else None,
             num_sampled=None,  # type: ignore[arg-type]
             num_rejected=None,  # type: ignore[arg-type]
         )
@@ -74,24 +77,39 @@ class SlotSampler(Sampler):
         dims: tuple[int, int],
         sampled: torch.Tensor,
         idx_mapping: torch.Tensor,
+        borders: list[int] | None,  # between the rows of requests with drafts
     ) -> Any:
         num_logprobs, num_token_ids = dims
         return compute_topk_scores(
             logits,
             num_logprobs,
             sampled,
-            None,
+            borders,
             logprob_token_ids_state=self.logprob_token_ids_state,
             expanded_idx_mapping=idx_mapping,
             max_per_req_token_ids=num_token_ids,
             logits_mode=self.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
+    @staticmethod
+    def _num_nans(logits: torch.Tensor, row_slots: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """NaNs among the logits of each request, ``[num_reqs]``."""
+        of_rows = logits.isnan().sum(-1)
+        if len(row_slots) == len(slots):
+            return of_rows
+        reqs = np.cumsum(np.diff(row_slots, prepend=row_slots[:1]) != 0)
+        found = of_rows.new_zeros(len(slots))
+        return found.index_add_(0, torch.from_numpy(reqs).to(logits.device), of_rows)
+
     def _draw(
-        self, logits: torch.Tensor, input_batch: InputBatch, pos: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        slots: np.ndarray,  # [num_logits] int, of each row
+        pos: torch.Tensor | None,
     ) -> torch.Tensor:
         """The largest logit of each row, with Gumbel noise where the temperature is not 0."""
-        slots, states = input_batch.idx_mapping_np, self.sampling_states
+        states = self.sampling_states
         is_random = states.temperature.np[slots] != 0
         if not is_random.any():
             return logits.argmax(-1)
@@ -106,7 +124,7 @@ class SlotSampler(Sampler):
                 seeded = self._seeded_noise(logits, input_batch, pos, rows)
                 noise.index_copy_(0, rows, seeded)
         if not is_random.all():
-            greedy = states.temperature.gpu[input_batch.idx_mapping] == 0
+            greedy = states.temperature.gpu[input_batch.expanded_idx_mapping] == 0
             noise.masked_fill_(greedy[:, None], 0)
         return noise.add_(logits).argmax(-1)
 
@@ -120,7 +138,7 @@ class SlotSampler(Sampler):
         """Noise ``[rows, vocab_size]`` by the requests' seeds and positions."""
         if pos is None:
             pos = input_batch.positions[input_batch.logits_indices]
-        idx_mapping = input_batch.idx_mapping
+        idx_mapping = input_batch.expanded_idx_mapping
         if rows is not None:
             pos, idx_mapping = pos[rows], idx_mapping[rows]
         seeds = self.sampling_states.seeds.gpu[idx_mapping]

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
+from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 
 UNKNOWN_TOKEN = -1
@@ -25,7 +27,7 @@ class SlotStates:
     max_num_reqs, max_model_len, max_num_batched_tokens, num_speculative_steps, vocab_size, device
         As upstream's.
     num_prefill_lookahead, use_dense_all_token_ids
-        Of speculation, which is refused.
+        Of speculation that is refused.
 
     Attributes
     ----------
@@ -72,7 +74,10 @@ class SlotStates:
         self.all_token_ids = SlotRows((max_num_reqs, max_model_len), torch.int32, device)
         self.total_len = SlotRows(max_num_reqs, torch.int32, device)
         self.read_on_device: set[str] = set()
-        self.samples = Samples(max_num_reqs, device)
+        self.samples = Samples(max_num_reqs, device, num_speculative_steps)
+        # Of the last step: where it ends, and how many drafts it verifies
+        self._ends = np.zeros(max_num_reqs, np.int32)
+        self._num_drafts = np.zeros(max_num_reqs, np.int32)
         # Of upstream's dummy runs and drafters; empty without these
         self.last_sampled_tokens = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
         self.draft_tokens = self.last_sampled_tokens[:, :0]
@@ -135,10 +140,59 @@ class SlotStates:
         del self.index_to_req_id[slot]
         self.free_indices.append(slot)
         self.samples.forget(slot)
+        self._num_drafts[slot] = 0
         return slot
 
-    def advance(self, slots: np.ndarray, num_computed_tokens: Sequence[int]) -> None:
-        """Enter the scheduler's counts of requests that stay.
+    def begin_step(
+        self, slots: np.ndarray, num_scheduled: np.ndarray, num_drafts: np.ndarray | None
+    ) -> None:
+        """Note what a step computes, for `exact_counts` of the next one.
+
+        Parameters
+        ----------
+        slots, num_scheduled, num_drafts
+            Slot, tokens and drafts of each request of the step, int ``[num_reqs]`` each; None if no
+            request has drafts.
+        """
+        self._num_drafts[:] = 0
+        if num_drafts is not None:
+            self._num_drafts[slots] = num_drafts
+            self._ends[slots] = self.num_computed_tokens_np[slots] + num_scheduled
+
+    def exact_counts(
+        self,
+        slots: np.ndarray,
+        num_computed_tokens: "Sequence[int] | np.ndarray",
+        num_valid_tokens: ReadBack,
+    ) -> np.ndarray:
+        """The scheduler's counts without the drafts that the last step rejected.
+
+        Under asynchronous scheduling, the scheduler takes all drafts of the last step for accepted,
+        unless it has waited for the step.
+
+        Parameters
+        ----------
+        slots, num_computed_tokens
+            int ``[n]``: slots of requests that stay, and the scheduler's counts.
+        num_valid_tokens
+            Counts of accepted tokens by row of the last step, which are read if they are needed.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 ``[n]``.
+        """
+        counts = np.asarray(num_computed_tokens, np.int32)
+        rows, drafts = self.samples.rows[slots], self._num_drafts[slots]
+        verified = np.flatnonzero((rows >= 0) & (drafts > 0))
+        if len(verified):
+            rejected = drafts[verified] + 1 - num_valid_tokens.read()[rows[verified]]
+            ends = self._ends[slots[verified]] - rejected
+            counts[verified] = np.minimum(counts[verified], ends)
+        return counts
+
+    def advance(self, slots: np.ndarray, num_computed_tokens: "Sequence[int] | np.ndarray") -> None:
+        """Enter counts of requests that stay.
 
         Parameters
         ----------
@@ -157,9 +211,19 @@ class SlotStates:
 class Found(NamedTuple):
     """Where samples are that a step needs."""
 
-    token_ids: torch.Tensor | None  # [num_rows] int32 on the device
+    # [num_rows * (1 + 2 * num_drafts)] int32 on the device: of each row its sample, then the drafts
+    # made after it, twice, as `prep.fused_pass.list_targets` scatters them
+    token_ids: torch.Tensor | None
     num_rows: int
     rows: np.ndarray  # [num_reqs] int64: row of each request, -1 for those whose tokens are known
+    num_drafts: int = 0  # after each sample
+    is_by_slot: bool = False  # rows are slots
+
+    @property
+    def by_row(self) -> torch.Tensor:
+        """A row for each request of the last step, or for each slot: its sample comes first."""
+        assert self.token_ids is not None
+        return self.token_ids.view(-1, targets_per_row(self.num_drafts))
 
 
 class Samples:
@@ -175,13 +239,17 @@ class Samples:
         Slots.
     device
         Where samples are.
+    num_drafts
+        Drafts that are made after each sample.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+    def __init__(self, max_num_reqs: int, device: torch.device, num_drafts: int = 0) -> None:
+        self.num_drafts = num_drafts
+        shape = (max_num_reqs, targets_per_row(num_drafts)) if num_drafts else (max_num_reqs,)
         with torch.inference_mode(False):
-            self.by_slot = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+            self.by_slot = torch.zeros(shape, dtype=torch.int32, device=device)
         self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # in the last samples
-        self._latest: torch.Tensor | None = None  # [num_reqs] int32
+        self._latest: torch.Tensor | None = None  # as `by_slot`, of the last step's requests
         self._latest_slots: torch.Tensor | None = None  # [num_reqs] int64, on the device
         self._in_batch = np.zeros(max_num_reqs, bool)
 
@@ -207,19 +275,25 @@ class Samples:
             if self._latest is not None and self._latest_slots is not None:
                 self.by_slot.index_copy_(0, self._latest_slots, self._latest)
             rows = np.where(is_awaited, slots, NO_PREVIOUS_ROW).astype(np.int64)
-            return Found(self.by_slot, len(self.by_slot), rows)
+            return self._found(self.by_slot, rows, is_by_slot=True)
         if self._latest is None or not is_awaited.any():
             return Found(None, 0, rows)
-        return Found(self._latest, len(self._latest), rows)
+        return self._found(self._latest, rows)
+
+    def _found(self, samples: torch.Tensor, rows: np.ndarray, *, is_by_slot: bool = False) -> Found:
+        return Found(samples.view(-1), len(samples), rows, self.num_drafts, is_by_slot)
 
     def keep(
         self,
-        sampled_token_ids: torch.Tensor,  # [num_reqs] int32
+        sampled_token_ids: torch.Tensor,  # [num_reqs] int32: the last one of each request
         idx_mapping: torch.Tensor,  # [num_reqs] int64, unchanged until the next step is copied
         slots: np.ndarray,  # [num_reqs] int
         discard: np.ndarray,  # [num_reqs] bool
+        drafts: torch.Tensor | None = None,  # [num_reqs, num_drafts] int32
     ) -> None:
         """Take note of a step's samples, but for requests whose sample doesn't count."""
+        if drafts is not None:
+            sampled_token_ids = torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)
         self._latest, self._latest_slots = sampled_token_ids, idx_mapping
         self.rows[:] = NO_PREVIOUS_ROW
         self.rows[slots] = np.where(discard, NO_PREVIOUS_ROW, np.arange(len(slots)))

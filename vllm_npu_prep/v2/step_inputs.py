@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu.model_runner import BatchReqState
 
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.v2.verification import VerifiedBatch
 
 
 class StepInputs:
@@ -22,7 +23,8 @@ class StepInputs:
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         self._one_each = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
-        self._no_positions = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        # Without a stride, by which kernels see that no row has drafts before it
+        self._no_positions = torch.zeros(1, dtype=torch.int32, device=device).expand(max_num_reqs)
         self._logit_borders = np.arange(max_num_reqs + 1, dtype=np.int32)
 
     def of_step(self, now: BatchReqState, in_flight: StepInFlight, structured: bool) -> InputBatch:
@@ -42,7 +44,16 @@ class StepInputs:
         rows = slice(num_reqs) if num_reqs < step.padding.num_reqs_padded else None
         idx_mapping = _leading(arrays.idx_mapping, rows)
         in_graph = step.padding.mode is not GraphMode.NONE
-        return InputBatch(
+        logits_indices, num_logits = arrays.logits_indices, step.num_logits
+        if num_logits < len(logits_indices):
+            logits_indices = logits_indices[:num_logits]
+        drafts: np.ndarray | None = None
+        borders = self._logit_borders[: num_reqs + 1]
+        if step.num_drafts:
+            drafts = step.batch.num_draft_tokens[:num_reqs]
+            borders = np.concatenate((borders[:1], np.cumsum(drafts + 1, dtype=np.int32)))
+        kind = InputBatch if drafts is None else VerifiedBatch
+        batch = kind(
             req_ids=now.req_ids,
             num_reqs=num_reqs,
             num_reqs_after_padding=step.padding.num_reqs_padded,
@@ -53,8 +64,8 @@ class StepInputs:
             num_scheduled_tokens=now.num_scheduled_tokens,
             num_tokens=now.num_tokens,
             num_tokens_after_padding=step.num_input_tokens,
-            num_draft_tokens=0,
-            num_draft_tokens_per_req=None,
+            num_draft_tokens=step.num_drafts,
+            num_draft_tokens_per_req=drafts,
             query_start_loc=arrays.query_start_loc,
             query_start_loc_np=staged.np.query_start_loc,
             seq_lens=_leading(arrays.seq_lens, rows),
@@ -70,12 +81,13 @@ class StepInputs:
             positions=arrays.positions,
             # Without a graph nothing is padded
             is_padding=arrays.is_padding if in_graph else None,  # type: ignore[arg-type]
-            logits_indices=_leading(arrays.logits_indices, rows),
+            logits_indices=logits_indices,
             cu_num_logits=self._one_each[: num_reqs + 1],
-            cu_num_logits_np=self._logit_borders[: num_reqs + 1],
+            cu_num_logits_np=borders,
             has_structured_output_reqs=structured,
             prompt_lens=None,
         )
+        return batch.of(step, arrays) if isinstance(batch, VerifiedBatch) else batch
 
 
 def _leading(array: torch.Tensor, rows: slice | None) -> torch.Tensor:

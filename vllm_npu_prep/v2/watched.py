@@ -38,16 +38,14 @@ class WatchedBatch:
     @property
     def prev_sampled_token_ids(self) -> torch.Tensor:
         """The samples that requests continue from, ``[num_rows, 1]``."""
-        token_ids = self.now[1].token_ids
-        assert token_ids is not None
-        return token_ids[:, None]
+        return self.now[1].by_row[:, :1]
 
     @property
     def prev_req_id_to_index(self) -> "Mapping[str, int]":
         """Row of each request past its prompt in `prev_sampled_token_ids`."""
         batch, samples = self.now
         states, found = self._states, {}
-        takes_slots = samples.token_ids is states.samples.by_slot
+        takes_slots = samples.is_by_slot
         for req_id in batch.req_ids:
             slot = states.req_id_to_index[req_id]
             if states.num_computed_tokens_np[slot] >= states.prefill_len.np[slot]:

@@ -35,19 +35,26 @@ class DeltaForm:
     lengths
         Of each request: tokens before the step, and tokens of the step. Decodes, which come first,
         have one token and a state.
+    accepted
+        If given, all requests are decodes with drafts, and this many tokens of the last step count
+        of each.
     """
 
     num_k_heads: int
     num_v_heads: int
     lengths: tuple[tuple[int, int], ...]
+    accepted: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         heads = f"{self.num_k_heads} heads of keys and {self.num_v_heads} of values"
-        return f"{heads}, (computed, new) tokens {list(self.lengths)}"
+        counts = f", {list(self.accepted)} of the last count" if self.accepted else ""
+        return f"{heads}, (computed, new) tokens {list(self.lengths)}{counts}"
 
     @property
     def num_decodes(self) -> int:
-        """The leading requests of one token that have a state."""
+        """The leading requests of one token that have a state; with drafts, all."""
+        if self.accepted:
+            return len(self.lengths)
         rest = (row for row, (old, new) in enumerate(self.lengths) if new > 1 or not old)
         return next(rest, len(self.lengths))
 
@@ -58,6 +65,8 @@ def forms_of(num_k_heads: int, num_v_heads: int) -> dict[str, DeltaForm]:
     return {
         "decodes over states": DeltaForm(*heads, ((5, 1), (9, 1), (2, 1))),
         "prefills in chunks": DeltaForm(*heads, ((0, 70), (3, 2), (0, 1))),
+        "drafts over states": DeltaForm(*heads, ((5, 3), (9, 3), (7, 3)), (2, 1, 3)),
+        "other numbers of drafts": DeltaForm(*heads, ((5, 4), (9, 1), (7, 2)), (2, 1, 2)),
     }
 
 
@@ -89,10 +98,15 @@ class DeltaStep:
         self.mixed = random(tokens, width)
         self.a, self.b = random(tokens, form.num_v_heads), random(tokens, form.num_v_heads)
         # Each request finds its state in one block; prefills leave theirs in another
-        self.num_blocks = 2 * count + 2
+        self.num_blocks = 2 * count + 2 + (tokens if form.accepted else 0)
         blocks = (torch.randperm(self.num_blocks - 1, generator=generator) + 1).int()
         self.source, self.target = blocks[:count].clone(), blocks[count : 2 * count].clone()
         self.target[: form.num_decodes] = self.source[: form.num_decodes]
+        self.of_tokens = blocks[2 * count :]  # with drafts: the block of each token
+        if form.accepted:
+            starts = torch.tensor([0, *(new for _, new in form.lengths[:-1])]).cumsum(0)
+            self.target = self.of_tokens[starts].clone()
+            self.source = self.of_tokens[starts + torch.tensor(form.accepted) - 1].clone()
         sizes = form.num_v_heads, HEAD, HEAD
         half = form.num_v_heads * HEAD * HEAD
         plane = torch.full((2, self.num_blocks, half), UNUSED, dtype=torch.bfloat16)
@@ -126,8 +140,8 @@ class DeltaStep:
         metadata, first = self._metadata(), form.num_decodes
         parts: list[torch.Tensor] = []
         halves: tuple[tuple[Any, slice], ...] = (
-            (layer.decode, slice(0, first)),
-            (layer.prefill, slice(first, None)),
+            (layer.decode, slice(0, None if form.accepted else first)),
+            (layer.prefill, slice(len(self.mixed) if form.accepted else first, None)),
         )
         for compute, tokens in halves:
             given = [put(each[tokens]) for each in (self.mixed, self.b, self.a)]
@@ -137,6 +151,13 @@ class DeltaStep:
         output = torch.cat([each[0] for each in wanted])
         outcomes = [compare(torch.cat(parts), output, str(form), tolerance=TOLERANCE)]
         blocks = self.target.long()
+        if form.accepted:  # the state after each token
+            blocks = self.of_tokens[: len(self.mixed)].long()
+            wanted = [
+                self._formula(row, token + 1)
+                for row, (_, new) in enumerate(form.lengths)
+                for token in range(new)
+            ]
         for plane, index in ((self.conv_on_device, 1), (self.states_on_device, 2)):
             kept = torch.full(plane.shape, UNUSED, dtype=torch.float64)
             for row, (computed, _) in enumerate(form.lengths):
@@ -164,14 +185,28 @@ class DeltaStep:
             put(own),
             own[1:].tolist() if first < count else [],
             first,
-            first,
+            tokens if form.accepted else first,
             tokens,
             tokens,
+            **self._of_drafts(),
         )
 
-    def _formula(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _of_drafts(self) -> dict[str, Any]:
+        form = self.form
+        if not form.accepted:
+            return {}
+        return {
+            "token_state_indices": self._put(self.of_tokens[: len(self.mixed)]),
+            "num_accepted_tokens": self._put(torch.tensor(form.accepted, dtype=torch.int32)),
+            "decode_lens": [new for _, new in form.lengths],
+        }
+
+    def _formula(
+        self, row: int, most: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Outputs and both parts of the state after a request's tokens, or after the first ones."""
         start = sum(new for _, new in self.form.lengths[:row])
-        tokens = slice(start, start + self.form.lengths[row][1])
+        tokens = slice(start, start + (most or self.form.lengths[row][1]))
         return formulas.gated_delta(
             self.mixed[tokens],
             self.last[row],

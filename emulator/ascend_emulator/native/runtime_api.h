@@ -12,6 +12,7 @@ struct emulator_access {  // bytes that a task reads or writes
   const char* begin;
   size_t size;
   bool write;
+  bool by_block = false;  // the task says itself, while it runs, which of them: `emulator_touch`
 };
 
 // Tasks. `run(argument)` is called on the stream's worker, `destroy(argument)` after its last use.
@@ -24,6 +25,9 @@ EMULATOR_API int emulator_launch_collective(void* stream, const char* kernel, co
                                             void* argument, const emulator_access* accesses,
                                             size_t access_count);
 EMULATOR_API int emulator_is_capturing(void* stream);
+// Called while a task runs: it touches these bytes of what it was said to access by block. `alias` is
+// where the host sees them. Without a running task nothing happens.
+EMULATOR_API void emulator_touch(const void* alias, size_t size, int write);
 EMULATOR_API void emulator_set_wait_hooks(void* (*release)(), void (*reacquire)(void*));
 EMULATOR_API void emulator_count_hidden_copy(const char* name);
 

@@ -54,19 +54,43 @@ class Reference(NamedTuple):
     function: Callable[..., Any]
     on_host: Callable[..., Any] | None = None  # the form that runs on the host, without a launch
     contiguous: tuple[str, ...] | None = None  # copied if strided; None: what isn't written
+    paged: tuple[str, ...] = ()  # caches of which blocks alone are touched
+    block_ids: tuple[str, ...] = ()  # arguments that say which
+
+
+KEYS = ("key", "value", "key_rope"), ("block_table",)
+CACHES = ("key_cache", "value_cache"), ("block_table",)
 
 
 REFERENCES = (
-    Reference(fused_attention.V1, "", fused_attention.functional(fused_attention.V1)),
-    Reference(fused_attention.V1, "out", fused_attention.out_variant(fused_attention.V1)),
+    Reference(
+        fused_attention.V1, "", fused_attention.functional(fused_attention.V1), None, None, *KEYS
+    ),
+    Reference(
+        fused_attention.V1,
+        "out",
+        fused_attention.out_variant(fused_attention.V1),
+        None,
+        None,
+        *KEYS,
+    ),
     Reference(
         fused_attention.V1_WORKSPACE,
         "",
         fused_attention.max_workspace(fused_attention.V1_WORKSPACE),
         fused_attention.workspace,
     ),
-    Reference(fused_attention.V2, "", fused_attention.functional(fused_attention.V2)),
-    Reference(fused_attention.V2, "out", fused_attention.out_variant(fused_attention.V2)),
+    Reference(
+        fused_attention.V2, "", fused_attention.functional(fused_attention.V2), None, None, *KEYS
+    ),
+    Reference(
+        fused_attention.V2,
+        "out",
+        fused_attention.out_variant(fused_attention.V2),
+        None,
+        None,
+        *KEYS,
+    ),
     Reference(
         fused_attention.V2_WORKSPACE,
         "",
@@ -74,22 +98,27 @@ REFERENCES = (
         fused_attention.workspace,
     ),
     Reference(fusion_attention.FUSION_ATTENTION, "", fusion_attention.fusion_attention),
-    Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache),
+    Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache, paged=CACHES[0]),
     Reference(
         cache_write.SCATTER_PA_KV_CACHE,
         "",
         cache_write.scatter_pa_kv_cache,
         contiguous=cache_write.COPIED_IF_STRIDED,
+        paged=CACHES[0],
     ),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
-    Reference(atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention),
+    Reference(
+        atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention, None, None, *CACHES
+    ),
     Reference(
         atb_attention.PAGED_ATTENTION_WORKSPACE,
         "",
         atb_attention.paged_attention_get_workspace,
         atb_attention.paged_attention_workspace,
     ),
-    Reference(atb_attention.SPLITFUSE, "", atb_attention.paged_attention_splitfuse),
+    Reference(
+        atb_attention.SPLITFUSE, "", atb_attention.paged_attention_splitfuse, None, None, *CACHES
+    ),
     Reference(elementwise.RMS_NORM, "", elementwise.rms_norm),
     Reference(elementwise.ADD_RMS_NORM, "", elementwise.add_rms_norm),
     Reference(elementwise.GEMMA_RMS_NORM, "", elementwise.gemma_rms_norm),
@@ -114,7 +143,7 @@ REFERENCES = (
     ),
     Reference(delta_rule.RECURRENT, "", delta_rule.recurrent_gated_delta_rule),
     Reference(delta_rule.CHUNK, "", delta_rule.chunk_gated_delta_rule),
-    Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache),
+    Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache, paged=CACHES[0]),
     Reference(latent_rows.UPDATE, "", latent_rows.attention_update),
     Reference(int8.DYNAMIC_QUANT, "", int8.dynamic_quant),
     Reference(int8.QUANTIZE, "", int8.quantize),
@@ -174,6 +203,8 @@ class RegisterReference(Protocol):
         overload: str = "",
         on_host: Callable[..., Any] | None = None,
         contiguous: Sequence[str] | None = None,
+        paged: Sequence[str] = (),
+        block_ids: Sequence[str] = (),
     ) -> object:
         """Register `function` for ``name`` and `overload`."""
 
@@ -187,4 +218,6 @@ def install(register_reference: RegisterReference) -> None:
             overload=reference.overload,
             on_host=reference.on_host,
             contiguous=reference.contiguous,
+            paged=reference.paged,
+            block_ids=reference.block_ids,
         )

@@ -3,6 +3,7 @@
 import torch
 
 from ascend_emulator import faults
+from ascend_emulator.api import touch
 
 COMPRESSED_SIZE = 2048
 """Rows and columns of the constant mask of sparse modes 2, 3 and 4."""
@@ -166,4 +167,5 @@ def gather_blocks(
     """
     block_size = cache.shape[1]
     wanted = block_ids[: -(-length // block_size)].long()
+    touch(cache, wanted)
     return cache[wanted].flatten(0, 1)[:length]

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from ascend_emulator import faults
+from ascend_emulator.api import touch
 from ascend_emulator.operators.constraint import (
     Call,
     Constraint,
@@ -262,4 +263,5 @@ def _write(
     written = slots != PADDING_SLOT
     blocks, offsets = slots[written].long() // block_size, slots[written].long() % block_size
     for rows, cache in ((key, key_cache), (value, value_cache)):
+        touch(cache, blocks, write=True)
         faults.apply("cache rows", cache)[blocks, offsets] = rows[written]

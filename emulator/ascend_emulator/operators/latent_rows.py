@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from ascend_emulator.api import touch
 from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
 
 GATHER = "npu::npu_gather_pa_kv_cache"
@@ -192,6 +193,7 @@ def gather_pa_kv_cache(
         wanted.append(slots[:length])
     indices = torch.cat(wanted) if wanted else torch.empty(0, dtype=torch.int64)
     for rows, cache in ((key, key_cache), (value, value_cache)):
+        touch(cache, indices // block_size)
         rows.copy_(cache.flatten(0, 1)[indices])
 
 

@@ -87,8 +87,10 @@ def test_recorded_schemas_are_those_of_torch_npu_where_it_is_loaded(key):
 def test_install_registers_every_reference_once():
     registered = []
 
-    def register_reference(name, function, overload="", on_host=None, contiguous=None):
-        registered.append((name, overload, function, on_host, contiguous))
+    def register_reference(
+        name, function, overload="", on_host=None, contiguous=None, paged=(), block_ids=()
+    ):
+        registered.append((name, overload, function, on_host, contiguous, paged, block_ids))
 
     install(register_reference)
     assert registered == [tuple(reference) for reference in REFERENCES]

@@ -150,6 +150,16 @@ def test_where_every_pair_has_a_row_no_index_is_changed(seed):
     assert asked_of(counts) == {"launches": 5}
 
 
+def test_padding_without_a_weight_takes_no_launch(seed):
+    """Its rows hold NaN here, and the index of a pair without a row is -1."""
+    layer = random_layer(seed)
+    layer[3][-2:] = 0
+    got, counts = on_device(layer, padding=False)
+    assert_near(got, in_torch(layer))
+    assert not got[-2:].any()
+    assert asked_of(counts) == {"launches": 5}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_shared_experts_are_weighed_by_their_gate_as_they_are_added(dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -245,8 +255,10 @@ def make_router(num_experts=12, biased=False, **given):
 
 def choose(router, logits, is_padding=None):
     """Weights by expert of each token, and launches."""
-    config = SimpleNamespace(is_padding=is_padding)
+    config = SimpleNamespace(is_padding=is_padding, additional_kwargs={})
     with override_forward_context(config), torch.inference_mode():
+        if is_padding is not None:
+            router.select_experts(logits, logits)  # makes what all layers of a pass read
         torch.npu.synchronize()
         with ascend_emulator.count() as c:
             weights, ids = router.select_experts(logits, logits)
@@ -271,8 +283,25 @@ def test_routers_choose_as_vllms(case, seed):
     got, counts = choose(ours, logits, is_padding)
     for mine, wanted in zip(got[:7], expected, strict=False):
         assert mine == pytest.approx(wanted, rel=1e-4)
-    assert all(set(mine) == {12} for mine in got[7:]), "padding has the id of no expert"
+    nobody = -1 if kind is GatingRouter else 12
+    assert all(set(mine) == {nobody} for mine in got[7:]), "padding has the id of no expert"
     assert counts.launches <= launches + (kind is GatingRouter)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=["float32", "bfloat16"]
+)
+def test_padding_gets_no_weight_in_one_launch(dtype, more, seed):
+    """Of weights in float32, whose bits are as wide as an id."""
+    router = fused_router(make_router(scoring_func="sigmoid"), SWITCHES)
+    logits = torch.randn(9, 12, generator=torch.Generator().manual_seed(seed)).to(dtype).npu()
+    expected, plain = choose(router, logits)
+    router.padding_has_weight = False
+    for is_padding in (torch.arange(9) > 6, torch.arange(9) % 3 == 1, torch.zeros(9) > 1):
+        got, counts = choose(router, logits, is_padding.npu())
+        for mine, wanted, nowhere in zip(got, expected, is_padding.tolist(), strict=True):
+            assert mine == ({-1: 0.0} if nowhere else wanted)
+        assert asked_of(counts) == {"launches": plain.launches + more}
 
 
 @pytest.mark.parametrize("case", UNFUSED)

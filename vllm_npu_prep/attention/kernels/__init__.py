@@ -50,11 +50,14 @@ class AttentionKernels(Protocol):
         layer: LayerShape,
         output: torch.Tensor,  # [num_attended_tokens, num_heads, head_size], written
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,  # [num_attended_tokens, num_heads] float32, written
     ) -> None:
         """Compute attention; K and V of the step are given, and are in the cache already.
 
-        If ``metadata.causal`` is False there is no cache, and every token attends to all tokens of
-        its request in this step.
+        If ``metadata.causal`` is False, every token attends to all tokens of its request: to those
+        of this step, or without `key` to the leading ``seq_lens`` rows of its blocks.
+
+        `lse` gets the log of each sum of exponentials, base e.
 
         Padding tokens of a full graph are included; they attend to nothing.
         """

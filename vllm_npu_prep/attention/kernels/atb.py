@@ -46,8 +46,10 @@ class AtbKernels:
         layer: LayerShape,
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend with the operator of the step's state."""
+        assert lse is None, "these operators return no log-sum-exp"
         shape = {
             "num_heads": layer.num_heads,
             "num_kv_heads": layer.num_kv_heads,

@@ -83,21 +83,27 @@ class FiaKernels:
         layer: LayerShape,
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend over the step's own K and V if nothing is cached, else over the cache."""
-        if not metadata.causal:
-            assert key is not None and value is not None, "encoders have no cache"
+        if not metadata.causal and key is not None:
+            assert value is not None and lse is None, "encoders have no cache"
             _encode(query, key, value, metadata, layer, output)
             return
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
+        sums = self._no_lse if lse is None else lse.unsqueeze(-1)
         for part in self._parts(key, kv_cache, metadata):
             tokens = part.tokens
             torch_npu.npu_fused_infer_attention_score.out(
                 query if tokens is None else query[tokens],
                 **self._arguments(key, value, kv_cache, metadata, layer, part),
+                softmax_lse_flag=lse is not None,
                 workspace=workspace,
-                out=[output if tokens is None else output[tokens], self._no_lse],
+                out=[
+                    output if tokens is None else output[tokens],
+                    sums if tokens is None or lse is None else sums[tokens],
+                ],
             )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:

@@ -9,6 +9,7 @@ decodes that enter another block are brought there, and those of decodes that ha
 (`vllm_npu_prep.attention.states.move_states`). A graph then holds decodes of any step.
 """
 
+from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
 
@@ -151,6 +152,8 @@ class FusedDelta:
 
         The operator wants as many blocks as tokens. Only padding can exceed them.
         """
+        if metadata.decode_lens is not None:
+            return self._decode_drafts(mixed, b, a, metadata)
         blocks = metadata.state_indices[: len(mixed)]
         if metadata.rows_to_write is None:  # the group's first layer; in a graph, a part of it
             metadata.rows_to_write = self.rows.indices(blocks)
@@ -175,6 +178,93 @@ class FusedDelta:
             for part in pieces(len(mixed), len(self.states))
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode_drafts(
+        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
+    ) -> torch.Tensor:
+        """A token of each request and its drafts; the operator keeps the state after each.
+
+        It reads the state after the last token that counts from that token's block. If the step
+        has fewer tokens of the request, the state was brought to its last block.
+        """
+        blocks, reqs = metadata.token_state_indices, slice(metadata.num_decodes)
+        assert blocks is not None and metadata.decode_lens is not None
+        uniform = metadata.uniform_decode_len
+        if metadata.rows_to_write is None:  # the group's first layer; in a graph, a part of it
+            assert metadata.num_accepted_tokens is not None
+            metadata.rows_to_write = self.rows.indices(blocks)
+            starts = metadata.query_start_loc[: metadata.num_decodes + 1]
+            counts = metadata.decode_query_lens = starts[1:] - starts[:-1]
+            kept = metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)
+            tokens = starts[:-1] + kept - 1
+            metadata.rows_of_decodes = self.rows.indices(blocks.index_select(0, tokens))
+        assert metadata.rows_of_decodes is not None and metadata.rows_to_write is not None
+        assert metadata.decode_query_lens is not None and metadata.accepted is not None
+        last = self.rows.read(metadata.rows_of_decodes)
+        if uniform:
+            convolved, windows = self._convolve_drafts(mixed, last, uniform)
+        else:
+            ends = list(accumulate(metadata.decode_lens))
+            convolved, windows = self._convolve_ragged(mixed, last, ends)
+        self.rows.write(metadata.rows_to_write, windows)
+        given = self._arguments(convolved, b, a)
+        outputs, lens = [], metadata.decode_lens
+        most = len(self.states) // max(lens) if uniform else len(lens)
+        for part in pieces(len(lens), most):
+            first, last_token = sum(lens[: part.start]), sum(lens[: part.stop])
+            tokens_of_part = slice(first, last_token)
+            outputs.append(
+                torch_npu.npu_recurrent_gated_delta_rule(
+                    given.query[tokens_of_part],
+                    given.key[tokens_of_part],
+                    given.value[tokens_of_part],
+                    self.states,
+                    beta=given.beta[tokens_of_part],
+                    scale=self.scale,
+                    actual_seq_lengths=metadata.decode_query_lens[part],
+                    ssm_state_indices=blocks[tokens_of_part],
+                    num_accepted_tokens=metadata.accepted[part],
+                    g=given.g[tokens_of_part],
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _convolve_drafts(
+        self,
+        mixed: torch.Tensor,  # [R * length, width]
+        last: torch.Tensor,  # [R, kernel_size - 1, width]
+        length: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Convolve requests of as many tokens each.
+
+        Returns
+        -------
+        convolved, windows
+            ``[T, width]`` float32, and the last inputs after each token, ``[T, kernel_size - 1,
+            width]``.
+        """
+        taps = self.weights.taps
+        before = len(taps) - 1
+        inputs = torch.cat((last, mixed.view(len(last), length, -1)), 1)
+        sums = inputs[:, before:] * taps[before]
+        for tap in range(before):
+            sums += inputs[:, tap : tap + length] * taps[tap]
+        windows = inputs[:, 1:].unfold(1, before, 1).transpose(2, 3)
+        return sums.flatten(0, 1), windows.flatten(0, 1)
+
+    def _convolve_ragged(
+        self,
+        mixed: torch.Tensor,  # [T, width]
+        last: torch.Tensor,  # [R, kernel_size - 1, width]
+        ends: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for requests with different numbers of drafts, one after the other."""
+        starts = [0, *ends[:-1]]
+        parts = [
+            self._convolve_drafts(mixed[start:end], last[row : row + 1], end - start)
+            for row, (start, end) in enumerate(zip(starts, ends))
+        ]
+        return torch.cat([each for each, _ in parts]), torch.cat([each for _, each in parts])
 
     def prefill(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata

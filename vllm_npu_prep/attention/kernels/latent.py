@@ -104,6 +104,7 @@ class LatentKernels(Protocol):
         shape: LatentShape,
         output: torch.Tensor,  # [T, N, kv_lora_rank], written
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,  # [T, N] float32, written
     ) -> None:
         """Attend over latent rows, which have the step's own already; N is `decode_heads`'."""
 

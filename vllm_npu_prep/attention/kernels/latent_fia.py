@@ -60,6 +60,7 @@ class LatentFiaKernels:
         shape: LatentShape,
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend over latent rows; requests may have different numbers of query tokens."""
         if self._no_lse is None:
@@ -67,8 +68,9 @@ class LatentFiaKernels:
         torch_npu.npu_fused_infer_attention_score_v2.out(
             query,
             **_absorbed(query_rope, planes, metadata, shape),
+            return_softmax_lse=lse is not None,
             workspace=workspace,
-            out=[output, self._no_lse],
+            out=[output, self._no_lse if lse is None else lse.unsqueeze(-1)],
         )
 
     def attend_prompts(

@@ -64,6 +64,7 @@ class LatentReferenceKernels:
         shape: LatentShape,
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend over latent rows: a head's key is a latent row and its rotated key."""
         del workspace
@@ -78,7 +79,7 @@ class LatentReferenceKernels:
                 plan.tiles[index] = tile
             latent, rope = (plane.index_select(0, tile.kv_indices) for plane in rows)
             keys = torch.cat((latent, rope), -1)
-            attend_tile(tile, heads, keys, latent, shape.scale, output)
+            attend_tile(tile, heads, keys, latent, shape.scale, output, lse=lse)
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
     def attend_prompts(

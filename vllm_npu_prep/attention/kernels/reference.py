@@ -104,6 +104,7 @@ class ReferenceKernels:
         layer: LayerShape,
         output: torch.Tensor,
         workspace: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend over the step's own K and V if nothing is cached, else over the cache."""
         del workspace
@@ -130,7 +131,7 @@ class ReferenceKernels:
                 plan.tiles[index] = tile
             own = keys.index_select(0, tile.kv_indices)
             seen = values.index_select(0, tile.kv_indices)
-            attend_tile(tile, query, own, seen, layer.scale, output, layer.logits_soft_cap)
+            attend_tile(tile, query, own, seen, layer.scale, output, layer.logits_soft_cap, lse)
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> None:
@@ -166,7 +167,8 @@ def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
         f"query_start_loc ends at {starts[-1]} for {num_tokens} tokens (error 561002 on a device)"
     )
     real = slice(0, metadata.num_reqs)
-    assert (query_lens[real] > 0).all() and (seq_lens[real] >= query_lens[real]).all()
+    assert (query_lens[real] > 0).all() and (seq_lens[real] > 0).all()
+    assert not metadata.causal or (seq_lens[real] >= query_lens[real]).all()
     if metadata.attn_mask is not None and metadata.attn_mask.dtype == torch.bool:
         assert metadata.attn_mask.dim() == 2 and metadata.attn_mask.shape[1] >= metadata.max_seq_len
     elif metadata.attn_mask is not None:
@@ -326,8 +328,9 @@ def attend_tile(
     scale: float,
     output: torch.Tensor,  # [T, H, Dv]
     logits_soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,  # [T, H] float32
 ) -> None:
-    """Attention of a tile's queries, written to their places in `output`."""
+    """Attention of a tile's queries, written to their places in `output`, and in `lse`."""
     num_reqs, num_heads = tile.visible.shape[0], query.shape[1]
     query_len = len(tile.token_indices) // num_reqs
     q = query.index_select(0, tile.token_indices)
@@ -345,10 +348,16 @@ def attend_tile(
     visible = tile.visible
     if visible.shape[2] > 1:
         visible = visible.repeat(1, 1, group, 1)
-    if logits_soft_cap:
-        scores = (q @ k.transpose(2, 3)).mul_(scale / logits_soft_cap)
-        scores = scores.tanh_().mul_(logits_soft_cap).masked_fill_(~visible, float("-inf"))
+    if logits_soft_cap or lse is not None:
+        scores = (q @ k.transpose(2, 3)).mul_(scale)
+        if logits_soft_cap:
+            scores = scores.div_(logits_soft_cap).tanh_().mul_(logits_soft_cap)
+        scores.masked_fill_(~visible, float("-inf"))
         out = scores.softmax(-1) @ v
+        if lse is not None:
+            sums = scores.logsumexp(-1).view(num_reqs, num_heads, query_len).transpose(1, 2)
+            rows = sums.reshape(-1, num_heads).index_select(0, tile.result_rows)
+            lse.index_copy_(0, tile.result_tokens, rows)
     else:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=scale

@@ -6,6 +6,23 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
+EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
+UPSTREAM_SPEC, PLANE_SPEC = "CPUOffloadingSpec", "PlaneOffloadingSpec"
+"""How vLLM calls what offloads to the host, and what takes its place."""
+
+_MADE_FOR_OTHER_CACHES = ("vllm", "vllm_ascend")
+"""Packages whose connectors read other forms of caches."""
+
+
+def _brings_its_code(asked: Asked) -> bool:
+    """Whether the connector is the user's own."""
+    assert asked.transfer is not None
+    module = asked.transfer.kv_connector_module_path
+    return (
+        module not in (None, CONNECTOR_MODULE)
+        and str(module).split(".")[0] not in _MADE_FOR_OTHER_CACHES
+    )
+
 
 def _is_known(asked: Asked) -> bool:
     """Whether the kernel family has this connector, and the code is ours."""
@@ -17,9 +34,20 @@ def _is_known(asked: Asked) -> bool:
     )
 
 
+def _is(asked: Asked, connector: str) -> bool:
+    """Whether it is that one, and the code is ours."""
+    transfer = asked.transfer
+    return transfer is not None and transfer.kv_connector == connector and _is_known(asked)
+
+
 def _has_no_folder(asked: Asked) -> bool:
     transfer = asked.transfer
     return transfer is not None and "shared_storage_path" not in transfer.kv_connector_extra_config
+
+
+def _extra(asked: Asked, key: str) -> object:
+    assert asked.transfer is not None
+    return asked.transfer.kv_connector_extra_config.get(key)
 
 
 def _words(asked: Asked) -> dict[str, object]:
@@ -30,32 +58,56 @@ def _words(asked: Asked) -> dict[str, object]:
     }
 
 
-OFFLOADING = (
+ANY = (
     Refusal(
         "kv-offloading",
-        lambda c: c.config.cache_config.kv_offloading_size is not None,
-        "--kv-offloading-size",
-        "vLLM's offloading copies pages that hold K and V together, with CUDA streams; here K "
-        "and V are separate planes",
-        "leave the flag out",
+        lambda c: (
+            c.config.cache_config.kv_offloading_size is not None
+            and c.transfer is not None
+            and c.transfer.kv_connector != OFFLOADING
+            and c.config.cache_config.kv_offloading_backend == "native"
+        ),
+        "--kv-offloading-size with KV connector {name}",
+        "vLLM would replace the connector by its own, OffloadingConnector",
+        "use one of the two",
+        _words,
     ),
     Refusal(
         "kv-connector",
-        lambda c: c.transfer is not None and not _is_known(c),
+        lambda c: c.transfer is not None and not _is_known(c) and not _brings_its_code(c),
         "KV connector {name}",
-        "kernel family {family} keeps K and V as separate planes, and supports only these: {known}",
-        "leave --kv-transfer-config out, or use one of those",
+        "kernel family {family} keeps K and V as separate planes, and of vLLM's connectors it has "
+        "these: {known}",
+        "leave --kv-transfer-config out, use one of those, or name the module of one that reads "
+        "planes by kv_connector_module_path",
+        _words,
+    ),
+    Refusal(
+        "kv-connector-latent",
+        lambda c: c.transfer is not None and _brings_its_code(c) and c.model.use_mla,
+        "KV connector {name} with MLA",
+        "latent rows and rotated keys are planes of unequal widths, and a connector is given one "
+        "tensor for each layer",
+        "use --kv-offloading-size, or leave --kv-transfer-config out",
+        _words,
+    ),
+    Refusal(
+        "kv-connector-pooling",
+        lambda c: c.transfer is not None and c.pools,
+        "KV connector {name} with pooling",
+        "connectors were tried with requests that generate tokens",
+        "leave --kv-transfer-config out",
         _words,
     ),
 )
 
-CONNECTOR = (
+EXAMPLE_CONNECTOR = (
     Refusal(
-        "kv-connector-mla-or-pooling",
-        lambda c: c.model.use_mla or c.pools,
-        "KV connector {name} with MLA or pooling",
-        "it stores K and V, not latent rows, and only of requests that generate tokens",
-        "leave --kv-transfer-config out",
+        "kv-connector-mla",
+        lambda c: c.model.use_mla,
+        "KV connector {name} with MLA",
+        "its files hold K and V, not latent rows",
+        "use --kv-offloading-size, or leave --kv-transfer-config out",
         _words,
     ),
     Refusal(
@@ -95,7 +147,37 @@ CONNECTOR = (
     ),
 )
 
+OFFLOADING_CONNECTOR = (
+    Refusal(
+        "kv-offloading-bytes",
+        lambda c: not _extra(c, "cpu_bytes_to_use"),
+        "KV connector {name} without memory",
+        "it keeps blocks in host memory, whose size it has to be told",
+        "use --kv-offloading-size, in GiB of all ranks together",
+        _words,
+    ),
+    Refusal(
+        "kv-offloading-spec",
+        lambda c: (
+            _extra(c, "spec_name") not in (None, UPSTREAM_SPEC, PLANE_SPEC)
+            or _extra(c, "canonical_layout")
+        ),
+        "spec_name or canonical_layout of {name}",
+        "blocks go to the memory of the host, plane by plane, and to no other place or form",
+        "leave both keys out",
+        _words,
+    ),
+    Refusal(
+        "kv-offloading-stages",
+        lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
+        "KV offloading over pipeline stages",
+        "vLLM counts the host's blocks by the layers of one stage, and others may have more",
+        "use --tensor-parallel-size instead of --pipeline-parallel-size",
+    ),
+)
+
 SUBJECTS = (
-    Subject("offloading", OFFLOADING),
-    Subject("connector", CONNECTOR, when=_is_known),
+    Subject("offloading", ANY),
+    Subject("connector", EXAMPLE_CONNECTOR, when=lambda c: _is(c, EXAMPLE)),
+    Subject("offloading-connector", OFFLOADING_CONNECTOR, when=lambda c: _is(c, OFFLOADING)),
 )

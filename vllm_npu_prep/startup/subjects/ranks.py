@@ -30,6 +30,34 @@ def _ray_compiles_graphs(asked: Asked) -> bool:
     return _parallel(asked).use_ray and ray_compiles_graphs()
 
 
+def _sees_parts_of_contexts(asked: Asked) -> bool:
+    text, kinds = asked.text, asked.layer_types
+    return bool(
+        kinds - {"full_attention"}
+        or asked.model.is_hybrid
+        or asked.model.get_sliding_window()
+        or getattr(text, "attention_chunk_size", None)
+        or getattr(text, "num_kv_shared_layers", None)
+    )
+
+
+def _exchanges_otherwise(parallel: "ParallelConfig") -> bool:
+    return parallel.dcp_comm_backend not in (None, "ag_rs") or bool(parallel.dcp_q_replicate)
+
+
+def _has_untried_beside(asked: Asked) -> bool:
+    parallel = _parallel(asked)
+    return bool(
+        parallel.pipeline_parallel_size > 1
+        or parallel.data_parallel_size > 1
+        or asked.model.supports_multimodal_inputs
+        or asked.model.uses_mrope
+        or asked.config.lora_config is not None
+        or asked.model.quantization is not None
+        or asked.model.enable_prompt_embeds
+    )
+
+
 DEVICES = (
     Refusal(
         "ranks-beyond-devices",
@@ -56,13 +84,11 @@ DEVICES = (
 RANKS = (
     Refusal(
         "context-parallelism",
-        lambda c: (
-            _parallel(c).prefill_context_parallel_size > 1
-            or _parallel(c).decode_context_parallel_size > 1
-        ),
-        "context parallelism",
-        "every rank keeps the KV cache of whole requests",
-        "use --tensor-parallel-size",
+        lambda c: _parallel(c).prefill_context_parallel_size > 1,
+        "--prefill-context-parallel-size {size}",
+        "every rank computes whole prompts",
+        "use --tensor-parallel-size and --decode-context-parallel-size",
+        lambda c: {"size": _parallel(c).prefill_context_parallel_size},
     ),
     Refusal(
         "external-launcher",
@@ -134,4 +160,104 @@ RANKS = (
     ),
 )
 
-SUBJECTS = (Subject("devices", DEVICES, verdict=""), Subject("ranks", RANKS))
+SHARED = "--decode-context-parallel-size with "
+"""How refusals of what ranks that share contexts can't do begin."""
+
+ALONE = "leave it out, or --decode-context-parallel-size"
+
+SHARED_CONTEXTS = (
+    Refusal(
+        "shared-contexts-npus",
+        lambda c: c.family.device_type == "npu",
+        SHARED + "NPUs",
+        "it was tried on the CPU fallback only",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "shared-contexts-v2",
+        lambda c: c.config.use_v2_model_runner,
+        SHARED + "Model Runner V2",
+        "its steps are prepared for whole contexts",
+        "unset VLLM_USE_V2_MODEL_RUNNER",
+    ),
+    Refusal(
+        "shared-contexts-absorbed",
+        lambda c: c.model.use_mla and c.options.latent_prefill == "absorbed",
+        SHARED + 'latent_prefill "absorbed"',
+        "prompts would attend to their own rows in the cache of one rank each",
+        "leave the option out",
+    ),
+    Refusal(
+        "shared-contexts-layers",
+        _sees_parts_of_contexts,
+        SHARED + "layers that see parts of contexts, share K and V or hold states ({model})",
+        "ranks share contexts that every layer sees all of",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "shared-contexts-speculation",
+        lambda c: c.config.speculative_config is not None,
+        SHARED + "speculation",
+        "a step with drafts sees them in the cache of one rank each",
+        ALONE,
+    ),
+    Refusal(
+        "shared-contexts-connector",
+        lambda c: c.transfer is not None,
+        SHARED + "a KV connector",
+        "connectors store blocks of one rank",
+        ALONE,
+    ),
+    Refusal(
+        "shared-contexts-pooling",
+        lambda c: c.pools,
+        SHARED + "a pooling model",
+        "it was tried with models that generate",
+        ALONE,
+    ),
+    Refusal(
+        "shared-contexts-beside",
+        _has_untried_beside,
+        SHARED + "pipeline stages, several engines, images, LoRA or int8",
+        "it was tried with tensor parallelism and text alone",
+        ALONE,
+    ),
+    Refusal(
+        "shared-contexts-exchange",
+        lambda c: (
+            _parallel(c).dcp_comm_backend not in (None, "ag_rs") or _parallel(c).dcp_q_replicate
+        ),
+        "--dcp-comm-backend or --dcp-q-replicate",
+        "results are gathered and scattered, and queries are gathered",
+        "leave them out",
+    ),
+    Refusal(
+        "shared-contexts-older-name",
+        lambda c: _parallel(c).dcp_kv_cache_interleave_size > 1,
+        "--dcp-kv-cache-interleave-size {size}",
+        "it is an older name, which vLLM reads after the cache has been laid out",
+        "use --cp-kv-cache-interleave-size",
+        lambda c: {"size": _parallel(c).dcp_kv_cache_interleave_size},
+    ),
+    Refusal(
+        "shared-contexts-runs",
+        lambda c: c.block_size % _parallel(c).cp_kv_cache_interleave_size,
+        "--cp-kv-cache-interleave-size {size}",
+        "blocks of {block_size} tokens have to be whole runs of it",
+        "use a size that divides --block-size",
+        lambda c: {
+            "size": _parallel(c).cp_kv_cache_interleave_size,
+            "block_size": c.block_size,
+        },
+    ),
+)
+
+SUBJECTS = (
+    Subject("devices", DEVICES, verdict=""),
+    Subject("ranks", RANKS),
+    Subject(
+        "shared-contexts",
+        SHARED_CONTEXTS,
+        when=lambda c: _parallel(c).decode_context_parallel_size > 1,
+    ),
+)

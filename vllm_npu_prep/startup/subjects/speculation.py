@@ -26,9 +26,6 @@ def _drafter(asked: Asked) -> dict[str, object]:
 _MTP_REASONS = {
     "Gemma4MTPModel": "its passes read the K and V of the target's layers, all from one position",
     "Step3p5MTP": "its layers are in several KV-cache groups, and each makes a pass of its own",
-    "Qwen3NextMTP": "its model's linear attention keeps states, one for all drafts",
-    "Qwen3_5MTP": "its model's linear attention keeps states, one for all drafts",
-    "Qwen3_5MoeMTP": "its model's linear attention keeps states, one for all drafts",
 }
 """Why MTP layers of these architectures don't draft; those of others have not been tried."""
 
@@ -207,7 +204,7 @@ DRAFTERS = (
     ),
     Refusal(
         "drafter-layer-kinds",
-        lambda c: len(layer_types(c.drafter)) > 1,
+        lambda c: not c.mtp and len(layer_types(c.drafter)) > 1,  # MTP layers are of one kind
         "{drafter} as a drafter ({method})",
         "its layers ({kinds}) are of several kinds, and a drafter's metadata describes one",
         "use another drafter",

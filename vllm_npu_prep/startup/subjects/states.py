@@ -18,6 +18,12 @@ MOST_HEADS = 64
 HEAD_SIZE = 128
 """Of keys and of values."""
 
+MOST_DRAFTS = 7
+"""Of a request: ``npu_recurrent_gated_delta_rule`` takes 8 tokens of a sequence."""
+
+WITH_STATES = ("mtp", "ngram")
+"""Methods whose drafts were verified over states."""
+
 
 def _on_npus(asked: Asked) -> bool:
     return asked.family.device_type == "npu"
@@ -113,10 +119,35 @@ STATES = (
     ),
     Refusal(
         "states-speculation",
-        lambda c: c.config.speculative_config is not None,
-        "speculation with {model}",
-        "a state can't be taken back to the token before a rejected draft",
-        "leave --speculative-config out",
+        lambda c: (
+            c.config.speculative_config is not None and c.speculative.method not in WITH_STATES
+        ),
+        "speculative method {method} with {model}",
+        "with states only mtp and ngram have been tried",
+        "use one of them, or leave --speculative-config out",
+        lambda c: {"method": c.speculative.method},
+    ),
+    Refusal(
+        "states-drafts-cached",
+        lambda c: (
+            c.config.speculative_config is not None and c.config.cache_config.enable_prefix_caching
+        ),
+        "speculation and prefix caching with {model}",
+        "drafts that cross a block leave the state at its end in another block than the one that "
+        "the prefix cache reads",
+        "give --no-enable-prefix-caching, or leave --speculative-config out",
+    ),
+    Refusal(
+        "states-drafts",
+        lambda c: (
+            c.config.speculative_config is not None
+            and _on_npus(c)
+            and c.speculative.num_speculative_tokens > MOST_DRAFTS
+        ),
+        "num_speculative_tokens {number} for {model}",
+        "the NPU's operator of gated delta nets takes at most 8 tokens of a request",
+        "give at most {most}, or use the CPU fallback",
+        lambda c: {"number": c.speculative.num_speculative_tokens, "most": MOST_DRAFTS},
     ),
     Refusal(
         "states-lora",

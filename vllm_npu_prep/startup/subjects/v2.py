@@ -7,19 +7,16 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-def _has_several_ranks(asked: Asked) -> bool:
+DRAFTING = ("eagle", "eagle3", "mtp")
+"""Methods whose drafters the V2 runner has."""
+
+
+def _has_other_ranks(asked: Asked) -> bool:
     parallel = asked.config.parallel_config
-    return parallel.world_size_across_dp > 1
+    return parallel.world_size_across_dp > parallel.tensor_parallel_size
 
 
 V2 = (
-    Refusal(
-        "v2-speculation",
-        lambda c: c.config.speculative_config is not None,
-        "Model Runner V2 with speculative decoding",
-        "its steps have no drafts",
-        BY_V1,
-    ),
     Refusal(
         "v2-pooling",
         lambda c: c.pools,
@@ -65,9 +62,9 @@ V2 = (
     ),
     Refusal(
         "v2-ranks",
-        _has_several_ranks,
-        "Model Runner V2 on several ranks",
-        "it was tested on one",
+        _has_other_ranks,
+        "Model Runner V2 with pipeline stages or data parallelism",
+        "its steps agree over ranks of tensor parallelism only",
         BY_V1,
     ),
     Refusal(
@@ -101,9 +98,50 @@ V2 = (
 )
 
 
+V2_SPECULATION = (
+    Refusal(
+        "v2-speculative-method",
+        lambda c: c.speculative.method not in DRAFTING,
+        "Model Runner V2 with speculative method {method}",
+        "its drafters are EAGLE and EAGLE-3 heads, and MTP layers",
+        "use one of {known}, or " + BY_V1,
+        lambda c: {"method": c.speculative.method, "known": ", ".join(DRAFTING)},
+    ),
+    Refusal(
+        "v2-mtp-layers",
+        lambda c: c.speculative.use_multi_module_mtp(),
+        "Model Runner V2 with several MTP layers ({model})",
+        "its draft passes run one of them",
+        "give num_speculative_tokens 1, or " + BY_V1,
+    ),
+    Refusal(
+        "v2-drawn-drafts",
+        lambda c: c.speculative.draft_sample_method != "greedy",
+        "Model Runner V2 with draft_sample_method {name}",
+        "its drafts are the most probable tokens",
+        "leave the key out, or " + BY_V1,
+        lambda c: {"name": c.speculative.draft_sample_method},
+    ),
+    Refusal(
+        "v2-unpadded-drafter-batch",
+        lambda c: c.speculative.disable_padded_drafter_batch,
+        "Model Runner V2 with disable_padded_drafter_batch",
+        "rejected tokens stay in its first draft pass",
+        "leave the key out, or " + BY_V1,
+    ),
+)
+
+
 def _is_wanted(asked: Asked) -> bool:
     """Whether somebody asked for V2; vLLM takes it by itself for watermarks, which are refused."""
     return asked.config.use_v2_model_runner and asked.config.watermark_config is None
 
 
-SUBJECTS = (Subject("model-runner-v2", V2, when=_is_wanted),)
+SUBJECTS = (
+    Subject("model-runner-v2", V2, when=_is_wanted),
+    Subject(
+        "model-runner-v2-speculation",
+        V2_SPECULATION,
+        when=lambda c: _is_wanted(c) and c.config.speculative_config is not None,
+    ),
+)

@@ -9,32 +9,46 @@ PAGE = "docs/start/from-vllm-ascend.md"
 
 KEYS = frozenset(
     [
-        "SLO_limits_for_dynamic_batch",
         "ascend_compilation_config",
+        "ascend_fusion_config",
+        "ascend_log_path",
+        "ascend_scheduler_config",
+        "batch_job_sched_config",
         "c8_enable_reshape_optim",
+        "draft_window_size",
         "dump_config",
         "dump_config_path",
+        "dynamic_spec_config",
         "enable_async_exponential",
         "enable_balance_scheduling",
         "enable_context_parallel",
         "enable_cpu_binding",
         "enable_dsa_cp",
         "enable_flashcomm1",
+        "enable_force_eplb",
         "enable_fused_mc2",
         "enable_kv_nz",
         "enable_matmul_allreduce",
         "enable_mc2_hierarchy_comm",
         "enable_mlapo",
         "enable_npugraph_ex",
+        "enable_pcp_o_proj_weight_sharding",
+        "enable_prefill_mc2",
+        "enable_reduce_sample",
         "enable_shared_expert_dp",
         "enable_sleep_mode_extra_cleanup",
         "enable_sparse_c8",
+        "enable_sparse_li_c8",
+        "enable_sparse_sfa_c8",
         "enable_transpose_kv_cache_by_block",
         "eplb_config",
         "expert_map_path",
         "finegrained_tp_config",
         "flashcomm2_parallel_size",
         "layer_sharding",
+        "mega_moe_max_tokens",
+        "mix_placement",
+        "mlapo_keep_prefill_weights",
         "msmonitor_use_daemon",
         "multistream_dsv4_dsa_overlap",
         "multistream_overlap_gate",
@@ -45,17 +59,22 @@ KEYS = frozenset(
         "recompute_scheduler_enable",
         "refresh",
         "rejection_sampler_config",
+        "rl_config",
+        "scheduler_config",
+        "short_request_first_config",
+        "SLO_limits_for_dynamic_batch",
+        "sparse_kv_offload_config",
         "torchair_graph_config",
-        "ascend_scheduler_config",
         "weight_nz_mode",
         "weight_prefetch_config",
         "xlite_graph_config",
     ]
 )
 """Keys of ``--additional-config``, as its page "Additional Configuration" lists them at commit
-039d343 (2026), and those of earlier releases that guides still show."""
+039d343 (2026), those of its ``vllm_ascend/ascend_config.py`` at commit 001cd9e, and those of
+earlier releases that guides still show."""
 
-VARIABLES = ("VLLM_ASCEND_", "DYNAMIC_EPLB", "MSMONITOR_USE_DAEMON")
+VARIABLES = ("VLLM_ASCEND_", "DYNAMIC_EPLB", "EXPERT_MAP_RECORD", "MSMONITOR_USE_DAEMON")
 """Beginnings of its environment variables, by its ``vllm_ascend/envs.py``."""
 
 

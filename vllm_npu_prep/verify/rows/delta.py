@@ -10,6 +10,8 @@ RECURRENT: tuple[Record, ...] = (("npu_recurrent_gated_delta_rule", "one sequenc
 WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
     "decode": ("decodes over states", RECURRENT),
     "prefill": ("prefills in chunks", ()),
+    "drafts": ("drafts over states", RECURRENT),
+    "ragged-drafts": ("other numbers of drafts", RECURRENT),
 }
 """Form of a step, and what it tries, by the name of its row."""
 
@@ -31,4 +33,5 @@ ROWS = tuple(
     )
     for name, (what, records) in WHAT.items()
     for which, heads in HEADS.items()
+    if not which or "drafts" not in name
 )

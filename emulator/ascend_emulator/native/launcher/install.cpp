@@ -107,14 +107,15 @@ extern "C" __attribute__((visibility("default"))) int emulator_install() {
   return count;
 }
 
-// 0, or -1 if there is no such operator. `written` and `contiguous` name arguments, separated by
-// commas.
+// 0, or -1 if there is no such operator. The lists name arguments, separated by commas.
 extern "C" __attribute__((visibility("default"))) int emulator_install_reference(
-    const char* name, const char* overload, const char* written, const char* contiguous) {
+    const char* name, const char* overload, const char* written, const char* contiguous,
+    const char* paged, const char* block_ids) {
   const c10::OperatorName operator_name{name, overload};
   if (!c10::Dispatcher::singleton().findSchema(operator_name)) return -1;
   set_written_arguments(operator_name, words_of(written));
   set_contiguous_arguments(operator_name, words_of(contiguous));
+  set_paged_arguments(operator_name, words_of(paged), words_of(block_ids));
   replace(operator_name, c10::KernelFunction::makeFromBoxedFunction<&run_as_reference>());
   return 0;
 }

@@ -25,15 +25,23 @@ constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 
 thread_local bool in_launch = false;
 
-std::map<c10::OperatorName, std::vector<std::string>, bool (*)(const c10::OperatorName&,
-                                                             const c10::OperatorName&)>&
-written_arguments() {
-  static auto& instance = *new std::map<c10::OperatorName, std::vector<std::string>,
-                                        bool (*)(const c10::OperatorName&,
-                                                 const c10::OperatorName&)>(
-      [](const c10::OperatorName& a, const c10::OperatorName& b) {
-        return std::tie(a.name, a.overload_name) < std::tie(b.name, b.overload_name);
-      });
+struct ByName {
+  bool operator()(const c10::OperatorName& a, const c10::OperatorName& b) const {
+    return std::tie(a.name, a.overload_name) < std::tie(b.name, b.overload_name);
+  }
+};
+
+std::map<c10::OperatorName, std::vector<std::string>, ByName>& written_arguments() {
+  static auto& instance = *new std::map<c10::OperatorName, std::vector<std::string>, ByName>;
+  return instance;
+}
+
+struct Paged {
+  std::vector<std::string> arguments, block_ids;
+};
+
+std::map<c10::OperatorName, Paged, ByName>& paged_arguments() {
+  static auto& instance = *new std::map<c10::OperatorName, Paged, ByName>;
   return instance;
 }
 
@@ -173,11 +181,28 @@ void make_results(Call& call, const Stack& meta) {
   }
 }
 
+// Names of the arguments of which this call touches blocks alone.
+std::vector<std::string> paged_in(const Call& call) {
+  const auto it = paged_arguments().find(call.op.operator_name());
+  if (it == paged_arguments().end()) return {};
+  for (const auto& name : it->second.block_ids) {
+    const auto index = call.schema.argumentIndexWithName(name);
+    if (!index || call.arguments[*index].isNone()) return {};
+  }
+  return it->second.arguments;
+}
+
 Accesses accesses_of(const Call& call) {
   Accesses out;
-  for (size_t i = 0; i < call.arguments.size(); ++i)
+  const auto paged = paged_in(call);
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto begin = out.size();
     for (const auto& tensor : tensors_in(call.arguments[i]))
       add_accesses(tensor, call.is_written[i], out);
+    const bool by_block =
+        std::find(paged.begin(), paged.end(), call.schema.arguments()[i].name()) != paged.end();
+    for (auto at = begin; at < out.size(); ++at) out[at].by_block = by_block;
+  }
   for (const auto& tensor : call.fresh) add_accesses(tensor, true, out);
   return out;
 }
@@ -371,6 +396,11 @@ void run_as_reference(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*
 
 void set_written_arguments(const c10::OperatorName& name, std::vector<std::string> arguments) {
   written_arguments()[name] = std::move(arguments);
+}
+
+void set_paged_arguments(const c10::OperatorName& name, std::vector<std::string> arguments,
+                         std::vector<std::string> block_ids) {
+  paged_arguments()[name] = {std::move(arguments), std::move(block_ids)};
 }
 
 }  // namespace launcher

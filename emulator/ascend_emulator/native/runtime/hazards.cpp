@@ -166,9 +166,9 @@ void check_accesses(const std::vector<Access>& accesses, const Epoch& epoch,
   const int id = h.name_id(task);
   // Reads first: a task that updates in place must not conflict with itself.
   for (const auto& access : accesses)
-    if (!access.write && access.size) h.note(access, epoch, clock, id);
+    if (!access.write && !access.by_block && access.size) h.note(access, epoch, clock, id);
   for (const auto& access : accesses)
-    if (access.write && access.size) h.note(access, epoch, clock, id);
+    if (access.write && !access.by_block && access.size) h.note(access, epoch, clock, id);
 }
 
 void forget_range(const char* begin, size_t size, bool check_in_use) {

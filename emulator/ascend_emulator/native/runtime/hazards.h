@@ -13,6 +13,7 @@ namespace emulator {
 using Access = emulator_access;
 
 // Notes the accesses of one task and reports those that conflict with an unordered earlier one.
+// Those by block are left to the task, which notes them while it runs.
 void check_accesses(const std::vector<Access>& accesses, const Epoch& epoch,
                     const VectorClock& clock, const std::string& task);
 

@@ -220,6 +220,12 @@ bool is_alias(const void* address) {
   return (m.alias && at >= m.alias && at < m.alias + m.total) || is_virtual_alias(address);
 }
 
+const char* address_of_alias(const void* alias) {
+  if (is_virtual_alias(alias)) return virtual_address_of(alias);
+  const auto& m = memory();
+  return m.base + (static_cast<const char*>(alias) - m.alias);
+}
+
 bool is_within_allocation(const void* address, size_t size) {
   if (is_virtual(address)) return is_mapped(address, size);
   auto& m = memory();

@@ -16,6 +16,7 @@ int device_of(const void* address);
 // Where workers find the bytes of a device address; host addresses are returned as they are.
 char* alias_of(const void* address);
 bool is_alias(const void* address);
+const char* address_of_alias(const void* alias);  // the reverse of alias_of
 
 // Whether [address, address + size) lies within one allocation, or is mapped.
 bool is_within_allocation(const void* address, size_t size);

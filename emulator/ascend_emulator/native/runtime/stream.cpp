@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "capture.h"
 #include "device.h"
+#include "memory.h"
 #include "options.h"
 #include "pinned.h"
 #include "report.h"
@@ -120,6 +122,15 @@ aclError destroy_stream(aclrtStream handle) {
 
 namespace {
 
+// The task that a worker runs, for `emulator_touch`.
+struct Running {
+  const Task* task;
+  Actor* actor;
+  Epoch epoch;
+};
+
+thread_local const Running* running = nullptr;
+
 // Devices report such an access as a fault of the kernel. It isn't run: the host has no bytes there.
 bool touches_unmapped(const Task& task) {
   for (const auto& access : task.accesses) {
@@ -138,7 +149,10 @@ void run_task(const Task& task, Actor& actor) {
   const auto epoch = actor.tick();
   if (touches_unmapped(task)) return;
   check_accesses(task.accesses, epoch, actor.clock(), task.name);
+  const Running now{&task, &actor, epoch};
+  const auto* before = std::exchange(running, &now);  // a replay is a task that runs others
   task.run(actor);
+  running = before;
 }
 
 Stream::Stream(int stream_index, int stream_device)
@@ -269,6 +283,12 @@ ACL_API aclError emulator_launch(aclrtStream handle, const char* name, void (*ru
   task.accesses.assign(accesses, accesses + access_count);
   task.run = [run, owned](Actor&) { run(owned.get()); };
   return enqueue(stream_of(handle), std::move(task));
+}
+
+ACL_API void emulator_touch(const void* alias, size_t size, int write) {
+  if (!running || !is_alias(alias)) return;
+  check_accesses({{address_of_alias(alias), size, write != 0}}, running->epoch,
+                 running->actor->clock(), running->task->name);
 }
 
 ACL_API int emulator_is_capturing(aclrtStream handle) {

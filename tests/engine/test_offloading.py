@@ -1,0 +1,218 @@
+"""Blocks that leave the device's cache come back from the host (``--kv-offloading-size``)."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from tests.engine.test_kv_transfer import count_tokens, generate_on
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.prompts import prompts_of
+from tests.helpers.ranks import serve_on_ranks
+from tests.helpers.windows import THREE_GROUPS
+from vllm_npu_prep.attention.kernels.latent import LatentShape
+from vllm_npu_prep.attention.offloading import PlaneOffloadingWorker, planes_by_block
+from vllm_npu_prep.errors import PrepError
+
+BLOCK_SIZE = 4
+LENGTHS = [61, 90, 33]
+OTHERS = [150, 140]
+IN_CHUNKS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"} | {
+    "kv_connector_extra_config": {"blocks_per_chunk": 2}
+}
+CASES = {
+    "in chunks": ("Qwen3", {}, {"async_scheduling": False}),
+    "graphs": (
+        "Qwen3",
+        {},
+        graphs("FULL_AND_PIECEWISE", 1, 8, async_scheduling=True, kv_transfer_config=IN_CHUNKS),
+    ),
+    "latent": ("DeepseekV3", {**LATENT, **V3_EXPERTS}, {}),
+    # Of a window of a multiple of blocks and one token vLLM looks for a block more than it stores
+    "windows": ("Gemma3", THREE_GROUPS | {"sliding_window": 16}, {"num_gpu_blocks_override": 150}),
+}
+
+
+def offloading(**settings) -> dict:
+    """Settings of an engine whose device holds two prompts or so, and whose host holds all."""
+    return {
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": 64,
+        "max_model_len": 192,
+        "kv_offloading_size": 0.01,
+        "additional_config": {"npu_prep": {"check": "full"}},
+        **settings,
+    }
+
+
+def left_to_compute(length: int, chunk: int) -> int:
+    """Tokens of a prompt that are computed when the host has all whole chunks of it."""
+    return length - (length - 1) // chunk * chunk
+
+
+def computed_again(llm, prompts, others, expected) -> int:
+    """Tokens that prompts take whose blocks others had in between; all one at a time."""
+    computed, length = count_tokens(llm), len(expected[0])
+    for prompt, tokens in zip(prompts, expected):
+        assert generate(llm, [prompt], greedy(length)) == [tokens]
+    for other in others:
+        generate(llm, [other], greedy(2))
+    before = computed["scheduled"]
+    for prompt, tokens in zip(prompts, expected):
+        assert generate(llm, [prompt], greedy(length)) == [tokens]
+    return computed["scheduled"] - before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed):
+    """Tokens are those of transformers; only what the host lacks is computed again."""
+    family, config, settings = CASES[name]
+    model = make_model(tmp_path / "model", family, **config)
+    prompts, others = prompts_of(seed, LENGTHS), prompts_of(seed + 1, OTHERS)
+    expected = reference(model, prompts, 6)
+    check_varied(expected)
+    chunk = BLOCK_SIZE * (2 if "kv_transfer_config" in settings else 1)
+    with engine(model, **offloading(**settings)) as llm:
+        again = computed_again(llm, prompts, others, expected)
+        # All at once: loads and stores beside other requests' steps, and blocks that change hands
+        assert generate(llm, prompts + others, greedy(6))[: len(prompts)] == expected
+    assert again == sum(left_to_compute(length, chunk) + 5 for length in LENGTHS)
+
+
+def test_ranks_offload_their_own_heads(tmp_path, seed):
+    """Two ranks, each with its part of the host's memory, whose cache holds one prompt."""
+    model = make_model(tmp_path / "model")
+    prompts = prompts_of(seed, [61, 90, 61])
+    expected = reference(model, prompts, 8)
+    settings = offloading(tensor_parallel_size=2, num_gpu_blocks_override=40, max_model_len=112)
+    got = serve_on_ranks(model, settings, partial(twice_one_by_one, prompts, 8))
+    assert got[:2] == (expected, expected)
+    assert got[2] >= 3 * (60 // BLOCK_SIZE) * BLOCK_SIZE, "tokens that came from the host"
+
+
+async def twice_one_by_one(prompts, max_tokens, ranks):
+    """What an engine makes of prompts, twice, and how many tokens came from the host."""
+    rounds = []
+    for _ in range(2):
+        answers = [await generate_on([prompt], max_tokens, ranks) for prompt in prompts]
+        rounds.append([row for (row,) in answers])
+    return *rounds, loaded_tokens()
+
+
+def loaded_tokens() -> int:
+    """Tokens that vLLM counted as found in a connector, of this process's engine."""
+    from prometheus_client import REGISTRY
+
+    name = "vllm:external_prefix_cache_hits_total"
+    return sum(
+        int(sample.value)
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == name
+    )
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_jobs_copy_what_plain_books_say(seed, blocks_per_chunk):
+    """Groups with planes of their own and shared ones, chunks that begin before the first block."""
+    rng = np.random.default_rng(seed)
+    planes = [torch.from_numpy(rng.integers(-128, 127, (40, 6 + i), np.int8)) for i in range(3)]
+    groups, num_chunks = ([0, 1], [1, 2]), 12
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(plane, plane.shape[1]) for plane in planes],
+        [[CanonicalKVCacheRef(i, planes[i].shape[1]) for i in group] for group in groups],
+    )
+    worker = PlaneOffloadingWorker(caches, blocks_per_chunk, num_chunks)
+    assert worker.nbytes == num_chunks * blocks_per_chunk * sum(p.shape[1] for p in planes)
+    for job in range(60):
+        counts = rng.integers(0, 6, 2)
+        firsts = rng.integers(0, 9, 2)
+        chunks = [
+            -(-(first % blocks_per_chunk + n) // blocks_per_chunk) * (n > 0)
+            for first, n in zip(firsts, counts)
+        ]
+        blocks, rows = rng.permutation(40)[: counts.sum()], rng.permutation(12)[: sum(chunks)]
+        device = GPULoadStoreSpec(blocks.tolist(), counts.tolist(), firsts.tolist())
+        before = [plane.clone() for plane in planes]
+        if not counts.sum():
+            continue
+        assert worker.submit_store(2 * job, device, CPULoadStoreSpec(rows.tolist()))
+        begin = 0
+        for group, n in zip(groups, counts):  # what the blocks hold is gone
+            for index in group:
+                planes[index][blocks[begin : begin + n]] = 0
+            begin += n
+        assert worker.submit_load(2 * job + 1, CPULoadStoreSpec(rows.tolist()), device)
+        assert [(r.job_id, r.success) for r in worker.get_finished()] == [
+            (2 * job, True),
+            (2 * job + 1, True),
+        ]
+        for plane, old in zip(planes, before):
+            assert torch.equal(plane, old)
+    # Of six blocks that were stored together, the last four come back, elsewhere
+    chunks = list(range(-(-6 // blocks_per_chunk)))
+    stored = GPULoadStoreSpec([*range(6)], [6, 0], [0, 0])
+    wanted = GPULoadStoreSpec([30, 20, 21, 10], [4, 0], [2, 0])
+    assert worker.submit_store(200, stored, CPULoadStoreSpec(chunks))
+    assert worker.submit_load(201, CPULoadStoreSpec(chunks[2 // blocks_per_chunk :]), wanted)
+    for index in groups[0]:
+        assert torch.equal(planes[index][[30, 20, 21, 10]], planes[index][2:6])
+    worker.wait({1, 2})
+    worker.shutdown()
+
+
+def test_planes_of_all_forms_are_rows_of_blocks():
+    """K and V, in smaller blocks of kernels, too; latent rows; a row holds its block's bytes."""
+    cache = torch.arange(2 * 6 * 4 * 3, dtype=torch.int16).view(2, 6, 2, 2, 3)
+    keys, values = planes_by_block(cache, None, 3)  # two blocks of kernels in each of vLLM's
+    assert keys.shape == values.shape == (3, 48)
+    assert keys[1].view(torch.int16).tolist() == cache[0, 2:4].flatten().tolist()
+    assert values[2].view(torch.int16).tolist() == cache[1, 4:].flatten().tolist()
+    values[0] = 0
+    assert not cache[1, :2].any() and cache[1, 2:].all()
+
+    shape = LatentShape(1, 4, 2, 1, 1, 1.0)
+    latent = torch.arange(5 * 2 * 6, dtype=torch.float32).view(5, 12)
+    rows, rotated = planes_by_block(latent, SimpleNamespace(impl=SimpleNamespace(shape=shape)), 5)
+    assert rows[1].view(torch.float32).tolist() == list(range(8, 16))
+    assert rotated[0].view(torch.float32).tolist() == list(range(40, 44))
+
+
+def test_memory_that_is_too_small_or_not_there_is_one_line(tmp_path):
+    model = make_model(tmp_path / "model")
+    with (
+        pytest.raises(PrepError, match=r"107 bytes hold no block of \d[\d,]* bytes .*: give more"),
+        engine(model, **offloading(kv_offloading_size=1e-7)),
+    ):
+        pass
+    with (
+        pytest.raises(PrepError, match=r"of host memory, of which [\d,]+ are free: give less"),
+        engine(model, **offloading(kv_offloading_size=1e6)),
+    ):
+        pass
+
+
+def test_a_cache_that_slept_stores_nothing_that_was_lost(tmp_path, seed):
+    """Stores that had not begun when the engine fell asleep would find zeroes: nobody gets them."""
+    model = make_model(tmp_path / "model")
+    prompts, others = prompts_of(seed, LENGTHS), prompts_of(seed + 1, OTHERS)
+    expected = reference(model, prompts, 6)
+    with engine(model, **offloading(enable_sleep_mode=True)) as llm:
+        for _ in range(2):
+            assert generate(llm, prompts, greedy(6)) == expected
+            llm.sleep()
+            llm.wake_up()
+            assert generate(llm, prompts[:1], greedy(6)) == expected[:1]
+            again = computed_again(llm, prompts, others, expected)
+            assert again == sum(left_to_compute(length, BLOCK_SIZE) + 5 for length in LENGTHS)

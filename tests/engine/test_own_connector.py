@@ -1,0 +1,71 @@
+"""What a connector of one's own is told, such as MooncakeConnector, which is not tested itself."""
+
+import pytest
+
+from tests.engine.test_kv_transfer import count_tokens
+from tests.helpers import own_connector
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.prompts import prompts_of
+
+BLOCK_SIZE, LENGTHS = 4, [90, 33, 3, 71]
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_called():
+    own_connector.CALLS.clear()
+    own_connector.SENT.clear()
+
+
+def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed):
+    """Prompts in chunks are sent, then pulled beside other requests; tokens are transformers'."""
+    model, prompts = make_model(tmp_path / "model"), prompts_of(seed, LENGTHS)
+    expected = reference(model, prompts, 8)
+    check_varied(expected)
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "additional_config": {"npu_prep": {"check": "full"}},
+        "kv_transfer_config": {
+            "kv_connector": "PullingConnector",
+            "kv_connector_module_path": "tests.helpers.own_connector",
+            "kv_role": "kv_both",
+        },
+    }
+    with engine(model, **settings) as llm:
+        layers = runner_of(llm).compilation_config.static_forward_context
+        planes = {name: layer.kv_cache.data_ptr() for name, layer in layers.items()}
+        assert generate(llm, prompts, greedy(8)) == expected
+        assert generate(llm, [prompts[2]], greedy(1)) == [expected[2][:1]]  # the last is sent, too
+        assert len(own_connector.SENT) == len(prompts) - 1, "3 tokens are no block"
+        assert llm.reset_prefix_cache()
+        computed, before = count_tokens(llm), len(own_connector.CALLS)
+        assert generate(llm, prompts, greedy(8)) == expected
+        left = [length - (length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS]
+        assert computed["scheduled"] == sum(left) + 7 * len(LENGTHS)
+    (first, *calls) = own_connector.CALLS
+    assert first == ("register", planes)
+
+    # Of each step with a forward pass: a wait before each layer and a save after it, in order.
+    by_layer = [call for call in calls if call[0] in ("wait", "save")]
+    turn = [each for name in planes for each in (("wait", name), ("save", name, planes[name]))]
+    steps, rest = divmod(len(by_layer), len(turn))
+    assert steps > 8 and not rest and by_layer == turn * steps
+
+    # A step ends with its saves and with who is done; loads come after the forward pass then,
+    # since nobody in it waits for them.
+    ends = [call for call in calls if call[0] in ("load", "saved", "done")]
+    assert [call[0] for call in ends] == ["load", "saved", "done"] * (len(ends) // 3)
+
+    # Blocks are pulled once they are allocated, and the request is done receiving after that.
+    pulled = own_connector.CALLS[before:]
+    for index, call in enumerate(pulled):
+        if call[0] == "allocated":
+            later = pulled[index:]
+            load = next(i for i, c in enumerate(later) if c[0] == "load" and call[1] in c[1])
+            done = next(i for i, c in enumerate(later) if c[0] == "done" and call[1] in c[2])
+            assert load < done
+    sent = [req_id for call in calls if call[0] == "done" for req_id in call[1]]
+    assert sent == [call[1] for call in calls if call[0] == "finished"]
+    blocks = [call[2] for call in calls if call[0] == "finished"]
+    counts = sorted((length - 1) // BLOCK_SIZE for length in LENGTHS if length > BLOCK_SIZE)
+    assert sorted(map(len, blocks)) == counts

@@ -1,0 +1,31 @@
+"""A logits processor that makes a step of a server fail when a request asks for it."""
+
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+AFTER = 5
+"""Tokens that the request gets before."""
+
+
+class Fail(AdapterLogitsProcessor):
+    """``vllm_xargs["fail"]`` says how: ``memory`` or ``kernel``."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        manner = (params.extra_args or {}).get("fail")
+        if not manner:
+            return None
+
+        def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if len(output_ids) == AFTER:
+                if manner == "memory":
+                    raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 9.00 GiB")
+                raise RuntimeError("aclnnGatherV2 failed, error code 507015")
+            return logits
+
+        return process

@@ -1,0 +1,330 @@
+"""``explain DIR --html``: the page of a run holds what the records say, and stays small."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.browser import needs_browser, opened
+from tests.helpers.recorded_runs import Request, Traffic
+from tests.inspect.test_page import Page
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect.record_file import read_outline, read_record, record_files
+from vllm_npu_prep.inspect.run import RankRun, Run, Step, read_run
+from vllm_npu_prep.inspect.run_data import run_json
+from vllm_npu_prep.inspect.run_page import RANK_COLUMNS, run_html
+from vllm_npu_prep.prep.state import AttentionState
+
+
+def data_of(html: str) -> dict:
+    """The data of a page."""
+    (text,) = re.findall(
+        r'<script type="application/json" id="run">(.*?)</script>', html, re.DOTALL
+    )
+    return json.loads(text)
+
+
+def numbers_of(runs: list[list[int]]) -> list[int]:
+    return [first + i for first, count in runs for i in range(count)]
+
+
+def steps_of(row: list) -> list[tuple]:
+    """A request's steps as its spans say: step, computed before, scheduled, drafts, accepted."""
+    found = []
+    for first, steps, stride, in_prompt, computed, scheduled, drafts, *accepted in row[2]:
+        for place in range(steps):
+            assert in_prompt == int(computed < row[1])
+            known = accepted[0][place] if accepted else "0"
+            count = None if known == "?" else int(known)
+            found.append((first + place * stride, computed, scheduled, drafts, count))
+            computed += scheduled - drafts + (count or 0)
+    return found
+
+
+def told(request: Request) -> list[tuple]:
+    """What records can tell of it: not what came of drafts of its last step before a gap."""
+    ends = {step for step, *_ in request.done[-1:]}
+    for number in request.preemptions:
+        ends.add(max(step for step, *_ in request.done if step < number))
+    return [(*step[:4], None if step[3] and step[0] in ends else step[4]) for step in request.done]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run of two ranks, what is true of it, and its page."""
+    folder = tmp_path_factory.mktemp("records")
+    traffics = []
+    for rank in range(2):
+        traffic = Traffic(5, most_drafts=3)
+        recorder = traffic.recorder(folder, suffix=f"-rank{rank}", request_ids="plain")
+        traffic.record(recorder, 150)
+        recorder.dump("asked for")
+        recorder.close()
+        traffics.append(traffic)
+    page = folder / "run.html"
+    assert main(["explain", str(folder), "--html", str(page)]) == 0
+    return folder, traffics[0], page.read_text()
+
+
+def test_the_page_says_of_each_step_what_was_recorded(recorded):
+    _, traffic, html = recorded
+    data, truth = data_of(html), traffic.steps
+    assert numbers_of(data["numbers"]) == list(range(150))
+    for rank in data["ranks"]:
+        assert numbers_of(rank["steps"]) == list(range(150))
+        assert [data["states"][state] for state in rank["state"]] == [step.state for step in truth]
+        assert [data["kinds"][kind] for kind in rank["kind"]] == [step.kind for step in truth]
+        for name in ("requests", "tokens", "padding", "drafts"):
+            assert rank[name] == [getattr(step, name) for step in truth], name
+        assert rank["blocks"] == [[step.blocks for step in truth]]
+        begin = truth[0].times[0]
+        assert rank["times"] == [
+            [round(1e6 * (started - begin)), round(1e6 * prepared), waits]
+            for started, prepared, waits in (step.times for step in truth)
+        ]
+        assert rank["config"]["num_blocks"] == traffic.num_blocks
+    kinds = {step.kind.partition(":")[0] for step in truth}
+    assert kinds == {"full graph", "piecewise graphs", "eager"} and any(s.drafts for s in truth)
+
+
+def test_the_page_says_of_each_request_what_happened_to_it(recorded):
+    _, traffic, html = recorded
+    first, second = data_of(html)["ranks"]
+    done = [request for request in traffic.requests if request.done]
+    assert [row[0] for row in first["rows"]] == [request.name for request in done]
+    for row, request in zip(first["rows"], done):
+        assert row[1] == request.num_prompt_tokens
+        assert steps_of(row) == told(request), request.name
+        assert row[3] == [list(hit) for hit in request.hits]
+        assert row[4] == request.preemptions
+    assert sum(len(request.hits) for request in done) > 5
+    assert sum(len(request.preemptions) for request in done) > 3
+    assert second["rows_like"] == 0 and second["rows"] == [row[0] for row in first["rows"]]
+
+
+def test_ranks_are_lines_beside_each_other(recorded):
+    _, traffic, html = recorded
+    table = Page(html).tables[0]
+    assert table[0] == RANK_COLUMNS
+    first, second = (dict(zip(RANK_COLUMNS, line)) for line in table[1:])
+    assert (first["rank"], second["rank"]) == ("0", "1")
+    assert first["tokens"] == f"{sum(step.tokens for step in traffic.steps):,}"
+    most = max(step.blocks for step in traffic.steps)
+    assert first["most KV blocks"] == f"{most} of {traffic.num_blocks}"
+    counted = [
+        step for request in traffic.requests for step in told(request) if step[4] is not None
+    ]
+    accepted, drafts = sum(step[4] for step in counted), sum(step[3] for step in counted)
+    assert first["drafts accepted"] == f"{accepted:,} of {drafts:,}"
+    assert second["beside the first rank"] == "same steps"
+    assert second | {"rank": "0", "beside the first rank": "-"} == first
+
+
+def test_ranks_that_differ_are_told_from_the_first_step_on(recorded):
+    folder, *_ = recorded
+    run = read_run(folder)
+    run.ranks[1].tokens[17] += 1
+    assert "differs from step 17" in Page(run_html(run)).tables[0][2]
+
+
+def test_records_of_older_versions_have_no_times(tmp_path):
+    traffic = Traffic(7)
+    recorder = traffic.recorder(tmp_path)
+    traffic.record(recorder, 5, times=False)
+    recorder.dump("asked for")
+    recorder.close()
+    (folder,) = tmp_path.iterdir()
+    file = record_files(folder)[0]
+    assert read_record(file).settings.times is None
+    run = read_run(tmp_path)
+    assert run_json(run)["ranks"][0]["times"] == [None] * 5
+    line = dict(zip(RANK_COLUMNS, Page(run_html(run)).tables[0][1]))
+    assert line["host time, median"] == line["waits"] == "-" and line["steps"] == "5"
+
+
+def test_waits_of_a_step_are_its_own(tmp_path):
+    traffic = Traffic(7)
+    recorder = traffic.recorder(tmp_path)
+    traffic.record(recorder, 12)
+    recorder.dump("asked for")
+    recorder.close()
+    times = [read_record(file).settings.times for file in record_files(tmp_path)]
+    assert [each.waits for each in times] == [int(number % 7 == 3) for number in range(12)]
+    assert [each.prepared for each in times] == [step.times[1] for step in traffic.steps]
+
+
+def test_a_request_that_was_there_before_the_record_is_no_prefix_hit(tmp_path):
+    traffic = Traffic(11)
+    recorder = traffic.recorder(tmp_path, steps="last 9")
+    traffic.record(recorder, 30)
+    recorder.dump("asked for")
+    recorder.close()
+    (rank,) = read_run(tmp_path).ranks
+    computed = [row for row in rank.rows if row.spans[0].first == 0 and row.spans[0].computed]
+    assert computed and not any(row.hits for row in computed)
+    assert run_json(read_run(tmp_path))["numbers"] == [[21, 9]]
+
+
+def test_the_last_of_several_runs_is_shown_and_the_others_are_named(tmp_path, capsys):
+    for name, seed in (("20260101-000000-1", 1), ("20260102-000000-1", 2)):
+        traffic = Traffic(seed)
+        recorder = traffic.recorder(tmp_path)
+        traffic.record(recorder, 3 + seed)
+        recorder.dump("asked for")
+        recorder.close()
+        recorder.folder.rename(tmp_path / name)
+    page = tmp_path / "run.html"
+    assert main(["explain", str(tmp_path), "--html", str(page)]) == 0
+    shown, not_shown = capsys.readouterr().out.splitlines()
+    assert shown.startswith(f"{page}: 5 steps of 1 rank, ")
+    assert shown.endswith(f"; {page.stat().st_size:,} bytes")
+    assert not_shown.startswith("not shown: 20260101-000000-1, an older run in ")
+    assert data_of(page.read_text())["older"] == ["20260101-000000-1"]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["empty", "garbage", "cut", "renamed", "manifest", "groups", "options"]
+)
+def test_bad_folders_and_files_are_one_line(wrong, tmp_path, capsys):
+    traffic = Traffic(3)
+    recorder = traffic.recorder(tmp_path)
+    traffic.record(recorder, 4)
+    recorder.dump("asked for")
+    recorder.close()
+    folder, command = (
+        recorder.folder,
+        ["explain", str(tmp_path), "--html", str(tmp_path / "o.html")],
+    )
+    files = record_files(folder)
+    if wrong == "empty":
+        for file in files:
+            file.unlink()
+    elif wrong == "garbage":
+        files[2].write_bytes(b"PK\x03\x04 no")
+    elif wrong == "cut":
+        files[2].write_bytes(files[2].read_bytes()[:-300])
+    elif wrong == "renamed":
+        files[2].rename(folder / "step-000009.npz")
+    elif wrong == "manifest":
+        (folder / "manifest.json").write_text('["no object"]')
+    elif wrong == "groups":
+        record = read_record(files[3])
+        one = record.settings.model_copy(
+            update={"block_sizes": [], "max_num_blocks": [], "groups": []}
+        )
+        batch = record.batch
+        batch = type(batch)(
+            **{name: getattr(batch, name) for name in batch.__slots__}
+            | {"num_blocks": batch.num_blocks[:0], "block_ids": batch.block_ids[:0]}
+        )
+        files[3].write_bytes(type(record)(one, batch, record.prepared).to_bytes())
+    else:
+        command += ["--json"]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    says = {
+        "empty": "no step-*.npz here",
+        "garbage": "not a record: BadZipFile",
+        "cut": "step-000002.npz: not a record",
+        "renamed": "is the record of step 2",
+        "manifest": "not the manifest of a run",
+        "groups": "step 3 has 0 block tables, and the steps before it 1",
+        "options": "takes no other option; choose a step by --step N",
+    }
+    assert says[wrong] in line and not (tmp_path / "o.html").exists()
+
+
+def test_an_outline_is_a_part_of_the_record(recorded):
+    folder, *_ = recorded
+    for file in record_files(folder)[:20]:
+        outline, record = read_outline(file), read_record(file)
+        assert outline.settings == record.settings
+        assert outline.attn_state == record.step().attn_state.name
+        for name in ("num_computed_tokens", "num_draft_tokens", "num_blocks", "block_ids"):
+            assert np.array_equal(getattr(outline, name), getattr(record.batch, name)), name
+
+
+def long_run(steps: int, num_reqs: int = 64) -> Run:
+    """A run of decodes with drafts, some of whose requests end in each step."""
+    rank = RankRun(None, Path("folder"), {"num_blocks": 4096})
+    states = [state.name for state in AttentionState]
+    rng = np.random.default_rng(1)
+    computed, names, count = [32] * num_reqs, list(range(num_reqs)), num_reqs
+    ends = rng.integers(200, 900, num_reqs).tolist()
+    for number in range(steps):
+        accepted = rng.integers(0, 4, num_reqs).tolist()
+        of_requests = []
+        for row in range(num_reqs):
+            if computed[row] > ends[row]:
+                computed[row], names[row], count = 0, count, count + 1
+            scheduled, drafts = (4, 3) if computed[row] else (32, 0)
+            of_requests.append((f"{names[row]:016x}", 32, computed[row], scheduled, drafts))
+            computed[row] += scheduled - drafts + (accepted[row] if drafts else 0)
+        times = number / 50, float(rng.random()) / 1000, int(number % 900 == 0)
+        rank.add(
+            number,
+            Step(
+                *(number, states[number % 5], ["full graph", "eager: why"][number % 2]),
+                *(4 * num_reqs, number % 9, 0, [int(rng.integers(4096))], times, of_requests),
+            ),
+        )
+    for row in rank.rows:
+        row.finish()
+    return Run("a long run", list(range(steps)), [rank], [])
+
+
+class Counted(HTMLParser):
+    """How many elements a page has."""
+
+    elements = 0
+
+    def handle_starttag(self, tag, attrs):
+        self.elements += 1
+
+
+def test_a_run_of_10_000_steps_has_as_few_elements_as_a_short_one(recorded):
+    sizes = []
+    for html in (run_html(long_run(10_000)), recorded[2]):
+        page = Counted()
+        page.feed(html)
+        sizes.append((page.elements, len(html)))
+    assert sizes[0][0] <= sizes[1][0] < 200
+    assert sizes[0][1] < 2_000_000  # 640,000 times a request takes part in a step
+
+
+def test_names_stay_text(tmp_path):
+    name = "</script><img src=x onerror=alert(1)>&\u2028<!--"
+    rank = RankRun(0, tmp_path / "a 'folder'; rm -rf", {"model": name, "num_blocks": "many"})
+    step = Step(0, "DecodeOnly", name, 1, 0, 0, [1], None, [(name, 4, 5, 1, 0)])
+    rank.add(0, step)
+    html = run_html(Run(name, [0], [rank], [name]))
+    page = Page(html)
+    assert data_of(html)["ranks"][0]["rows"][0][0] == name
+    assert not [tag for tag, _ in page.elements if tag == "img"]
+    scripts = [attrs for tag, attrs in page.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "run"}, {}]
+    assert data_of(html)["ranks"][0]["quoted_folder"].count("'\"'\"'") == 2
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_in_a_browser_a_step_is_chosen_by_its_address(recorded, network, tmp_path, dark):
+    page = tmp_path / "pages" / "run.html"
+    page.parent.mkdir()
+    page.write_text(recorded[2])
+    dom, picture = opened(page, network, "#step=60&rank=1", "--virtual-time-budget=2000", dark=dark)
+    traffic = recorded[1]
+    assert 'data-step="60"' in dom and 'data-drawn="0-149"' in dom and not network[1]
+    side = dom[dom.index('id="side"') :]
+    step = traffic.steps[60]
+    assert "<h2>step 60, rank 1</h2>" in side and f"<dd>{step.state}</dd>" in side
+    assert f"<dd>{step.blocks} of {traffic.num_blocks}</dd>" in side
+    present = [
+        request.name for request in traffic.requests if any(d[0] == 60 for d in request.done)
+    ]
+    assert present and all(f"<td>{name}</td>" in side for name in present)
+    assert (np.asarray(picture).mean() < 100) == dark
+    assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 20

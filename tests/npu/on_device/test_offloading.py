@@ -1,0 +1,50 @@
+"""Offloading on the device: streams of copies beside the one that computes."""
+
+import pytest
+
+import ascend_emulator
+from tests.conftest import SEED
+from tests.engine.test_offloading import computed_again, left_to_compute, offloading
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
+from tests.helpers.prompts import prompts_of
+
+BLOCK_SIZE = 16
+LENGTHS, OTHERS = [61, 90, 33], [150, 140]
+PIECES = graphs("FULL_AND_PIECEWISE", 1, 4, 8, async_scheduling=True)
+CASES = {
+    "fia": ("Qwen3", {}, PIECES, "float16"),
+    "atb": ("Qwen3", {}, {"async_scheduling": False}, "float16"),
+    "latent": (
+        "DeepseekV3",
+        {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "spread": 0.1},
+        {"async_scheduling": True},
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path):
+    """Tokens are those of an engine that keeps everything, which waits as often; no hazards."""
+    family, config, mode, dtype = CASES[name]
+    model = make_model(tmp_path / "model", family, **config)
+    prompts, others = prompts_of(SEED, LENGTHS), prompts_of(SEED + 1, OTHERS)
+    attention = "atb" if name == "atb" else "fia"
+    options = {"attention": attention, "check": "full"}
+    settings = {"dtype": dtype, "block_size": BLOCK_SIZE, "max_model_len": 192}
+    settings |= {"additional_config": {"npu_prep": options}, **mode}
+    with engine(model, **settings) as llm:
+        assert str(runner_of(llm).device) == "npu:0"
+        with ascend_emulator.count() as alone:
+            expected = generate(llm, prompts, greedy(6))
+        expected = [generate(llm, [prompt], greedy(6))[0] for prompt in prompts]
+    small = offloading(**settings) | {"num_gpu_blocks_override": 16}
+    with engine(model, **small) as llm:
+        with ascend_emulator.count() as beside:
+            generate(llm, prompts, greedy(6))
+        again = computed_again(llm, prompts, others, expected)
+        generate(llm, prompts + others, greedy(6))  # beside other requests' steps
+    assert again == sum(left_to_compute(length, BLOCK_SIZE) + 5 for length in LENGTHS)
+    assert beside.syncs == alone.syncs and beside.d2h_bytes > alone.d2h_bytes
+    assert ascend_emulator.counters().hazards == 0

@@ -1,0 +1,220 @@
+"""Verification and drafting of the V2 runner: each against a scalar reading of Triton's kernels."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
+from vllm_npu_prep.prep.batch import StepBatch, prepare_step
+from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.tables import BatchTables, device_has_all
+from vllm_npu_prep.v2.speculator import shifted
+from vllm_npu_prep.v2.verification import SlotRejectionSampler, VerifiedBatch, count_accepted
+
+VOCAB, MAX_DRAFTS = 7, 3
+
+
+def prepared(num_drafts, num_scheduled, known, computed, token_ids):
+    """A step of requests at these slots, and its arrays as torch sees them."""
+    number = len(num_drafts)
+    table = np.arange(number * 8, dtype=np.int32).reshape(number, 8)
+    tables = BatchTables(
+        num_computed_tokens=computed,
+        num_prompt_tokens=known,
+        num_tokens=known,
+        token_ids=token_ids,
+        block_sizes=np.full(1, 16, np.int32),
+        **device_has_all([table]),
+    )
+    batch = StepBatch(tables, num_scheduled, num_drafts, int(num_scheduled.sum()))
+    step = prepare_step(batch, Padding(int(num_scheduled.sum()), number))
+    names = ("logits_indices", "target_logits_indices", "draft_token_ids", "bonus_logits_indices")
+    names += ("cu_num_draft_tokens", "cu_num_sampled_tokens", "backup_next_token_ids", "input_ids")
+    names += ("query_start_loc", "seq_lens", "discard_request_mask", "positions")
+    arrays = {name: torch.from_numpy(getattr(step.arrays, name).copy()) for name in names}
+    return step, SimpleNamespace(**arrays)
+
+
+def random_step(rng, number=6, even=False):
+    """Requests that verify drafts, beside chunks of prompts and prompts that end."""
+    drafts = np.full(number, MAX_DRAFTS) if even else rng.integers(0, MAX_DRAFTS + 1, number)
+    drafts = drafts.astype(np.int32)
+    if not drafts.any():
+        drafts[0] = 2
+    computed = rng.integers(0, 60, number).astype(np.int32)
+    is_chunk = (drafts == 0) & (rng.random(number) < 0.5)
+    scheduled = np.where(drafts > 0, 1 + drafts, rng.integers(1, 9, number)).astype(np.int32)
+    # A request with drafts knows one token that isn't computed; a chunk of a prompt leaves some
+    known = np.where(drafts > 0, computed + 1, computed + scheduled + 3 * is_chunk)
+    tokens = rng.integers(0, VOCAB, (number, 100)).astype(np.int32)
+    return (*prepared(drafts, scheduled, known.astype(np.int32), computed, tokens), is_chunk)
+
+
+def verified_batch(step, arrays):
+    number = step.num_reqs
+    batch = VerifiedBatch.__new__(VerifiedBatch)
+    batch.num_reqs, batch.idx_mapping = number, torch.arange(number) * 3 % 11
+    return batch.of(step, arrays)
+
+
+def verify(step, arrays, drawn, invalid=None):
+    """Our sampler's rows, for these tokens drawn from each row of logits."""
+    sampler = SlotRejectionSampler.__new__(SlotRejectionSampler)
+    sampler.sampler = lambda logits, batch: SimpleNamespace(sampled_token_ids=drawn[:, None])
+    batch = verified_batch(step, arrays)
+    return sampler(None, batch, None, invalid).sampled_token_ids
+
+
+def kernel_greedy(arrays, argmax, drafts, cu, number, invalid):
+    """``_rejection_kernel`` and ``_insert_resampled_kernel`` for greedy requests."""
+    rows, counts = [], []
+    for req in range(number):
+        start, end = cu[req], cu[req + 1]
+        num_drafts, accepted, verifying, row = end - start - 1, 0, True, []
+        for i in range(num_drafts):
+            draft = -1 if invalid[start + i + 1] else drafts[start + i + 1]
+            if verifying:
+                verifying = argmax[start + i] == draft and draft >= 0
+                accepted += verifying
+                row.append(draft if verifying else argmax[start + i])
+        if accepted == num_drafts:
+            row.append(argmax[end - 1])
+        rows.append(row)
+        counts.append(accepted + 1)
+    return rows, counts
+
+
+@pytest.mark.parametrize("even", [False, True], ids=["ragged", "even"])
+def test_greedy_drafts(seed, even):
+    rng, kinds = np.random.default_rng(seed), set()
+    for _ in range(200):
+        step, arrays, is_chunk = random_step(rng, even=even)
+        number, num_logits = step.num_reqs, step.num_logits
+        cu = np.concatenate(([0], np.cumsum(step.num_sampled_tokens))).tolist()
+        inputs = arrays.input_ids[arrays.logits_indices[:num_logits].long()].tolist()
+        drawn = torch.tensor(rng.integers(0, 3, num_logits))
+        for row in range(num_logits - 1):  # drafts that are often right
+            if rng.random() < 0.7:
+                drawn[row] = inputs[row + 1]
+        invalid = torch.tensor(rng.random(num_logits) < 0.1)
+        given = verify(step, arrays, drawn, invalid)
+        rows, counts = kernel_greedy(arrays, drawn.tolist(), inputs, cu, number, invalid.tolist())
+        width = max(step.num_sampled_tokens.tolist())
+        assert given.tolist() == [row + [-1] * (width - len(row)) for row in rows]
+
+        # `_get_num_sampled_and_rejected_kernel`
+        accepted = count_accepted(given, step, arrays, VOCAB)
+        chunked = [bool(known) for known in is_chunk]
+        num_sampled = [0 if c else n for c, n in zip(chunked, counts)]
+        num_logits_of = step.num_sampled_tokens.tolist()
+        num_rejected = [0 if c else n - s for c, n, s in zip(chunked, num_logits_of, num_sampled)]
+        assert accepted.num_valid_tokens.tolist() == num_sampled
+        assert accepted.num_rejected_tokens.tolist() == num_rejected
+
+        # `_prepare_prefill_inputs_kernel` of the drafters
+        expected, counted = [None] * len(arrays.input_ids), []
+        for req in range(number):
+            start, end = arrays.query_start_loc[req : req + 2].tolist()
+            length = end - start - num_rejected[req]
+            slot = step.slots[req]
+            if num_sampled[req]:
+                following = rows[req][-1]
+            else:
+                following = int(step.batch.tables.token_ids[slot, int(step.seq_lens[req])])
+            for place in range(1, length):
+                expected[start + place - 1] = int(arrays.input_ids[start + place])
+            expected[start + length - 1] = following
+            counted.append(start + length - 1)
+        assert accepted.last_token_indices.tolist() == counted
+        ids = shifted(arrays.input_ids, torch.tensor(counted), accepted.next_token_ids).tolist()
+        assert [a for a, b in zip(ids, expected) if b is not None] == [
+            each for each in expected if each is not None
+        ]
+        kinds |= {("discarded", any(chunked)), ("all", width in counts), ("none", 1 in counts)}
+    assert {("all", True), ("none", True)} <= kinds
+    assert even or ("discarded", True) in kinds
+
+
+def test_random_drafts_have_the_probabilities_of_the_kernels():
+    """Every combination of draws, each with its weight, beside the kernels' rule.
+
+    ``_rejection_kernel`` accepts a draft with the target's probability of it; ``_resample_kernel``
+    draws another token from the target's probabilities without the draft.
+    """
+    size, num_drafts = 4, 2
+    probs = np.random.default_rng(3).dirichlet(np.ones(size), num_drafts + 1)
+    drafts = [2, 1]
+    expected = {}
+    reach = 1.0
+    for place in range(num_drafts):
+        for token in range(size):
+            if token != drafts[place]:
+                residual = probs[place][token] / (1 - probs[place][drafts[place]])
+                key = (*drafts[:place], token)
+                expected[key] = reach * (1 - probs[place][drafts[place]]) * residual
+        reach *= probs[place][drafts[place]]
+    for token in range(size):
+        expected[(*drafts, token)] = reach * probs[num_drafts][token]
+
+    draws = np.array(list(np.ndindex(*[size] * (num_drafts + 1))))
+    number = len(draws)
+    tokens = np.zeros((number, 100), np.int32)
+    tokens[:, 11:13] = drafts
+    ones = np.ones(number, np.int32)
+    step, arrays = prepared(num_drafts * ones, 3 * ones, 11 * ones, 10 * ones, tokens)
+    arrays.draft_token_ids = torch.tensor(drafts * number, dtype=torch.int32)
+    rows = verify(step, arrays, torch.tensor(draws.flatten()))
+    found = dict.fromkeys(expected, 0.0)
+    for row, drawn in zip(rows.tolist(), draws):
+        weight = np.prod([probs[place][token] for place, token in enumerate(drawn)])
+        found[tuple(token for token in row if token >= 0)] += weight
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("even", [False, True], ids=["ragged", "even"])
+def test_rows_of_logits_know_their_requests(seed, even):
+    """``_expand_idx_mapping_kernel``."""
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        step, arrays, _ = random_step(rng, even=even)
+        batch = verified_batch(step, arrays)
+        slots, places, borders = [], [], [0]
+        for req, count in enumerate(step.num_sampled_tokens.tolist()):
+            slots += [int(batch.idx_mapping[req])] * count
+            places += range(count)
+            borders.append(borders[-1] + count)
+        assert batch.expanded_idx_mapping.tolist() == slots
+        assert batch.expanded_local_pos.tolist() == places
+        assert batch.cu_num_logits.tolist() == borders
+
+
+def test_later_passes_advance_as_the_kernels_do(seed):
+    """``_prepare_decode_inputs_kernel``, ``_update_draft_inputs_kernel``, and slots by
+    ``_compute_slot_mappings_kernel``, for requests that are not at the end of their context.
+
+    There, upstream's V2 writes the last slot again, and reads it; ours writes nothing, as V1.
+    """
+    rng, max_model_len, block_size = np.random.default_rng(seed), 64, 4
+    table = torch.tensor(rng.permutation(6 * 16).reshape(6, 16), dtype=torch.int32)
+    target = torch.tensor(rng.integers(4, 60, 6), dtype=torch.int32)
+    rejected = torch.tensor(rng.integers(0, 4, 6), dtype=torch.int32)
+    seq_lens, positions = target - rejected, (target - rejected - 1).long()
+    expected = [(int(t - r), int(t - r) - 1) for t, r in zip(target, rejected)]
+    for _ in range(2):
+        slots = torch.empty(6, dtype=torch.int64)
+        eagle_step_slot_mapping_metadata(
+            *(positions, table, 16, seq_lens, positions, slots),
+            *(block_size, max_model_len, 16, -1, 6),
+        )
+        expected = [
+            (min(length + 1, max_model_len), min(place + 1, max_model_len - 1))
+            for length, place in expected
+        ]
+        assert seq_lens.tolist() == [length for length, _ in expected]
+        assert positions.tolist() == [place for _, place in expected]
+        assert slots.tolist() == [
+            int(table[req, place // block_size]) * block_size + place % block_size
+            for req, (_, place) in enumerate(expected)
+        ]

@@ -1,0 +1,287 @@
+"""Blocks of K and V in host memory: vLLM's offloading (``--kv-offloading-size``) over planes.
+
+vLLM's scheduler decides which blocks the host keeps, and when they come back; what a step loads and
+stores arrives as jobs. Upstream's worker copies pages that hold K and V together, with CUDA
+streams. Here each plane has host memory of its own, and blocks that are neighbours on both sides
+are copied at once, on two streams beside the one that computes: one for loads, one for stores.
+
+Order comes from upstream's rules and from events:
+
+- a job begins after all work issued before it, so a store reads what the steps wrote, and a load
+  comes after its blocks were zeroed or read;
+- a request whose blocks are loaded is scheduled once the load's event has happened;
+- a block that is stored is given to another request only after `wait`, which upstream calls then.
+
+So no step waits for a copy, on the host or on the device.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from vllm_npu_prep.attention.kernels.latent import planes_of
+from vllm_npu_prep.device import copy_stream, free_memory, host_memory
+from vllm_npu_prep.device.transfers import Transfer
+from vllm_npu_prep.errors import PrepError
+
+logger = init_logger(f"vllm.{__name__}")
+
+CPU_BYTES = "cpu_bytes_to_use"
+"""Key of upstream's configuration: bytes of host memory of all ranks together."""
+
+
+def rows_of_blocks(part: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """The bytes of one plane, a row for each block.
+
+    Parameters
+    ----------
+    part
+        ``[num_blocks * n, ...]``: a plane, in blocks as kernels count them, or a part of states.
+    num_blocks
+        Blocks as vLLM counts them.
+
+    Returns
+    -------
+    torch.Tensor
+        The same memory, int8 ``[num_blocks, bytes of a block]``.
+    """
+    itemsize = part.element_size()
+    nbytes = part.stride(0) * (len(part) // num_blocks) * itemsize
+    whole = torch.empty(0, dtype=torch.int8, device=part.device)
+    begin = part.storage_offset() * itemsize
+    return whole.set_(part.untyped_storage(), begin, (num_blocks, nbytes), (nbytes, 1))
+
+
+def planes_by_block(cache: Any, layer: Any, num_blocks: int) -> list[torch.Tensor]:
+    """The planes of a layer's cache, as `rows_of_blocks` gives them.
+
+    Parameters
+    ----------
+    cache
+        As `vllm_npu_prep.attention.kv_cache.allocate_planes` made it.
+    layer
+        The attention layer, whose shape says where latent planes begin.
+    num_blocks
+        Blocks of the cache.
+    """
+    is_latent = isinstance(cache, torch.Tensor) and cache.dim() == 2
+    parts = planes_of(cache, layer.impl.shape) if is_latent else cache
+    return [rows_of_blocks(part, num_blocks) for part in parts]
+
+
+class OffloadingConnector(offloading_connector.OffloadingConnector):
+    """vLLM's connector to host memory, whose worker is given planes."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Tell the worker of all planes: each once, with the groups whose blocks it holds."""
+        assert self.connector_worker is not None
+        config, layers = self._kv_cache_config, self._layers()
+        places: dict[int, int] = {}  # address of a plane -> its index
+        planes: list[torch.Tensor] = []
+        groups: list[list[CanonicalKVCacheRef]] = []
+        for group_id in get_offloading_group_ids(config):
+            of_group: dict[int, CanonicalKVCacheRef] = {}
+            for name in config.kv_cache_groups[group_id].layer_names:
+                for plane in planes_by_block(kv_caches[name], layers[name], config.num_blocks):
+                    index = places.setdefault(plane.data_ptr(), len(planes))
+                    if index == len(planes):
+                        planes.append(plane)
+                    of_group[index] = CanonicalKVCacheRef(index, plane.shape[1])
+            groups.append(list(of_group.values()))
+        tensors = [CanonicalKVCacheTensor(plane, plane.shape[1]) for plane in planes]
+        self.connector_worker._init_worker(CanonicalKVCaches(tensors, groups))
+
+    def _layers(self) -> Mapping[str, Any]:
+        return self._vllm_config.compilation_config.static_forward_context
+
+
+class PlaneOffloadingSpec(CPUOffloadingSpec):
+    """What vLLM's offloading consists of here: upstream's books of the host's blocks, our copies.
+
+    Raises
+    ------
+    PrepError
+        If the host memory that was asked for holds no block.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        if not self.num_chunks and config.worker_kv_bytes_per_block:
+            raise PrepError(
+                f"--kv-offloading-size: {int(self.extra_config[CPU_BYTES]):,} bytes hold no block "
+                f"of {self.kv_bytes_per_chunk:,} bytes (of all ranks together): give more"
+            )
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker of this rank, with its host memory.
+
+        Raises
+        ------
+        PrepError
+            If the host has less memory left than this rank's part.
+        """
+        made = PlaneOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+        logger.info(
+            "KV offloading: %s bytes of host memory for %d blocks of %d planes.",
+            f"{made.nbytes:,}",
+            self.num_chunks * self.blocks_per_chunk,
+            len(kv_caches.tensors),
+        )
+        return made
+
+
+class _Direction:
+    """Loads or stores: jobs in order, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = copy_stream(device)
+        self._jobs: deque[tuple[TransferResult, Transfer, float]] = deque()  # with its beginning
+
+    def begin(self, job_id: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Issue the copies of a job."""
+        result = TransferResult(job_id, True, sum(target.nbytes for target, _ in pairs))
+        self._jobs.append((result, self._stream.copy(pairs), time.monotonic()))
+
+    def finished(self) -> Iterator[TransferResult]:
+        """Jobs that have ended since the last call, in order.
+
+        Their times, for vLLM's metrics, are from when they were issued until now: to ask events of
+        a device for more would be a call that waits.
+        """
+        while self._jobs and self._jobs[0][1].is_done():
+            result, _, begin = self._jobs.popleft()
+            result.transfer_time = time.monotonic() - begin
+            yield result
+
+    def wait(self, job_ids: set[int] | None = None) -> None:
+        """Wait on the host for some jobs; None: for all."""
+        for result, transfer, _ in self._jobs:
+            if job_ids is None or result.job_id in job_ids:
+                transfer.wait()
+
+
+class PlaneOffloadingWorker(OffloadingWorker):
+    """Copies blocks of one rank's planes between the device and the host.
+
+    Parameters
+    ----------
+    kv_caches
+        All planes, and for each KV-cache group those of its layers.
+    blocks_per_chunk
+        Blocks of the device that the host keeps together.
+    num_chunks
+        Chunks that the host keeps.
+
+    Attributes
+    ----------
+    nbytes
+        Host memory that it takes.
+
+    Raises
+    ------
+    PrepError
+        If the host has less memory left.
+    """
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, num_chunks: int
+    ) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+        self._planes = [each.tensor for each in kv_caches.tensors]  # int8 [num_blocks, bytes]
+        self._groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
+        num_rows = num_chunks * blocks_per_chunk
+        self.nbytes = num_rows * sum(plane.shape[1] for plane in self._planes)
+        if self.nbytes > free_memory():
+            raise PrepError(
+                f"--kv-offloading-size: this rank's part is {self.nbytes:,} bytes of host memory, "
+                f"of which {free_memory():,} are free: give less"
+            )
+        device = self._planes[0].device
+        self._host = [  # int8 [num_chunks * blocks_per_chunk, bytes], for each plane
+            host_memory(device.type, num_rows * plane.shape[1]).view(num_rows, -1)
+            for plane in self._planes
+        ]
+        self._loads, self._stores = _Direction(device), _Direction(device)
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Begin to copy blocks to the host."""
+        pairs = [(host, plane) for plane, host in self._neighbours(src_spec, dst_spec)]
+        self._stores.begin(job_id, pairs)
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Begin to copy blocks to the device; loads wait for no stores, so all are expedited."""
+        del expedited  # new in vLLM 0.33.0
+        self._loads.begin(job_id, list(self._neighbours(dst_spec, src_spec)))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended since the last call."""
+        return [*self._stores.finished(), *self._loads.finished()]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait on the host for some jobs: their blocks are about to be given to others."""
+        self._stores.wait(job_ids)
+        self._loads.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Wait for all jobs, and let go of the host memory."""
+        self._stores.wait()
+        self._loads.wait()
+        self._host.clear()
+
+    def _neighbours(
+        self, device: GPULoadStoreSpec, host: LoadStoreSpec
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows of a plane and of its host memory that belong together, as many as are neighbours.
+
+        A request's first block may lie within a chunk, whose blocks before it are left out.
+        """
+        assert isinstance(host, BlockIDsLoadStoreSpec)
+        size = self._blocks_per_chunk
+        block_begin = chunk_begin = 0
+        for planes, count, first in zip(self._groups, device.group_sizes, device.block_indices):
+            if count == 0:
+                continue
+            skipped = first % size
+            block_end = block_begin + count
+            chunk_end = chunk_begin - (-(skipped + count) // size)
+            blocks = device.block_ids[block_begin:block_end].astype(np.int64)
+            chunks = host.block_ids[chunk_begin:chunk_end].astype(np.int64)
+            rows = (chunks[:, None] * size + np.arange(size)).ravel()[skipped : skipped + count]
+            block_begin, chunk_begin = block_end, chunk_end
+            breaks = np.flatnonzero((np.diff(blocks) != 1) | (np.diff(rows) != 1)) + 1
+            for part in np.split(np.arange(count), breaks):
+                block, row, length = int(blocks[part[0]]), int(rows[part[0]]), len(part)
+                for index in planes:
+                    yield (
+                        self._planes[index][block : block + length],
+                        self._host[index][row : row + length],
+                    )

@@ -1,0 +1,91 @@
+"""A recorded run as the JSON that its page holds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_npu_prep.inspect.run import RequestRow, Run
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """What the page of a run knows, as JSON: `docs/reference/files.md` describes it.
+
+    Of each rank there is an entry for each of its steps. Ranks whose requests did the same as
+    those of an earlier rank name that rank instead of listing them.
+    """
+    states = _distinct_texts(text for rank in run.ranks for text in rank.states)
+    kinds = _distinct_texts(text for rank in run.ranks for text in rank.kinds)
+    begin = min(
+        (times[0] for rank in run.ranks for times in rank.times if times is not None), default=0.0
+    )
+    listed: list[list[Any]] = []
+    ranks = []
+    for rank in run.ranks:
+        rows = [_row_json(row) for row in rank.rows]
+        unnamed = [row[1:] for row in rows]
+        same = next((i for i, other in enumerate(listed) if other == unnamed), None)
+        listed.append(unnamed)
+        ranks.append(
+            {
+                "rank": rank.rank,
+                "folder": str(rank.folder),
+                "config": rank.config,
+                "steps": _runs_of(rank.index),
+                "state": [states[text] for text in rank.states],
+                "kind": [kinds[text] for text in rank.kinds],
+                "requests": rank.requests,
+                "padding_requests": rank.padding_requests,
+                "tokens": rank.tokens,
+                "padding": rank.padding,
+                "drafts": rank.drafts,
+                "blocks": rank.blocks,
+                "times": [
+                    None
+                    if times is None
+                    else [round(1e6 * (times[0] - begin)), round(1e6 * times[1]), times[2]]
+                    for times in rank.times
+                ],
+                "rows": [row[0] for row in rows] if same is not None else rows,
+                "rows_like": same,
+            }
+        )
+    return {
+        "name": run.name,
+        "numbers": _runs_of(run.numbers),
+        "states": list(states),
+        "kinds": list(kinds),
+        "ranks": ranks,
+        "older": run.older,
+    }
+
+
+def _row_json(row: RequestRow) -> list[Any]:
+    """Name, prompt tokens, spans, hits and preemptions."""
+    spans: list[list[Any]] = []
+    for span in row.spans:
+        sizes = span.first, span.steps, span.stride, int(span.in_prompt)
+        spans.append([*sizes, span.computed, span.scheduled, span.drafts])
+        if span.accepted:
+            spans[-1].append(span.accepted)
+    return [
+        row.name,
+        row.num_prompt_tokens,
+        spans,
+        [list(hit) for hit in row.hits],
+        row.preemptions,
+    ]
+
+
+def _distinct_texts(texts: Iterable[str]) -> dict[str, int]:
+    """Texts by their numbers, in the order in which they come."""
+    return {text: number for number, text in enumerate(dict.fromkeys(texts))}
+
+
+def _runs_of(numbers: list[int]) -> list[list[int]]:
+    """Growing numbers as runs: first and count of each."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return runs

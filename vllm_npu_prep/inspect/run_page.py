@@ -1,0 +1,162 @@
+"""The page of a recorded run: a time line, requests as rows, KV blocks and ranks.
+
+The page holds what `vllm_npu_prep.inspect.run_data.run_json` derived from the records. Its script
+draws on canvases what is visible: a run of 10,000 steps has as few elements as one of ten.
+As the page of a step (`vllm_npu_prep.inspect.page`), it loads nothing.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+from markupsafe import Markup
+
+from vllm_npu_prep.inspect.page import content_policy, template
+from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run
+from vllm_npu_prep.inspect.run_data import run_json
+from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.wording import counted
+
+COMMAND = "vllm-npu-prep explain"
+MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+"""Characters that could end or change the element that holds the data."""
+
+RANK_COLUMNS = [
+    "rank",
+    "steps",
+    "requests",
+    "tokens",
+    "padding",
+    "full graph",
+    "piecewise graphs",
+    "eager",
+    "host time, median",
+    "host time, p99",
+    "waits",
+    "most KV blocks",
+    "prefix hits",
+    "drafts accepted",
+    "preempted",
+    "beside the first rank",
+]
+
+
+def run_html(run: Run) -> str:
+    """The page of a run."""
+    own, states = files(__package__), [state.name for state in AttentionState]
+    script = (own / "run.js").read_text(encoding="utf-8")
+    style = "".join((own / name).read_text(encoding="utf-8") for name in ("page.css", "run.css"))
+    data = run_json(run)
+    data |= {"state_names": states, "command": COMMAND}
+    for rank in data["ranks"]:
+        rank["quoted_folder"] = shlex.quote(rank["folder"])
+    first = run.ranks[0]
+    return template("run.html").render(
+        policy=content_policy(script),
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(json.dumps(data, separators=(",", ":"), ensure_ascii=True).translate(MARKUP)),
+        name=run.name,
+        facts=_facts(run),
+        columns=RANK_COLUMNS,
+        rows=[rank_line(rank, first, run.numbers) for rank in run.ranks],
+        older=run.older,
+        states=states,
+    )
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """Lines above the table, each as a name and a text."""
+    config, numbers = run.ranks[0].config, run.numbers
+    gaps = numbers[-1] - numbers[0] + 1 - len(numbers)
+    left_out = f"; {counted(gaps, 'step')} between them not recorded" if gaps else ""
+    lines = [("steps", f"{counted(len(numbers), 'step')}, {numbers[0]} to {numbers[-1]}{left_out}")]
+    if "model" in config:
+        lines.insert(0, ("model", str(config["model"])))
+    named = ("device_type", "attention", "cudagraph_mode", "speculative_method")
+    engine = [f"{name} {config[name]}" for name in named if config.get(name)]
+    if engine:
+        lines.append(("engine", ", ".join(engine)))
+    return lines
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Drafts of steps after which the records show the request.
+
+    Attributes
+    ----------
+    accepted, drafts
+        How many were accepted, of how many.
+    """
+
+    accepted: int
+    drafts: int
+
+
+def accepted_drafts(rank: RankRun) -> Accepted:
+    """How many drafts were accepted, where the records tell."""
+    accepted = drafts = 0
+    for row in rank.rows:
+        for span in row.spans:
+            known = [DIGITS.index(c) for c in span.accepted if c in DIGITS]
+            accepted += sum(known)
+            drafts += span.drafts * len(known)
+    return Accepted(accepted, drafts)
+
+
+def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
+    """A rank's line of the table, by `RANK_COLUMNS`."""
+    steps, tokens, padding = len(rank.index), sum(rank.tokens), sum(rank.padding)
+    kinds = [sum(kind.startswith(k) for kind in rank.kinds) for k in ("full", "piecewise", "eager")]
+    timed = [times for times in rank.times if times is not None]
+    seconds = np.array([times[1] for times in timed])
+    blocks = ", ".join(f"{max(of_group, default=0):,}" for of_group in rank.blocks)
+    pool = rank.config.get("num_blocks")
+    if isinstance(pool, int) and blocks:
+        blocks += f" of {pool:,}"
+    hits = [tokens for row in rank.rows for _, tokens in row.hits]
+    drafts = accepted_drafts(rank)
+    preempted = sum(len(row.preemptions) for row in rank.rows)
+    return [
+        "-" if rank.rank is None else str(rank.rank),
+        f"{steps:,}",
+        f"{len(rank.rows):,}",
+        f"{tokens:,}",
+        _share(padding, tokens + padding),
+        *(_share(kind, steps) for kind in kinds),
+        *([_time(np.median(seconds)), _time(np.quantile(seconds, 0.99))] if timed else ["-", "-"]),
+        f"{sum(times[2] for times in timed):,}" if timed else "-",
+        blocks or "-",
+        f"{sum(hits):,} tokens of {counted(len(hits), 'request')}" if hits else "-",
+        f"{drafts.accepted:,} of {drafts.drafts:,}" if drafts.drafts else "-",
+        f"{preempted:,}",
+        "-" if rank is first else first_difference(rank, first, numbers),
+    ]
+
+
+def first_difference(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
+    """Whether two ranks prepared the same steps, in words.
+
+    Ranks of one engine do, under tensor and pipeline parallelism; replicas don't.
+    """
+
+    def steps(of: RankRun) -> dict[int, tuple[object, ...]]:
+        columns = (of.states, of.kinds, of.requests, of.tokens, of.padding, of.drafts, *of.blocks)
+        return dict(zip(of.index, zip(*columns)))
+
+    own, others = steps(rank), steps(first)
+    for index in sorted(own.keys() & others.keys()):
+        if own[index] != others[index]:
+            return f"differs from step {numbers[index]}"
+    return "same steps" if own.keys() & others.keys() else "no step in common"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if part else "-"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f} us"

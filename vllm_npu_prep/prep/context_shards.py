@@ -1,0 +1,62 @@
+"""Decode context parallelism: the KV cache of each request is shared out among several ranks.
+
+The tokens of a request go round the ranks in runs of `ContextShards.interleave_size` neighbours:
+the first run to rank 0, the next to rank 1, and after the last rank to rank 0 again. A rank keeps
+its own tokens one after the other in the request's blocks. Every rank has the same block table, so
+a block of B slots stands for ``B * world_size`` positions. The slot of a token that another rank
+keeps is `vllm_npu_prep.prep.arrays.PAD_SLOT_ID`, which no cache writer writes.
+
+The rule is that of vLLM's ``BlockTable.compute_slot_mapping`` and ``get_dcp_local_seq_lens``.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T", int, np.ndarray)
+
+
+@dataclass(frozen=True)
+class ContextShards:
+    """Which part of each request's context one rank keeps.
+
+    Attributes
+    ----------
+    world_size
+        Ranks that share the context (vLLM's ``decode_context_parallel_size``).
+    rank
+        The one that prepares the step.
+    interleave_size
+        Neighbouring tokens on one rank (vLLM's ``cp_kv_cache_interleave_size``); blocks consist of
+        whole runs of this size.
+    """
+
+    world_size: int
+    rank: int
+    interleave_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or self.interleave_size < 1:
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size} with runs of {self.interleave_size} "
+                "tokens: ranks count from 0, and a run has at least one token"
+            )
+
+    def owner(self, positions: T) -> T:
+        """The rank that keeps the token at a position."""
+        return positions // self.interleave_size % self.world_size
+
+    def local_position(self, positions: T) -> T:
+        """Where a token is among those that its rank keeps of the request."""
+        size = self.interleave_size
+        return positions // (size * self.world_size) * size + positions % size
+
+    def tokens_per_block(self, block_size: int) -> int:
+        """Positions of a request that one block of `block_size` slots on each rank stands for."""
+        return block_size * self.world_size
+
+
+def tokens_per_block(shards: ContextShards | None, block_size: int) -> int:
+    """Positions of a request that one block stands for, with shards or without."""
+    return block_size if shards is None else shards.tokens_per_block(block_size)

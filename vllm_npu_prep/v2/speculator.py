@@ -1,0 +1,309 @@
+"""Drafters of the V2 runner: EAGLE and EAGLE-3 heads, and a model's MTP layer.
+
+Upstream's V2 runner keeps draft passes in device buffers, which four kernels of Triton advance.
+Here a pass's inputs are made by torch, from the step's arrays, and attention gets lengths that are
+exact on the host: the first pass needs no counts of accepted tokens, because causality hides
+rejected tokens from the accepted ones; later passes wait for the counts, which are on their way.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+    TargetDependentARSpeculator,
+)
+
+from vllm_npu_prep.device.readback import ReadBack
+from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
+from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
+from vllm_npu_prep.runner.preparer import Builders
+from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.v2.verification import Accepted
+
+
+class SlotSpeculator(TargetDependentARSpeculator):
+    """A drafter that reads the target's hidden states, pass by pass.
+
+    Attributes
+    ----------
+    builders
+        Metadata builders of the drafter's layers; set with the KV cache.
+    block_tables
+        Of all KV-cache groups.
+    """
+
+    builders: Builders = ()
+    block_tables: SlotBlockTables  # type: ignore[assignment]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        # Upstream's passes read them in place; ours don't
+        self.hidden_states = torch.empty(0)
+        self.attn_groups = []
+        self._ones = np.arange(self.max_num_reqs + 1, dtype=np.int32)
+        self._ones_device = torch.from_numpy(self._ones).to(device)
+
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """As upstream's; a tied target without an ``lm_head`` shares its embeddings instead."""
+        model = super().load_draft_model(  # type: ignore[safe-super]  # upstream's next class has it
+            target_model, target_attn_layer_names
+        )
+        language_model: Any = target_model
+        if hasattr(target_model, "get_language_model"):
+            language_model = language_model.get_language_model()
+        own = getattr(model, "has_own_lm_head", True)
+        if not own and not hasattr(language_model, "lm_head"):
+            model.lm_head = language_model.get_submodule("model.embed_tokens")
+        return model
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: draft passes use the builders of steps (`follow`)."""
+
+    def init_cudagraph_manager(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: draft passes run without graphs of their own."""
+
+    def follow(self, builders: Builders, block_tables: SlotBlockTables) -> None:
+        """Use the steps' builders: one for all layers with one window.
+
+        Parameters
+        ----------
+        builders, block_tables
+            Of the engine.
+        """
+        self.block_tables = block_tables
+        own = self.draft_attn_layer_names
+        self.builders = [
+            (group, builder, drafting)
+            for group, builder, names in builders
+            if (drafting := [name for name in names if name in own])
+        ]
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        in_flight: StepInFlight,
+        accepted: Accepted,
+        num_valid_tokens: ReadBack,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor] | None,
+        slot_mappings: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Draft tokens for each request of a step.
+
+        Parameters
+        ----------
+        in_flight
+            The step.
+        accepted
+            What verification left of its tokens.
+        num_valid_tokens
+            The counts of accepted tokens, on their way to the host.
+        hidden_states, aux_hidden_states
+            Of the target, ``[num_input_tokens, hidden_size]`` each.
+        slot_mappings
+            Slots by layer.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 ``[num_reqs, num_speculative_tokens]``.
+        """
+        step, arrays = in_flight.step, in_flight.staged.device
+        num_reqs, num_tokens = step.num_reqs, step.num_input_tokens
+        hidden_states = self._combined(hidden_states, aux_hidden_states)[:num_tokens]
+        last = accepted.last_token_indices.long()
+        input_ids = shifted(arrays.input_ids[:num_tokens], last, accepted.next_token_ids)
+        positions = arrays.positions[:num_tokens]
+        output, following = self._pass(
+            input_ids, positions, hidden_states, in_flight.metadata, slot_mappings
+        )
+        drafts = [self._tokens(output[last])]
+        if self.num_speculative_steps == 1:
+            return drafts[0][:, None]
+        following, positions = following[last], positions[last]
+        seq_lens = arrays.seq_lens[:num_reqs] - accepted.num_rejected_tokens
+        num_drafts = step.batch.num_draft_tokens[:num_reqs].tolist()
+        seq_lens_np = step.seq_lens - num_rejected_tokens(num_drafts, num_valid_tokens.read())
+        for _ in range(1, self.num_speculative_steps):
+            seq_lens_np = next_draft_seq_lens(seq_lens_np, self.max_model_len)
+            metadata, slots = self._next_metadata(positions, seq_lens, seq_lens_np)
+            output, following = self._pass(drafts[-1], positions, following, metadata, slots)
+            drafts.append(self._tokens(output))
+        return torch.stack(drafts, 1)
+
+    def _next_metadata(
+        self, positions: torch.Tensor, seq_lens: torch.Tensor, seq_lens_np: np.ndarray
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Advance all requests by a token; metadata and slots of the pass, by layer.
+
+        Parameters
+        ----------
+        positions, seq_lens
+            int64 and int32 ``[num_reqs]`` of the pass before; advanced.
+        seq_lens_np
+            int32 ``[num_reqs]`` of this pass.
+        """
+        num_reqs = len(seq_lens_np)
+        metadata: dict[str, Any] = {}
+        slots_by_layer: dict[str, torch.Tensor] = {}
+        for index, (group, builder, names) in enumerate(self.builders, 1):
+            table = self.block_tables.device_rows(num_reqs)[group]
+            slots = torch.empty(num_reqs, dtype=torch.int64, device=positions.device)
+            of_group = positions, seq_lens  # the last group advances them
+            if index < len(self.builders):
+                of_group = positions.clone(), seq_lens.clone()
+            eagle_step_slot_mapping_metadata(
+                of_group[0],
+                table,
+                table.stride(0),
+                of_group[1],
+                of_group[0],
+                slots,
+                int(self.block_tables.block_sizes[group]),
+                self.max_model_len,
+                table.shape[1],
+                PADDING_SLOT_ID,
+                num_reqs,
+            )
+            common = CommonAttentionMetadata(
+                query_start_loc=self._ones_device[: num_reqs + 1],
+                query_start_loc_cpu=torch.from_numpy(self._ones[: num_reqs + 1]),
+                seq_lens=of_group[1],
+                num_reqs=num_reqs,
+                num_actual_tokens=num_reqs,
+                max_query_len=1,
+                max_seq_len=int(seq_lens_np.max()),
+                block_table_tensor=table,
+                slot_mapping=slots,
+                seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens_np),
+                positions=of_group[0],
+            )
+            built = builder.build(0, common)
+            metadata |= dict.fromkeys(names, built)
+            slots_by_layer |= dict.fromkeys(names, slots)
+        return metadata, slots_by_layer
+
+    def _pass(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass: hidden states for the logits, and those that the next pass continues from."""
+        num_tokens = len(input_ids)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=num_tokens,
+            batch_descriptor=BatchDescriptor(num_tokens),
+            slot_mapping=slot_mappings,
+        ):
+            output: Any = self.model(
+                input_ids=input_ids,
+                positions=positions,
+                hidden_states=hidden_states,
+                inputs_embeds=None,
+            )
+        return output if isinstance(output, tuple) else (output, output)
+
+    def _combined(
+        self, hidden_states: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor] | None
+    ) -> torch.Tensor:
+        """What the first pass reads of the target."""
+        if not aux_hidden_states:
+            return hidden_states
+        model: Any = self.model
+        combined: torch.Tensor = model.combine_hidden_states(torch.cat([*aux_hidden_states], -1))
+        return combined
+
+    def _tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The most probable token of each row, int32 ``[num_reqs]``."""
+        model: Any = self.model
+        tokens: torch.Tensor = model.compute_logits(hidden_states).argmax(-1)
+        return tokens.to(torch.int32)
+
+    @torch.inference_mode()
+    def propose(  # type: ignore[override]  # dummy runs only
+        self,
+        input_batch: InputBatch,
+        *,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor] | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The drafter's part in a dummy run: as many passes as a step's, without attention.
+
+        Parameters
+        ----------
+        input_batch
+            Of the dummy run.
+        last_hidden_states, aux_hidden_states
+            Of the target.
+        **kwargs
+            Of upstream's; not used.
+        """
+        del kwargs
+        num_reqs = input_batch.num_reqs
+        hidden_states = self._combined(last_hidden_states, aux_hidden_states)
+        input_ids, positions = input_batch.input_ids, input_batch.positions
+        for _ in range(self.num_speculative_steps):
+            output, hidden_states = self._pass(input_ids, positions, hidden_states, None, None)
+            hidden_states, output = hidden_states[:num_reqs], output[:num_reqs]
+            input_ids, positions = self._tokens(output), positions[:num_reqs]
+        return self.draft_tokens[:num_reqs]
+
+
+class SlotEagleSpeculator(SlotSpeculator, EagleSpeculator):
+    """EAGLE and EAGLE-3 heads."""
+
+
+class SlotMTPSpeculator(SlotSpeculator, MTPSpeculator):
+    """A model's own MTP layer."""
+
+
+def make_speculator(vllm_config: VllmConfig, device: torch.device, *_: Any) -> SlotSpeculator:
+    """The engine's drafter, by upstream's arguments; other methods are refused at start-up."""
+    config = vllm_config.speculative_config
+    assert config is not None
+    kind = SlotMTPSpeculator if config.method == "mtp" else SlotEagleSpeculator
+    return kind(vllm_config, device)
+
+
+def shifted(
+    input_ids: torch.Tensor, last_token_indices: torch.Tensor, next_token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Input ids of the first draft pass: each request's tokens without the first, and its next one.
+
+    Upstream's ``_prepare_prefill_inputs_kernel``. Places of rejected tokens hold some token, which
+    nothing that counts reads.
+
+    Parameters
+    ----------
+    input_ids
+        int32 ``[num_tokens]`` of the target.
+    last_token_indices
+        int64 ``[num_reqs]``: each request's last token that wasn't rejected.
+    next_token_ids
+        int32 ``[num_reqs]``: the one after it.
+
+    Returns
+    -------
+    torch.Tensor
+        int32 ``[num_tokens]``.
+    """
+    moved = input_ids.roll(-1)
+    return moved.index_copy_(0, last_token_indices, next_token_ids)
