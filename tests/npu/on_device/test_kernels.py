@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import ascend_emulator
+from ascend_emulator.operators import REFERENCES
+from ascend_emulator.operators.schemas import schema_text
 from tests.helpers.kernels import (
     Drafts,
     expanded_inputs,
@@ -55,3 +57,9 @@ def test_a_kernel_writes_what_it_does_on_the_cpu_and_reads_nothing_back(name, se
         assert counts.hidden_copies <= HIDDEN_COPIES.get(name, 0), counts.nonzero()
         counted = set(counts.nonzero()) - {"hidden_copies"}
         assert counted == {"launches", "peak_memory_bytes"}, counts.nonzero()
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda r: f"{r.name}.{r.overload}")
+def test_recorded_schemas_are_those_of_torch_npu(reference):
+    real = [str(schema) for schema in torch._C._jit_get_schemas_for_operator(reference.name)]
+    assert schema_text(reference.name, reference.overload) in real
