@@ -60,7 +60,41 @@ def apply_experts(
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Sum of the outputs of each token's experts, weighted by the router.
+    """Sum of the outputs of each token's experts, weighted by the router: see `sum_of_experts`.
+
+    Parameters
+    ----------
+    x, w13, w2
+        Hidden states, and the weights of the experts of this rank.
+    topk_weights, topk_ids, expert_map, apply_router_weight_on_input
+        As `sum_of_experts` takes them.
+    activation
+        A gated activation uses the first half of ``w13``'s rows as its gate.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
+    """
+    activate = activation_of(activation)
+
+    def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(activate(functional.linear(rows, w13[expert])), w2[expert])
+
+    pairs = topk_weights, topk_ids, expert_map, apply_router_weight_on_input
+    return sum_of_experts(x, len(w13), output, *pairs)
+
+
+def sum_of_experts(
+    x: torch.Tensor,  # [T, hidden_size]
+    num_local_experts: int,
+    output: Callable[[int, torch.Tensor], torch.Tensor],
+    topk_weights: torch.Tensor,  # [T, k] float32
+    topk_ids: torch.Tensor,  # [T, k] integer, -1 for none
+    expert_map: torch.Tensor | None,  # [num_experts] integer
+    apply_router_weight_on_input: bool,
+) -> torch.Tensor:
+    """Sum of what each token's experts make of it, weighted by the router.
 
     Pairs of token and expert are sorted by expert, and experts without a token are skipped. The
     host reads once how many rows each expert gets. A device graph could not contain that; the CPU
@@ -68,12 +102,14 @@ def apply_experts(
 
     Parameters
     ----------
-    x, w13, w2
-        Hidden states, and the weights of the experts of this rank.
+    x
+        Hidden states.
+    num_local_experts
+        Of this rank.
+    output
+        What an expert of this rank makes of its rows of `x`.
     topk_weights, topk_ids
         Each token's experts, numbered over all ranks, and their weights.
-    activation
-        A gated activation uses the first half of ``w13``'s rows as its gate.
     expert_map
         Number on this rank of each expert, -1 for those of other ranks; None if all are here.
     apply_router_weight_on_input
@@ -90,9 +126,8 @@ def apply_experts(
     order = experts.argsort(stable=True)  # [T * k], those without an expert here first
     tokens = order // topk_ids.shape[1]
     weights = topk_weights.flatten()[order, None]  # [T * k, 1]
-    elsewhere, *counts = torch.bincount(experts + 1, minlength=len(w13) + 1).tolist()
-    activate = activation_of(activation)
-    output = torch.zeros_like(x, dtype=torch.float32)
+    elsewhere, *counts = torch.bincount(experts + 1, minlength=num_local_experts + 1).tolist()
+    total = torch.zeros_like(x, dtype=torch.float32)
     end = elsewhere
     for expert, count in enumerate(counts):
         if not count:
@@ -102,12 +137,11 @@ def apply_experts(
         rows = x.index_select(0, mine)
         if apply_router_weight_on_input:
             rows = rows * weight.to(rows.dtype)
-        hidden = activate(functional.linear(rows, w13[expert]))
-        result = functional.linear(hidden, w2[expert]).float()
+        result = output(expert, rows).float()
         if not apply_router_weight_on_input:
             result *= weight
-        output.index_add_(0, mine, result)
-    return output.to(x.dtype)
+        total.index_add_(0, mine, result)
+    return total.to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from vllm_npu_prep.ops.experts import (
     GroupedExperts,
     activation_of,
     check_sync_is_possible,
+    sum_of_experts,
 )
 from vllm_npu_prep.ops.fused import is_fused
 from vllm_npu_prep.ops.fused_experts import (
@@ -51,30 +52,14 @@ def apply_int8_experts(
     torch.Tensor
         Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
     """
-    experts = topk_ids.flatten().long()  # [T * k]
-    if expert_map is not None:
-        experts = torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])
-    order = experts.argsort(stable=True)  # [T * k], those without an expert here first
-    tokens = order // topk_ids.shape[1]
-    weights = topk_weights.flatten()[order, None]  # [T * k, 1]
-    elsewhere, *counts = torch.bincount(experts + 1, minlength=len(w13) + 1).tolist()
     activate = activation_of(activation)
-    output = torch.zeros_like(x, dtype=torch.float32)
-    end = elsewhere
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        start, end = end, end + count
-        mine, weight = tokens[start:end], weights[start:end]
-        rows = x.index_select(0, mine)
-        if apply_router_weight_on_input:
-            rows = rows * weight.to(rows.dtype)
+
+    def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
         hidden = activate(TorchInt8Linear(w13[expert].t(), w13_scale[expert])(rows))
-        result = TorchInt8Linear(w2[expert].t(), w2_scale[expert])(hidden).float()
-        if not apply_router_weight_on_input:
-            result *= weight
-        output.index_add_(0, mine, result)
-    return output.to(x.dtype)
+        return TorchInt8Linear(w2[expert].t(), w2_scale[expert])(hidden)
+
+    pairs = topk_weights, topk_ids, expert_map, apply_router_weight_on_input
+    return sum_of_experts(x, len(w13), output, *pairs)
 
 
 class NPUInt8Experts:
