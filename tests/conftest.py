@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.brief import left_out
 from tests.helpers.browser import network
 from tests.helpers.demo import make_demo
+from tests.matrix.collect import Collector
 from tests.resume.plugin import configure_worker
 from tests.timing import note_run
 
@@ -102,6 +103,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # pytest's own plugins first
 def pytest_configure(config):
     configure_worker(config)
+    config.pluginmanager.register(Collector(), "npu_prep_matrix")
     note_run(config, processes=1)
 
 

@@ -119,6 +119,9 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from tests.matrix.cells import STRUCTURED
+    from tests.matrix.collect import note
+
     inspect_models_here()
     defaults = {
         "dtype": "float32",
@@ -138,8 +141,12 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
     gc.freeze()
     with mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
         llm = LLM(str(model), **{**defaults, **settings})
+        cell = note(llm.llm_engine.vllm_config)
         try:
             yield llm
+            core = llm.llm_engine.engine_core.engine_core
+            if core.structured_output_manager.backend is not None:
+                cell["features"].append(STRUCTURED)
         finally:
             llm.llm_engine.engine_core.shutdown()
             del llm

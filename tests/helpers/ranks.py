@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from tests.helpers.watch import preparation_of
+from tests.matrix.collect import add, note
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
@@ -63,10 +64,13 @@ def serve_on_ranks(
     seconds
         Time limit.
     """
-    return in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
+    returned, cell = in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
+    add([cell])
+    return returned
 
 
 def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
+    """What the traffic returned, and the engine's cell of the matrix."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -79,7 +83,7 @@ def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -
         args = AsyncEngineArgs(model=str(model), **{**DEFAULTS, **settings})
         llm = AsyncLLM.from_engine_args(args)
         try:
-            return await traffic(Ranks(llm))
+            return await traffic(Ranks(llm)), note(llm.vllm_config)
         finally:
             llm.shutdown()
 

@@ -10,6 +10,7 @@ import pytest
 
 from ascend_emulator import profiles
 from tests.helpers.emulator import emulate, selected
+from tests.matrix.collect import add
 
 collect_ignore = [] if os.environ.get("NPU_PREP_ON_DEVICE") else ["on_device"]
 
@@ -77,4 +78,8 @@ def on_card(request, tmp_path_factory):
         results = json.loads(out.read_text())
         return {name: results[case] for name, case in cases.items()}
 
-    return lambda profile, name: run(profile)[name]
+    def of(profile: str, name: str) -> Any:
+        add(run(profile)[name]["cells"])
+        return run(profile)[name]
+
+    return of

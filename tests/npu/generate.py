@@ -22,6 +22,7 @@ from tests.helpers.engine import generate, graphs, greedy, runner_of
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified
+from tests.matrix.collect import taken
 from tests.npu.only_some import HEAD_SIZE
 
 LENGTHS = [5, 150, 33, 1, 70, 128, 129]
@@ -140,9 +141,9 @@ def main() -> None:
     for name in args.cases:
         model, attention, case = name.split(":")
         try:
-            results[name] = run(Path(model), attention, *case.split("/"))
+            results[name] = {**run(Path(model), attention, *case.split("/")), "cells": taken()}
         except Exception:
-            results[name] = {"error": traceback.format_exc()}
+            results[name] = {"error": traceback.format_exc(), "cells": taken()}
     args.out.write_text(json.dumps(results))
 
 

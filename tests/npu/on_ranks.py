@@ -18,6 +18,7 @@ from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import graphs
 from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
 from tests.helpers.v2 import asked_for
+from tests.matrix.collect import taken
 from tests.npu.generate import SCHEDULING, adapters_of, drafts_of, prompts
 
 LAYOUTS = {
@@ -161,9 +162,9 @@ def main() -> None:
     for name in args.cases:
         model, case = name.split(":")
         try:
-            results[name] = run(Path(model), case)
+            results[name] = {**run(Path(model), case), "cells": taken()}
         except Exception:
-            results[name] = {"error": traceback.format_exc()}
+            results[name] = {"error": traceback.format_exc(), "cells": taken()}
     args.out.write_text(json.dumps(results))
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import REPLAYED, make_model
 from tests.helpers.mixtures import MIXTURES
+from tests.matrix.collect import add
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
 
@@ -59,7 +60,12 @@ def on_npu(request, model, tmp_path_factory):
         assert json.loads(report.read_text())["hazards"] == []
         return json.loads(out.read_text())
 
-    return lambda **case: run_all()[name_of(model, **case)]
+    def of(**case: str) -> dict:
+        got = run_all()[name_of(model, **case)]
+        add(got["cells"])
+        return got
+
+    return of
 
 
 def name_of(model, family: str, attention: str, mode: str) -> str:

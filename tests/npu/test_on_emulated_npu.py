@@ -17,6 +17,7 @@ from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.v2 import RUNNERS
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
+from tests.matrix.collect import add
 from tests.npu import generate
 from tests.npu.close_calls import same_but_close_calls
 from tests.npu.only_some import HEAD_SIZE
@@ -150,6 +151,7 @@ def on_npu(request, folder, tmp_path_factory):
         for case, got in results.items():
             assert "error" not in got, f"{case}\n{got['error']}"
             assert got["device"] == "npu:0"
+            add(got["cells"])
         return results
 
     return of

@@ -17,6 +17,7 @@ from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.v2 import RUNNERS
+from tests.matrix.collect import add
 from tests.npu import generate
 from tests.npu.close_calls import CLOSE_IN_INT8, same_but_close_calls
 from tests.npu.on_ranks import EXPERTS, INT8, SECONDS, on_the_fallback
@@ -179,7 +180,11 @@ def on_ranks(request, model_of, tmp_path_factory):
         assert any(name.startswith("Hccl") for name in found["kernels"])
         return {name.split(":")[1]: got for name, got in json.loads(out.read_text()).items()}
 
-    return lambda case: run_all()[case]
+    def of(case: str) -> dict:
+        add(run_all()[case]["cells"])
+        return run_all()[case]
+
+    return of
 
 
 def feature_of(case: str) -> str:

@@ -1,0 +1,1 @@
+"""What ran with what: engines that tests start, as a page of models and features."""
