@@ -14,14 +14,14 @@ EMULATE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
-test test-fast test-all timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
+test test-fast test-all matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
 # One process for each core, a thread in each: small models gain nothing from more. numba, which
 # vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
-test test-fast test-all timing mutants: export OMP_NUM_THREADS := 1
-test test-fast test-all timing mutants: export NUMBA_NUM_THREADS := 1
+test test-fast test-all matrix timing mutants: export OMP_NUM_THREADS := 1
+test test-fast test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-all timing bench throughput soak mutants image-dry-run compat seams docs lint \
+.PHONY: help install serve test test-fast test-all matrix timing bench throughput soak mutants image-dry-run compat seams docs lint \
   format clean
 
 help: ## this list
@@ -49,10 +49,14 @@ MINUTES ?= 30
 SEED ?=
 FRESH ?=
 RETRY ?=
+MERGE ?=
 SLICE = --minutes $(MINUTES) $(if $(FRESH),--fresh) $(if $(RETRY),--retry)
 
 test-all: install lint ## every combination and the long runs, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
 	$(PY) -m tests.resume.suite $(SLICE) $(if $(SEED),--seed $(SEED))
+
+matrix: install ## docs/reference/matrix.md: runs tests whose cells are empty or stale, in slices; MINUTES=30, MERGE=1 to run none
+	$(PY) -m tests.matrix $(if $(MERGE),--merge,$(SLICE))
 
 timing: JUNIT := --junitxml=.cache/timing.xml
 timing: test ## make test, measured file by file; writes the table of tests/README.md

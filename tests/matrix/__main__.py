@@ -1,0 +1,109 @@
+"""Fill the matrix: run tests whose cells are empty or stale, merge, write the page.
+
+    python -m tests.matrix [--minutes 30] [--fresh] [--retry] [--processes N]
+    python -m tests.matrix --merge
+
+A slice runs, of the tests that start engines, those that fill a cell by an older package or failed,
+and those that were never run here. With --merge nothing runs: what tests have collected meanwhile,
+those of `make test` say, is taken in.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.matrix import page
+from tests.matrix.cells import FEATURES
+from tests.matrix.collect import FILE, commit
+from tests.matrix.results import RESULTS, Matrix, collected_in, package_now
+from tests.resume.plugin import Recorder
+from tests.resume.slice import Slice, SliceError, add_arguments
+from vllm_npu_prep.compat.releases import installed_vllm
+
+COMMAND = "make matrix"
+FOLDERS = ("tests/engine", "tests/npu")
+"""Tests that start engines."""
+RUN = FILE.with_suffix(".run.jsonl")
+"""What ran here, in slices: for this machine only. The cells are what is committed."""
+
+
+def merge(collected: Path = FILE, results: Path = RESULTS) -> Matrix:
+    """Take in what was collected, ask start-up about every cell, write results and page."""
+    matrix = Matrix.read(results)
+    matrix.merge(collected_in(collected), package_now())
+    ask(matrix)
+    matrix.write(results)
+    return matrix
+
+
+def ask(matrix: Matrix) -> None:
+    """Ask start-up for each model with each feature, with the release that is installed."""
+    from tests.matrix.asked import answers
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    names = [feature.name for feature in FEATURES]
+    matrix.answers = {
+        key: told for key, told in matrix.answers.items() if key[1] in matrix.models(key[0])
+    }
+    for table in matrix.tables():
+        release, device, runner = table
+        if release != installed_vllm():
+            continue
+        for model in matrix.models(table):
+            config = matrix.config_of(model, device)
+            matrix.answers[table, model] = answers(config, names, device, runner)
+
+
+def fill(part: Slice, processes: str, chosen: list[str]) -> int:
+    """Run a slice."""
+    package = package_now()
+    recorder = Recorder(part)
+    matrix, seen = Matrix.read(), collected_in(FILE)
+    fresh = {line["test"] for line in (*matrix.engines, *seen) if line["package"] == package}
+    stale = matrix.stale(package) - {line["test"] for line in seen if line["package"] == package}
+    done = (set(recorder.share["done"]) | fresh) - stale
+    recorder.share |= {"done": sorted(done), "first": sorted(stale)}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    workers = ["-n", processes, "--maxprocesses", "4", "--dist", "loadfile"]
+    code = pytest.main(
+        ["-q", *workers, "--no-loadscope-reorder", *(chosen or FOLDERS)], plugins=[recorder]
+    )
+    whole = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    whole = whole or code == pytest.ExitCode.NO_TESTS_COLLECTED
+    failed = part.finish(recorder.left() if whole and not chosen else None, COMMAND)
+    return failed or int(not whole)
+
+
+def main(words: list[str]) -> int:
+    """Run a slice, merge, write; exit code 1 if a test failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_arguments(parser)
+    parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
+    parser.add_argument("--merge", action="store_true", help="run nothing")
+    args, chosen = parser.parse_known_args(words)
+    code = 0
+    if not args.merge:
+        if not all(commit()):
+            print(
+                f"{COMMAND}: commit what you changed first: a cell names a commit", file=sys.stderr
+            )
+            return 2
+        try:
+            part = Slice(RUN, args.minutes, fresh=args.fresh, retry=args.retry)
+        except SliceError as error:
+            print(f"{COMMAND}: {error}", file=sys.stderr)
+            return 2
+        with part:
+            code = fill(part, args.processes, chosen)
+    matrix = merge()
+    page.write(matrix)
+    print(f"{len(matrix.filled()):,} cells ran; page: {page.PAGE}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
