@@ -7,9 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
@@ -163,6 +162,15 @@ def _parser() -> argparse.ArgumentParser:
         help="write an HTML page: a step with tables, masks and blocks, or a folder's whole run",
     )
     explain.add_argument(
+        "--step-pages",
+        nargs="?",
+        const=True,
+        metavar="A:B",
+        type=_tokens,
+        help="with --html of a folder: a page of each step beside it, or of steps A to B - 1, "
+        "which the run's page opens",
+    )
+    explain.add_argument(
         "--png", type=Path, metavar="FILE", help="draw mask and blocks into a PNG file"
     )
     explain.add_argument(
@@ -196,21 +204,26 @@ def _emulate(arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
-def _explain_run(path: Path, html: Path) -> int:
+def _explain_run(path: Path, html: Path, steps: Literal[True] | tuple[int, int] | None) -> int:
     """Write the page of a whole run, and say what is on it."""
     from vllm_npu_prep.inspect.files import write_whole
     from vllm_npu_prep.inspect.run import read_run
     from vllm_npu_prep.inspect.run_page import run_html
+    from vllm_npu_prep.inspect.run_steps import StepPages
     from vllm_npu_prep.wording import counted
 
     run = read_run(path)
-    page = run_html(run).encode()
+    pages = None if steps is None else StepPages(html, None if steps is True else steps)
+    written = 0 if pages is None else pages.write(run)
+    page = run_html(run, pages).encode()
     write_whole(html, page)
     requests = counted(len(run.ranks[0].rows), "request")
     print(
         f"{html}: {counted(len(run.numbers), 'step')} of {counted(len(run.ranks), 'rank')}, "
         f"{requests}; {len(page):,} bytes"
     )
+    if pages is not None:
+        print(f"{pages.folder}: {counted(written, 'page')} of steps")
     for name in run.older:
         print(f"not shown: {name}, an older run in {path}; give its folder to see it")
     return 0
@@ -229,7 +242,9 @@ def _explain(args: argparse.Namespace) -> int:
                 f"--html: {args.file} is a folder, whose page shows a whole run and takes no other "
                 "option; choose a step by --step N"
             )
-        return _explain_run(args.file, args.html)
+        return _explain_run(args.file, args.html, args.step_pages)
+    if args.step_pages is not None:
+        raise PrepError("--step-pages goes with --html and a folder of records, without --step")
     view, expected = _view_of(args.file, args.step), _expected_of(args.file)
     if args.diff:
         if args.html or args.png or args.request or args.tokens:
@@ -281,22 +296,15 @@ def _is_recorded(path: Path) -> bool:
 
 def _view_of(path: Path, step: int | None) -> "StepView":
     """The step of a scenario, of a record, or of one of a folder's records."""
-    from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-    from vllm_npu_prep.inspect.record_file import read_record, record_of
+    from vllm_npu_prep.inspect.record_file import record_of
     from vllm_npu_prep.inspect.scenario import read_scenario
-    from vllm_npu_prep.inspect.view import StepView
+    from vllm_npu_prep.inspect.view import StepView, view_of_record
 
     if not _is_recorded(path):
         if step is not None:
             raise PrepError(f"--step {step}: {path} is a scenario, which has one step")
         return StepView.of_scenario(read_scenario(path))
-    file = record_of(path, step)
-    record = read_record(file)
-    try:
-        view = StepView.of_record(record, f"step {record.number} of {file}")
-    except PrepError as error:
-        raise PrepError(f"{file}: {error}") from None
-    return replace(view, tokens_per_expert=read_expert_counts(file))
+    return view_of_record(record_of(path, step))
 
 
 def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:

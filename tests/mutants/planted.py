@@ -41,6 +41,7 @@ CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 VISION = ("tests/engine/test_multimodal.py",)
 RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
+RUN_KEYS = ("tests/inspect/test_run_keys.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
@@ -2067,6 +2068,34 @@ MUTANTS = [
         'for c in "<>&\\u2028\\u2029"',
         'for c in "&"',
         RUN_PAGES,
+    ),
+    Mutant(
+        "Shift and an arrow key go one step on the page of a run",
+        "inspect/run.js",
+        "ArrowRight: event.shiftKey ? 10 : 1,",
+        "ArrowRight: 1,",
+        RUN_KEYS,
+    ),
+    Mutant(
+        "Enter on the page of a run opens another rank's step",
+        "inspect/run.js",
+        "const page = ranks[view.rank].pageOf(view.step);\n    if (page) location",
+        "const page = ranks[0].pageOf(view.step);\n    if (page) location",
+        RUN_KEYS,
+    ),
+    Mutant(
+        "the page of a run links to one step too few",
+        "inspect/run_steps.py",
+        "if first <= run.numbers[index] < end]",
+        "if first <= run.numbers[index] < end - 1]",
+        RUN_KEYS,
+    ),
+    Mutant(
+        "the page of a step leads back to another",
+        "inspect/run_steps.py",
+        "pages[at - 1], pages[at + 1])",
+        "pages[at + 1], pages[at - 1])",
+        RUN_KEYS,
     ),
     Mutant(
         "an archive is read however much it holds",

@@ -59,8 +59,28 @@ MASKS = MaskScale(
 """Masks on a wide screen."""
 
 
+@dataclass(frozen=True)
+class StepLinks:
+    """Where a step's page leads to, if it is one of a run's.
+
+    Attributes
+    ----------
+    run
+        Address of the run's page, at this step.
+    earlier, later
+        Pages of the steps beside it; empty at either end.
+    """
+
+    run: str
+    earlier: str
+    later: str
+
+
 def explain_html(
-    view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
+    view: StepView,
+    req_id: str | None = None,
+    tokens: tuple[int, int] | None = None,
+    links: StepLinks | None = None,
 ) -> str:
     """The page.
 
@@ -70,6 +90,8 @@ def explain_html(
         The step.
     req_id, tokens
         What is shown (`vllm_npu_prep.inspect.explain.select`).
+    links
+        To the run and to the steps beside this one.
 
     Raises
     ------
@@ -87,6 +109,7 @@ def explain_html(
         script=Markup(script),
         item_colour="#{:02x}{:02x}{:02x}".format(*ITEM_COLOUR),
         view=view,
+        links=links,
         summary=summary(view),
         tables=list(_tables(view, selection)),
         token_tables=token_tables,

@@ -42,6 +42,8 @@
         end: last[0] + (last[1] - 1) * last[2] + 1,
       };
     });
+    const paged = new Set(rank.pages ? expanded(rank.pages.steps) : []);
+    rank.pageOf = (step) => (paged.has(step) ? `${rank.pages.begin}${numbers[step]}${rank.pages.end}` : null);
     rank.title = rank.rank === null ? "" : `rank ${rank.rank}`;
     rank.place = place;
   });
@@ -444,6 +446,12 @@
     const side = byId("side"), rank = ranks[view.rank], at = rank.at[view.step];
     side.textContent = "";
     element("h2", `step ${numbers[view.step]}${rank.title ? `, ${rank.title}` : ""}`, side);
+    const page = rank.pageOf(view.step);
+    if (page) {
+      const link = element("a", "all of this step (Enter)", element("p", undefined, side));
+      link.id = "page";
+      link.href = page;
+    }
     if (at < 0) {
       element("p", "This rank has no record of it.", side).className = "note";
       return;
@@ -471,6 +479,7 @@
     });
     if (present.length > MOST_LINES) element("p", `${comma(present.length - MOST_LINES)} more are left out`, side).className = "note";
     if (view.request) showRequest(view.request, side);
+    if (page) return;
     element("h2", "all of this step", side);
     element("code", `${run.command} ${rank.quoted_folder} --step ${numbers[view.step]} --html step.html`, side);
   }
@@ -577,6 +586,13 @@
     }, { passive: false });
   }
 
+  // The page of the chosen step, where there is one.
+  function open() {
+    const page = ranks[view.rank].pageOf(view.step);
+    if (page) location.assign(page);
+    return Boolean(page);
+  }
+
   function keys(event, vertical) {
     const page = Math.max(Math.round((view.high - view.low) * 0.9), 1);
     const moves = { ArrowLeft: event.shiftKey ? -10 : -1, ArrowRight: event.shiftKey ? 10 : 1,
@@ -585,12 +601,14 @@
     if (vertical && (event.key === "ArrowUp" || event.key === "ArrowDown")) vertical(event.key === "ArrowUp" ? -1 : 1);
     else if (event.key in moves) choose(view.step + moves[event.key]);
     else if (event.key in zooms && !event.ctrlKey) event.key === "0" ? show(0, total) : zoom(zooms[event.key]);
-    else return;
+    else if (event.key === "Escape" && view.request) choose(view.step, view.rank, null);
+    else if (event.key !== "Enter" || !open()) return;
     event.preventDefault();
   }
 
   for (const rank of ranks) {
     mouse(rank.canvas, (step) => choose(step, rank.place));
+    rank.canvas.addEventListener("dblclick", open);
     rank.canvas.addEventListener("keydown", (event) => keys(event, (by) => {
       const next = ranks[Math.min(Math.max(rank.place + by, 0), ranks.length - 1)];
       next.canvas.focus();

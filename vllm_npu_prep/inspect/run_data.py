@@ -29,7 +29,7 @@ def run_json(run: Run) -> dict[str, Any]:
                 "rank": rank.rank,
                 "folder": str(rank.folder),
                 "config": rank.config,
-                "steps": _runs_of(rank.index),
+                "steps": runs_of(rank.index),
                 "state": [states[text] for text in rank.states],
                 "kind": [kinds[text] for text in rank.kinds],
                 "requests": rank.requests,
@@ -50,7 +50,7 @@ def run_json(run: Run) -> dict[str, Any]:
         )
     return {
         "name": run.name,
-        "numbers": _runs_of(run.numbers),
+        "numbers": runs_of(run.numbers),
         "states": list(states),
         "kinds": list(kinds),
         "ranks": ranks,
@@ -80,7 +80,7 @@ def _distinct_texts(texts: Iterable[str]) -> dict[str, int]:
     return {text: number for number, text in enumerate(dict.fromkeys(texts))}
 
 
-def _runs_of(numbers: list[int]) -> list[list[int]]:
+def runs_of(numbers: list[int]) -> list[list[int]]:
     """Growing numbers as runs: first and count of each."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -9,13 +9,16 @@ import json
 import shlex
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from markupsafe import Markup
 
 from vllm_npu_prep.inspect.page import content_policy, template
 from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run
-from vllm_npu_prep.inspect.run_data import run_json
+from vllm_npu_prep.inspect.run_data import run_json, runs_of
+from vllm_npu_prep.inspect.run_steps import StepPages
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.wording import counted
 
@@ -43,15 +46,24 @@ RANK_COLUMNS = [
 ]
 
 
-def run_html(run: Run) -> str:
-    """The page of a run."""
+def run_html(run: Run, pages: StepPages | None = None) -> str:
+    """The page of a run.
+
+    Parameters
+    ----------
+    run
+        What it shows.
+    pages
+        Pages of its steps, to which it links.
+    """
     own, states = files(__package__), [state.name for state in AttentionState]
     script = (own / "run.js").read_text(encoding="utf-8")
     style = "".join((own / name).read_text(encoding="utf-8") for name in ("page.css", "run.css"))
     data = run_json(run)
     data |= {"state_names": states, "command": COMMAND}
-    for rank in data["ranks"]:
+    for rank, of_rank in zip(data["ranks"], run.ranks):
         rank["quoted_folder"] = shlex.quote(rank["folder"])
+        rank["pages"] = None if pages is None else _pages_json(pages, run, of_rank)
     first = run.ranks[0]
     return template("run.html").render(
         policy=content_policy(script),
@@ -59,12 +71,19 @@ def run_html(run: Run) -> str:
         script=Markup(script),
         data=Markup(json.dumps(data, separators=(",", ":"), ensure_ascii=True).translate(MARKUP)),
         name=run.name,
+        pages=pages is not None,
         facts=_facts(run),
         columns=RANK_COLUMNS,
         rows=[rank_line(rank, first, run.numbers) for rank in run.ranks],
         older=run.older,
         states=states,
     )
+
+
+def _pages_json(pages: StepPages, run: Run, rank: RankRun) -> dict[str, Any]:
+    """Steps of a rank that have a page, and what comes before and after a number in its address."""
+    begin, end = quote(f"{pages.folder.name}/step-"), quote(pages.ending(rank))
+    return {"begin": begin, "end": end, "steps": runs_of(pages.indices(run, rank))}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

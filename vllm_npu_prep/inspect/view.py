@@ -4,13 +4,16 @@ It is made from a scenario, which is prepared now, or from a record of a prepare
 wrong.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_npu_prep.inspect.expert_counts import ExpertTokens
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.expert_counts import ExpertTokens, read_expert_counts
 from vllm_npu_prep.inspect.record import StepRecord
+from vllm_npu_prep.inspect.record_file import read_record
 from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
@@ -314,3 +317,19 @@ def _graph_of(scenario: Scenario, step: PreparedStep) -> str:
     if step.total_num_scheduled_tokens > largest:
         return f"eager: more than {counted(largest, 'token')}, the largest capture size"
     return f"full graph of {counted(step.num_input_tokens, 'token')}"
+
+
+def view_of_record(file: Path) -> StepView:
+    """The step of a record, with the tokens of its experts where these were counted.
+
+    Raises
+    ------
+    PrepError
+        One line: what is wrong with the file.
+    """
+    record = read_record(file)
+    try:
+        view = StepView.of_record(record, f"step {record.number} of {file}")
+    except PrepError as error:
+        raise PrepError(f"{file}: {error}") from None
+    return replace(view, tokens_per_expert=read_expert_counts(file))

@@ -1,0 +1,103 @@
+"""Pages of a run's steps, in a folder beside the page of the run: one links to the other.
+
+The page of a run holds no step's arrays, which is why 10,000 steps open at once. Whoever asks for
+them gets a file for each step, which the browser reads when it is opened.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.page import StepLinks, explain_html
+from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX
+from vllm_npu_prep.inspect.run import MOST_PROCESSES, RankRun, Run
+from vllm_npu_prep.inspect.view import view_of_record
+
+SHARED_OUT = 64
+"""Pages from which on several processes write them."""
+
+
+@dataclass(frozen=True)
+class StepPages:
+    """Which steps of a run have a page, and where these are.
+
+    Attributes
+    ----------
+    html
+        The page of the run.
+    steps
+        First step and the one after the last; None for all.
+    """
+
+    html: Path
+    steps: tuple[int, int] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the pages of steps."""
+        return self.html.with_name(f"{self.html.stem}-steps")
+
+    def indices(self, run: Run, rank: RankRun) -> list[int]:
+        """Steps of a rank that have a page, by their places in `Run.numbers`."""
+        first, end = self.steps or (0, run.numbers[-1] + 1)
+        return [index for index in rank.index if first <= run.numbers[index] < end]
+
+    def ending(self, rank: RankRun) -> str:
+        """What follows a step's number in the name of its page."""
+        return ".html" if rank.rank is None else f"-rank{rank.rank}.html"
+
+    def name(self, rank: RankRun, number: int) -> str:
+        """File of a step's page in `folder`."""
+        return f"step-{number}{self.ending(rank)}"
+
+    def write(self, run: Run) -> int:
+        """Write them; their number.
+
+        Raises
+        ------
+        PrepError
+            If no step was chosen, a record can't be read or a page can't be written.
+        """
+        todo = list(self._todo(run))
+        if not todo:
+            first, last = run.numbers[0], run.numbers[-1]
+            raise PrepError(
+                f"--step-pages {':'.join(map(str, self.steps or ()))}: the run has no such step; "
+                f"it has steps {first} to {last}"
+            )
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise PrepError(f"{self.folder}: can't be made: {error.strerror or error}") from None
+        if len(todo) < SHARED_OUT:
+            for each in todo:
+                _write(*each)
+        else:
+            processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+            with ProcessPoolExecutor(processes) as pool:
+                list(pool.map(_write, *zip(*todo), chunksize=16))
+        return len(todo)
+
+    def _todo(self, run: Run) -> Iterator[tuple[Path, Path, StepLinks]]:
+        """Record, page and links of each."""
+        back = quote(self.html.name)
+        for place, rank in enumerate(run.ranks):
+            numbers = [run.numbers[index] for index in self.indices(run, rank)]
+            pages = ["", *(self.name(rank, number) for number in numbers), ""]
+            behind = f"&rank={place}" if len(run.ranks) > 1 else ""
+            for at, number in enumerate(numbers, 1):
+                links = StepLinks(f"../{back}#step={number}{behind}", pages[at - 1], pages[at + 1])
+                record = rank.folder / f"step-{number:06d}{RECORD_SUFFIX}"
+                yield record, self.folder / pages[at], links
+
+
+def _write(record: Path, page: Path, links: StepLinks) -> None:
+    content = explain_html(view_of_record(record), links=links)
+    try:
+        page.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise PrepError(f"{page}: can't be written: {error.strerror or error}") from None
