@@ -52,8 +52,9 @@ RETRY ?=
 MERGE ?=
 SLICE = --minutes $(MINUTES) $(if $(FRESH),--fresh) $(if $(RETRY),--retry)
 
-test-all: install lint ## every combination and the long runs, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
-	$(PY) -m tests.resume.suite $(SLICE) $(if $(SEED),--seed $(SEED))
+test-all: install lint ## every combination, the long runs and make compat for each release, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
+	@$(PY) -m tests.resume.suite $(SLICE) $(if $(SEED),--seed $(SEED)); suite=$$?; \
+	  $(PY) -m tests.compat.every $(SLICE) && exit $$suite
 
 matrix: install ## docs/reference/matrix.md: runs tests whose cells are empty or stale, in slices; MINUTES=30, MERGE=1 to run none
 	$(PY) -m tests.matrix $(if $(MERGE),--merge,$(SLICE))
@@ -95,11 +96,14 @@ soak: install ## random traffic through our scheduler and runner and upstream's,
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; RANDOM=50 draws them (SEED=); MINUTES=30, FRESH=1, RETRY=1
 	$(PY) -m tests.mutants$(if $(RANDOM),.random_mutants --count $(RANDOM) $(if $(SEED),--seed $(SEED))) $(SLICE)
 
+INSTALLED = $(shell $(PY) -c 'from importlib.metadata import version; print(version("vllm").partition("+")[0])' 2>/dev/null)
 compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
 	@[ -n "$(VLLM)" ] || { echo "compat: name a release: make compat VLLM=0.33.0" >&2; exit 2; }
-	@$(MAKE) --no-print-directory install .cache/tiny-qwen3 VLLM=
-	@PYTHON=$(PY) scripts/compat.sh $(VLLM) .cache/compat/$(VLLM)
-	@MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy .cache/compat/$(VLLM)/bin/python -m tests.compat --start .cache/tiny-qwen3 \
+	@$(MAKE) --no-print-directory install .cache/tiny-qwen3 VLLM=$(INSTALLED)
+	@mkdir -p .cache/compat && venv=$(VENV); \
+	if [ "$(VLLM)" != "$(INSTALLED)" ]; then \
+	  venv=.cache/compat/$(VLLM); PYTHON=$(PY) scripts/compat.sh $(VLLM) $$venv || exit; fi; \
+	MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy $$venv/bin/python -m tests.compat --start .cache/tiny-qwen3 \
 	  --log .cache/compat/$(VLLM).log
 
 seams: install ## write tests/compat/seams.txt, when the code uses other names of vLLM or the pin moved

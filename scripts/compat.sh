@@ -3,8 +3,9 @@
 #
 #   scripts/compat.sh VERSION DIR
 #
-# vLLM is built by scripts/install.sh, as the pinned one is. torch and torchvision are those that the
-# release names; everything else stays at the versions of constraints.txt where the release lets it.
+# vLLM is built by scripts/install.sh, as the pinned one is. A supported release gets the torch that
+# this project tests it with. For any other one, torch and torchvision are those that the release
+# names; everything else stays at the versions of constraints.txt where the release lets it.
 # PYTHON is an interpreter of an environment that `make install` made.
 set -euo pipefail
 
@@ -21,6 +22,11 @@ source_to() {
   VLLM_VERSION_OVERRIDE=$version VLLM_TARGET_DEVICE=empty "$PYTHON" -m pip download --quiet \
     --no-deps --no-build-isolation --no-binary vllm --dest "$1" "vllm==$version"
 }
+
+supported=$(sed -n 's/^SUPPORTED_VLLM = (\(.*\))$/\1/p' "$root/vllm_npu_prep/compat/releases.py" | tr -d '",')
+case " $supported " in
+  *" $version "*) exec "$root/scripts/install.sh" --venv "$venv" --vllm "$version" ;;
+esac
 
 want=$(cat "$0" "$root/scripts/install.sh" "$root/constraints.txt" "$root/setup.py" | sha256sum)
 [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ] || exit 0

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_npu_prep.compat import kernels
+from vllm_npu_prep.compat import kernels, v2
 from vllm_npu_prep.compat.states import leave_states_in_their_blocks
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
@@ -62,6 +62,8 @@ class NPUWorker(Worker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
             kernels.let_profiler_run(vllm_config.device_config.device_type)
+        if vllm_config.use_v2_model_runner:
+            v2.let_workers_run_without_triton()
         super().__init__(vllm_config, *args, **kwargs)
         self._outputs = OutputsInFlight()
 

@@ -8,11 +8,9 @@ from unittest import mock
 
 from tests.helpers.engine import engine
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.compat.releases import has_known_v2_runner
 
-RUNNERS = ("V1", "V2") if has_known_v2_runner() else ("V1",)
-"""vLLM's model runners, by which tests of an engine are parametrised. Another release's V2 is
-refused."""
+RUNNERS = ("V1", "V2")
+"""vLLM's model runners, by which tests of an engine are parametrised."""
 
 
 @contextlib.contextmanager

@@ -876,7 +876,6 @@ SEEING = {
         ("Model Runner V2 with a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
         {"enforce_eager": True},
         environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
-        patches={"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: True},
     ),
     "images that attend both ways": Case(
         ("mm-prefix",),
@@ -1050,6 +1049,12 @@ SPECULATION = {
     "a drafter's cache of another dtype": Case(
         ("drafter-kv-cache-dtype",), ("kv_cache_dtype fp8", "auto"), drafts(kv_cache_dtype="fp8")
     ),
+    "a drafter's head in eight bits": Case(
+        ("drafter-head-quantization",),
+        ("draft_lm_head_quantization fp8", "leave the key out"),
+        drafts(),
+        patches={f"{SUBJECTS}.speculation.drafters_head_quantization": lambda _: "fp8"},
+    ),
     "a drafter that the kernels can't run": Case(
         ("drafter-needs",),
         ("as a drafter (draft_model)", "kernel family atb has no logits soft cap"),
@@ -1126,8 +1131,6 @@ SEVERAL = {
 }
 
 ON_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-KNOWN = {"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: True}
-"""Whatever release is installed: what is refused of a V2 runner that is known."""
 EAGER = {"enforce_eager": True}
 WITH_MTP = (
     "Qwen2",
@@ -1139,7 +1142,7 @@ def on_v2(ids: tuple[str, ...], *parts: str, **settings: Any) -> Case:
     """An engine of vLLM's Model Runner V2 that is refused, with V1 suggested."""
     more = (*parts, "VLLM_USE_V2_MODEL_RUNNER")
     model = settings.pop("model", ("Qwen3", {}))
-    return Case(ids, more, {**EAGER, **settings}, model, environment=ON_V2, patches=KNOWN)
+    return Case(ids, more, {**EAGER, **settings}, model, environment=ON_V2)
 
 
 V2 = {
@@ -1171,13 +1174,6 @@ V2 = {
         ("v2-latent-attention",), "latent attention", model=("DeepseekV3", MLA)
     ),
     "V2 with states": on_v2(("v2-states",), "hybrid model", model=HYBRID),
-    "V2 of another release": Case(
-        ("v2-release",),
-        ("Model Runner V2 of vLLM", "0.32.0", "VLLM_USE_V2_MODEL_RUNNER"),
-        EAGER,
-        patches={"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: False},
-        environment=ON_V2,
-    ),
     "V2 with stages": on_v2(
         ("v2-ranks",), "pipeline stages", pipeline_parallel_size=2, async_scheduling=False
     ),
@@ -1196,14 +1192,12 @@ V2 = {
         ("--enable-trace-replay", "leave them out"),
         {**EAGER, "enable_trace_replay": True},
         environment=ON_V2,
-        patches=KNOWN,
     ),
     "V2 with kept kernels": Case(
         ("triton-kernels", "v2-kept-kernels"),
         ("triton_kernels keep",),
         {**EAGER, "additional_config": {"npu_prep": {"triton_kernels": "keep"}}},
         environment=ON_V2,
-        patches=KNOWN,
     ),
 }
 

@@ -6,7 +6,11 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_npu_prep.compat.releases import is_since
+
 LIST = Path(__file__).with_name("fields.txt")
+SINCE = "# since vLLM "
+"""Begins the fields that only this release and later ones have."""
 VERDICTS = ("supported", "vllm", "settled", "refused", "irrelevant")
 """What the list says of a field; its head explains them."""
 
@@ -64,13 +68,24 @@ class Verdict:
     field: str
     verdict: str
     words: str  # what shows it, ids of refusals, or why it has no effect
+    since: str = ""  # the release of vLLM that brought it, unless all have it
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the installed vLLM has the field."""
+        return not self.since or is_since(self.since)
 
 
 def verdicts() -> list[Verdict]:
     """The list, line by line."""
-    lines = [line for line in LIST.read_text().splitlines() if line and line[0] != "#"]
-    parted = [line.partition(" ") for line in lines]
-    return [Verdict(field, *_parts(rest)) for field, _, rest in parted]
+    found, since = [], ""
+    for line in LIST.read_text().splitlines():
+        if line.startswith(SINCE):
+            since = line.removeprefix(SINCE)
+        elif line and line[0] != "#":
+            field, _, rest = line.partition(" ")
+            found.append(Verdict(field, *_parts(rest), since))
+    return found
 
 
 def _parts(rest: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ def fields() -> dict[str, bool]:
 
 def missing(fields: dict[str, bool], listed: list[Verdict]) -> list[str]:
     """What a field that is not in the list asks its reader to do."""
-    known = {each.field for each in listed}
+    known = {each.field for each in listed if each.is_there}
     return [
         f"{field} is new in vLLM: read what it does, and add a line to {NAME}; refuse it in "
         "vllm_npu_prep/startup/subjects/ if steps don't respect it"
@@ -34,7 +34,7 @@ def gone(fields: dict[str, bool], listed: list[Verdict]) -> list[str]:
     return [
         f"{each.field} is gone from vLLM: delete its line in {NAME}"
         for each in listed
-        if each.field not in fields
+        if each.is_there and each.field not in fields
     ]
 
 
@@ -92,4 +92,4 @@ def test_what_shows_a_supported_field_names_it():
 def test_fields_of_users_are_not_taken_for_derived_ones(fields):
     """What a user can give has an effect, is refused, or its line says why it has none."""
     for each in verdicts():
-        assert each.words != "derived" or not fields[each.field], each
+        assert not each.is_there or each.words != "derived" or not fields[each.field], each

@@ -4,6 +4,7 @@ Differences that a subclass or a keyword argument doesn't bridge by itself are h
 other module asks for a version. ``tests/compat`` lists each changed name with what answers it.
 """
 
+import functools
 from collections.abc import Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -86,13 +87,19 @@ class SchedulerRules033(SchedulerRules):
 
 def scheduler_rules(version: str | None = None) -> SchedulerRules:
     """Rules of a release of vLLM; by default of the one that is installed."""
-    newer = _numbers(version or installed_vllm()) >= (0, 33)
+    newer = is_since("0.33.0", version or installed_vllm())
     return SchedulerRules033() if newer else SchedulerRules()
 
 
-def has_known_v2_runner(version: str | None = None) -> bool:
-    """Whether vLLM's Model Runner V2 is the one that ours was written for: kernels of it moved."""
-    return _numbers(version or installed_vllm()) < (0, 33)
+@functools.cache
+def is_since(release: str, version: str | None = None) -> bool:
+    """Whether a release of vLLM, by default the installed one, is `release` or a later one."""
+    return _numbers(version or installed_vllm()) >= _numbers(release)
+
+
+def drafters_head_quantization(speculative: Any) -> str | None:
+    """How a drafter's copy of the target's head is quantised, which vLLM 0.33.0 can do on V2."""
+    return getattr(speculative, "draft_lm_head_quantization", None)
 
 
 def ray_compiles_graphs() -> bool:

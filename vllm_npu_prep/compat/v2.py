@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from vllm_npu_prep.compat.releases import is_since
+
 RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 FOLDER = "vllm.v1.worker.gpu"
 """Of upstream's V2 runner."""
@@ -29,6 +31,37 @@ def let_it_run_without_triton() -> None:
     config.HAS_TRITON = True
     if not hasattr(triton, "next_power_of_2"):
         triton.next_power_of_2 = lambda n: 1 << max(int(n) - 1, 0).bit_length()
+
+
+def let_workers_run_without_triton() -> None:
+    """Keep vLLM 0.33.0's workers from refusing V2 where Triton is missing: they ask once more."""
+    from vllm.v1.worker import gpu_worker
+
+    if is_since("0.33.0"):
+        gpu_worker.HAS_TRITON = True  # type: ignore[attr-defined]
+
+
+def top_k_and_top_p(
+    states: Any, idx_mapping: Any, slots: Any, vocab_size: int
+) -> tuple[Any | None, Any | None]:
+    """k and p of rows of logits; None where no request limits its tokens by it.
+
+    vLLM 0.33.0 also says whether a row has a p alone, which is about its Triton kernel.
+
+    Parameters
+    ----------
+    states
+        Upstream's ``SamplingStates``.
+    idx_mapping
+        int64 ``[num_logits]``, on the device: slot of each row.
+    slots
+        int ``[num_reqs]``, on the host.
+    vocab_size
+        Of the logits.
+    """
+    size = (vocab_size,) if is_since("0.33.0") else ()
+    found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, slots, *size)
+    return found[0], found[1]
 
 
 def modules() -> list[ModuleType]:

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.gumbel import gumbel_noise
 
 
@@ -54,7 +55,9 @@ class SlotSampler(Sampler):
                 input_batch.seq_lens_cpu_upper_bound.numpy(),
                 skip_top_k_top_p=True,
             )
-        top_k, top_p = self.sampling_states.get_top_k_top_p(idx_mapping, slots)
+        top_k, top_p = v2.top_k_and_top_p(
+            self.sampling_states, idx_mapping, slots, logits.shape[-1]
+        )
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
         sampled = self._draw(processed, input_batch, row_slots, pos)

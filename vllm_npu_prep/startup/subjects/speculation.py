@@ -1,5 +1,6 @@
 """Ways to speculate, and drafters."""
 
+from vllm_npu_prep.compat.releases import drafters_head_quantization
 from vllm_npu_prep.quantization.formats import method_of
 from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, Asked, layer_types
 from vllm_npu_prep.startup.refusal import Refusal, Subject
@@ -174,6 +175,14 @@ SPECULATION = (
         "only auto is supported (the model's dtype)",
         "leave the key out",
         lambda c: {"dtype": c.speculative.kv_cache_dtype},
+    ),
+    Refusal(
+        "drafter-head-quantization",
+        lambda c: drafters_head_quantization(c.speculative) is not None,
+        "draft_lm_head_quantization {name} in --speculative-config",
+        "drafters score tokens by the target's own head",
+        "leave the key out",
+        lambda c: {"name": drafters_head_quantization(c.speculative)},
     ),
     Refusal(
         "drafter-moe-backend",

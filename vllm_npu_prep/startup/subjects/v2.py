@@ -1,6 +1,5 @@
 """What vLLM's Model Runner V2 can't do here yet, and V1 can."""
 
-from vllm_npu_prep.compat.releases import has_known_v2_runner, installed_vllm
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
@@ -51,14 +50,6 @@ V2 = (
         "Model Runner V2 with a hybrid model ({model})",
         "its steps have no states",
         BY_V1,
-    ),
-    Refusal(
-        "v2-release",
-        lambda c: not has_known_v2_runner(),
-        "Model Runner V2 of vLLM {release}",
-        "it was tried with vLLM 0.32.0",
-        "install vLLM 0.32.0, or " + BY_V1,
-        lambda c: {"release": installed_vllm()},
     ),
     Refusal(
         "v2-ranks",
