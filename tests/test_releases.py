@@ -1,21 +1,38 @@
 """What the supported releases of vLLM do differently, as the rest of the plugin gets to know it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_npu_prep.compat.releases import (
     SUPPORTED_VLLM,
+    TORCH,
     SchedulerRules033,
+    is_since,
+    note_on_torch,
     ray_compiles_graphs,
     scheduler_rules,
 )
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_each_release_has_its_own_rules():
     assert type(scheduler_rules("0.32.0")).__name__ == "SchedulerRules"
     assert isinstance(scheduler_rules("0.33.0"), SchedulerRules033)
     assert SUPPORTED_VLLM == ("0.32.0", "0.33.0")
+
+
+def test_releases_are_compared_by_their_numbers():
+    assert is_since("0.33.0", "0.33.0") and is_since("0.33.0", "0.100.1")
+    assert not is_since("0.33.0", "0.32.9")
+
+
+def test_start_up_says_with_which_torch_a_release_was_tested():
+    assert note_on_torch("0.32.0") == ""
+    assert "pins torch 2.14.0" in note_on_torch("0.33.0") and TORCH in note_on_torch("0.33.0")
+    assert f'"torch=={TORCH}"' in (ROOT / "setup.py").read_text()
 
 
 @pytest.mark.parametrize(

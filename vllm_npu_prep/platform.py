@@ -12,6 +12,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.attention.fused_calls import rules_of
+from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.config import (
     Decisions,
     decisions_of,
@@ -447,7 +448,8 @@ def _log_start_up(
             f"LoRA          {counted(lora.max_loras, 'adapter')} in a step, "
             f"rank {lora.max_lora_rank}, {lora.max_cpu_loras} in memory"
         )
-    lines += [f"note          {line}" for line in (decisions.note, *notes) if line]
+    said = (note_on_torch(), decisions.note, *notes)
+    lines += [f"note          {line}" for line in said if line]
     lines += [f"off           {line}" for line in switched_off]
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
 

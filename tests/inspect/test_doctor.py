@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers import hosts
+from vllm_npu_prep.compat.releases import TORCH
 from vllm_npu_prep.inspect.doctor import LONGEST_TEXT, examine
 from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 from vllm_npu_prep.inspect.doctor.host import Host, Ran, run_command
@@ -65,6 +66,14 @@ def test_each_host_fails_where_it_is_broken_and_nowhere_else(name, failures, war
     named = {status: {f.name for f in findings if f.status is status} for status in Status}
     assert named[Status.FAILURE] == failures
     assert named[Status.WARNING] == warnings
+
+
+def test_a_release_that_pins_another_torch_is_shown_with_the_one_it_was_tested_with(tmp_path):
+    host = hosts.bare(tmp_path)
+    finding = by_name(replace(host, versions=host.versions | {"vllm": "0.33.0+empty"}))["vllm"]
+    assert finding.status is Status.OK
+    assert finding.found.startswith("0.33.0+empty; vLLM 0.33.0 pins torch 2.14.0")
+    assert finding.found.endswith(f"tested here with torch {TORCH} alone")
 
 
 @pytest.mark.parametrize("name", hosts.HOSTS)

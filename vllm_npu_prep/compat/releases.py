@@ -14,12 +14,25 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
-"""Oldest first."""
+"""Oldest first. The first is pinned."""
+TORCH = "2.13.0"
+"""With which all of them were tested; setup.py pins it."""
+OTHER_TORCH = {"0.33.0": "2.14.0"}
+"""What a supported release pins itself, where that is another."""
 
 
 def installed_vllm() -> str:
     """Release of the installed vLLM, without the kind of its build."""
     return metadata.version("vllm").partition("+")[0]
+
+
+def note_on_torch(version: str | None = None) -> str:
+    """With which torch a release was tested, if it pins another; by default the installed one."""
+    version = version or installed_vllm()
+    pinned = OTHER_TORCH.get(version)
+    if pinned is None:
+        return ""
+    return f"vLLM {version} pins torch {pinned}, and was tested here with torch {TORCH} alone"
 
 
 class SchedulerRules:

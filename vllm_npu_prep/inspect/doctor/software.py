@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host, Ran, gib, set_env_of
@@ -51,7 +52,8 @@ class Software:
         if version is None:
             return failure(name, "not installed", f"run scripts/install.sh, or pip install {pin}")
         if not wanted or _release(version) in map(_release, wanted):
-            return ok(name, version)
+            note = note_on_torch(_release(version)) if name == "vllm" else ""
+            return ok(name, f"{version}; {note}" if note else version)
         how = "built with VLLM_TARGET_DEVICE=empty, as scripts/install.sh does"
         return failure(
             name,
