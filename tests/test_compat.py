@@ -85,6 +85,12 @@ def test_what_another_release_has_otherwise_is_listed_and_keeps_its_answers(tmp_
     changed = others.compared(source, snapshot)
     changed.write(path)
     assert {each.answer for each in changed.differences if each.kind != "gone"} == {""}
+    only_there = others.Difference("new", "vllm.kernels.reduce", ": (x)")
+    others.Release(changed.looked_up, [*changed.differences, only_there]).write(path)
+    others.compared(source, snapshot).write(path)  # which can't find what nobody asks for
+    kept = others.Release.read(path)
+    assert only_there in kept.differences
+    assert others.snapshot_with(snapshot, kept)[Seam("vllm.kernels", "reduce")] == ": (x)"
     assert others.compared(source, {names["gather"]: ""}).looked_up != changed.looked_up
 
 

@@ -38,7 +38,8 @@ class Difference:
     Attributes
     ----------
     kind
-        ``gone``, ``changed`` or ``rewritten``.
+        ``gone``, ``changed`` or ``rewritten``; ``new`` for a name that the plugin uses and only
+        that release has, which somebody writes into the list.
     name
         A seam, or module and function with a colon between.
     now
@@ -80,6 +81,10 @@ class Release:
         if path.exists():
             known = Release.read(path).differences
             answers = {(each.kind, each.name, each.now): each.answer for each in known}
+            listed = {each.name for each in self.differences}
+            self.differences += [
+                each for each in known if each.kind == "new" and each.name not in listed
+            ]
         self.differences = [
             replace(each, answer=answers.get((each.kind, each.name, each.now), ""))
             for each in self.differences
@@ -138,8 +143,8 @@ def snapshot_with(snapshot: Mapping[Seam, str], release: Release) -> dict[Seam, 
     for each in release.differences:
         if ":" not in each.name:
             owner, _, name = each.name.rpartition(".")
-            del there[Seam(owner, name)]
-            if each.kind == "changed":
+            there.pop(Seam(owner, name), None)
+            if each.kind in ("changed", "new"):
                 there[Seam(owner, name)] = each.now
     return there
 

@@ -6,9 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.compat.releases import is_since
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 FOLDER = "vllm.v1.worker.gpu"
@@ -37,12 +40,13 @@ def let_workers_run_without_triton() -> None:
     """Keep vLLM 0.33.0's workers from refusing V2 where Triton is missing: they ask once more."""
     from vllm.v1.worker import gpu_worker
 
+    asked: Any = gpu_worker  # 0.32.0 has no such name
     if is_since("0.33.0"):
-        gpu_worker.HAS_TRITON = True  # type: ignore[attr-defined]
+        asked.HAS_TRITON = True
 
 
 def top_k_and_top_p(
-    states: Any, idx_mapping: Any, slots: Any, vocab_size: int
+    states: "SamplingStates", idx_mapping: Any, slots: Any, vocab_size: int
 ) -> tuple[Any | None, Any | None]:
     """k and p of rows of logits; None where no request limits its tokens by it.
 
@@ -59,7 +63,7 @@ def top_k_and_top_p(
     vocab_size
         Of the logits.
     """
-    size = (vocab_size,) if is_since("0.33.0") else ()
+    size: tuple[int, ...] = (vocab_size,) if is_since("0.33.0") else ()
     found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, slots, *size)
     return found[0], found[1]
 

@@ -81,9 +81,8 @@ class StepOutput(AsyncModelRunnerOutput):
         del self._sampled_token_ids, self._logprobs_tensors, self._prompt_logprobs
         return self._output
 
-    def get_kv_connector_output(self) -> Any:
-        """What a connector did in the step, which vLLM 0.33.0 keeps of steps that fail."""
-        return self._output.kv_connector_output
+    def get_kv_connector_output(self) -> None:
+        """What vLLM 0.33.0 keeps of a step that fails: nothing, as V2 has no connectors here."""
 
 
 class DraftsOfStep:
