@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.conftest import SEED
-from tests.helpers.drafters import disturb_model
+from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.grammars import (
     GRAMMAR,
     KINDS,
@@ -69,16 +69,20 @@ def expected(model) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafts(model, tmp_path_factory):
-    """Settings of a drafter that knows no grammar."""
+    """Settings of a drafter that knows no grammar, by runner."""
     drafter = disturb_model(tmp_path_factory.mktemp("drafter"), model, share=0.05)
-    return {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3}
+    head = make_eagle_head(tmp_path_factory.mktemp("head"), model)
+    return {
+        "V1": {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3},
+        "V2": {"method": "eagle", "model": str(head), "num_speculative_tokens": 3},
+    }
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("runner", "speculates"),
-    [("V1", False), ("V1", True), ("V2", False)],
-    ids=["plain", "drafts", "v2"],
+    [("V1", False), ("V1", True), ("V2", False), ("V2", True)],
+    ids=["plain", "drafts", "v2", "v2-drafts"],
 )
 def test_forced_and_plain_requests_share_batches(
     model, expected, drafts, asynchronous, runner, speculates
@@ -92,7 +96,7 @@ def test_forced_and_plain_requests_share_batches(
         max_num_batched_tokens=48,
         block_size=16,
         async_scheduling=asynchronous,
-        speculative_config=drafts if speculates else None,
+        speculative_config=drafts[runner] if speculates else None,
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
     ) as llm:
         states, tokenizer = count_states(llm), llm.get_tokenizer()

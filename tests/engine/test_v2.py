@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import logits_of
 from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.watch import count_preemptions, count_verified
 
 pytestmark = pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
@@ -38,7 +40,11 @@ def answers(llm, prompts, **params):
     """All that requests get: tokens, and log-probabilities with their ranks, of samples and then of
     prompts."""
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(inputs, greedy(40, **params), use_tqdm=False)
+    params, words = dict(params), params.get("bad_words_of")
+    params.pop("bad_words_of", None)
+    sampling = greedy(40, **params)
+    sampling._bad_words_token_ids = words
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
     return [
         (
             list(each.outputs[0].token_ids),
@@ -80,6 +86,34 @@ def test_v2_gives_v1s_answers_while_requests_are_preempted(model, prompts, async
     for name, expected in v1.items():
         assert_same(v2[name], expected, name)
     assert len({str(v1[name]) for name in PARAMS}) == len(PARAMS)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_drafts_change_nothing_that_a_request_gets(tmp_path, prompts, async_scheduling):
+    """Log-probabilities, penalties, allowed and forbidden words: V1's without drafts, while drafts
+    are accepted and rejected and requests are preempted. vLLM takes no bias beside drafts."""
+    model = make_model(tmp_path / "model", spread=0.1, embedding_scale=20)
+    head = make_eagle_head(tmp_path / "head", model)
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    verified = {}
+    with engine_of("V1", model) as llm:
+        plain = generate(llm, prompts, greedy(40))
+        words = {"bad_words_of": [answer[3:5] for answer in plain] + [plain[0][9:10]]}
+        params = PARAMS | {"words": words}
+        del params["bias"]
+        expected = {name: answers(llm, prompts, **each) for name, each in params.items()}
+    blocks = {"kv_cache_memory_bytes": FEW_BLOCKS["kv_cache_memory_bytes"] * 3 // 2}  # the head's
+    settings = CHECKED | blocks | {"async_scheduling": async_scheduling}
+    with engine_of("V2", model, speculative_config=drafts, **settings) as llm:
+        preempted = count_preemptions(llm)
+        for name, each in params.items():
+            verified[name] = count_verified(llm)
+            assert_same(answers(llm, prompts, **each), expected[name], name)
+    assert preempted["preempted"] > 0
+    for name, counts in verified.items():
+        assert counts["rejected"] > 0, name
+        assert name == "allowed" or counts["accepted"] + counts["partly"] > 0, name
+    assert len({str(each) for each in expected.values()}) == len(params)
 
 
 def test_v2_gives_v1s_tokens_with_a_window_and_cached_prefixes(tmp_path, prompts):
