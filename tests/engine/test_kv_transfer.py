@@ -12,7 +12,8 @@ from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
-from tests.helpers.watch import count_preemptions, count_states
+from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.watch import count_preemptions, count_states, on_prepared
 from vllm_npu_prep.attention.kv_transfer import read_slots, write_slots
 from vllm_npu_prep.errors import PrepError
 
@@ -43,15 +44,8 @@ def connected(folder, **settings) -> dict:
 
 def count_tokens(llm) -> Counter:
     """Count scheduled tokens of all later steps."""
-    runner, count = runner_of(llm), Counter()
-    prepare_inputs = runner._prepare_inputs
-
-    def counted(output, num_scheduled_tokens):
-        result = prepare_inputs(output, num_scheduled_tokens)
-        count["scheduled"] += int(num_scheduled_tokens.sum())
-        return result
-
-    runner._prepare_inputs = counted
+    count = Counter()
+    on_prepared(llm, lambda step: count.update(scheduled=step.total_num_scheduled_tokens))
     return count
 
 
@@ -60,11 +54,14 @@ def whole_blocks(length: int) -> int:
     return (length - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, monkeypatch):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_an_engine_loads_what_another_one_stored(
+    model, tmp_path, seed, caplog, monkeypatch, runner
+):
     """Tokens are those of transformers before and after; changed files change them."""
     prompts = prompts_of(seed, LENGTHS)
     expected = reference(model, prompts, 40)
-    with engine(model, **connected(tmp_path), async_scheduling=False) as llm:
+    with engine_of(runner, model, **connected(tmp_path), async_scheduling=False) as llm:
         computed = count_tokens(llm)
         assert generate(llm, prompts, greedy(40)) == expected
     assert computed["scheduled"] == sum(LENGTHS) + 39 * len(LENGTHS)
@@ -75,7 +72,8 @@ def test_an_engine_loads_what_another_one_stored(model, tmp_path, seed, caplog, 
     sizes = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8]}
     with (
         caplog.at_level(logging.INFO, logger="vllm"),
-        engine(
+        engine_of(
+            runner,
             model,
             **connected(tmp_path, num_gpu_blocks_override=40),
             async_scheduling=True,

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
 from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
 from tests.helpers.cache import CacheWatch
-from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.latent import (
     GLM_FLASH,
@@ -20,7 +20,8 @@ from tests.helpers.latent import (
     as_kimi_k2,
 )
 from tests.helpers.prompts import prompts_of
-from tests.helpers.watch import count_preemptions, count_states
+from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.watch import count_preemptions, count_states, on_prepared
 from vllm_npu_prep.cli import main
 
 V2 = {**LATENT, **GROUPED_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"}
@@ -33,22 +34,22 @@ def deepseek_keeps_its_name():
     DeepseekV3Config.model_type = "deepseek_v3"
 
 
-def count_halves(runner: Any) -> Counter[str]:
-    """Counts from now on how steps were split; contexts are read in chunks of four blocks."""
+def count_halves(llm: Any) -> Counter[str]:
+    """Counts from now on how steps are split; contexts are read in chunks of four blocks."""
     runs: Counter[str] = Counter()
-    forward = runner._model_forward
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        latent = runner.in_flight.step.latent
+    def count(step: Any) -> None:
+        latent = step.latent
         if latent is not None:
             runs["prefills"] += latent.num_prefills > 0
             runs["decodes"] += latent.num_decodes > 0
             runs["both"] += latent.num_prefills > 0 and latent.num_decodes > 0
             runs["chunks"] += latent.num_chunks > 0
             runs["several chunks"] += latent.num_chunks > 1
-        return forward(*args, **kwargs)
+            short = step.query_lens <= step.layout.latent.decode_threshold
+            runs["short prefills"] += int(short.sum()) > latent.num_decodes
 
-    runner._model_forward = counted
+    on_prepared(llm, count)
     return runs
 
 
@@ -63,27 +64,29 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(MLACommonMetadataBuilder, name, staticmethod(workspace))
 
 
-def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     """Queries through a low rank; experts by sigmoid, bias and groups; dense masks, async.
 
     Chunks of prompts, then the same prompts from the prefix cache.
     """
     folder = make_model(tmp_path, "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
-    with engine(
+    with engine_of(
+        runner,
         folder,
         block_size=16,
         max_num_batched_tokens=48,
         max_num_seqs=7,
         enable_prefix_caching=True,
-        additional_config={"npu_prep": {"mask": "dense"}},
+        additional_config={"npu_prep": {"mask": "dense", "check": "full"}},
         **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
     ) as llm:
-        runner = runner_of(llm)
-        states, watch, runs = count_states(llm), CacheWatch(runner), count_halves(runner)
+        served = runner_of(llm)
+        states, watch, runs = count_states(llm), CacheWatch(served), count_halves(llm)
         got = [generate(llm, prompts, greedy(16)) for _ in range(2)]
-        shapes = {tuple(plane.shape[1:]) for plane in runner.kv_caches}
-        planes, counts = len(runner.kv_caches), runner.padding.counts.by_kind
+        shapes = {tuple(plane.shape[1:]) for plane in served.kv_caches}
+        planes, counts = len(served.kv_caches), served.padding.counts.by_kind
     expected = reference(folder, prompts, 16)
     assert got == [expected] * 2
     check_varied(expected)
@@ -95,6 +98,7 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed):
     assert (planes, shapes) == (4, {(16, 1, 24), (16, 1, 8)}), "latent rows and rotated keys"
     assert runs["prefills"] and runs["decodes"] and runs["both"], dict(runs)
     assert runs["chunks"], "contexts of prompts' later chunks are read"
+    assert runner == "V1" or not runs["short prefills"], "on V2 all short ones are decodes"
 
 
 @pytest.mark.parametrize("name", ["Kimi K2", "GLM-4.7-Flash"])
@@ -105,13 +109,14 @@ def test_models_of_the_same_layers(tmp_path, seed, name):
     sizes = {**LATENT, "q_lora_rank": 20, **({} if is_kimi else {"v_head_dim": 24})}
     folder = make_model(tmp_path / "model", family, **{**sizes, **config})
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
-    with engine(
+    with engine_of(
+        "V1",
         as_kimi_k2(folder) if is_kimi else folder,
         block_size=16,
         max_num_batched_tokens=48,
         **graphs("FULL_AND_PIECEWISE", 1, 4, 8),
     ) as llm:
-        runs = count_halves(runner_of(llm))
+        runs = count_halves(llm)
         got = generate(llm, prompts, greedy(16))
     expected = reference(folder, prompts, 16)
     assert got == expected
@@ -119,8 +124,9 @@ def test_models_of_the_same_layers(tmp_path, seed, name):
     assert runs["both"] and runs["chunks"], dict(runs)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("mask", ["dense", "compressed"])
-def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, mask):
+def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, mask, runner):
     """Experts by softmax and groups, not renormalised; chunked prefill off, synchronous.
 
     Mixed steps never run in full graphs, which have decodes alone.
@@ -129,7 +135,8 @@ def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, ma
     folder = make_model(tmp_path, "DeepseekV2", **V2, **experts)
     (shared,), tails = prompts_of(seed, [48]), prompts_of(seed + 1, [5, 9, 12])
     prompts = [shared + tail for tail in tails]
-    with engine(
+    with engine_of(
+        runner,
         folder,
         block_size=16,
         enable_chunked_prefill=False,
@@ -165,7 +172,8 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
         tmp_path / "model", "DeepseekV2", spread=0.15, first_k_dense_replace=2, **V2
     )
     prompts = prompts_of(seed, [30, 28, 25, 31, 22, 29])
-    with engine(
+    with engine_of(
+        "V1",
         folder,
         block_size=4,
         num_gpu_blocks_override=40,
@@ -181,7 +189,7 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
         states, count, runs = (
             count_states(llm),
             count_preemptions(llm),
-            count_halves(runner_of(llm)),
+            count_halves(llm),
         )
         got = generate(llm, prompts, greedy(40))
     print(dict(states), dict(count))

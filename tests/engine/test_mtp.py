@@ -92,7 +92,7 @@ CASES = [
     ("Qwen3_5Moe", False, "PIECEWISE", STATES),
 ]
 CASES = [(*case, "V1") for case in CASES] + [
-    (*case, "V2") for case in CASES[:5] + CASES[6:8] if RUNNERS[1:]
+    (*case, "V2") for case in CASES[:5] + CASES[6:11] if RUNNERS[1:]
 ]
 
 

@@ -20,6 +20,7 @@ from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.windows import THREE_GROUPS
 from vllm_npu_prep.attention.kernels.latent import LatentShape
 from vllm_npu_prep.attention.offloading import PlaneOffloadingWorker, planes_by_block
@@ -74,8 +75,9 @@ def computed_again(llm, prompts, others, expected) -> int:
     return computed["scheduled"] - before
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed):
+def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed, runner):
     """Tokens are those of transformers; only what the host lacks is computed again."""
     family, config, settings = CASES[name]
     model = make_model(tmp_path / "model", family, **config)
@@ -83,7 +85,7 @@ def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed)
     expected = reference(model, prompts, 6)
     check_varied(expected)
     chunk = BLOCK_SIZE * (2 if "kv_transfer_config" in settings else 1)
-    with engine(model, **offloading(**settings)) as llm:
+    with engine_of(runner, model, **offloading(**settings)) as llm:
         again = computed_again(llm, prompts, others, expected)
         # All at once: loads and stores beside other requests' steps, and blocks that change hands
         assert generate(llm, prompts + others, greedy(6))[: len(prompts)] == expected

@@ -4,9 +4,10 @@ import pytest
 
 from tests.engine.test_kv_transfer import count_tokens
 from tests.helpers import own_connector
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import RUNNERS, engine_of
 
 BLOCK_SIZE, LENGTHS = 4, [90, 33, 3, 71]
 
@@ -17,7 +18,8 @@ def nothing_was_called():
     own_connector.SENT.clear()
 
 
-def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed, runner):
     """Prompts in chunks are sent, then pulled beside other requests; tokens are transformers'."""
     model, prompts = make_model(tmp_path / "model"), prompts_of(seed, LENGTHS)
     expected = reference(model, prompts, 8)
@@ -31,7 +33,7 @@ def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed):
             "kv_role": "kv_both",
         },
     }
-    with engine(model, **settings) as llm:
+    with engine_of(runner, model, **settings) as llm:
         layers = runner_of(llm).compilation_config.static_forward_context
         planes = {name: layer.kv_cache.data_ptr() for name, layer in layers.items()}
         assert generate(llm, prompts, greedy(8)) == expected

@@ -6,9 +6,10 @@ import pytest
 import torch
 from vllm import PoolingParams
 
-from tests.helpers.engine import engine, make_model, runner_of, save_tokenizer
+from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_states
 
 LENGTHS = [3, 1, 150, 40, 90, 17, 2, 64, 65, 33]
@@ -45,15 +46,18 @@ def bert(folder):
     return folder("Bert", "Model", num_key_value_heads=4)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
     "settings",
     [{"async_scheduling": False}, {"async_scheduling": True, **PIECES}],
     ids=["sync, eager", "async, pieces"],
 )
-def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings):
+def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings, runner):
     prompts = prompts_of(seed, LENGTHS)
     later = [prompt + prompt[:5] for prompt in prompts[2:6]]  # most of them are cached by then
-    with engine(qwen3, **POOLING, max_num_batched_tokens=48, block_size=16, **settings) as llm:
+    with engine_of(
+        runner, qwen3, **POOLING, max_num_batched_tokens=48, block_size=16, **settings
+    ) as llm:
         states = count_states(llm)
         got = pooled(llm, prompts, "embed")
         steps = states.total()
@@ -67,22 +71,24 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings):
         assert counts["piecewise graphs"] > 0
 
 
-def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed, runner):
     prompts = prompts_of(seed, LENGTHS)
     config = {"pooler_config": {"task": "token_embed"}, "max_num_batched_tokens": 48}
-    with engine(qwen3, **POOLING, **config, **PIECES) as llm:
+    with engine_of(runner, qwen3, **POOLING, **config, **PIECES) as llm:
         got = pooled(llm, prompts, "token_embed")
     check_close(got, [normalized(rows) for rows in hidden_states(qwen3, prompts)])
 
 
-def test_classes_of_whole_prompts(folder, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_classes_of_whole_prompts(folder, seed, runner):
     from transformers import AutoModelForSequenceClassification
 
     model = folder("Qwen2", "ForSequenceClassification", num_labels=3)
     prompts = prompts_of(seed, LENGTHS)
     prompts += [prompts[2][:140], prompts[4][:80] + prompts[3]]
     settings = {"enable_chunked_prefill": False, "enable_prefix_caching": True, "block_size": 16}
-    with engine(model, **WHOLE_PROMPTS, **settings) as llm:
+    with engine_of(runner, model, **WHOLE_PROMPTS, **settings) as llm:
         states = count_states(llm)
         got = pooled(llm, prompts[:10], "classify") + pooled(llm, prompts[10:], "classify")
     hf = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
@@ -92,7 +98,8 @@ def test_classes_of_whole_prompts(folder, seed):
     assert set(states) == {"PrefillNoCache", "PrefillCacheHit"}
 
 
-def test_rewards_of_the_steps_of_a_prompt(folder, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
     """A process reward model: two numbers for each token that ends a step."""
     from safetensors.torch import load_file, save_file
 
@@ -110,7 +117,7 @@ def test_rewards_of_the_steps_of_a_prompt(folder, seed):
         "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
         "pooler_config": {"step_tag_id": 7},
     }
-    with engine(model, **WHOLE_PROMPTS, **config) as llm:
+    with engine_of(runner, model, **WHOLE_PROMPTS, **config) as llm:
         got = pooled(llm, prompts, "token_classify")
     expected = []
     for prompt, rows in zip(prompts, hidden_states(model, prompts)):
@@ -120,22 +127,24 @@ def test_rewards_of_the_steps_of_a_prompt(folder, seed):
     check_close(got, expected)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("settings", [{}, PIECES], ids=["eager", "pieces"])
-def test_embeddings_of_an_encoder(bert, seed, settings):
+def test_embeddings_of_an_encoder(bert, seed, settings, runner):
     prompts = prompts_of(seed, LENGTHS)
-    with engine(bert, **WHOLE_PROMPTS, **settings) as llm:
+    with engine_of(runner, bert, **WHOLE_PROMPTS, **settings) as llm:
         states = count_states(llm)
         got = pooled(llm, prompts, "embed")
-        runner = runner_of(llm)
-        counts = Counter(runner.padding.counts.by_kind)
+        served = runner_of(llm)
+        counts = Counter(served.padding.counts.by_kind)
     check_close(got, [normalized(rows[0]) for rows in hidden_states(bert, prompts)])
     assert set(states) == {"PrefillNoCache"}
-    assert runner.preparer.tables.num_groups == 0
-    assert not runner.kv_caches
+    assert served.preparer.tables.num_groups == 0
+    assert not served.kv_caches
     assert (counts["piecewise graphs"] > 0) == bool(settings)
 
 
-def test_scores_of_a_cross_encoder_with_token_types(folder, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_scores_of_a_cross_encoder_with_token_types(folder, seed, runner):
     from transformers import AutoModelForSequenceClassification
 
     model = folder("Bert", "ForSequenceClassification", num_labels=1, num_key_value_heads=4)
@@ -144,7 +153,7 @@ def test_scores_of_a_cross_encoder_with_token_types(folder, seed):
     def text(tokens):
         return " ".join(f"t{token}" for token in tokens)
 
-    with engine(model, **WHOLE_PROMPTS) as llm:
+    with engine_of(runner, model, **WHOLE_PROMPTS) as llm:
         outputs = llm.score(
             [text(tokens) for tokens in queries],
             [text(tokens) for tokens in documents],
@@ -166,7 +175,8 @@ def test_scores_of_a_cross_encoder_with_token_types(folder, seed):
     check_close(got, [expected[0], untyped])
 
 
-def test_windows_of_an_encoder_reach_both_ways(folder, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_windows_of_an_encoder_reach_both_ways(folder, seed, runner):
     model = folder(
         "ModernBert",
         "Model",
@@ -177,18 +187,19 @@ def test_windows_of_an_encoder_reach_both_ways(folder, seed):
         spread=0.5,
     )
     prompts = prompts_of(seed, LENGTHS)
-    with engine(model, **WHOLE_PROMPTS) as llm:
+    with engine_of(runner, model, **WHOLE_PROMPTS) as llm:
         got = pooled(llm, prompts, "embed")
         windows = [builder.sliding_window for _, builder, _ in runner_of(llm).preparer.builders]
     check_close(got, [normalized(rows[0]) for rows in hidden_states(model, prompts)])
     assert windows == [None, 9]
 
 
-def test_a_decoder_that_attends_both_ways(folder, seed):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_decoder_that_attends_both_ways(folder, seed, runner):
     model = folder("Qwen2")
     prompts = prompts_of(seed, LENGTHS)
     config = {"hf_overrides": {"is_causal": False}, "pooler_config": {"seq_pooling_type": "MEAN"}}
-    with engine(model, **WHOLE_PROMPTS, **config) as llm:
+    with engine_of(runner, model, **WHOLE_PROMPTS, **config) as llm:
         got = pooled(llm, prompts, "embed")
     states = hidden_states(model, prompts, both_ways=True)
     check_close(got, [normalized(rows.mean(0)) for rows in states])

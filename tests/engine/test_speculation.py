@@ -256,23 +256,6 @@ def test_a_drafter_beside_windows_has_groups_of_its_own(
         ]
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_head_without_an_lm_head_uses_the_embeddings_of_a_tied_model(tmp_path, seed, runner):
-    """Gemma 2 has no ``lm_head`` in vLLM; its heads' layers are beside windows."""
-    settings = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
-    target = make_model(tmp_path / "gemma2", "Gemma2", **settings)
-    head = make_eagle_head(tmp_path / "head", target)
-    prompts = prompts_of(seed, [5, 40, 30])
-    drafts = drafted_by({"eagle": head}, "eagle")
-    with engine_of(runner, target, max_num_batched_tokens=32, **drafts) as llm:
-        drafter, model = drafter_of(llm), runner_of(llm).get_model()
-        assert drafter.model.lm_head is model.model.embed_tokens
-        verified = count_verified(llm)
-        got = generate(llm, prompts, greedy(24))
-    assert got == reference(target, prompts, 24)
-    assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
-
-
 WINDOWS = {"sliding_window": 13, "layer_types": ["sliding_attention", "full_attention"]}
 """Two KV-cache groups."""
 
@@ -287,15 +270,31 @@ def make_windowed_llama(folder: Path, **config: Any) -> Path:
     return folder
 
 
+GEMMA = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
-    ("method", "asynchronous", "mode"),
-    [("eagle3", True, "FULL_AND_PIECEWISE"), ("eagle3", False, None), ("eagle", True, None)],
-    ids=["eagle3-async-graphs", "eagle3-sync-eager", "eagle-async-eager"],
+    ("family", "method", "asynchronous", "mode"),
+    [
+        ("Llama", "eagle3", True, "FULL_AND_PIECEWISE"),
+        ("Llama", "eagle3", False, None),
+        ("Llama", "eagle", True, None),
+        ("Gemma2", "eagle", True, None),
+    ],
+    ids=["eagle3-async-graphs", "eagle3-sync-eager", "eagle-async-eager", "Gemma2-async-eager"],
 )
-def test_heads_of_a_tied_model_beside_windows(tmp_path, seed, method, asynchronous, mode, runner):
-    """Heads without an ``lm_head``, in one of several KV-cache groups; blocks freed in another."""
-    target = make_windowed_llama(tmp_path / "target", tie_word_embeddings=True)
+def test_heads_of_a_tied_model_beside_windows(
+    tmp_path, seed, family, method, asynchronous, mode, runner
+):
+    """Heads without an ``lm_head``, in one of several KV-cache groups; blocks freed in another.
+
+    Gemma 2 has no ``lm_head`` in vLLM: its heads share its embeddings.
+    """
+    if family == "Llama":
+        target = make_windowed_llama(tmp_path / "target", tie_word_embeddings=True)
+    else:
+        target = make_model(tmp_path / "target", family, **GEMMA)
     head = make_eagle_head(tmp_path / "head", target, method, has_lm_head=False)
     prompts = prompts_of(seed, [5, 40, 30, 61, 12])
     prompts.append(prompts[1][:32] + prompts[0])
@@ -315,7 +314,8 @@ def test_heads_of_a_tied_model_beside_windows(tmp_path, seed, method, asynchrono
     ) as llm:
         runner = runner_of(llm)
         assert len(runner.kv_cache_config.kv_cache_groups) == 3
-        assert drafter_of(llm).model.lm_head is runner.get_model().lm_head
+        shared = "lm_head" if family == "Llama" else "model.embed_tokens"
+        assert drafter_of(llm).model.lm_head is runner.get_model().get_submodule(shared)
         verified, preempted = count_verified(llm), count_preemptions(llm)
         got = [generate(llm, prompts, greedy(24)) for _ in range(2)]
         kinds = set(runner.padding.counts.by_kind)

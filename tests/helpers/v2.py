@@ -28,7 +28,7 @@ def asked_for(runner: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine_of(runner: str, model: Path, **settings: Any) -> Iterator[Any]:
+def engine_of(runner: str, model: Path, /, **settings: Any) -> Iterator[Any]:
     """An engine whose runner is "V1" or "V2"; see `tests.helpers.engine.engine`."""
     with asked_for(runner), engine(model, **settings) as llm:
         yield llm

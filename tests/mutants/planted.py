@@ -461,8 +461,8 @@ MUTANTS = [
     Mutant(
         "drafters get no common metadata",
         "runner/model_runner.py",
-        "        return metadata, common",
-        "        return metadata, None",
+        "return preparer.for_layers(in_flight.metadata), common",
+        "return preparer.for_layers(in_flight.metadata), None",
         ENGINE,
     ),
     Mutant(
@@ -2663,6 +2663,34 @@ MUTANTS = [
         "v2/order.py",
         "                placed[place] = req_id",
         "                others.append(req_id)",
+        V2,
+    ),
+    Mutant(
+        "V2: prefills of latent attention keep places among decodes",
+        "v2/order.py",
+        "if place < len(names) and (place < num_decodes) == (index < num_decodes):",
+        "if place < len(names):",
+        V2,
+    ),
+    Mutant(
+        "V2: connectors never hear that a step has ended",
+        "v2/runner.py",
+        "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)",
+        "output.kv_connector_output = None",
+        ("tests/engine/test_own_connector.py",),
+    ),
+    Mutant(
+        "V2: rows of prompts that are not complete are handed out",
+        "v2/output.py",
+        "if row is not None and is_finished else None",
+        "if row is not None else None",
+        V2,
+    ),
+    Mutant(
+        "V2: EAGLE-3 heads read the states of default layers",
+        "v2/speculator.py",
+        "        setattr(of_head, key, named[key])",
+        "        pass",
         V2,
     ),
     Mutant(

@@ -61,6 +61,9 @@ MODELS = {
     "DeepSeek V3": Model(
         "DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, "async/FULL_AND_PIECEWISE"
     ),
+    "DeepSeek V3 on V2": Model(
+        "DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, "async-v2/FULL_AND_PIECEWISE"
+    ),
     "GLM-4.7-Flash": Model(
         "Glm4MoeLite",
         # As for V2 Lite: with the usual spread, bfloat16 parts from float32 more often

@@ -1168,11 +1168,7 @@ V2 = {
         **drafts("mtp", disable_padded_drafter_batch=True),
     ),
     "V2 with ngram": on_v2(("v2-speculative-method",), "speculative method ngram", **NGRAM),
-    "V2 that pools": on_v2(("v2-pooling",), "pooling model", **POOLING),
     "V2 with embeddings": on_v2(("v2-prompt-embeds",), "embeds", enable_prompt_embeds=True),
-    "V2 with latent attention": on_v2(
-        ("v2-latent-attention",), "latent attention", model=("DeepseekV3", MLA)
-    ),
     "V2 with states": on_v2(("v2-states",), "hybrid model", model=HYBRID),
     "V2 with stages": on_v2(
         ("v2-ranks",), "pipeline stages", pipeline_parallel_size=2, async_scheduling=False
@@ -1183,7 +1179,6 @@ V2 = {
         model=ONE_KV_HEAD,
         **SHARED,
     ),
-    "V2 with a KV connector": on_v2(("v2-connector",), "KV connector", **connector()),
     "V2 with budgets for thinking": on_v2(
         ("v2-reasoning-budget",), "--reasoning-config", reasoning_config={}
     ),

@@ -86,17 +86,27 @@ def test_random_traffic_finds_every_sample(seed):
         drawn.step(slots, prompts, {slot for slot in prompts if rng.random() < 0.3})
 
 
+def placed(order: BatchOrder, **scheduled: int) -> str:
+    """Names of a step's requests in the order of the batch."""
+    return "".join(order.of_step(scheduled))
+
+
 def test_requests_that_stay_keep_their_places():
     order = BatchOrder()
-    slot_of = {name: 10 - place for place, name in enumerate("abcdefg")}
-    assert order.of_step("abcd", slot_of)[0] == list("abcd")
-    assert order.of_step("acd", slot_of)[0] == ["a", "d", "c"]  # the last fills the hole
-    names, slots = order.of_step("acdef", slot_of)
-    assert names == ["a", "d", "c", "e", "f"]
-    assert slots.tolist() == [slot_of[name] for name in names]
-    assert order.of_step("fedca", slot_of)[0] == ["a", "d", "c", "e", "f"]
-    slot_of["c"] = 1  # it was preempted and came back
-    assert order.of_step("fedca", slot_of)[1].tolist() == [10, 7, 1, 6, 5]
+    assert placed(order, a=9, b=1, c=1, d=1) == "abcd"
+    assert placed(order, a=1, c=1, d=1) == "adc", "the last fills the hole"
+    assert placed(order, a=1, c=1, d=7, e=1, f=1) == "adcef"
+    assert placed(order, f=1, e=1, d=1, c=1, a=1) == "adcef"
+
+
+def test_decodes_come_first_and_keep_their_places():
+    order = BatchOrder(decode_threshold=2)
+    assert placed(order, a=7, b=1, c=3, d=2) == "bdac"
+    assert placed(order, a=7, b=1, c=3, d=1) == "bdac"
+    assert placed(order, a=1, b=1, c=3, d=2) == "bdac", "who is a decode now stays in its place"
+    assert placed(order, e=9, a=1, b=1, c=1) == "bcae", "only one of them has to move"
+    assert placed(order, f=9, e=9, c=1, b=1, a=1) == "bcaef"
+    assert placed(order, c=1, e=1, f=1) == "ecf"
 
 
 def block_tables() -> SlotBlockTables:
@@ -141,7 +151,8 @@ def test_counts_of_requests_by_slot():
     states.add_request("b", 2, [5, 6, 9, 9], 2, 4)  # resumed, with a prefix in the cache
     slot = states.req_id_to_index["a"]
     assert states.token_ids[slot, :8].tolist() == [5, 6, 7] + [UNKNOWN_TOKEN] * 5
-    slots = np.array([states.req_id_to_index[name] for name in "ab"])
+    slots = states.slots_of(["a", "b"])
+    assert slots.tolist() == [states.req_id_to_index[name] for name in "ab"]
     states.advance(slots, [2, 6])
     assert states.num_tokens[slots].tolist() == [3, 7]
     assert states.num_computed_prefill_tokens[slots].tolist() == [2, 4]

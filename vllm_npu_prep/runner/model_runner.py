@@ -146,7 +146,6 @@ class NPUModelRunner(GPUModelRunner):
         if self.model_config.is_hybrid:  # upstream copies counts that nothing reads in every step
             counts: Any = self.num_accepted_tokens
             counts.copy_to_gpu = lambda n=None: counts.gpu
-        self._uses_mla = self.model_config.use_mla  # cached: the property takes 30 us
         self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
         self.buffers = UpstreamBuffers(
             self.__dict__,
@@ -441,20 +440,13 @@ class NPUModelRunner(GPUModelRunner):
         in_flight, preparer = self.in_flight, self.preparer
         if in_flight is None:
             return super()._build_attention_metadata(*args, **kwargs)
-        metadata: dict[str, Any] = in_flight.metadata
         common = None
         if self.speculative_config is not None:
             step, staged, group = in_flight.step, in_flight.staged, self._drafting_group
             block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
             slots = staged.device.slot_mappings[group]
             common = common_metadata(step, staged, block_tables[group], slots)
-        if self._uses_mla:
-            metadata = {
-                name: builder.for_layers(metadata[layer_names[0]])
-                for _, builder, layer_names in preparer.builders
-                for name in layer_names
-            }
-        return metadata, common
+        return preparer.for_layers(in_flight.metadata), common
 
     def _preprocess(
         self,

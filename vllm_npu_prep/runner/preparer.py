@@ -1,7 +1,7 @@
 """Prepares steps with objects that are kept: tables, layouts, staging ring, metadata builders."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.local_attention import LocalBlockTables
 from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.attention.mla import AscendMLAMetadataBuilder
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step
@@ -88,6 +89,7 @@ class Preparer:
         self.staging = StagingRing(
             device, nbytes, block_tables=block_tables.block_table_flat, pin_memory=pin_memory
         )
+        self._wraps = any(isinstance(each, AscendMLAMetadataBuilder) for _, each, _ in builders)
         self._local_tables: LocalBlockTables | None = None
         if local is not None:
             # Each virtual request has at least one token, in padding too
@@ -123,6 +125,23 @@ class Preparer:
             metadata = builder.build_step(step, group, staged, block_table, masks)
             by_layer |= dict.fromkeys(layer_names, metadata)
         return by_layer
+
+    def for_layers(self, metadata: dict[str, AscendMetadata]) -> dict[str, Any]:
+        """A step's metadata in the form in which layers read it, which is another for MLA.
+
+        Parameters
+        ----------
+        metadata
+            By layer, as `build_metadata` returns it.
+        """
+        if not self._wraps:
+            return metadata
+        return {
+            name: builder.for_layers(metadata[name])
+            for _, builder, names in self.builders
+            for name in names
+            if name in metadata  # not in a dummy run without attention
+        }
 
     def prepare_padding_only(
         self, padding: Padding

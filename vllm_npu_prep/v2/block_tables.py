@@ -8,6 +8,7 @@ import torch
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables
+from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.v2.states import SlotStates
 
@@ -133,6 +134,7 @@ def tables_of(
     *,
     chunked_prefill: bool,
     local: LocalGroups | None,
+    latent: LatentSplit | None = None,
 ) -> BatchTables:
     """The tables that the fused pass reads: views, which follow every change.
 
@@ -144,6 +146,8 @@ def tables_of(
         Whether the scheduler splits prompts.
     local
         Groups with attention chunks, if there are any.
+    latent
+        How steps are split for latent attention.
     """
     return BatchTables(
         num_computed_tokens=states.num_computed_tokens_np,
@@ -158,4 +162,5 @@ def tables_of(
         num_device_blocks=blocks.num_device_blocks,
         chunked_prefill=chunked_prefill,
         local=local,
+        latent=latent,
     )

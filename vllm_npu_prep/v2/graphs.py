@@ -151,6 +151,7 @@ def run_model(
     model: Any,
     vllm_config: VllmConfig,
     in_flight: StepInFlight,
+    metadata: dict[str, Any],
     slot_mappings: dict[str, torch.Tensor],
     mode: CUDAGraphMode,
     descriptor: BatchDescriptor,
@@ -165,14 +166,14 @@ def run_model(
         The engine's config.
     in_flight
         The step.
-    slot_mappings
-        Slots by layer.
+    metadata, slot_mappings
+        By layer; without metadata, attention is left out.
     mode, descriptor
         The kind of graph and its name, which wrappers read: capture, replay, or neither.
     """
     arrays = in_flight.staged.device
     with set_forward_context(
-        in_flight.metadata or None,  # without any, attention is left out
+        metadata or None,
         vllm_config,
         num_tokens=in_flight.step.num_input_tokens,
         cudagraph_runtime_mode=mode,

@@ -1,11 +1,17 @@
 """The model's state in upstream's V2 runner: gives layers the metadata that was prepared."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.encoder_only import EncoderOnlyModelState
+from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.attention.backend import AscendAttentionBackend
+from vllm_npu_prep.attention.kv_cache import encoder_only_groups
 
 
 class PreparedModelState(DefaultModelState):
@@ -15,12 +21,50 @@ class PreparedModelState(DefaultModelState):
     ----------
     metadata
         Of the step in flight, by layer; None in dummy runs, which run no attention.
+    encoder_attn_groups
+        Attention groups without a cache.
     """
 
-    metadata: dict[str, AscendMetadata] | None = None
+    metadata: dict[str, Any] | None = None
+    encoder_attn_groups: Sequence[AttentionGroup] = ()
 
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch, *args: Any, **kwargs: Any
     ) -> dict[str, Any] | None:
         """The metadata by layer; it is not built again."""
         return self.metadata
+
+
+class PreparedEncoderState(PreparedModelState, EncoderOnlyModelState):
+    """Of a model whose layers attend both ways, without a cache; keeps types of tokens, too.
+
+    Upstream makes one group of layers with the same heads; here it is one for each window, as on
+    V1.
+
+    Parameters
+    ----------
+    vllm_config, model, encoder_cache, device
+        As upstream's.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, model: torch.nn.Module, encoder_cache: Any, device: Any
+    ) -> None:
+        DefaultModelState.__init__(self, vllm_config, model, encoder_cache, device)
+        self.token_type_ids: dict[str, torch.Tensor] = {}
+        self.encoder_attn_groups = [
+            AttentionGroup(AscendAttentionBackend, each.layer_names, each.kv_cache_spec, index)
+            for index, each in enumerate(encoder_only_groups(vllm_config, self.dtype))
+        ]
+        for group in self.encoder_attn_groups:
+            group.create_metadata_builders(vllm_config, device)
+
+
+def make_model_state(
+    vllm_config: VllmConfig, model: torch.nn.Module, encoder_cache: Any, device: torch.device
+) -> PreparedModelState:
+    """The state of the engine's model, by upstream's arguments."""
+    kind = PreparedModelState
+    if encoder_only_groups(vllm_config, vllm_config.model_config.dtype):
+        kind = PreparedEncoderState
+    return kind(vllm_config, model, encoder_cache, device)

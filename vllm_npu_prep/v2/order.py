@@ -1,6 +1,6 @@
 """The order of a batch: requests stay in their places, so that their rows on the device do, too."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,44 +14,45 @@ class BatchOrder:
 
     The device's block tables are in the order of the batch, and a request in another place has its
     whole row sent again. So requests that stay keep their places, new ones fill the places of
-    those that left, and what is still empty is filled from the end.
+    those that left, and what is still empty is filled from the end. Of latent attention, decodes
+    have the first places, and requests keep theirs within each part.
+
+    Parameters
+    ----------
+    decode_threshold
+        Most tokens of a decode where decodes come first (`prep.latent.LatentSplit`); 0: any order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decode_threshold: int = 0) -> None:
+        self._decode_threshold = decode_threshold
         self._scheduled: list[str] = []  # in the scheduler's order
+        self._num_decodes = 0  # that come first
         self._req_ids: list[str] = []  # in the batch's
 
-    def of_step(
-        self, scheduled: Iterable[str], slot_of: Mapping[str, int]
-    ) -> tuple[list[str], np.ndarray]:
-        """The requests of a step in the order of the batch, and their slots.
+    def of_step(self, scheduled: Mapping[str, int]) -> list[str]:
+        """The requests of a step in the order of the batch; the list is not changed later.
 
         Parameters
         ----------
         scheduled
-            Requests of the step, in any order.
-        slot_of
-            Slot of each request. A name may come back with another slot.
-
-        Returns
-        -------
-        req_ids, slots
-            List, and int64 ``[num_reqs]``; not changed later.
+            Tokens of each request of the step, which are in any order.
         """
-        names = list(scheduled)
-        if names != self._scheduled:
-            self._scheduled = names
-            self._req_ids = self._placed(names)
-        slots = np.fromiter(map(slot_of.__getitem__, self._req_ids), np.intp, len(names))
-        return self._req_ids, slots
+        names, num_decodes = list(scheduled), 0
+        if self._decode_threshold:
+            names.sort(key=lambda req_id: scheduled[req_id] > self._decode_threshold)
+            num_decodes = sum(each <= self._decode_threshold for each in scheduled.values())
+        if (names, num_decodes) != (self._scheduled, self._num_decodes):
+            self._scheduled, self._num_decodes = names, num_decodes
+            self._req_ids = self._placed(names, num_decodes)
+        return self._req_ids
 
-    def _placed(self, names: list[str]) -> list[str]:
+    def _placed(self, names: list[str], num_decodes: int) -> list[str]:
         places = {req_id: place for place, req_id in enumerate(self._req_ids)}
         placed: list[str | None] = [None] * len(names)
-        others = []
-        for req_id in names:
+        others = []  # in the order of the parts
+        for index, req_id in enumerate(names):
             place = places.get(req_id, len(names))
-            if place < len(names):
+            if place < len(names) and (place < num_decodes) == (index < num_decodes):
                 placed[place] = req_id
             else:
                 others.append(req_id)
@@ -64,7 +65,8 @@ def batch_of_step(
 ) -> BatchReqState:
     """Numbers of a step's requests, in the order of its batch."""
     num_scheduled = scheduler_output.num_scheduled_tokens
-    req_ids, slots = order.of_step(num_scheduled, states.req_id_to_index)
+    req_ids = order.of_step(num_scheduled)
+    slots = states.slots_of(req_ids)  # a name may come back with another slot
     counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
     prefill = states.prefill_len.np[slots]
     computed = states.num_computed_prefill_tokens[slots]

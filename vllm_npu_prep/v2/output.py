@@ -9,6 +9,7 @@ from vllm.v1.outputs import (
     DraftTokenIds,
     LogprobsTensors,
     ModelRunnerOutput,
+    PoolerOutput,
 )
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
@@ -83,6 +84,51 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def get_kv_connector_output(self) -> None:
         """What vLLM 0.33.0 keeps of a step that fails: nothing, as V2 has no connectors here."""
+
+
+class PooledOutput(AsyncModelRunnerOutput):
+    """What a step pooled, copied on a stream of its own where requests are complete.
+
+    Parameters
+    ----------
+    output
+        What the scheduler gets; rows of requests are filled in by `get_output`.
+    pooled
+        Of each request: a tensor ``[num_reqs, size]``, or a list with None where nothing is pooled.
+    finished
+        Of each request: whether its prompt is complete.
+    copy_stream
+        On which to copy.
+    """
+
+    def __init__(
+        self,
+        output: ModelRunnerOutput,
+        pooled: PoolerOutput,
+        finished: list[bool],
+        copy_stream: Any,
+    ) -> None:
+        self._output = output
+        self._raw_pooler_output = pooled  # kept until its copies are complete, as of samples
+        self.async_copy_ready_event = torch.Event()
+        main_stream = torch.cuda.current_stream()
+        with torch.cuda.stream(copy_stream):
+            copy_stream.wait_stream(main_stream)
+            if isinstance(pooled, torch.Tensor) and all(finished):
+                self._rows: Any = pooled.to("cpu", non_blocking=True)  # together
+            else:
+                self._rows = [
+                    row.to("cpu", non_blocking=True) if row is not None and is_finished else None
+                    for row, is_finished in zip(pooled, finished, strict=True)
+                ]
+            self.async_copy_ready_event.record()
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the copies, and fill in what they brought."""
+        self.async_copy_ready_event.synchronize()
+        self._output.pooler_output = list(self._rows)
+        del self._raw_pooler_output
+        return self._output
 
 
 class DraftsOfStep:

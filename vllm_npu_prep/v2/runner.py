@@ -28,6 +28,7 @@ from vllm_npu_prep.attention.kv_cache import (
     split_by_window,
     zero_blocks,
 )
+from vllm_npu_prep.attention.latent import describe, find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
@@ -56,11 +57,11 @@ from vllm_npu_prep.v2.block_tables import SlotBlockTables, tables_of
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 from vllm_npu_prep.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_prompts
-from vllm_npu_prep.v2.model_state import PreparedModelState
+from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
 from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
-from vllm_npu_prep.v2.output import DraftsOfStep, StepOutput
+from vllm_npu_prep.v2.output import DraftsOfStep, PooledOutput, StepOutput
 from vllm_npu_prep.v2.sampler import SlotSampler
-from vllm_npu_prep.v2.speculator import SlotSpeculator, make_speculator
+from vllm_npu_prep.v2.speculator import SlotSpeculator, make_speculator, name_aux_layers
 from vllm_npu_prep.v2.states import SlotStates
 from vllm_npu_prep.v2.step_inputs import StepInputs
 from vllm_npu_prep.v2.verification import SlotRejectionSampler, count_accepted
@@ -104,6 +105,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     cudagraph_manager: GraphManager  # as `graphs` and `preparer`, from `initialize_kv_cache` on
     graphs: Graphs
     preparer: Preparer
+    order: BatchOrder
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
@@ -115,7 +117,6 @@ class NPUModelRunnerV2(GPUModelRunner):
             num_drafts and vllm_config.scheduler_config.async_scheduling
         )
         self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
-        self.order = BatchOrder()
         self.input_batch = WatchedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
@@ -144,7 +145,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             UvaBackedTensor=slot_values,
             StagedWriteTensor=SlotRows,
             LoraState=SlotAdapters,
-            init_model_state=PreparedModelState,
+            init_model_state=make_model_state,
             init_speculator=make_speculator,
             RejectionSampler=SlotRejectionSampler,
             DraftTokensHandler=DraftsOfStep,
@@ -168,8 +169,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         """Enter counts and blocks of the requests that stay, together."""
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
-            slot_of = self.req_states.req_id_to_index
-            slots = np.fromiter(map(slot_of.__getitem__, cached.req_ids), np.intp)
+            slots = self.req_states.slots_of(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
@@ -245,7 +245,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         preparer.staging.send(step, samples.token_ids)
         metadata = preparer.build_metadata(step, staged)
         self.in_flight = in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
-        self.model_state.metadata = metadata
+        self.model_state.metadata = preparer.for_layers(metadata)
         self.cudagraph_manager.decided = decision.dispatched[2]
         self.input_batch.now = now, samples
         if samples.num_drafts:
@@ -371,6 +371,7 @@ class NPUModelRunnerV2(GPUModelRunner):
                 self.num_valid_tokens,
                 hidden_states,
                 state.aux_hidden_states,
+                self.model_state.metadata,
                 self.preparer.slot_mappings(staged)[1],
             )
             self.draft_tokens_handler.keep(
@@ -382,7 +383,29 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.req_states.samples.keep(accepted.next_token_ids, *kept, drafts)
         else:
             self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
+        output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)
         return returned
+
+    @torch.inference_mode()
+    def pool(self) -> Any:
+        """Pool the step's hidden states, and start what is complete on its way to the host."""
+        state = self.execute_model_state
+        if state is None:  # `execute_model` has failed
+            return None
+        self.execute_model_state = None
+        assert self.pooling_runner is not None
+        batch, hidden_states = state.input_batch, state.hidden_states
+        try:
+            with self.prep_device.host_streams():
+                pooled = self.pooling_runner.pool(hidden_states, batch, self.req_states)
+                output = ModelRunnerOutput(
+                    req_ids=batch.req_ids,
+                    req_id_to_index={name: index for index, name in enumerate(batch.req_ids)},
+                    kv_connector_output=self.kv_connector.post_forward(state.finished_req_ids),
+                )
+                return PooledOutput(output, *pooled, self.output_copy_stream)
+        finally:
+            self._end_step()
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, batch: InputBatch) -> dict[str, Any]:
         """Log-probabilities of prompts, for requests that want some, each by its own adapter."""
@@ -428,8 +451,9 @@ class NPUModelRunnerV2(GPUModelRunner):
     ) -> Any:
         """Run the model over a prepared step: eagerly, or capture or replay its graph."""
         _, slots = self.preparer.slot_mappings(in_flight.staged)
+        metadata = self.preparer.for_layers(in_flight.metadata)
         model: Any = self.model if self._full_graphs is None else self._full_graphs
-        return run_model(model, self.vllm_config, in_flight, slots, mode, descriptor)
+        return run_model(model, self.vllm_config, in_flight, metadata, slots, mode, descriptor)
 
     def _replay(self, descriptor: BatchDescriptor) -> torch.Tensor:
         """Replay the full graph of the step in flight."""
@@ -520,6 +544,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As upstream's, with our sampler, states and layers."""
+        name_aux_layers(self.speculative_config)
         with self.prep_device.host_streams(), self._stand_ins(self.device):
             super().load_model(*args, **kwargs)
         replace_modules(self.get_model(), self.vllm_config)
@@ -541,15 +566,19 @@ class NPUModelRunnerV2(GPUModelRunner):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         layers = self.compilation_config.static_forward_context
         self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
+        self.attn_groups += [[group] for group in self.model_state.encoder_attn_groups]
         self.kv_caches = single_planes(self._caches.values(), self._caches, layers)
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
+        latent = find_latent_split(builders)
         tables = tables_of(
             states,
             blocks,
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
             local=find_local_groups(self.attn_groups),
+            latent=latent,
         )
+        self.order = BatchOrder(0 if latent is None else latent.decode_threshold)
         self.preparer = Preparer(
             self.prep_device,
             tables,
@@ -561,12 +590,14 @@ class NPUModelRunnerV2(GPUModelRunner):
             pin_memory=is_pin_memory_available(),
             has_slots=True,
         )
+        if latent is not None and not kwargs.get("is_profiling"):
+            logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
         if isinstance(self.speculator, SlotSpeculator):
             self.speculator.follow(builders, blocks)
         self.padding.cache_limits, self.graphs.most_rows = cache_limits(
             self.vllm_config,
             kv_cache_config.num_blocks,
-            int(tables.block_sizes.min()),
+            min(tables.block_sizes.tolist(), default=self.cache_config.block_size),
             is_profiling=bool(kwargs.get("is_profiling")),
         )
         self.recorder = make_recorder(
@@ -594,7 +625,8 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
-        step = warm_up(local=self.preparer.tables.local)
+        tables = self.preparer.tables
+        step = warm_up(local=tables.local, latent=tables.latent)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

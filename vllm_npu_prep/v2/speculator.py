@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
@@ -98,6 +98,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
         num_valid_tokens: ReadBack,
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor] | None,
+        metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Draft tokens for each request of a step.
@@ -112,8 +113,8 @@ class SlotSpeculator(TargetDependentARSpeculator):
             The counts of accepted tokens, on their way to the host.
         hidden_states, aux_hidden_states
             Of the target, ``[num_input_tokens, hidden_size]`` each.
-        slot_mappings
-            Slots by layer.
+        metadata, slot_mappings
+            Of the step, by layer.
 
         Returns
         -------
@@ -126,9 +127,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
         last = accepted.last_token_indices.long()
         input_ids = shifted(arrays.input_ids[:num_tokens], last, accepted.next_token_ids)
         positions = arrays.positions[:num_tokens]
-        output, following = self._pass(
-            input_ids, positions, hidden_states, in_flight.metadata, slot_mappings
-        )
+        output, following = self._pass(input_ids, positions, hidden_states, metadata, slot_mappings)
         drafts = [self._tokens(output[last])]
         if self.num_speculative_steps == 1:
             return drafts[0][:, None]
@@ -281,6 +280,27 @@ def make_speculator(vllm_config: VllmConfig, device: torch.device, *_: Any) -> S
     assert config is not None
     kind = SlotMTPSpeculator if config.method == "mtp" else SlotEagleSpeculator
     return kind(vllm_config, device)
+
+
+def name_aux_layers(config: SpeculativeConfig | None) -> None:
+    """Put an EAGLE-3 head's layers of the target where upstream's V2 runner looks for them.
+
+    Heads name them in ``eagle_config``, as V1's runner reads it. V2's looks for another key there,
+    and would give the head states of the default layers: drafts of which few are accepted, or a
+    head that fails because their number is another.
+
+    Parameters
+    ----------
+    config
+        Of the engine's speculation; None without any.
+    """
+    if config is None or config.method != "eagle3":
+        return
+    of_head: Any = config.draft_model_config.hf_config
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = getattr(of_head, "eagle_config", None) or {}
+    if key in named and not getattr(of_head, key, None):
+        setattr(of_head, key, named[key])
 
 
 def shifted(

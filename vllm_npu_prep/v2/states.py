@@ -88,6 +88,10 @@ class SlotStates:
         """Requests that have a slot."""
         return len(self.req_id_to_index)
 
+    def slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Slots of requests, int64 ``[len(req_ids)]``."""
+        return np.fromiter(map(self.req_id_to_index.__getitem__, req_ids), np.intp, len(req_ids))
+
     def add_request(
         self,
         req_id: str,

@@ -17,13 +17,6 @@ def _has_other_ranks(asked: Asked) -> bool:
 
 V2 = (
     Refusal(
-        "v2-pooling",
-        lambda c: c.pools,
-        "Model Runner V2 with a pooling model",
-        "its steps sample tokens",
-        BY_V1,
-    ),
-    Refusal(
         "v2-multimodal",
         lambda c: c.model.supports_multimodal_inputs or c.model.uses_mrope,
         "Model Runner V2 with a multimodal model ({model})",
@@ -38,13 +31,6 @@ V2 = (
         BY_V1,
     ),
     Refusal(
-        "v2-latent-attention",
-        lambda c: c.model.use_mla,
-        "Model Runner V2 with latent attention ({model})",
-        "its batches don't begin with their decodes",
-        BY_V1,
-    ),
-    Refusal(
         "v2-states",
         lambda c: c.model.is_hybrid,
         "Model Runner V2 with a hybrid model ({model})",
@@ -56,13 +42,6 @@ V2 = (
         _has_other_ranks,
         "Model Runner V2 with pipeline stages or data parallelism",
         "its steps agree over ranks of tensor parallelism only",
-        BY_V1,
-    ),
-    Refusal(
-        "v2-connector",
-        lambda c: c.transfer is not None,
-        "Model Runner V2 with a KV connector",
-        "connectors were tested on V1",
         BY_V1,
     ),
     Refusal(

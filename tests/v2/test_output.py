@@ -1,0 +1,50 @@
+"""What steps of the V2 runner return, and where its EAGLE-3 heads look for the target's states."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_npu_prep.compat.torch_names import no_op_cuda_streams
+from vllm_npu_prep.v2.output import PooledOutput
+from vllm_npu_prep.v2.speculator import name_aux_layers
+
+
+def pooled(rows, finished):
+    """What the scheduler gets of these rows."""
+    output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    with no_op_cuda_streams():
+        return PooledOutput(output, rows, finished, torch.cuda.current_stream()).get_output()
+
+
+@pytest.mark.parametrize("form", ["tensor", "list"])
+def test_only_complete_prompts_get_what_was_pooled(form):
+    rows = torch.arange(6.0).view(3, 2)
+    given = rows if form == "tensor" else [rows[0], rows[1], None]
+    found = pooled(given, [True, False, form == "tensor"]).pooler_output
+    assert [each is None for each in found] == [False, True, form == "list"]
+    assert torch.equal(found[0], rows[0])
+    assert [each.tolist() for each in pooled(rows, [True] * 3).pooler_output] == rows.tolist()
+
+
+NAMED = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("method", "of_head", "expected"),
+    [
+        ("eagle3", {"eagle_config": NAMED}, [0, 1]),
+        ("eagle3", {"eagle_config": NAMED, "eagle_aux_hidden_state_layer_ids": [2]}, [2]),
+        ("eagle3", {"eagle_config": {}}, None),
+        ("eagle3", {}, None),
+        ("eagle", {"eagle_config": NAMED}, None),
+    ],
+)
+def test_layers_that_an_eagle3_head_names(method, of_head, expected):
+    """As V1's runner reads them."""
+    hf_config = SimpleNamespace(**of_head)
+    draft = SimpleNamespace(hf_config=hf_config)
+    name_aux_layers(SimpleNamespace(method=method, draft_model_config=draft))
+    assert getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None) == expected
+    name_aux_layers(None)
