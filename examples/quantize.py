@@ -7,8 +7,9 @@ the format of `--quantization ascend`; both choose scales by what a model comput
     python examples/quantize.py --out .cache/tiny-qwen3-w8a8
     python examples/quantize.py --model MODEL --out FOLDER --format modelslim
 
-What is quantised: the projections of attention and MLPs, those of experts among them. Embeddings,
-norms, routers, the head and the first projection of MTP layers keep their dtype. `--static`
+What is quantised: the projections of attention, linear attention and MLPs, those of experts among
+them. Embeddings, norms, routers, gates, the head and the first projection of MTP layers keep their
+dtype. `--static`
 (ModelSlim only) gives inputs one scale for all tokens, taken from a short run over token ids drawn
 at random: good enough to try the format. MTP layers don't run in it, and stay dynamic.
 """
@@ -26,9 +27,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 DEFAULT_MODEL = Path(".cache/tiny-qwen3")
-PROJECTION = re.compile(r"\.(?!eh_proj|input_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
+PROJECTION = re.compile(
+    r"\.(?!eh_proj|input_proj)(\w+_proj|kv_a_proj_with_mqa|in_proj_(qkvz?|z)|w[123])\.weight$"
+)
 """Weights that are quantised: two-dimensional ones of these modules, but not the projections with
-which layers that draft begin."""
+which layers that draft begin. Of linear attention, rates and decays stay float: a head has two."""
+
+FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+"""Three-dimensional weights of all experts of a layer, as Qwen3.5's files have them."""
 
 DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30
@@ -48,7 +54,19 @@ def tensors_of(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
-                yield name, file.get_tensor(name)
+                yield from parts_of(name, file.get_tensor(name))
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor by its name; weights of fused experts one by one, each with scales of its own."""
+    if tensor.dim() != 3 or not FUSED_EXPERTS.search(name):
+        yield name, tensor
+        return
+    layer, _, last = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    for expert, weights in enumerate(tensor):
+        for part, weight in zip(parts, weights.chunk(len(parts))):
+            yield f"{layer}.{expert}.{part}.weight", weight
 
 
 def is_quantized(name: str, tensor: torch.Tensor, keep: list[str]) -> bool:

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from tests.conftest import SEED
+from tests.engine.test_multimodal import MAX_TOKENS as OF_IMAGES
+from tests.engine.test_multimodal import SETTINGS as READS_IMAGES
+from tests.engine.test_multimodal import requests_of
 from tests.engine.test_record import check, records_in
 from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT
+from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
 from tests.helpers.prompts import prompts_of
+from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
 from tests.helpers.watch import count_preemptions, count_states
 from vllm_npu_prep.cli import main
 
@@ -113,3 +117,40 @@ def test_tokens_equal_transformers(made, tmp_path, capsys, family, asynchronous,
     number = next(r.number for r in records if r.prepared["has_initial_state_padded"].any())
     assert main(["explain", str(tmp_path), "--step", str(number)]) == 0
     assert "states of group" in capsys.readouterr().out
+
+
+SEES = {
+    # family, its config, whether it gets images, other settings
+    "Qwen3_5-images": ("Qwen3_5", {}, True, graphs("FULL_AND_PIECEWISE", 4, 16, 32)),
+    "Qwen3_5-text": ("Qwen3_5", {}, False, {"language_model_only": True}),
+    "Qwen3_5Moe-text": (
+        "Qwen3_5Moe",
+        EXPERTS,
+        False,
+        {"limit_mm_per_prompt": {"image": 0, "video": 0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEES)
+def test_published_checkpoints_name_a_model_that_sees(tmp_path, seed, name):
+    """With images and videos, cut across chunks and cached; or as a language model only."""
+    family, config, sees, settings = SEES[name]
+    folder = make_model_that_sees(tmp_path / "model", family, **config)
+    requests = requests_of(seed)
+    if not sees:
+        texts = ("A slot", "Of a slot mapping. " * 6, "Which blocks does a state take here? " * 2)
+        requests = [Request(f"{text} and a state, number {i}") for i, text in enumerate(2 * texts)]
+    answers = Reference(folder).answers(requests, OF_IMAGES)
+    checked = {"additional_config": {"npu_prep": {"check": "full"}}, "enable_prefix_caching": True}
+    with engine(folder, **{**READS_IMAGES, **checked, **settings}) as llm:
+        watched, runner = watch(llm), runner_of(llm)
+        first = serve(llm, requests, greedy(OF_IMAGES))
+        watched.check_positions(first, answers)
+        again = serve(llm, requests, greedy(OF_IMAGES))
+        counts, states = runner.inputs.counts, runner.preparer.tables.states
+    assert tokens_of(first) == tokens_of(again) == [answer.tokens for answer in answers]
+    assert len({tuple(answer.tokens) for answer in answers}) > len(answers) // 2
+    assert max(output.num_cached_tokens for output in again) > 0
+    assert len(states.groups) == 3
+    assert (watched.cut_items > 1) == sees == (counts.encoded > 0)

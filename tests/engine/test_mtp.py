@@ -30,6 +30,7 @@ from tests.helpers.engine import (
     save_tokenizer,
 )
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.hybrids import with_a_tower
 from tests.helpers.lora import make_adapter, merge
 from tests.helpers.mtp import FAMILIES, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
@@ -177,6 +178,25 @@ def test_drafts_stop_at_the_end_of_the_context(made, family, asynchronous, runne
     check_accepted(drafter, records, [a + b for a, b in zip(prompts, expected)])
     assert max(len(step.token_ids) + len(step.drafts) for step in records) == 63
     assert {len(step.drafts) for step in records} == {1, 2, 3}, "fewer near the end"
+
+
+def test_a_published_checkpoint_drafts(tmp_path, seed):
+    """Whose language model is inside of one that sees, and whose positions are M-RoPE's."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    folder, drafter = make_mtp_model(tmp_path / "text", "Qwen3_5", rope_parameters=rope)
+    prompts = prompts_of(seed, [3, 1, 70, 17])
+    tokens = reference(folder, prompts, MAX_TOKENS + NUM_DRAFTS)
+    check_varied(tokens)
+    sees = with_a_tower(folder, tmp_path / "sees")
+    settings = {**STATES, "language_model_only": True, "additional_config": CHECKED}
+    with engine(sees, max_model_len=128, max_num_batched_tokens=48, **settings, **drafts()) as llm:
+        assert runner_of(llm).uses_mrope
+        records = record_verified(llm)
+        got = generate(llm, prompts, greedy(MAX_TOKENS))
+    assert got == [row[:MAX_TOKENS] for row in tokens]
+    check_accepted(drafter, records, [a + b for a, b in zip(prompts, tokens)])
+    assert max(step.num_accepted for step in records) > 1
 
 
 def test_of_several_layers_the_first_one_drafts(tmp_path, seed, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, greedy_tokens
+from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.mtp import check_accepted, make_mtp_model, record_verified
@@ -20,6 +21,7 @@ from tests.helpers.quantized import (
     make_static,
     rounded_drafter,
     rounded_model,
+    tensors_in,
 )
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.watch import count_verified
@@ -122,6 +124,31 @@ def test_latent_attention_with_rounded_weights_and_inputs(tmp_path, seed, name):
     """
     model = make_model(tmp_path / "float", "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
     QUANTIZE(model, tmp_path / "int8", *LATENT_FORMATS[name])
+    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
+    settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48)
+    with engine(tmp_path / "int8", max_num_batched_tokens=48, block_size=16, **settings) as llm:
+        got = generate(llm, prompts, greedy(12))
+    expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 12)
+    assert got == expected
+    check_varied(expected)
+
+
+LINEAR = {  # family, its config, format, static, modules that stay float
+    "Qwen3-Next": ("Qwen3Next", QWEN3_NEXT, "compressed-tensors", False, ()),
+    "Qwen3.5": ("Qwen3_5", GATED_DELTA, "modelslim", True, (r"layers\.1\.linear_attn",)),
+    "Qwen3.5 MoE": ("Qwen3_5Moe", {**GATED_DELTA, **EXPERTS}, "modelslim", False, ()),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_with_rounded_weights_and_inputs(tmp_path, seed, name):
+    """Beside attention, also int8, and experts; what makes rates and decays stays float."""
+    family, config, form, static, keep = LINEAR[name]
+    model = make_model(tmp_path / "float", family, **config)
+    QUANTIZE(model, tmp_path / "int8", form, static, keep)
+    int8 = {name.split(".")[-2] for name in tensors_in(tmp_path / "int8") if "scale" in name}
+    assert int8 >= {"out_proj", "o_proj", "q_proj"} and not int8 & {"in_proj_ba", "in_proj_a"}
+    assert int8 & {"in_proj_qkvz", "in_proj_qkv"}
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48)
     with engine(tmp_path / "int8", max_num_batched_tokens=48, block_size=16, **settings) as llm:

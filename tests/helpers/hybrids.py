@@ -1,6 +1,12 @@
 """Configs of small models with gated delta nets beside attention."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import tiny_vision_model
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -25,3 +31,71 @@ QWEN3_NEXT: dict[str, Any] = {**GATED_DELTA, **EXPERTS}
 
 ON_NPUS: dict[str, Any] = {**GATED_DELTA, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """The NPU's operators take heads of 128."""
+
+
+def make_model_that_sees(folder: Path, family: str = "Qwen3_5", **config: Any) -> Path:
+    """Save a tiny Qwen3.5 with its tower and processors, as published checkpoints are.
+
+    Parameters
+    ----------
+    folder
+        Of the model.
+    family
+        ``Qwen3_5`` or ``Qwen3_5Moe``.
+    config
+        Of its language model, beside `tiny_vision_model`'s and `GATED_DELTA`.
+    """
+    import torch
+    import transformers
+
+    recipe = tiny_vision_model
+    torch.manual_seed(recipe.tiny_model.SEED)
+    tokenizer = recipe.make_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(recipe.SPECIAL_TOKENS)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}  # of 8 in 16 elements
+    text = {**recipe.TEXT_CONFIG, "vocab_size": len(tokenizer), "rope_parameters": rope}
+    vision = {**recipe.VISION_CONFIG, "num_position_embeddings": 64}
+    model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+    text |= {**GATED_DELTA, **config}
+    made = model_class.config_class(
+        text_config=text, vision_config=vision, **dict(zip(names, ids, strict=True))
+    )
+    model_class(made).save_pretrained(folder)
+    recipe.make_processor("qwen3_vl", tokenizer).save_pretrained(folder)
+    return folder
+
+
+def with_a_tower(text: Path, folder: Path, family: str = "Qwen3_5") -> Path:
+    """Save a Qwen3.5 of text in the form of published checkpoints, MTP layers included.
+
+    Parameters
+    ----------
+    text
+        Folder of the language model; its layers that draft come along.
+    folder
+        Of the result, whose tower is random, and which has no processor.
+    family
+        ``Qwen3_5`` or ``Qwen3_5Moe``.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    of_text = json.loads((text / "config.json").read_text())
+    vision = {**tiny_vision_model.VISION_CONFIG, "out_hidden_size": of_text["hidden_size"]}
+    model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+    torch.manual_seed(0)
+    marks = dict(zip(("vision_start", "vision_end", "image", "video"), range(508, 512)))
+    ids = {f"{name}_token_id": mark for name, mark in marks.items()}
+    config = model_class.config_class(text_config=dict(of_text), vision_config=vision, **ids)
+    tower = model_class(config).model.visual.state_dict()
+    weights = {f"model.visual.{name}": tensor for name, tensor in tower.items()}
+    for name, tensor in load_file(text / "model.safetensors").items():
+        weights[name.replace("model.", "model.language_model.", 1)] = tensor
+    folder.mkdir()
+    save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors")
+    whole = {**config.to_dict(), "architectures": [model_class.__name__], "text_config": of_text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder

@@ -114,7 +114,7 @@ def rounded_all(x: torch.Tensor, step: torch.Tensor, offset: torch.Tensor) -> to
     return (levels - offset) * step
 
 
-SUMMED = ("o_proj", "down_proj")
+SUMMED = ("o_proj", "out_proj", "down_proj")
 """Projections that tensor parallelism cuts by their inputs; ranks add up the results."""
 
 

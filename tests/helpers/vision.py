@@ -98,6 +98,7 @@ class Reference:
         self.model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
+        self.last_logits: list[torch.Tensor] = []  # of the last answer's tokens
 
     @torch.no_grad()
     def answer(self, request: Request, max_tokens: int) -> Answer:
@@ -123,6 +124,7 @@ class Reference:
         # from the image's last patch, which is not the model's rule.
         out = self.model(**inputs, position_ids=positions[..., :length], use_cache=True)
         tokens = [int(out.logits[0, -1].argmax())]
+        self.last_logits = [out.logits[0, -1]]
         for at in range(length, end):
             out = self.model(
                 input_ids=torch.tensor([tokens[-1:]]),
@@ -130,7 +132,13 @@ class Reference:
                 past_key_values=out.past_key_values,
             )
             tokens.append(int(out.logits[0, -1].argmax()))
+            self.last_logits.append(out.logits[0, -1])
         return Answer(prompt, tokens, positions[:, 0].numpy())
+
+    def logits_of(self, request: Request, step: int) -> torch.Tensor:
+        """Logits of an answer's token, ``[vocab_size]``."""
+        self.answer(request, step + 1)
+        return self.last_logits[step]
 
     def answers(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         """One request at a time."""

@@ -34,6 +34,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "cut": {},
     "latent": {"enable_expert_parallel": True},
     "states": {},
+    "states-experts": {"enable_expert_parallel": True},
     "mtp": {"enable_expert_parallel": True},
 }
 """How ranks share the experts of a mixture: neighbours, every n-th, or a part of each; or of a

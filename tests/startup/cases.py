@@ -430,15 +430,6 @@ MODELS = {
         {"pipeline_parallel_size": 2},
         model=HYBRID,
     ),
-    "experts beside states over ranks": Case(
-        ("states-experts",),
-        ("experts beside states, on several NPUs", "use one NPU"),
-        {"dtype": "bfloat16", "tensor_parallel_size": 2},
-        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64}),
-        family="fia",
-        on_npu=True,
-        patches=NPUS,
-    ),
     "drafters beside states": Case(
         ("states-speculation",),
         ("speculative method draft_model with", "mtp and ngram"),
@@ -466,12 +457,6 @@ MODELS = {
         ("LoRA with", "linear attention"),
         {"enable_lora": True},
         model=HYBRID,
-    ),
-    "quantised states": Case(
-        ("quantization", "states-quantization"),
-        ("quantised weights of", "int8 projections"),
-        {**HALF, "quantization": "fp8"},
-        HYBRID,
     ),
     "a connector beside states": Case(
         ("states-connector",),

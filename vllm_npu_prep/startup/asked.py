@@ -33,6 +33,8 @@ STATE_MODELS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Architectures with gated delta nets beside attention, whose states steps are prepared for."""
 

@@ -102,15 +102,6 @@ STATES = (
         "use --tensor-parallel-size",
     ),
     Refusal(
-        "states-experts",
-        lambda c: (
-            _on_npus(c) and c.model.is_moe and c.config.parallel_config.tensor_parallel_size > 1
-        ),
-        "{model}, which has experts beside states, on several NPUs",
-        "tried over two ranks, its tokens were not those of the fallback",
-        "use one NPU, or the CPU fallback",
-    ),
-    Refusal(
         "states-alone",
         lambda c: c.layer_types and "full_attention" not in c.layer_types,
         "a model without full attention ({model})",
@@ -155,13 +146,6 @@ STATES = (
         "LoRA with {model}",
         "adapters of linear attention have not been tried",
         "leave --enable-lora out",
-    ),
-    Refusal(
-        "states-quantization",
-        lambda c: c.model.quantization is not None,
-        "quantised weights of {model}",
-        "int8 projections of linear attention have not been tried",
-        "use weights of 16 or 32 bits",
     ),
     Refusal(
         "states-connector",
