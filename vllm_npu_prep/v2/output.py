@@ -7,6 +7,7 @@ import torch
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     DraftTokenIds,
+    KVConnectorOutput,
     LogprobsTensors,
     ModelRunnerOutput,
     PoolerOutput,
@@ -82,8 +83,9 @@ class StepOutput(AsyncModelRunnerOutput):
         del self._sampled_token_ids, self._logprobs_tensors, self._prompt_logprobs
         return self._output
 
-    def get_kv_connector_output(self) -> None:
-        """What vLLM 0.33.0 keeps of a step that fails: nothing, as V2 has no connectors here."""
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """What vLLM 0.33.0 keeps of a step whose `get_output` fails."""
+        return self._output.kv_connector_output
 
 
 class PooledOutput(AsyncModelRunnerOutput):
@@ -129,6 +131,10 @@ class PooledOutput(AsyncModelRunnerOutput):
         self._output.pooler_output = list(self._rows)
         del self._raw_pooler_output
         return self._output
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """What vLLM 0.33.0 keeps of a step whose `get_output` fails."""
+        return self._output.kv_connector_output
 
 
 class DraftsOfStep:
