@@ -105,8 +105,9 @@ class FusedConfig(BaseModel):
 
     Attributes
     ----------
-    rms_norm, add_rms_norm, gemma_rms_norm
-        Norms: RMSNorm, the residual's addition and RMSNorm, and Gemma's.
+    rms_norm, add_rms_norm, add_rms_norm_cast, gemma_rms_norm
+        Norms: RMSNorm, the residual's addition and RMSNorm, the same with a copy in float32 for
+        routers, and Gemma's.
     rotary, mrope
         Rotary embeddings, and those with positions of images.
     vision_attention, vision_rotary
@@ -130,6 +131,7 @@ class FusedConfig(BaseModel):
 
     rms_norm: bool = True
     add_rms_norm: bool = True
+    add_rms_norm_cast: bool = True
     gemma_rms_norm: bool = True
     rotary: bool = True
     mrope: bool = True

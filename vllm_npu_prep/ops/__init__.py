@@ -128,17 +128,31 @@ def register_fused(
     _register_layers()
 
 
+def models_of(model: "nn.Module", drafter: Any) -> "list[nn.Module]":
+    """A runner's model and, if it has one, that of its drafter, whose layers are alike."""
+    from torch import nn
+
+    drafting = getattr(drafter, "model", None)
+    return [model, drafting] if isinstance(drafting, nn.Module) else [model]
+
+
 def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
     """Let fused operators stand in for modules of a loaded model for which vLLM has no hook."""
     from vllm_npu_prep.config import fused_operators
+    from vllm_npu_prep.ops.fused_latent import keep_weights_contiguous
     from vllm_npu_prep.ops.fused_rotary import replace_long_rotary
     from vllm_npu_prep.ops.fused_routing import replace_routers
     from vllm_npu_prep.ops.gated_shared import join_gates
+    from vllm_npu_prep.ops.router_norms import cast_for_routers
 
     switches = fused_operators(vllm_config)
     if "rotary" in switches:
         replace_long_rotary(model)
+    if "latent" in switches:
+        keep_weights_contiguous(model)
     replace_routers(model, switches)
+    if "add_rms_norm_cast" in switches and vllm_config.lora_config is None:
+        cast_for_routers(model)
     if "experts" in switches:
         join_gates(model, switches)
 

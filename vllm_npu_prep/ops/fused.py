@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 OPERATORS: Mapping[str, str] = {
     "rms_norm": "npu_rms_norm",
     "add_rms_norm": "npu_add_rms_norm",
+    "add_rms_norm_cast": "npu_add_rms_norm_cast",
     "gemma_rms_norm": "npu_gemma_rms_norm",
     "rotary": "npu_mrope",
     "mrope": "npu_mrope",

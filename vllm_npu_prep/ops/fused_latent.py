@@ -169,6 +169,19 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         )
 
 
+def keep_weights_contiguous(model: torch.nn.Module) -> None:
+    """Lay out the latent weights of a loaded model's layers as their operator reads them.
+
+    vLLM keeps views of one projection's weights, and the operator would copy them in every step.
+    This takes as much memory as that projection does.
+    """
+    for module in model.modules():
+        if isinstance(module, FusedMultiHeadLatentAttentionWrapper) and module.may_be_split:
+            attn: Any = module.mla_attn
+            for weight in (attn.W_UK_T, attn.W_UV):
+                weight.data = weight.data.contiguous()
+
+
 class ProjectionParts(NamedTuple):
     """What a projection's result is split into.
 

@@ -1,7 +1,7 @@
 """Routers whose choice of experts is one operator of torch_npu.
 
-vLLM has no hook for routers, so those of a loaded model are replaced. A router that no operator
-computes stays vLLM's. Padding tokens get no expert either way.
+vLLM has no hook for routers, so those of a loaded model, and of its drafter, are replaced. A router
+that no operator computes stays vLLM's. Padding tokens get no expert either way.
 """
 
 from collections.abc import Collection, MutableMapping

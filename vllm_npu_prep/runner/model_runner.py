@@ -49,7 +49,7 @@ from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
-from vllm_npu_prep.ops import replace_modules
+from vllm_npu_prep.ops import models_of, replace_modules
 from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
@@ -711,8 +711,9 @@ class NPUModelRunner(GPUModelRunner):
         """As upstream's, with this plugin's full graphs instead of CUDA's, and one backend for all
         layers, set before vLLM asks each layer for its preferred block size."""
         super().load_model(*args, **kwargs)
-        replace_modules(self.get_model(), self.vllm_config)
-        fuse_rounding(self.get_model(), self.vllm_config)
+        for model in models_of(self.get_model(), getattr(self, "drafter", None)):
+            replace_modules(model, self.vllm_config)
+            fuse_rounding(model, self.vllm_config)
         record = parse_config(self.vllm_config.additional_config).record
         if record is not None and record.expert_tokens:
             self.expert_counts = ExpertCounts(self.get_model(), self.device)

@@ -41,7 +41,7 @@ from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
-from vllm_npu_prep.ops import replace_modules
+from vllm_npu_prep.ops import models_of, replace_modules
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
@@ -547,8 +547,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         name_aux_layers(self.speculative_config)
         with self.prep_device.host_streams(), self._stand_ins(self.device):
             super().load_model(*args, **kwargs)
-        replace_modules(self.get_model(), self.vllm_config)
-        fuse_rounding(self.get_model(), self.vllm_config)
+        for model in models_of(self.get_model(), self.speculator):
+            replace_modules(model, self.vllm_config)
+            fuse_rounding(model, self.vllm_config)
         layers = self.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 

@@ -39,6 +39,14 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
                 x.double() + y.double(),
             ),
         ),
+        "add_rms_norm_cast": Probe(
+            lambda put: _casting_norm(put(x), put(y), put(weight)),
+            lambda: (
+                formulas.rms_norm(x.double() + y.double(), weight, EPSILON),
+                torch.zeros(5, 128, dtype=torch.float64),
+                x.double() + y.double(),
+            ),
+        ),
         "gemma_rms_norm": Probe(
             lambda put: npu.npu_gemma_rms_norm(put(x), put(weight), EPSILON)[:1],
             lambda: (formulas.rms_norm(x, 1 + weight.double(), EPSILON),),
@@ -92,6 +100,12 @@ def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torc
     """Numbers between -2 and 2 without a pattern that a wrong operator could keep."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
+
+
+def _casting_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Results:
+    """The norm, how far its copy in float32 is from it, and the sum."""
+    wide, normed, _, total = torch.ops.npu.npu_add_rms_norm_cast(x, y, weight, EPSILON)
+    return normed, wide - normed.float(), total
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ascend_emulator.operators.constraint import (
 
 RMS_NORM = "npu::npu_rms_norm"
 ADD_RMS_NORM = "npu::npu_add_rms_norm"
+ADD_RMS_NORM_CAST = "npu::npu_add_rms_norm_cast"
 GEMMA_RMS_NORM = "npu::npu_gemma_rms_norm"
 SWIGLU = "npu::npu_swiglu"
 ROTARY_MUL = "npu::npu_rotary_mul"
@@ -25,7 +26,8 @@ swiglu_record = partial(Constraint, SWIGLU_NAME)
 rotary = partial(Constraint, ROTARY_NAME)
 AGREED, DOCSTRING, READING = Enforced.AGREED, Enforced.DOCSTRING, Enforced.READING
 UNKNOWN, NO_SOURCE = "not known", "none found"
-ADD = "; no docstring for npu_add_rms_norm and npu_gemma_rms_norm"
+ADD = "; no docstring for npu_add_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm"
+OF_CAST = "cann/ops-nn v8.5.0 to 9.2.0-beta.1, `aclnnAddRmsNormCast` and its kernels"
 
 # In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
 NORMS = Family(
@@ -96,6 +98,26 @@ NORMS = Family(
             "cann/ops-nn 9.1.0, `aclnnGemmaRmsNorm`",
             Enforced.PRACTICE,
             "the documentation doesn't say in which dtype",
+            refused=False,
+        ),
+        norm(
+            "x1",
+            "16 bits",
+            "float16 or bfloat16 (npu_add_rms_norm_cast)",
+            "no docstring",
+            "these two",
+            OF_CAST,
+            Enforced.PRACTICE,
+        ),
+        norm(
+            "x1",
+            "float32 of the result",
+            "the first result is the second one, cast (npu_add_rms_norm_cast)",
+            "no docstring",
+            "y1 = float(y2): nothing that rounding took away is in it",
+            OF_CAST,
+            Enforced.PRACTICE,
+            "a router sees what the experts see",
             refused=False,
         ),
     ],
@@ -253,13 +275,32 @@ def add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm of ``x1 + x2``, its reciprocal, and the sum."""
-    call = NORMS.call(ADD_RMS_NORM, {"input": "x1"})
+    return _add_and_normalise(NORMS.call(ADD_RMS_NORM, {"input": "x1"}), x1, x2, gamma, epsilon)
+
+
+def _add_and_normalise(
+    call: Call, x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_norm(call, x1, gamma)
     ok = x1.shape == x2.shape and x1.dtype == x2.dtype
     call.demand("equal shapes", ok, f"{shape_of(x2)} {x2.dtype} for {shape_of(x1)} {x1.dtype}")
     total = (x1.float() + x2.float()).to(x1.dtype)
     normed, reciprocal = _normalise(total, gamma, epsilon)
     return normed, reciprocal, total
+
+
+def add_rms_norm_cast(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm of ``x1 + x2`` as float32 and in the dtype of `x1`, its reciprocal, and the sum.
+
+    Kernels round the sum before the norm in float16, and not in bfloat16; what the family's record
+    says of the sum is within what rounding the result does.
+    """
+    call = NORMS.call(ADD_RMS_NORM_CAST, {"input": "x1"})
+    call.demand("16 bits", x1.dtype in DTYPES[:2], x1.dtype)
+    normed, reciprocal, total = _add_and_normalise(call, x1, x2, gamma, epsilon)
+    return normed.float(), normed, reciprocal, total
 
 
 def gemma_rms_norm(

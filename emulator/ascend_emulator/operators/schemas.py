@@ -109,6 +109,10 @@ SCHEMAS = {
         "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    ("npu::npu_add_rms_norm_cast", ""): (
+        "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     ("npu::npu_gemma_rms_norm", ""): (
         "(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)"
     ),

@@ -1,4 +1,8 @@
-"""Reference of the operator that multiplies batches of matrices and transposes around it."""
+"""Reference of the operator that multiplies batches of matrices and transposes around it.
+
+It copies strided inputs first, weights among them (``l0op::Contiguous`` of both in
+``aclnn_transpose_batch_mat_mul.cpp``, cann/ops-nn v8.5.0 to 9.2.0-beta.1).
+"""
 
 from collections.abc import Sequence
 from functools import partial

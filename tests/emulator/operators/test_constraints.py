@@ -116,6 +116,7 @@ SHOWN_BY = {
         test_atb_attention.test_a_decode_without_context_is_zero
     ),
     ("norms", "rounding of the sum"): test_elementwise.test_add_rms_norm,
+    ("norms", "float32 of the result"): test_elementwise.test_add_rms_norm_cast,
     ("norms", "one is added to gamma"): test_fused_layers.test_gemma_rms_norm,
     ("gelu", "activated half"): test_fused_layers.test_geglu,
     ("npu_mrope", "rows with gaps"): test_fused_layers.test_rotary_of_slices_of_a_projection,

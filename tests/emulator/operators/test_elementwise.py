@@ -60,6 +60,18 @@ def test_add_rms_norm(dtype, seed):
     assert reciprocal.flatten().tolist() == pytest.approx(reciprocals, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_add_rms_norm_cast(dtype, seed):
+    """float32 of what is rounded, not what was before rounding; the rest as without the cast."""
+    rows = {f"x{i}": random(5, 48, dtype=dtype, seed=seed + i) for i in (1, 2)}
+    arguments = {**rows, "gamma": random(48, dtype=dtype), "epsilon": 1e-5}
+    wide, *others = call("npu::npu_add_rms_norm_cast", arguments)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, others[0].float())
+    plain = call("npu::npu_add_rms_norm", arguments)
+    assert all(map(torch.equal, others, plain))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "dim"), [((5, 12), -1), ((6, 4), 0), ((8,), -1), ((2, 4, 3), 1)])
 def test_swiglu(shape, dim, dtype, seed):

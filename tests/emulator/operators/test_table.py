@@ -139,6 +139,11 @@ def every_call():
         ("atb::_npu_paged_attention_splitfuse", ""): splitfuse_arguments()[0],
         ("npu::npu_rms_norm", ""): {"input": rows, "gamma": gamma},
         ("npu::npu_add_rms_norm", ""): {"x1": rows, "x2": rows, "gamma": gamma},
+        ("npu::npu_add_rms_norm_cast", ""): {
+            "x1": rows.half(),
+            "x2": rows.half(),
+            "gamma": gamma.half(),
+        },
         ("npu::npu_gemma_rms_norm", ""): {"input": rows, "gamma": gamma},
         ("npu::npu_swiglu", ""): {"input": rows},
         ("npu::npu_gelu", ""): {"input": rows},

@@ -216,7 +216,7 @@ ATB_VIOLATIONS = {
 def norm(name="npu_rms_norm", **changes):
     good = {"gamma": torch.ones(8)}
     rows = {"input": torch.ones(3, 8)}
-    if name == "npu_add_rms_norm":
+    if name.startswith("npu_add_rms_norm"):
         rows = {"x1": torch.ones(3, 8), "x2": torch.ones(3, 8)}
     return lambda: call(f"npu::{name}", good | rows | changes)
 
@@ -235,6 +235,7 @@ NORM_VIOLATIONS = {
         norm(input=torch.ones(3, 8).double()),
         norm("npu_add_rms_norm", x1=torch.ones(3, 8, dtype=torch.int32)),
     ],
+    "16 bits": [norm("npu_add_rms_norm_cast")],
     "same dtype": [norm(gamma=torch.ones(8).half())],
     "rank": [norm(input=torch.ones(8)), norm(input=torch.ones(*[1] * 8, 8))],
     "gamma shape": [norm(gamma=torch.ones(4)), norm(gamma=torch.ones(3, 8))],

@@ -337,6 +337,14 @@ def residual_not_updated(right):
     return add_rms_norm
 
 
+def cast_of_the_sum(right):
+    def add_rms_norm_cast(x1, x2, gamma, epsilon=1e-6):
+        _, *others = right(x1, x2, gamma, epsilon)
+        return others[-1].float(), *others
+
+    return add_rms_norm_cast
+
+
 def one_token_more(right):
     def top_k_top_p(logits, p=None, k=None):
         kept = right(logits, p, k)
@@ -366,6 +374,7 @@ PLANTED = {
     "a swapped rotary half": ("npu_mrope", halves_swapped, {"rotary", "mrope"}),
     "no epsilon": ("npu_rms_norm", no_epsilon, {"rms_norm"}),
     "a residual that isn't updated": ("npu_add_rms_norm", residual_not_updated, {"add_rms_norm"}),
+    "a cast of the sum": ("npu_add_rms_norm_cast", cast_of_the_sum, {"add_rms_norm_cast"}),
     "top-p off by one": ("npu_top_k_top_p", one_token_more, {"top_k_top_p"}),
 }
 

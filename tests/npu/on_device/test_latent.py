@@ -27,6 +27,9 @@ BUDGET = {
 float32 as GLM's, and the shared expert. GLM-4.7-Flash pads queries to eight heads: their rotated
 halves come from the projection so, the others take a launch."""
 
+COPIES = {"GLM-4.7-Flash": {"hidden_copies": 1}}
+"""Of strided inputs: of the results without the padding heads."""
+
 
 @pytest.mark.parametrize("name", BUDGET)
 def test_a_layer_stays_within_its_budget(name, tmp_path):
@@ -43,4 +46,5 @@ def test_a_layer_stays_within_its_budget(name, tmp_path):
     print(name, counted.counts)
     layer, experts = counted.counts.values()
     assert experts == {"launches": of_experts}, "no copies and no syncs"
-    assert layer == {"launches": of_layer + of_experts}, "no copies and no syncs"
+    expected = {"launches": of_layer + of_experts, **COPIES.get(name, {})}
+    assert layer == expected, "no other copies, of latent weights say, and no syncs"

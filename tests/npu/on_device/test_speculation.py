@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ascend_emulator
-from tests.helpers.counting import PreparationCounts
+from tests.helpers.counting import ModuleCounts, PreparationCounts
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
@@ -115,19 +115,22 @@ def test_a_step_copies_once_and_reads_back_no_more_than_it_must(
     assert started == (len(steps) if counts_are_read else 0)
 
 
+EXPERTS_OF_DRAFTERS = {"MiMo": [], "Glm4Moe": [11], "DeepseekV3": [12]}
+"""Launches of an MTP layer's experts, with their router and shared expert: as the model's."""
+
 DRAFT_PASSES = {
     "MiMo": ({"num_hidden_layers": 1}, "float16", (4, 58, 56, 45), (47, 54, 55)),
     "Glm4Moe": (
         {"head_dim": HEAD_SIZE, "n_group": 1, "topk_group": 1},
         "float16",
-        (4, 68, 66, 55),
-        (57, 64, 65),
+        (4, 53, 51, 40),
+        (42, 49, 50),
     ),
     "DeepseekV3": (
         {"q_lora_rank": 96, **LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS},
         "bfloat16",
-        (4, 77, 73, 62),
-        (65, 71, 72),
+        (4, 60, 56, 45),
+        (48, 54, 55),
     ),
 }
 """Settings of a model, and most launches: on V1 of setting the first pass's inputs, and of three
@@ -153,6 +156,8 @@ def test_launches_of_a_draft_pass(tmp_path, seed, family, runner_name):
         name, drafting, building = PASSES[runner_name]
         drafter, seen = getattr(runner_of(llm), name), []
         propose, build = getattr(drafter, drafting), getattr(drafter, building)
+        names = [name for name, _ in drafter.model.named_modules() if name.endswith(".experts")]
+        counted = ModuleCounts(drafter.model, [name.removesuffix(".experts") for name in names])
 
         def launches():
             return asdict(ascend_emulator.counters())["launches"]
@@ -173,7 +178,9 @@ def test_launches_of_a_draft_pass(tmp_path, seed, family, runner_name):
     # Where drafting begins and ends, and where passes have their metadata built
     passes = list(zip(*(np.diff(row).tolist() for row in seen)))
     assert len(passes) == len(most_launches)
-    print(family, runner_name, "inputs and three passes:", *map(set, passes))
+    print(family, runner_name, "inputs and three passes:", *map(set, passes), counted.counts)
+    experts = [count.get("launches") for count in counted.counts.values()]
+    assert experts == EXPERTS_OF_DRAFTERS[family], "a router that vLLM computes takes dozens"
     assert len(seen) > 5
     for launched, most in zip(passes, most_launches):
         assert len(set(launched[1:])) == 1, "whatever the batch, after the prompts"

@@ -14,6 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COVERS: Mapping[str, tuple[Record, ...]] = {
     "rms_norm": (("norms", "gamma shape"),),
     "add_rms_norm": (("norms", "equal shapes"), ("norms", "rounding of the sum")),
+    "add_rms_norm_cast": (("norms", "16 bits"), ("norms", "float32 of the result")),
     "gemma_rms_norm": (("norms", "one is added to gamma"),),
     "rotary": (
         ("npu_mrope", "dense rows"),

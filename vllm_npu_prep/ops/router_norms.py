@@ -1,0 +1,90 @@
+"""Norms that give routers their input in float32, in the launch of the norm.
+
+MiniMax-M2 and GLM-4.5 keep the weights of their routers in float32, so a layer casts its input, a
+launch. ``npu_add_rms_norm_cast`` gives the norm's result in both dtypes; the first is handed to the
+router and the second to the experts. This is done for layers whose code is known to do nothing else
+with the norm's result.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from vllm_npu_prep.ops.fused_norms import DTYPES
+
+
+@dataclass
+class CastRows:
+    """What a norm gives a mixture of experts, in place of a tensor.
+
+    Attributes
+    ----------
+    values
+        ``[T, hidden_size]``, float16 or bfloat16: for experts.
+    cast
+        The same numbers in float32: for the router.
+    """
+
+    values: torch.Tensor
+    cast: torch.Tensor
+
+
+class CastingNorm(RMSNorm):
+    """vLLM's norm, whose result with a residual is `CastRows`."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """As vLLM's, with `CastRows` in place of the first tensor if there is a residual."""
+        if residual is None:
+            return super().forward(x)
+        cast, values, _, total = torch.ops.npu.npu_add_rms_norm_cast(
+            x, residual, self.weight.data, self.variance_epsilon
+        )
+        return CastRows(values, cast), total
+
+
+def _forward(self: Any, hidden_states: CastRows) -> torch.Tensor:
+    """As ``MiniMaxM2MoE.forward`` and ``Glm4MoE.forward`` of vLLM, without the router's cast."""
+    logits, _ = self.gate(hidden_states.cast)
+    return self.experts(hidden_states=hidden_states.values, router_logits=logits)
+
+
+def _known() -> Mapping[type[nn.Module], tuple[str, type[nn.Module]]]:
+    """By decoder layer: where its mixture of experts is, and what that has to be."""
+    from vllm.model_executor.models.glm4_moe import Glm4MoE, Glm4MoeDecoderLayer
+    from vllm.model_executor.models.minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2MoE
+
+    return {
+        MiniMaxM2DecoderLayer: ("block_sparse_moe", MiniMaxM2MoE),
+        Glm4MoeDecoderLayer: ("mlp", Glm4MoE),
+    }
+
+
+def cast_for_routers(model: nn.Module) -> None:
+    """Let norms of a loaded model cast for routers in float32."""
+    layer: Any
+    known = _known()
+    for layer in model.modules():
+        name, kind = known.get(type(layer), ("", nn.Module))
+        mixture: Any = getattr(layer, name, None) if name else None
+        if type(mixture) is kind and _may_cast(layer.post_attention_layernorm, mixture.gate):
+            layer.post_attention_layernorm.__class__ = CastingNorm
+            mixture.__class__ = type(f"Casting{kind.__name__}", (kind,), {"forward": _forward})
+
+
+def _may_cast(norm: Any, gate: Any) -> bool:
+    """Whether the operator takes what the norm gets, and the router wants float32 alone."""
+    return (
+        type(norm) is RMSNorm
+        and norm.variance_size_override is None
+        and norm.has_weight
+        and norm.weight.dtype in DTYPES
+        and type(gate) is GateLinear
+        and type(gate.quant_method) is UnquantizedLinearMethod
+        and gate.weight.dtype == torch.float32
+    )
