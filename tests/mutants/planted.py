@@ -1322,6 +1322,37 @@ MUTANTS = [
         EXPERTS,
     ),
     Mutant(
+        "drafters keep vLLM's routers",
+        "runner/model_runner.py",
+        'models_of(self.get_model(), getattr(self, "drafter", None))',
+        "models_of(self.get_model(), None)",
+        ("tests/npu/test_suites_on_device.py::test_on_the_device[features]",),
+    ),
+    Mutant(
+        "routers in float32 read the residual",
+        "ops/router_norms.py",
+        "return CastRows(values, cast), total",
+        "return CastRows(values, total.float()), total",
+        (
+            "tests/npu/test_experts_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
+            "[Glm4Moe-fia-FULL_AND_PIECEWISE]",
+        ),
+    ),
+    Mutant(
+        "latent weights are copied in every step",
+        "ops/fused_latent.py",
+        "weight.data = weight.data.contiguous()",
+        "weight.data = weight.data",
+        ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[latent]",),
+    ),
+    Mutant(
+        "tokens are counted for the expert before",
+        "ops/expert_counts.py",
+        "topk_ids.flatten().remainder(len(counts))",
+        "(topk_ids.flatten() - 1).remainder(len(counts))",
+        ("tests/engine/test_experts.py::test_explain_tells_how_many_tokens_each_expert_got",),
+    ),
+    Mutant(
         "padding reaches an expert",
         "ops/fused_routing.py",
         "ids.masked_fill_(is_padding[:, None], NO_EXPERT)",
