@@ -2136,6 +2136,13 @@ MUTANTS = [
         RECORDS,
     ),
     Mutant(
+        "an engine or a rank that ends collects garbage among all its objects",
+        "compat/processes.py",
+        "gc.unfreeze = gc.freeze",
+        "gc.collect()",
+        SERVERS,
+    ),
+    Mutant(
         "an engine outlives its server",
         "server/processes.py",
         "while os.getppid() == parent:",

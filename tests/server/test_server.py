@@ -51,6 +51,10 @@ TOOL = {
 }
 
 
+FORCED = re.compile(r"workers still running after|force killing remaining process")
+"""What vLLM logs of a process that did not end by itself when it was told to."""
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -139,8 +143,13 @@ class Server:
         return samples
 
     def stop(self, signum: int) -> int:
+        """Its exit code. That of a server which had to kill an engine or a rank is 0, too."""
         self.process.send_signal(signum)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        assert not (found := [line for line in self.log().splitlines() if FORCED.search(line)]), (
+            found
+        )
+        return code
 
     def kill(self) -> None:
         if self.process.poll() is None:
