@@ -3,9 +3,12 @@
 from tests.resume.log import Results
 from tests.resume.slice import summary
 from tests.resume.tree import RESULTS
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM
 
 RUNS = {
     "test-all": "test-all",
+    **{f"test-all-{version}": f"test-all VLLM={version}" for version in SUPPORTED_VLLM[1:]},
+    "compat": "test-all",
     "mutants": "mutants",
     "random-mutants": "mutants RANDOM=50",
     "soak": "soak",

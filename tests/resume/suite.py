@@ -3,6 +3,7 @@
 python -m tests.resume.suite [--minutes 30] [--seed N] [--fresh] [--retry] [pytest arguments ...]
 
 Each test is recorded in tests/results/test-all.jsonl when it ends; the next slice runs the others.
+With another release of vLLM than the pinned one, the file has its number: test-all-0.33.0.jsonl.
 With arguments for pytest that choose tests, these are run and recorded, and the run stays open.
 """
 
@@ -16,16 +17,22 @@ import pytest
 from tests.resume.plugin import Recorder
 from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 
 COMMAND = "make test-all"
 SETTINGS = {"NPU_PREP_TEST_EXAMPLES": 10000, "NPU_PREP_TEST_STEPS": 4000}
 SEED = 20240607
 
 
-def main(
-    arguments: list[str], path: Path = RESULTS / "test-all.jsonl", settings: dict = SETTINGS
-) -> int:
+def results_of(version: str) -> Path:
+    """Where tests beside a release of vLLM are recorded: a run is of one release."""
+    name = "test-all" if version == SUPPORTED_VLLM[0] else f"test-all-{version}"
+    return RESULTS / f"{name}.jsonl"
+
+
+def main(arguments: list[str], path: Path | None = None, settings: dict = SETTINGS) -> int:
     """Run a slice; exit code 1 if a test of the run failed or nothing could be collected."""
+    path = path or results_of(installed_vllm())
     parser = argparse.ArgumentParser(
         prog="python -m tests.resume.suite", description=__doc__.partition("\n")[0]
     )

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from tests.compat import every
 from tests.resume.log import Results
+from tests.resume.suite import results_of
 from tests.resume.tree import ROOT
 
 CONFTEST = """
@@ -138,3 +140,26 @@ def test_a_run_is_not_complete_before_all_could_be_collected(project):
     assert list(ran) == ["test_a.py::test_first", "test_a.py::test_last_one"]
     assert code == 0
     assert "unfinished, 2 left" in out
+
+
+def test_each_release_has_a_run_of_its_own():
+    assert results_of("0.32.0").name == "test-all.jsonl"
+    assert results_of("0.33.0").name == "test-all-0.33.0.jsonl"
+
+
+def test_releases_are_tried_until_each_has_passed(tmp_path):
+    codes = {"0.32.0": [0], "0.33.0": [1, 0]}
+    tried = []
+
+    def attempt(version: str) -> int:
+        tried.append(version)
+        return codes[version].pop(0)
+
+    def run(*arguments: str) -> int:
+        tried.clear()
+        return every.main([*arguments], tmp_path / "compat.jsonl", attempt)
+
+    assert run() == 1 and tried == ["0.32.0", "0.33.0"]
+    assert run() == 1 and tried == []
+    assert run("--retry") == 0 and tried == ["0.33.0"]
+    assert run() == 0 and tried == []
