@@ -111,8 +111,8 @@ def record_cached(llm: Any) -> list[int]:
     manager, cached = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, []
     get_computed_blocks = manager.get_computed_blocks
 
-    def recorded(request: Any) -> Any:
-        found = get_computed_blocks(request)
+    def recorded(*args: Any) -> Any:
+        found = get_computed_blocks(*args)
         cached.append(found[1])
         return found
 
