@@ -2242,6 +2242,27 @@ MUTANTS = [
         ("tests/startup/test_ray_cluster.py",),
     ),
     Mutant(
+        "a release of vLLM has the rules of the one before",
+        "compat/releases.py",
+        ">= _numbers(release)",
+        "> _numbers(release)",
+        ("tests/test_releases.py",),
+    ),
+    Mutant(
+        "nobody is told with which torch a release was tested",
+        "compat/releases.py",
+        "    pinned = OTHER_TORCH.get(version)\n",
+        "    pinned = None\n",
+        ("tests/test_releases.py", "tests/inspect/test_doctor.py"),
+    ),
+    Mutant(
+        "a drafter's head may be quantised",
+        "startup/subjects/speculation.py",
+        "lambda c: drafters_head_quantization(c.speculative) is not None",
+        "lambda c: False",
+        ("tests/startup/test_refusals.py",),
+    ),
+    Mutant(
         "outputs are let go while they are copied",
         "runner/outputs.py",
         "while self._kept and self._kept[0][0].query():",
