@@ -4,7 +4,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
 
+from vllm_npu_prep.compat import connectors
 from vllm_npu_prep.compat.releases import (
     SUPPORTED_VLLM,
     TORCH,
@@ -14,6 +16,7 @@ from vllm_npu_prep.compat.releases import (
     ray_compiles_graphs,
     scheduler_rules,
 )
+from vllm_npu_prep.errors import PrepError
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,3 +80,61 @@ def test_ray_compiles_graphs_only_where_vllm_still_has_that_executor(monkeypatch
 
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     assert ray_compiles_graphs() == hasattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+
+
+class Connector:
+    """Notes what it is told, as a connector of vLLM 0.33.0 or later."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.unregister_kv_caches = lambda: told.append("unregister")
+        self.restore_kv_caches = lambda: told.append("restore")
+
+
+@pytest.fixture
+def sleeper(monkeypatch):
+    """A worker of a connector, and what happened in order."""
+    from vllm_npu_prep.worker import NPUWorker
+
+    told: list[str] = []
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", Connector(told))
+    memory = SimpleNamespace(
+        suspend=lambda level: told.append("suspend"), resume=lambda tags: told.append("resume")
+    )
+    worker = SimpleNamespace(
+        sleep_mode_backend=memory,
+        _sleeping=memory,
+        _sleep_saved_parameters={},
+        model_config=SimpleNamespace(quantization=None),
+        prep_device=SimpleNamespace(memory_info=lambda: (0, 0), synchronize=lambda: None),
+        sleep=lambda level: NPUWorker.sleep(worker, level),
+        wake_up=lambda tags: NPUWorker.wake_up(worker, tags),
+    )
+    return worker, told
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+def test_connectors_are_told_when_the_cache_sleeps_and_wakes(version, sleeper, monkeypatch):
+    worker, told = sleeper
+    monkeypatch.setattr(connectors, "is_since", lambda release: is_since(release, version))
+    worker.sleep(1)
+    worker.wake_up(["weights"])
+    worker.wake_up(["kv_cache"])
+    worker.wake_up(None)
+    tells = {
+        "0.32.0": ["suspend", "resume", "resume", "resume"],
+        "0.33.0": ["unregister", "suspend", "resume"] + ["resume", "restore"] * 2,
+    }
+    assert told == tells[version]
+
+
+def test_a_connector_has_its_cache_again_if_the_engine_could_not_sleep(sleeper, monkeypatch):
+    worker, told = sleeper
+    monkeypatch.setattr(connectors, "is_since", lambda release: True)
+
+    def fail(level: int) -> None:
+        raise PrepError("no room")
+
+    worker.sleep_mode_backend.suspend = fail
+    with pytest.raises(PrepError, match="no room"):
+        worker.sleep(1)
+    assert told == ["unregister", "restore"]

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_npu_prep.compat import kernels, v2
+from vllm_npu_prep.compat import connectors, kernels, v2
 from vllm_npu_prep.compat.states import leave_states_in_their_blocks
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
@@ -395,7 +395,12 @@ class NPUWorker(Worker):
         before = self.prep_device.memory_info()[0]
         if level == 2:
             self._save_sleep_parameters(self.model_runner.get_model())
-        memory.suspend(level)
+        connectors.forget_caches()
+        try:
+            memory.suspend(level)
+        except PrepError:  # everything is awake
+            connectors.restore_caches()
+            raise
         logger.info(
             "Sleep level %d released %s GiB.",
             level,
@@ -436,6 +441,8 @@ class NPUWorker(Worker):
         if self._sleeping is None:
             return
         self._sleeping.resume(tags)
+        if tags is None or "kv_cache" in tags:
+            connectors.restore_caches()
         if self._sleep_saved_parameters and (tags is None or "weights" in tags):
             self._restore_sleep_parameters(self.model_runner.get_model())
         self.prep_device.synchronize()

@@ -2256,6 +2256,13 @@ MUTANTS = [
         ("tests/test_releases.py", "tests/inspect/test_doctor.py"),
     ),
     Mutant(
+        "a connector's cache sleeps while it is registered",
+        "worker.py",
+        "        connectors.forget_caches()\n",
+        "",
+        ("tests/test_releases.py",),
+    ),
+    Mutant(
         "a drafter's head may be quantised",
         "startup/subjects/speculation.py",
         "lambda c: drafters_head_quantization(c.speculative) is not None",
