@@ -5,6 +5,7 @@ region, and weights move into regions after they have been loaded. So a region i
 has to offer, and graphs and compiled code, which come later, hold addresses that stay.
 """
 
+import dataclasses
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -243,9 +244,10 @@ def _shared_memory(models: Iterable[nn.Module]) -> Iterator[_Shared]:
 
 
 def _places_of(module: nn.Module) -> Iterator[_Place]:
-    """Parameters, buffers, and plain attributes that are tensors or lists of them."""
+    """Parameters, buffers, and plain attributes that are tensors, lists or dataclasses of them."""
     attributes = vars(module)
-    for holder in (module._parameters, module._buffers, attributes):
+    records = [vars(each) for each in attributes.values() if dataclasses.is_dataclass(each)]
+    for holder in (module._parameters, module._buffers, attributes, *records):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor):
                 yield _Place(holder, name)

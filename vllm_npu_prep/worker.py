@@ -383,15 +383,9 @@ class NPUWorker(Worker):
         Raises
         ------
         PrepError
-            If the host has no room for the weights, or the model is quantised and would lose
-            them; everything is awake then.
+            If the host has no room for the weights; everything is awake then.
         """
         memory = self.sleep_mode_backend
-        if level == 2 and self.model_config.quantization is not None:
-            raise PrepError(
-                "sleep level 2 would lose weights that a quantised model can't read again, and no "
-                "memory was released: wake_up, then sleep level 1"
-            )
         before = self.prep_device.memory_info()[0]
         if level == 2:
             self._save_sleep_parameters(self.model_runner.get_model())

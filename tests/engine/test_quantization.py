@@ -25,7 +25,6 @@ from tests.helpers.quantized import (
 )
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.watch import count_verified
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization import experts
 from vllm_npu_prep.quantization import int8 as int8_code
 from vllm_npu_prep.quantization.checkpoint import DESCRIPTION
@@ -54,16 +53,43 @@ def int8(qwen3, tmp_path_factory):
     return made
 
 
+def with_new_weights(llm, folder, prompts, count):
+    """Tokens by weights that come when the old ones are lost, and bytes that were given back."""
+    memory = llm.llm_engine.model_executor.driver_worker.worker.sleep_mode_backend
+    weights = sum(region.data.numel() for region in memory._regions["weights"])
+    llm.sleep(level=2)
+    assert not any(region.is_mapped for regions in memory._regions.values() for region in regions)
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    llm.wake_up(tags=["kv_cache"])
+    return generate(llm, prompts, greedy(count)), weights
+
+
+def nbytes_of(folder):
+    """Of a model's weights, as the file has them."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_are_those_of_rounded_weights_and_inputs(qwen3, int8, seed, name):
-    """Prompts in chunks, decodes in graphs; one projection of the static model is float."""
+def test_tokens_are_those_of_rounded_weights_and_inputs(qwen3, int8, tmp_path, seed, name):
+    """Prompts in chunks, decodes in graphs; one projection of the static model is float.
+
+    New weights, read while it sleeps, are where graphs read them.
+    """
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8) if "compressed" in name else {}
-    with engine(int8[name], max_num_batched_tokens=48, **settings) as llm:
+    other = make_model(tmp_path / "float", seed=1)
+    keep = ("layers.0.mlp.down_proj",) if FORMATS[name][1] else ()
+    QUANTIZE(other, tmp_path / "int8", *FORMATS[name], keep)
+    settings |= {"max_num_batched_tokens": 48, "enable_sleep_mode": True}
+    with engine(int8[name], **settings) as llm:
         got = generate(llm, prompts, greedy(12))
+        new, weights = with_new_weights(llm, tmp_path / "int8", prompts, 12)
     expected = greedy_tokens(rounded_model(qwen3, int8[name]), prompts, 12)
     assert got == expected
     check_varied(expected)
+    assert new == greedy_tokens(rounded_model(other, tmp_path / "int8"), prompts, 12)
+    assert weights > 0.9 * nbytes_of(int8[name]), "bytes that sleep"
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "MiniMaxM2"])
@@ -72,20 +98,19 @@ def test_experts_are_those_of_rounded_weights_and_inputs(tmp_path, seed, form, f
     """vLLM calls MiniMax-M2's mixtures otherwise than the files do."""
     config = MOE if family == "Qwen3Moe" else MIXTURES[family]
     model = make_model(tmp_path / "float", family, **config)
+    other = make_model(tmp_path / "other", family, seed=1, **config)
     QUANTIZE(model, tmp_path / "int8", form)
+    QUANTIZE(other, tmp_path / "other int8", form)
     prompts = prompts_of(seed, [3, 1, 60, 17])
     with engine(tmp_path / "int8", max_num_batched_tokens=48, enable_sleep_mode=True) as llm:
-        with pytest.raises(PrepError, match=r"level 2 would lose weights.*level 1"):
-            llm.sleep(level=2)
-        llm.wake_up()
-        with pytest.raises(PrepError, match="new weights are not supported for quantised"):
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
         llm.sleep(level=1)
         llm.wake_up()
         got = generate(llm, prompts, greedy(10))
+        new, _ = with_new_weights(llm, tmp_path / "other int8", prompts, 10)
     expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 10)
     assert got == expected
     check_varied(expected)
+    assert new == greedy_tokens(rounded_model(other, tmp_path / "other int8"), prompts, 10)
 
 
 STATIC = {
@@ -122,15 +147,20 @@ def test_latent_attention_with_rounded_weights_and_inputs(tmp_path, seed, name):
 
     What projects latent rows to K and V is dequantised, so prefills and decodes agree.
     """
-    model = make_model(tmp_path / "float", "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
+    config = {"q_lora_rank": 20, **LATENT, **V3_EXPERTS}
+    model = make_model(tmp_path / "float", "DeepseekV3", **config)
+    other = make_model(tmp_path / "other", "DeepseekV3", seed=2, **config)
     QUANTIZE(model, tmp_path / "int8", *LATENT_FORMATS[name])
+    QUANTIZE(other, tmp_path / "other int8", *LATENT_FORMATS[name])
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
-    settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48)
-    with engine(tmp_path / "int8", max_num_batched_tokens=48, block_size=16, **settings) as llm:
+    settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48, max_num_batched_tokens=48, block_size=16)
+    with engine(tmp_path / "int8", enable_sleep_mode=True, **settings) as llm:
         got = generate(llm, prompts, greedy(12))
+        new, _ = with_new_weights(llm, tmp_path / "other int8", prompts, 12)
     expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 12)
     assert got == expected
     check_varied(expected)
+    assert new == greedy_tokens(rounded_model(other, tmp_path / "other int8"), prompts, 12)
 
 
 LINEAR = {  # family, its config, format, static, modules that stay float

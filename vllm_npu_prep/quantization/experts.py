@@ -84,8 +84,13 @@ class NPUInt8Experts:
         self.activate = activation_of(layer.activation)
         # For bfloat16 results the operator wants bfloat16 scales, for float16 results float32.
         kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        self.w13_scale = layer.w13_weight_scale.detach().squeeze(-1).to(kind)
-        self.w2_scale = layer.w2_weight_scale.detach().squeeze(-1).to(kind)
+        scales = layer.w13_weight_scale, layer.w2_weight_scale
+        self.w13_scale, self.w2_scale = (s.detach().squeeze(-1).to(kind) for s in scales)
+
+    def refresh(self) -> None:
+        """Take the layer's new scales, where graphs read them."""
+        self.w13_scale.copy_(self.layer.w13_weight_scale.squeeze(-1))
+        self.w2_scale.copy_(self.layer.w2_weight_scale.squeeze(-1))
 
     def up(self, rows: Rows) -> Rows:
         """First product, activation and rounding; rows past the last group stay undefined."""
@@ -132,6 +137,7 @@ class Int8Experts(FusedMoEMethodBase):
 
     is_monolithic = False  # vLLM's routers choose experts
     grouped: GroupedExperts | None = None
+    _weights: NPUInt8Experts | None = None
 
     def __init__(self, layer: Any, config: KnowsModules, has_offsets: bool = False) -> None:
         super().__init__(layer.moe_config)
@@ -199,9 +205,11 @@ class Int8Experts(FusedMoEMethodBase):
                     "symmetrically (w_sym=True in ModelSlim)"
                 )
 
-        if self._is_fused:
-            weights = NPUInt8Experts(layer, self.dtype, self._in_one_launch)
-            self.grouped = GroupedExperts.of(layer, weights)
+        if self._weights is not None:
+            self._weights.refresh()
+        elif self._is_fused:
+            self._weights = NPUInt8Experts(layer, self.dtype, self._in_one_launch)
+            self.grouped = GroupedExperts.of(layer, self._weights)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of vLLM computes them."""

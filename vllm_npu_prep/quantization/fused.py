@@ -5,7 +5,9 @@ to the next. So the launch that rounds them can be saved. This is done for layer
 known to do nothing else with these results.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_npu_prep.config import fused_operators
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.fused_latent import (
     FusedMultiHeadLatentAttentionWrapper,
     ProjectionParts,
@@ -93,15 +96,31 @@ class QuantizingNorm(nn.Module):
 
     def __init__(self, norm: RMSNorm | GemmaRMSNorm, linear: Int8Linear) -> None:
         super().__init__()
-        self.norm = norm
-        first, second = None, None
+        self.norm, self.linear = norm, linear
+        for name, factor in self._factors().items():
+            self.register_buffer(name, factor, persistent=False)
+
+    def _factors(self) -> dict[str, torch.Tensor | None]:
+        norm, first, second = self.norm, None, None
         if isinstance(norm, GemmaRMSNorm):
             first, second = two_factors(1 + norm.weight.data.float(), norm.weight.dtype)
-        scales, offsets = static_factors(linear, norm.weight)
-        self.register_buffer("first", first, persistent=False)
-        self.register_buffer("second", second, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
-        self.register_buffer("offsets", offsets, persistent=False)
+        scales, offsets = static_factors(self.linear, norm.weight)
+        return {"first": first, "second": second, "scales": scales, "offsets": offsets}
+
+    def renew(self) -> None:
+        """Take new weights of the norm, and new scales of the projection, where graphs read them.
+
+        Raises
+        ------
+        PrepError
+            If the operator can't take the new scale as exactly as the old one.
+        """
+        if not _is_exact(self.linear, self.norm.weight.dtype):
+            raise PrepError(
+                "new weights: an input_scale is not exact in the model's dtype, as the old one "
+                "was: start the engine again with the new checkpoint"
+            )
+        _copy(self._factors(), self)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """As vLLM's, with `QuantizedRows` in place of the first tensor.
@@ -143,9 +162,20 @@ class QuantizingSiluAndMul(nn.Module):
 
     def __init__(self, linear: Int8Linear) -> None:
         super().__init__()
-        offset = None if linear.input_offset is None else linear.input_offset.float()
-        self.register_buffer("scale", linear.input_scale, persistent=False)
-        self.register_buffer("offset", offset, persistent=False)
+        self.linear = linear
+        for name, factor in self._factors().items():
+            self.register_buffer(name, factor, persistent=False)
+
+    def _factors(self) -> dict[str, torch.Tensor | None]:
+        offset, scale = self.linear.input_offset, self.linear.input_scale
+        return {
+            "scale": None if scale is None else scale.clone(),
+            "offset": None if offset is None else offset.float(),
+        }
+
+    def renew(self) -> None:
+        """Take new factors of the projection, where graphs read them."""
+        _copy(self._factors(), self)
 
     def forward(self, x: torch.Tensor) -> QuantizedRows:
         """``[T, 2 D]`` to rows of D."""
@@ -157,6 +187,41 @@ class QuantizingSiluAndMul(nn.Module):
             quant_mode=int(self.scale is None),
         )
         return QuantizedRows(values, scale if self.scale is None else None, x.dtype)
+
+
+def _copy(factors: Mapping[str, torch.Tensor | None], module: nn.Module) -> None:
+    """Write a module's buffers."""
+    for name, factor in factors.items():
+        if factor is not None:
+            getattr(module, name).copy_(factor)
+
+
+@contextlib.contextmanager
+def laid_aside(model: nn.Module) -> Iterator[None]:
+    """Context of a reload: what rounds is out of the way, and takes new factors at the end.
+
+    Files name the weights of norms as vLLM's modules do, which stand in the model meanwhile.
+
+    Parameters
+    ----------
+    model
+        As `fuse_rounding` left it.
+    """
+    found = [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, QuantizingNorm | QuantizingSiluAndMul)
+    ]
+    for owner, name, child in found:
+        setattr(owner, name, child.norm if isinstance(child, QuantizingNorm) else nn.Identity())
+    try:
+        yield
+    finally:
+        for owner, name, child in found:
+            setattr(owner, name, child)
+    for _, _, child in found:
+        child.renew()
 
 
 TRIES = 128
@@ -258,8 +323,19 @@ def _split_latent(wrapper: FusedMultiHeadLatentAttentionWrapper, with_norm: bool
         else:
             keep_part_weights(each)
     wrapper.use_parts()
+    wrapper.refresh = partial(_split_anew, parts)  # `vllm_npu_prep.runner.new_weights` calls it
     if with_norm and wrapper.q_lora_rank is not None:
         _fuse_norm(wrapper, "q_a_layernorm", wrapper.q_b_proj)
+
+
+def _split_anew(parts: Iterable[ProjectionParts]) -> None:
+    """Split weights that were loaded anew; those that were not are split already."""
+    for each in parts:
+        linear = getattr(each.layer, "int8", None)
+        if not isinstance(linear, Int8Linear):
+            keep_part_weights(each)
+        elif linear is not each.layer.ordered:
+            _order_rows(each)
 
 
 def _gives_parts(layer: Any) -> bool:
@@ -271,11 +347,11 @@ def _order_rows(parts: ProjectionParts) -> None:
     """Put columns of an int8 layer's result in the order of its parts."""
     layer, sizes, order, _ = parts
     layer.part_sizes, layer.part_weights = sizes, None
-    if order is None:
-        return
-    order = order.to(layer.weight.device)
-    layer.channel_scale = layer.channel_scale[order]
-    layer.int8 = layer.int8.ordered(order)
+    if order is not None:
+        order = order.to(layer.weight.device)
+        layer.channel_scale = layer.channel_scale[order]
+        layer.int8 = layer.int8.ordered(order)
+    layer.ordered = layer.int8
 
 
 def _is_known(module: Any, classes: Iterable[str]) -> bool:

@@ -55,7 +55,10 @@ def dequantize(layer: Any) -> None:
     if not isinstance(getattr(layer, "int8", None), Int8Linear):
         return
     weight = layer.weight.detach().float() * layer.channel_scale[:, None]  # [N, K]
-    layer.weight = nn.Parameter(weight.to(dtype_of(layer)), requires_grad=False)
+    if layer.weight.dtype == dtype_of(layer):  # new weights: levels, where these were before
+        layer.weight.data.copy_(weight)
+    else:
+        layer.weight = nn.Parameter(weight.to(dtype_of(layer)), requires_grad=False)
     layer.int8 = DequantizedLinear(layer.weight.data)
 
 

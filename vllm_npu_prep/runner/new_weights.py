@@ -1,6 +1,7 @@
 """New weights in a running engine, at the addresses that graphs read."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -8,22 +9,18 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.fused import laid_aside
+from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear
 
 
 def refuse(vllm_config: VllmConfig) -> None:
-    """Refuse new weights beside a KV connector, and for quantised models.
+    """Refuse new weights beside a KV connector.
 
     Raises
     ------
     PrepError
-        If there is a connector, which has stored K and V of the old weights, or layers have
-        derived factors of rounding from them.
+        If there is a connector, which has stored K and V of the old weights.
     """
-    if vllm_config.model_config.quantization is not None:
-        raise PrepError(
-            "new weights are not supported for quantised models, whose layers have derived "
-            "factors of rounding from the old ones: start another engine"
-        )
     if vllm_config.kv_transfer_config is not None:
         raise PrepError(
             "new weights are not supported with a KV connector, which would still load keys "
@@ -50,7 +47,13 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
         If a tensor has another shape or dtype now: the engine has to be started again.
     """
     before = {(module, name): tensors for module, name, tensors in _derived(model)}
-    yield
+    with laid_aside(model):
+        yield
+        _put_back(model, before)
+
+
+def _put_back(model: nn.Module, before: "dict[tuple[nn.Module, str], Tensors]") -> None:
+    """Copy what was made anew to where it was."""
     for module in model.modules():
         refresh = getattr(module, "refresh", None)
         if callable(refresh):
@@ -59,30 +62,39 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
         old = before.get((module, name), new)
         if old is new:
             continue
-        for had, has in zip(_each(old), _each(new), strict=True):
-            if (had.shape, had.dtype, had.stride()) != (has.shape, has.dtype, has.stride()):
+        for had, has in itertools.zip_longest(_each(old), _each(new)):
+            if had is None or has is None or _form(had) != _form(has):
                 raise PrepError(
-                    f"new weights: {name} of {type(module).__name__} was {tuple(had.shape)} "
-                    f"{had.dtype} and is {tuple(has.shape)} {has.dtype}, where graphs can't read "
-                    "it: start the engine again with the new checkpoint"
+                    f"new weights: {name} of {type(module).__name__} was {_form(had)} and is "
+                    f"{_form(has)}, where graphs can't read it: start the engine again with the "
+                    "new checkpoint"
                 )
             if had.data_ptr() != has.data_ptr():
                 had.copy_(has)
         setattr(module, name, old)
 
 
-Tensors = torch.Tensor | list[torch.Tensor]
+Tensors = torch.Tensor | list[torch.Tensor] | Int8Linear | DequantizedLinear
+
+
+def _form(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "nothing"
+    strides = "" if tensor.is_contiguous() else f" of strides {tensor.stride()}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{strides}"
 
 
 def _each(tensors: Tensors) -> list[torch.Tensor]:
+    if isinstance(tensors, Int8Linear | DequantizedLinear):
+        return [each for each in vars(tensors).values() if each is not None]
     return tensors if isinstance(tensors, list) else [tensors]
 
 
 def _derived(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensors]]:
-    """Plain attributes of modules that are tensors or lists of tensors, with module and name."""
+    """Plain attributes of modules that are tensors or consist of some, with module and name."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) or (
+            if isinstance(value, torch.Tensor | Int8Linear | DequantizedLinear) or (
                 isinstance(value, list)
                 and value
                 and all(isinstance(each, torch.Tensor) for each in value)

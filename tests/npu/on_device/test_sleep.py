@@ -7,6 +7,7 @@ from tests.conftest import SEED
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.latent import LATENT_ON_NPUS
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE
 from vllm_npu_prep.device.npu import NPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
@@ -14,6 +15,7 @@ from vllm_npu_prep.sleep import SleepingMemory
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 64 << 20
 PAGE = 2 << 20
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def free():
@@ -81,6 +83,40 @@ def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
         assert generate(llm, prompts, greedy(20)) != expected
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
         assert llm.reset_prefix_cache()
+        assert generate(llm, prompts, greedy(20)) == expected
+
+
+INT8 = {  # family, config, how it is quantised
+    "static norms": ("Qwen3", {}, ("modelslim", True)),
+    "dynamic norms, experts": ("Qwen3Moe", MIXTURE, ("modelslim", False)),
+    "parts of latent projections": (
+        "DeepseekV3",
+        {**LATENT_ON_NPUS, "q_lora_rank": 96},
+        ("compressed-tensors", False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_int8_layers_read_new_weights_in_graphs(name, tmp_path):
+    """What norms and activations round by, scales of experts, the order of parts: all anew."""
+    family, config, how = INT8[name]
+    prompts = prompts_of(SEED, LENGTHS)
+    folders = []
+    for seed in (0, 1):
+        model = make_model(tmp_path / f"float {seed}", family, seed=seed, spread=0.1, **config)
+        folders.append(tmp_path / f"int8 {seed}")
+        QUANTIZE(model, folders[-1], *how)
+    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    settings = {"dtype": "float16", "enforce_eager": False, "compilation_config": graphs}
+    with engine(folders[1], **settings) as llm:
+        expected = generate(llm, prompts, greedy(20))
+    with engine(folders[0], enable_sleep_mode=True, **settings) as llm:
+        assert generate(llm, prompts, greedy(20)) != expected
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})
+        llm.wake_up(tags=["kv_cache"])
         assert generate(llm, prompts, greedy(20)) == expected
 
 
