@@ -17,9 +17,10 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_npu_prep.attention.step_memory import attention_bytes
 from vllm_npu_prep.compat import connectors, kernels, v2
 from vllm_npu_prep.compat.states import leave_states_in_their_blocks
-from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.config import decisions_of, parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.record_signal import survive_signals
@@ -58,6 +59,7 @@ class NPUWorker(Worker):
     _scopes: StepScopes | None = None  # while a profiler runs
     _last_step: Any = None  # vLLM's `SchedulerOutput` of the one that was begun
     _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
+    _peak_of_step = 0  # bytes beside weights, of a step of the largest size without contexts
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
@@ -161,7 +163,7 @@ class NPUWorker(Worker):
         self.prep_device.reset_peak_memory()
         self._run_largest_step()
         gc.collect()
-        peak = self.prep_device.peak_memory()
+        peak = self._peak_of_step = self.prep_device.peak_memory()
         free, total = self.prep_device.memory_info()
         asked = self.cache_config.kv_cache_memory_bytes
         if asked:
@@ -212,11 +214,32 @@ class NPUWorker(Worker):
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.capture_model()
+        self._tell_of_bound()
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         # The garbage collector can skip static objects from now on.
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
+
+    def _tell_of_bound(self) -> None:
+        """Say what steps take at most, however long their contexts are."""
+        builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
+        splits = [b.latent for b in builders if getattr(b, "latent", None) is not None]
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        attention = attention_bytes(
+            self.vllm_config.compilation_config.static_forward_context.values(),
+            decisions_of(self.vllm_config),
+            self.model_config.dtype.itemsize,
+            self.model_config.max_model_len,
+            max((split.workspace_tokens for split in splits), default=0),
+        )
+        self.step_bytes = self._peak_of_step + attention
+        parts = self.step_bytes, self._peak_of_step, attention
+        logger.info(
+            "Memory: beside weights and KV cache, a step takes at most %s MiB with contexts of any "
+            "length (%s MiB without any, measured; masks and attention %s MiB).",
+            *(f"{-(-part // (1 << 20)):,}" for part in parts),
+        )
 
     def _probe(self) -> None:
         """Hold this device's attention against formulas, before graphs are made of it.

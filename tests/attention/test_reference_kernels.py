@@ -76,7 +76,7 @@ def test_small_tiles_cut_requests_and_queries_without_changing_the_result(
     monkeypatch.setattr(reference, "TILE_PAIRS", 16)
     monkeypatch.setattr(reference, "FEWEST_CHUNK_TOKENS", 1)
     monkeypatch.setattr(reference, "TILE_ROWS", 8)
-    monkeypatch.setattr(reference, "KEPT_PAIRS", 0)
+    monkeypatch.setattr(reference, "KEPT_BYTES", 0)
     step = Step(state, seed, form=form, window=window)
     check(step)
     (plan,) = step.metadata.kernel_plan.values()

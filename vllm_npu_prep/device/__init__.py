@@ -134,6 +134,9 @@ class Device(Memory, Protocol):
     def peak_memory(self) -> int:
         """Most bytes allocated at once since `reset_peak_memory`, less those allocated now."""
 
+    def memory_in_use(self) -> int:
+        """Bytes that this process has now: allocated on a device, or resident on the host."""
+
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Context in which graphs are captured, on a stream other than the default one."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -10,6 +11,9 @@ import torch
 from vllm_npu_prep.compat import torch_names
 from vllm_npu_prep.device.regions import HostRegion
 from vllm_npu_prep.device.transfers import DoneTransfer
+
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+"""Where Linux takes and tells what a process holds (proc_pid_clear_refs(5), proc_pid_status(5))."""
 
 
 class CPUDevice:
@@ -75,11 +79,18 @@ class CPUDevice:
         return memory.available, memory.total
 
     def reset_peak_memory(self) -> None:
-        """Does nothing: the host's allocator measures no peak."""
+        """Let the kernel note the peak of this process anew."""
+        with contextlib.suppress(OSError):
+            CLEAR.write_text("5")
 
     def peak_memory(self) -> int:
-        """0: unknown, so nothing is subtracted from the free memory."""
-        return 0
+        """Most pages that were resident at once since `reset_peak_memory`, less those of now."""
+        peak, now = _resident()
+        return peak - now
+
+    def memory_in_use(self) -> int:
+        """Pages of this process that are resident, in bytes."""
+        return _resident()[1]
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """No context: there is only one stream."""
@@ -88,6 +99,16 @@ class CPUDevice:
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         """Streams and events that do nothing, for upstream code that creates some."""
         return torch_names.no_op_cuda_streams()
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes that were resident at once at most, and that are now; zeros where no kernel tells."""
+    try:
+        words = STATUS.read_text().split()
+    except OSError:
+        return 0, 0
+    peak, now = (int(words[words.index(name) + 1]) << 10 for name in ("VmHWM:", "VmRSS:"))
+    return peak, now
 
 
 class CPUCopyStream:

@@ -149,7 +149,11 @@ class NPUDevice:
     def peak_memory(self) -> int:
         """Most bytes allocated at once since `reset_peak_memory`, less those allocated now."""
         peak = torch_npu.npu.max_memory_allocated(self.device)
-        return peak - torch_npu.npu.memory_allocated(self.device)
+        return peak - self.memory_in_use()
+
+    def memory_in_use(self) -> int:
+        """Bytes that torch_npu's allocator has given out."""
+        return torch_npu.npu.memory_allocated(self.device)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

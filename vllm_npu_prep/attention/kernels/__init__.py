@@ -65,6 +65,12 @@ class AttentionKernels(Protocol):
     def workspace(self, call: "AttentionCall", metadata: AscendMetadata) -> torch.Tensor | None:
         """Workspace for `call` inside a graph; None if the operator needs none."""
 
+    def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
+        """Most bytes that a layer's attention takes beside its inputs, results and masks.
+
+        What an operator takes for itself is not known here.
+        """
+
 
 @dataclass(frozen=True)
 class AttentionCall:

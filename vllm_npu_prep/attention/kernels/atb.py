@@ -99,6 +99,10 @@ class AtbKernels:
             out=call.output,
         )
 
+    def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
+        """0: operators read the cache where it is."""
+        return 0
+
 
 def _square_mask(metadata: AscendMetadata, query: torch.Tensor) -> torch.Tensor:
     """Mask of flash attention, which demands one: without a mask, zeros, which mask nothing.

@@ -113,6 +113,10 @@ class FiaKernels:
             **self._arguments(None, None, call.kv_cache, metadata, call.layer, _plan(metadata)[0]),
         )
 
+    def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
+        """0: operators read the cache where it is."""
+        return 0
+
     def _parts(
         self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: AscendMetadata
     ) -> list[Part]:

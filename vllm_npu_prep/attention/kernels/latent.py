@@ -131,6 +131,14 @@ class LatentKernels(Protocol):
     def workspace(self, call: "LatentCall", metadata: Any) -> torch.Tensor | None:
         """Workspace for `call` inside a graph; None if the operator needs none."""
 
+    def working_bytes(
+        self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
+    ) -> int:
+        """Most bytes that a layer's attention takes beside its inputs, results and masks.
+
+        Context chunks have up to `chunk_rows` rows. What an operator takes for itself is not known.
+        """
+
 
 @dataclass(frozen=True)
 class LatentCall:

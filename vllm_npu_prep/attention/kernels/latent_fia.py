@@ -130,6 +130,14 @@ class LatentFiaKernels:
             call.query, **_absorbed(call.query_rope, call.planes, metadata.decode, call.layer)
         )
 
+    def working_bytes(
+        self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
+    ) -> int:
+        """A context chunk: its latent rows, and K and V of every head, once more where joined."""
+        latent = shape.kv_lora_rank + shape.qk_rope_head_dim
+        of_head = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim
+        return 2 * chunk_rows * itemsize * (latent + shape.num_heads * of_head)
+
 
 def _absorbed(
     query_rope: torch.Tensor, planes: Planes, metadata: AscendMetadata, shape: LatentShape

@@ -20,9 +20,9 @@ from vllm_npu_prep.attention.kernels.reference import (
     TILE_PAIRS,
     TilePlan,
     attend_tile,
-    make_tile,
     masked_pairs,
     plan_tiles,
+    tile_bytes,
 )
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -73,10 +73,7 @@ class LatentReferenceKernels:
         plan: TilePlan = metadata.kernel_plan
         rows = [plane.view(-1, *plane.shape[2:]) for plane in planes]
         heads = torch.cat((query, query_rope), -1)
-        for index, chunks in enumerate(plan.chunks):
-            tile = plan.tiles.get(index) or make_tile(metadata, planes.latent.shape[1], chunks)
-            if plan.keep:
-                plan.tiles[index] = tile
+        for tile in plan.each(metadata, planes.latent.shape[1]):
             latent, rope = (plane.index_select(0, tile.kv_indices) for plane in rows)
             keys = torch.cat((latent, rope), -1)
             attend_tile(tile, heads, keys, latent, shape.scale, output, lse=lse)
@@ -134,6 +131,18 @@ class LatentReferenceKernels:
 
     def workspace(self, call: LatentCall, metadata: object) -> None:
         """None: torch allocates what it needs."""
+
+    def working_bytes(
+        self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
+    ) -> int:
+        """Most memory of a tile of decodes, or of a context chunk with its K and V in float32."""
+        heads, width = shape.num_heads, shape.kv_lora_rank
+        decodes = tile_bytes(heads, 1, width + shape.qk_rope_head_dim, width, itemsize, max_seq_len)
+        floats = torch.float32.itemsize
+        of_row = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim
+        rows = chunk_rows * heads * of_row * (2 * itemsize + 2 * floats)
+        scores = max(TILE_PAIRS, chunk_rows) * (4 * floats * heads + 16)
+        return max(decodes, rows + scores)
 
 
 def _attend(

@@ -8,6 +8,7 @@ A step is cut into *chunks* of queries, and chunks of similar lengths run togeth
 cut depends on the step alone, so the first layer computes it for all.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +25,9 @@ TILE_PAIRS = 1 << 20
 TILE_ROWS = 1 << 14
 """Most rows of K and of V that one tile gathers, unless a single request has more."""
 
-KEPT_PAIRS = 1 << 24
-"""Steps of up to this many pairs keep their tiles for the next layer; larger steps recompute them,
-so that memory grows with the length of a prompt, not with its square."""
+KEPT_BYTES = 64 << 20
+"""What tiles of a step may take that are kept for the next layer. Others are made anew in each, so
+that memory grows with the length of a prompt, not with its square."""
 
 FEWEST_CHUNK_TOKENS = 64
 """With a window, a chunk has as many tokens as the window, and at least this many."""
@@ -59,14 +60,39 @@ class Tile:
     kv_indices: torch.Tensor  # [B * S] int64, rows of the K and V that are read
     visible: torch.Tensor  # [B, 1, Q or 1, S] bool
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        parts = self.token_indices, self.result_rows, self.result_tokens, self.kv_indices
+        return sum(part.nbytes for part in (*parts, self.visible))
+
 
 @dataclass
 class TilePlan:
-    """How a step is cut, over its own K and V or over the cache; the first layer computes it."""
+    """How a step is cut, over its own K and V or over the cache; the first layer computes it.
+
+    Attributes
+    ----------
+    chunks
+        Of each tile.
+    room
+        Bytes that further tiles may take which are kept.
+    """
 
     chunks: list[list[Chunk]]
-    keep: bool
+    room: int
     tiles: dict[int, Tile] = field(default_factory=dict)
+
+    def each(self, metadata: AscendMetadata, block_size: int | None) -> Iterator[Tile]:
+        """The tiles, of which those that fit are kept."""
+        for index, chunks in enumerate(self.chunks):
+            tile = self.tiles.get(index)
+            if tile is None:
+                tile = make_tile(metadata, block_size, chunks)
+                if tile.nbytes <= self.room:
+                    self.room -= tile.nbytes
+                    self.tiles[index] = tile
+            yield tile
 
 
 class ReferenceKernels:
@@ -125,10 +151,7 @@ class ReferenceKernels:
             block_size = kv_cache.shape[2]
             planes = [plane.view(-1, *plane.shape[2:]) for plane in kv_cache]
             keys, values = planes
-        for index, chunks in enumerate(plan.chunks):
-            tile = plan.tiles.get(index) or make_tile(metadata, block_size, chunks)
-            if plan.keep:
-                plan.tiles[index] = tile
+        for tile in plan.each(metadata, block_size):
             own = keys.index_select(0, tile.kv_indices)
             seen = values.index_select(0, tile.kv_indices)
             attend_tile(tile, query, own, seen, layer.scale, output, layer.logits_soft_cap, lse)
@@ -136,6 +159,40 @@ class ReferenceKernels:
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> None:
         """None: torch allocates what it needs."""
+
+    def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
+        """Most memory of a tile, and of those that are kept."""
+        size = layer.head_size
+        return tile_bytes(layer.num_heads, layer.num_kv_heads, size, size, itemsize, max_seq_len)
+
+
+def tile_bytes(
+    num_heads: int,
+    num_kv_heads: int,
+    key_size: int,
+    value_size: int,
+    itemsize: int,
+    max_seq_len: int,
+) -> int:
+    """Most memory that tiles take: those that are kept, and the one that is computed.
+
+    A tile has at most `TILE_PAIRS` pairs, or those of one query and the longest sequence.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads, key_size, value_size
+        Of a layer.
+    itemsize
+        Of the cache, in bytes.
+    max_seq_len
+        In tokens.
+    """
+    pairs, rows = max(TILE_PAIRS, max_seq_len), max(TILE_ROWS, max_seq_len)
+    mask = 3 * torch.int32.itemsize + 3  # distances from each query, and whether they are seen
+    scores = 4 * torch.float32.itemsize * num_heads
+    gathered = num_kv_heads * (key_size + value_size) * (itemsize + 2 * torch.float32.itemsize)
+    indices = 6 * torch.int64.itemsize
+    return KEPT_BYTES + pairs * (mask + scores) + rows * (gathered + indices)
 
 
 def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
@@ -188,7 +245,6 @@ def plan_tiles(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
     seq_lens = metadata.seq_lens_np[real].tolist()
     window = metadata.sliding_window
     by_class: dict[tuple[int, int], list[Chunk]] = {}
-    pairs = 0
     for request, (start, query_len, seq_len) in enumerate(zip(starts, query_lens, seq_lens)):
         longest = max(1, TILE_PAIRS // seq_len)
         if window is not None:
@@ -198,17 +254,16 @@ def plan_tiles(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
             first = seq_len - query_len + done
             begin, end = _columns(first, length, seq_len, window, metadata.causal)
             chunk = Chunk(request, start + done, length, first, begin, end - begin)
-            pairs += length * chunk.num_columns
             size_class = (length.bit_length(), chunk.num_columns.bit_length())
             by_class.setdefault(size_class, []).append(chunk)
-    groups = []
+    groups: list[list[Chunk]] = []
     for chunks in by_class.values():
         longest_query = max(chunk.query_len for chunk in chunks)
         most_columns = max(chunk.num_columns for chunk in chunks)
         together = min(TILE_PAIRS // (longest_query * most_columns), TILE_ROWS // most_columns)
         together = max(1, together)
         groups += [chunks[i : i + together] for i in range(0, len(chunks), together)]
-    return TilePlan(groups, keep=pairs <= KEPT_PAIRS)
+    return TilePlan(groups, KEPT_BYTES)
 
 
 def _columns(
