@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.brief import left_out
 from tests.helpers.browser import network
 from tests.helpers.demo import make_demo
-from tests.matrix.collect import Collector
+from tests.matrix.collect import COLLECTED, Collector
 from tests.resume.plugin import configure_worker
 from tests.timing import note_run
 
@@ -113,6 +113,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = list(items)
     if config.getoption("--brief"):
         out = left_out([item.nodeid for item in items])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])

@@ -90,6 +90,8 @@ def answer(model: dict[str, Any], feature: str, device_name: str, runner: str) -
     base: dict[str, Any] = {"enforce_eager": True, "dtype": "bfloat16" if on_npu else "float32"}
     if block := config.get("attention_chunk_size"):
         base["block_size"] = block
+    if "speculative_config" in settings or "kv_transfer_config" in settings:
+        base["enable_prefix_caching"] = False  # with which models that have states refuse both
     found: list[str] = []
 
     def refuse(vllm_config: Any, family: Any, kind: Any) -> None:
@@ -124,7 +126,7 @@ def _line_of(error: Exception) -> str:
     if isinstance(error.__cause__ or error.__context__, _Told) or "_Told" in str(error):
         return ""
     text = str(error)
-    value = re.search(r"(?:Value|Assertion) error, (.*?)(?:\[type=|\n|$)", text)
+    value = re.search(r"(?:Value error|Assertion failed), (.*?)(?:\[type=|\n|$)", text)
     line = value.group(1) if value else (text.strip().splitlines() or [""])[0]
     return " ".join(line.split()) or type(error).__name__
 

@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".cache" / "matrix" / f"{ROOT.name}.jsonl"
 """Where lines are collected. Worktrees may share the folder."""
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests that a run found, also those that it leaves out."""
 _noted: list[dict[str, Any]] = []
 
 

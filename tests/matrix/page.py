@@ -7,6 +7,7 @@ from typing import Any
 from tests.matrix.cells import FEATURES, STRUCTURED
 from tests.matrix.collect import ROOT
 from tests.matrix.results import Matrix, Table
+from vllm_npu_prep.wording import counted
 
 PAGE = ROOT / "docs" / "reference" / "matrix.md"
 EMPTY, FAILED = "-", "!"
@@ -29,7 +30,7 @@ def render(matrix: Matrix) -> str:
     for of_model in matrix.answers.values():
         for answer in of_model.values():
             if refused := answer.get("refused"):
-                refusals.setdefault(names_of(refused), 0)
+                refusals.setdefault(names_of(refused, of_model), 0)
             elif "error" in answer:
                 errors.setdefault(answer["error"], 0)
     tables = [(table, matrix.models(table)) for table in matrix.tables()]
@@ -46,7 +47,7 @@ def render(matrix: Matrix) -> str:
                 elif cell in filled:
                     marks[cell] = FAILED
                 elif refused := answer.get("refused"):
-                    marks[cell] = f"r{refusals[names_of(refused)]}"
+                    marks[cell] = f"r{refusals[names_of(refused, answers)]}"
                 elif "error" in answer:
                     marks[cell] = f"v{errors[answer['error']]}"
                 else:
@@ -63,8 +64,15 @@ def told_of(line: dict[str, Any]) -> str:
     return f"`{line['test']}`, {line['commit']}".replace("|", "\\|")
 
 
-def names_of(refused: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in refused)
+def names_of(refused: list[str], answers: dict[str, dict[str, Any]]) -> str:
+    """Refusals of a model with a feature; those that it meets without any stand alone."""
+    anyway = [name for name in refused if all(name in a.get("refused", ()) for a in asked(answers))]
+    return ", ".join(f"`{name}`" for name in anyway or refused)
+
+
+def asked(answers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers to features that engines run without others: either kind of scheduling."""
+    return [answers.get(name, {}) for name in ("synchronous scheduling", "asynchronous scheduling")]
 
 
 def legend() -> str:
@@ -103,7 +111,7 @@ def section(table: Table, models: list[str], marks: dict[tuple[Table, str, str],
         why = "start-up accepts it, and no test starts it"
         if feature.name == STRUCTURED:
             why = "it comes with requests, start-up has no say, and no test asks for it"
-        beside = f"; {ran} other models ran" if ran else ""
+        beside = f"; {counted(ran, 'other model')} ran" if ran else ""
         which = ", ".join(f"`{model}`" for model in empty)
         if len(empty) == len(models):
             which = "every model of this table"

@@ -103,7 +103,10 @@ class Matrix:
     def filled(self) -> dict[Cell, dict[str, Any]]:
         """The line that fills each cell: an engine whose test passed, before one that failed."""
         found: dict[Cell, dict[str, Any]] = {}
-        for line in sorted(self.engines, key=lambda line: line["outcome"] != "passed"):
+        for line in sorted(
+            self.engines,
+            key=lambda line: (line["outcome"] != "passed", -len(line["features"]), line["test"]),
+        ):
             for cell in cells_of(line):
                 found.setdefault(cell, line)
         return found
