@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.vision import (
     MARKS,
     Reference,
@@ -18,7 +19,7 @@ from tests.helpers.vision import (
     tokens_of,
     watch,
 )
-from tests.helpers.watch import count_verified
+from tests.helpers.watch import count_preemptions, count_verified
 
 MODELS = ["qwen2_5_vl", "qwen3_vl"]
 QUESTION = "What is a slot mapping?"
@@ -90,6 +91,33 @@ def test_images_and_videos_beside_text(vision_models, references, seed, name, mo
         assert {kind for kind in kinds if not kind.startswith("eager")} == REPLAYED[mode]
         assert eager == kinds["eager: embeddings, which graphs don't read"]
         assert kinds.total() - eager >= MAX_TOKENS - 1, "text never leaves the graph"
+
+
+ON_V2 = {
+    "eager": ("qwen2_5_vl", {"block_size": 4, "num_gpu_blocks_override": 90}),
+    "graphs": ("qwen3_vl", graphs("FULL_AND_PIECEWISE", 4, 16, 32)),
+    "synchronous": ("qwen3_vl", {"async_scheduling": False, "enable_prefix_caching": True}),
+}
+
+
+@pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
+@pytest.mark.parametrize("which", ON_V2)
+def test_v2_sees_what_v1_sees(vision_models, references, seed, which):
+    """The same requests, twice, preempted in the first case; positions are checked in each step."""
+    name, settings = ON_V2[which]
+    requests = requests_of(seed)
+    answers = references[name].answers(requests, MAX_TOKENS)
+    checked = {"additional_config": {"npu_prep": {"check": "full"}}}
+    with engine_of("V2", vision_models / name, **SETTINGS | checked | settings) as llm:
+        runner, preempted = runner_of(llm), count_preemptions(llm)
+        for _ in range(2):
+            outputs = serve(llm, requests, greedy(MAX_TOKENS))
+            assert tokens_of(outputs) == [answer.tokens for answer in answers]
+        kinds = runner.padding.counts.by_kind
+        layers = runner.preparer.mrope_dims
+    assert layers == 3
+    assert (preempted["preempted"] > 0) == (which == "eager")
+    assert which != "graphs" or REPLAYED["FULL_AND_PIECEWISE"] <= set(kinds)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2753,6 +2753,14 @@ MUTANTS = [
         V2,
     ),
     Mutant(
+        "V2: a slot's next request has the positions of the one before it",
+        "v2/rope.py",
+        """delta))
+        self._followed = np.empty(0, np.int64)""",
+        "delta))",
+        V2,
+    ),
+    Mutant(
         "V2: EAGLE-3 heads read the states of default layers",
         "v2/speculator.py",
         "        setattr(of_head, key, named[key])",

@@ -856,10 +856,17 @@ CACHE = {
 }
 
 SEEING = {
-    "V2 that sees": Case(
-        ("v2-multimodal",),
-        ("Model Runner V2 with a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
-        {"enforce_eager": True},
+    "V2 with adapters beside images": Case(
+        ("v2-multimodal-adapters",),
+        ("Model Runner V2 with adapters on a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
+        {"enforce_eager": True, "enable_lora": True},
+        environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        patches={"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: True},
+    ),
+    "V2 with drafts behind images": Case(
+        ("v2-multimodal-drafts", "v2-speculative-method"),
+        ("Model Runner V2 with drafts for a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
+        {"enforce_eager": True, **NGRAM},
         environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
     ),
     "images that attend both ways": Case(

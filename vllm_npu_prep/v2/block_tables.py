@@ -10,6 +10,7 @@ from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.v2.states import SlotStates
 
 
@@ -135,6 +136,7 @@ def tables_of(
     chunked_prefill: bool,
     local: LocalGroups | None,
     latent: LatentSplit | None = None,
+    mrope: MropeTables | None = None,
 ) -> BatchTables:
     """The tables that the fused pass reads: views, which follow every change.
 
@@ -148,6 +150,8 @@ def tables_of(
         Groups with attention chunks, if there are any.
     latent
         How steps are split for latent attention.
+    mrope
+        Positions of the batch's prompts.
     """
     return BatchTables(
         num_computed_tokens=states.num_computed_tokens_np,
@@ -163,4 +167,5 @@ def tables_of(
         chunked_prefill=chunked_prefill,
         local=local,
         latent=latent,
+        mrope=mrope,
     )

@@ -151,6 +151,7 @@ def run_model(
     model: Any,
     vllm_config: VllmConfig,
     in_flight: StepInFlight,
+    inputs: dict[str, torch.Tensor | None],
     metadata: dict[str, Any],
     slot_mappings: dict[str, torch.Tensor],
     mode: CUDAGraphMode,
@@ -166,6 +167,8 @@ def run_model(
         The engine's config.
     in_flight
         The step.
+    inputs
+        Of the model.
     metadata, slot_mappings
         By layer; without metadata, attention is left out.
     mode, descriptor
@@ -181,9 +184,4 @@ def run_model(
         slot_mapping=slot_mappings,
         is_padding=arrays.is_padding,
     ):
-        return model(
-            input_ids=arrays.input_ids,
-            positions=arrays.positions,
-            inputs_embeds=None,
-            intermediate_tensors=None,
-        )
+        return model(**inputs, intermediate_tensors=None)

@@ -12,6 +12,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kv_cache import encoder_only_groups
+from vllm_npu_prep.v2.rope import SlotRope
 
 
 class PreparedModelState(DefaultModelState):
@@ -23,9 +24,14 @@ class PreparedModelState(DefaultModelState):
         Of the step in flight, by layer; None in dummy runs, which run no attention.
     encoder_attn_groups
         Attention groups without a cache.
+    positions
+        Of the step in flight for M-RoPE, int64 ``[num_dims, num_input_tokens]``; None in dummy
+        runs.
     """
 
+    rope_state: SlotRope | None
     metadata: dict[str, Any] | None = None
+    positions: torch.Tensor | None = None
     encoder_attn_groups: Sequence[AttentionGroup] = ()
 
     def prepare_attn(  # type: ignore[override]
@@ -33,6 +39,15 @@ class PreparedModelState(DefaultModelState):
     ) -> dict[str, Any] | None:
         """The metadata by layer; it is not built again."""
         return self.metadata
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> dict[str, Any]:
+        """Positions for M-RoPE; other models read those of the batch."""
+        if self.rope_state is None:
+            return {}
+        positions = self.positions
+        if positions is None:
+            positions = self.rope_state.get_positions(input_batch.num_tokens_after_padding)
+        return {"positions": positions}
 
 
 class PreparedEncoderState(PreparedModelState, EncoderOnlyModelState):
@@ -58,6 +73,11 @@ class PreparedEncoderState(PreparedModelState, EncoderOnlyModelState):
         ]
         for group in self.encoder_attn_groups:
             group.create_metadata_builders(vllm_config, device)
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> dict[str, Any]:
+        """Types of tokens, where a request has some."""
+        inputs: dict[str, Any] = EncoderOnlyModelState.prepare_inputs(self, input_batch, req_states)
+        return inputs
 
 
 def make_model_state(

@@ -11,6 +11,7 @@ from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.lora.layers import LoRAMappingType
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,6 +61,7 @@ from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_promp
 from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
 from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
 from vllm_npu_prep.v2.output import DraftsOfStep, PooledOutput, StepOutput
+from vllm_npu_prep.v2.rope import Rotations, SlotRope
 from vllm_npu_prep.v2.sampler import SlotSampler
 from vllm_npu_prep.v2.speculator import SlotSpeculator, make_speculator, name_aux_layers
 from vllm_npu_prep.v2.states import SlotStates
@@ -106,6 +108,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     graphs: Graphs
     preparer: Preparer
     order: BatchOrder
+    requests: Rotations  # of models with M-RoPE, as checks read them
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
@@ -140,6 +143,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
         return v2.stand_ins(
             RequestState=SlotStates,
+            RopeState=SlotRope,
             BlockTables=SlotBlockTables,
             Sampler=SlotSampler,
             UvaBackedTensor=slot_values,
@@ -223,6 +227,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         slots, num_reqs = now.idx_mapping_np, len(now.req_ids)
         preparer.tables.slots[:num_reqs] = slots
         self.block_tables.follow(slots)
+        rope = self.model_state.rope_state
+        if rope is not None:
+            rope.follow(slots)
         samples = states.samples.find(slots, ~now.is_prefilling_np)
         num_drafts = now.num_draft_tokens_np
         states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
@@ -246,6 +253,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         metadata = preparer.build_metadata(step, staged)
         self.in_flight = in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
         self.model_state.metadata = preparer.for_layers(metadata)
+        if rope is not None:
+            self.model_state.positions = staged.device.mrope_positions
         self.cudagraph_manager.decided = decision.dispatched[2]
         self.input_batch.now = now, samples
         if samples.num_drafts:
@@ -257,7 +266,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
         """Ask the graph manager for its decision, before a step is prepared."""
-        del num_encoder_reqs  # none: multimodal models are refused
+        del num_encoder_reqs  # embeddings are an input of every step of such a model
         num_tokens, num_loras = batch.total_num_scheduled_tokens, self._num_active_loras
         return self.cudagraph_manager.ask(
             batch.num_reqs, num_tokens, max_query_len, num_loras, eager
@@ -322,7 +331,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         """Clear the record of a step that has ended or failed."""
         self.in_flight = None
         if hasattr(self, "model_state"):  # not after `shutdown`
-            self.model_state.metadata = None
+            self.model_state.metadata = self.model_state.positions = None
         if self.cudagraph_manager is not None:  # as before the cache is allocated
             self.cudagraph_manager.decided = None
             self.cudagraph_manager.of_dummy_run = None
@@ -453,7 +462,25 @@ class NPUModelRunnerV2(GPUModelRunner):
         _, slots = self.preparer.slot_mappings(in_flight.staged)
         metadata = self.preparer.for_layers(in_flight.metadata)
         model: Any = self.model if self._full_graphs is None else self._full_graphs
-        return run_model(model, self.vllm_config, in_flight, metadata, slots, mode, descriptor)
+        inputs = self._model_inputs(in_flight)
+        given = self.vllm_config, in_flight, inputs, metadata, slots
+        return run_model(model, *given, mode, descriptor)
+
+    def _model_inputs(self, in_flight: StepInFlight) -> dict[str, torch.Tensor | None]:
+        """Inputs of a prepared step as upstream gives them, at the addresses that graphs read."""
+        arrays = in_flight.staged.device
+        rotates = self.model_state.rope_state is not None
+        inputs: dict[str, torch.Tensor | None] = {
+            "input_ids": arrays.input_ids,
+            "positions": arrays.mrope_positions if rotates else arrays.positions,
+            "inputs_embeds": None,
+        }
+        if self.uses_inputs_embeds:
+            num_tokens = in_flight.step.num_input_tokens
+            inputs["inputs_embeds"] = self.model_state.dummy_inputs_embeds(num_tokens)
+            if not requires_raw_input_tokens(self.model):
+                inputs["input_ids"] = None
+        return inputs
 
     def _replay(self, descriptor: BatchDescriptor) -> torch.Tensor:
         """Replay the full graph of the step in flight."""
@@ -571,13 +598,16 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.kv_caches = single_planes(self._caches.values(), self._caches, layers)
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
-        latent = find_latent_split(builders)
+        latent, rope = find_latent_split(builders), self.model_state.rope_state
+        if rope is not None:
+            self.requests = rope.of_requests(states.req_id_to_index)
         tables = tables_of(
             states,
             blocks,
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
             local=find_local_groups(self.attn_groups),
             latent=latent,
+            mrope=None if rope is None else rope.tables,
         )
         self.order = BatchOrder(0 if latent is None else latent.decode_threshold)
         self.preparer = Preparer(
@@ -627,7 +657,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
         tables = self.preparer.tables
-        step = warm_up(local=tables.local, latent=tables.latent)
+        step = warm_up(self.preparer.mrope_dims, local=tables.local, latent=tables.latent)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

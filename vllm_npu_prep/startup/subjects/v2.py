@@ -15,12 +15,16 @@ def _has_other_ranks(asked: Asked) -> bool:
     return parallel.world_size_across_dp > parallel.tensor_parallel_size
 
 
+def _sees(asked: Asked) -> bool:
+    return asked.model.supports_multimodal_inputs or asked.model.uses_mrope
+
+
 V2 = (
     Refusal(
-        "v2-multimodal",
-        lambda c: c.model.supports_multimodal_inputs or c.model.uses_mrope,
-        "Model Runner V2 with a multimodal model ({model})",
-        "its steps read token ids",
+        "v2-multimodal-adapters",
+        lambda c: _sees(c) and c.config.lora_config is not None,
+        "Model Runner V2 with adapters on a multimodal model ({model})",
+        "it was tried without adapters",
         BY_V1,
     ),
     Refusal(
@@ -69,6 +73,13 @@ V2 = (
 
 
 V2_SPECULATION = (
+    Refusal(
+        "v2-multimodal-drafts",
+        _sees,
+        "Model Runner V2 with drafts for a multimodal model ({model})",
+        "its drafters read positions of one dimension, and token ids",
+        BY_V1,
+    ),
     Refusal(
         "v2-speculative-method",
         lambda c: c.speculative.method not in DRAFTING,
