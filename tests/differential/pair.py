@@ -322,6 +322,9 @@ class PairOutput(AsyncModelRunnerOutput):
         self.pair.compare_outputs(ours, theirs, self.drafts)
         return ours
 
+    def get_kv_connector_output(self) -> None:
+        """What vLLM 0.33.0 asks of a step that failed; pairs have no connector."""
+
 
 def check(name: str, ours: Any, theirs: Any) -> None:
     if ours != theirs:

@@ -27,6 +27,9 @@ class Output(AsyncModelRunnerOutput):
     def get_output(self):
         raise AssertionError("nobody asks on a rank that returns nothing")
 
+    def get_kv_connector_output(self):
+        """What vLLM 0.33.0 asks of a step that failed."""
+
 
 def test_tensors_of_a_dropped_output_live_until_their_copy_is_complete():
     outputs, first, second = OutputsInFlight(), Output(), Output()
