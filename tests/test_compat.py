@@ -104,7 +104,8 @@ def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_th
         "vllm.utils.mem_utils": ("def format_gib(", "def gib("),
         "vllm.v1.core.kv_cache_utils": ("def ", "def format_gib(b: int) -> str: ...\n\n\ndef "),
     }
-    found = changes.changes(changes.read(), beside(uses, edits))
+    snapshot, _ = others.of_installed(INSTALLED)
+    found = changes.changes(snapshot, beside(uses, edits))
     lines = [" ".join(str(change).split()) for change in found]
     batch = "vllm.v1.worker.gpu_input_batch.InputBatch"
     expected = [
@@ -161,7 +162,8 @@ def source_of(module: str) -> str:
 )
 def test_a_rewritten_function_is_named_with_what_to_look_at(name, old, new, expected):
     planted = {SCHEDULER: source_of(SCHEDULER).replace(old, new, 1)}
-    (line,) = bodies.changed(bodies.read(), planted)
+    _, functions = others.of_installed(INSTALLED)
+    (line,) = bodies.changed(functions, planted)
     assert f"{SCHEDULER}:{name};" in line
     assert all(part in line for part in expected)
     assert "tests.scheduling" in line
@@ -171,7 +173,8 @@ def test_comments_and_docstrings_of_upstream_s_functions_may_change():
     text = source_of(SCHEDULER)
     text = text.replace("# First, schedule the RUNNING requests.", "# In order.", 1)
     text = text.replace("Preempt a request and put it back", "Take a request's blocks, put it", 1)
-    assert bodies.changed(bodies.read(), {SCHEDULER: text}) == []
+    _, functions = others.of_installed(INSTALLED)
+    assert bodies.changed(functions, {SCHEDULER: text}) == []
 
 
 DOWNSTREAM = {
