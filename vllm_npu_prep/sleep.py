@@ -247,7 +247,8 @@ def _places_of(module: nn.Module) -> Iterator[_Place]:
     """Parameters, buffers, and plain attributes that are tensors, lists or dataclasses of them."""
     attributes = vars(module)
     records = [vars(each) for each in attributes.values() if dataclasses.is_dataclass(each)]
-    for holder in (module._parameters, module._buffers, attributes, *records):
+    holders: tuple[dict[str, Any], ...] = module._parameters, module._buffers, attributes, *records
+    for holder in holders:
         for name, value in holder.items():
             if isinstance(value, torch.Tensor):
                 yield _Place(holder, name)

@@ -224,7 +224,7 @@ class NPUWorker(Worker):
     def _tell_of_bound(self) -> None:
         """Say what steps take at most, however long their contexts are."""
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
-        splits = [b.latent for b in builders if getattr(b, "latent", None) is not None]
+        splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
         assert isinstance(self.model_config.dtype, torch.dtype)
         attention = attention_bytes(
             self.vllm_config.compilation_config.static_forward_context.values(),

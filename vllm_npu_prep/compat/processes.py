@@ -85,7 +85,7 @@ def end_without_collecting() -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     EngineCore.shutdown = _freezing(EngineCore.shutdown)  # type: ignore[method-assign]
-    WorkerProc.shutdown = _freezing(WorkerProc.shutdown)  # type: ignore[method-assign]
+    WorkerProc.shutdown = _freezing(WorkerProc.shutdown)
 
 
 def _freezing(shutdown: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -40,6 +40,7 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     q_a_layernorm: Any
     kv_a_layernorm: Any
     rotary_emb: Any
+    refresh: Any  # function that splits new weights anew; only int8 ones have one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

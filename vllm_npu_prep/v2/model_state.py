@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.encoder_only import EncoderOnlyModelState
@@ -50,7 +51,9 @@ class PreparedModelState(DefaultModelState):
         return {"positions": positions}
 
 
-class PreparedEncoderState(PreparedModelState, EncoderOnlyModelState):
+class PreparedEncoderState(  # type: ignore[misc]  # the attributes are the first one's
+    PreparedModelState, EncoderOnlyModelState
+):
     """Of a model whose layers attend both ways, without a cache; keeps types of tokens, too.
 
     Upstream makes one group of layers with the same heads; here it is one for each window, as on
@@ -69,7 +72,7 @@ class PreparedEncoderState(PreparedModelState, EncoderOnlyModelState):
         self.token_type_ids: dict[str, torch.Tensor] = {}
         self.encoder_attn_groups = [
             AttentionGroup(AscendAttentionBackend, each.layer_names, each.kv_cache_spec, index)
-            for index, each in enumerate(encoder_only_groups(vllm_config, self.dtype))
+            for index, each in enumerate(_encoder_groups(vllm_config))
         ]
         for group in self.encoder_attn_groups:
             group.create_metadata_builders(vllm_config, device)
@@ -85,6 +88,12 @@ def make_model_state(
 ) -> PreparedModelState:
     """The state of the engine's model, by upstream's arguments."""
     kind = PreparedModelState
-    if encoder_only_groups(vllm_config, vllm_config.model_config.dtype):
+    if _encoder_groups(vllm_config):
         kind = PreparedEncoderState
     return kind(vllm_config, model, encoder_cache, device)
+
+
+def _encoder_groups(vllm_config: VllmConfig) -> list[KVCacheGroupSpec]:
+    dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype), "vLLM has resolved names of dtypes"
+    return encoder_only_groups(vllm_config, dtype)

@@ -402,11 +402,12 @@ class NPUModelRunnerV2(GPUModelRunner):
         if state is None:  # `execute_model` has failed
             return None
         self.execute_model_state = None
-        assert self.pooling_runner is not None
+        assert self.pooling_runner is not None and state.hidden_states is not None
         batch, hidden_states = state.input_batch, state.hidden_states
         try:
             with self.prep_device.host_streams():
-                pooled = self.pooling_runner.pool(hidden_states, batch, self.req_states)
+                states: Any = self.req_states
+                pooled = self.pooling_runner.pool(hidden_states, batch, states)
                 output = ModelRunnerOutput(
                     req_ids=batch.req_ids,
                     req_id_to_index={name: index for index, name in enumerate(batch.req_ids)},
@@ -622,6 +623,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             has_slots=True,
         )
         if latent is not None and not kwargs.get("is_profiling"):
+            assert isinstance(self.kv_cache_dtype, torch.dtype)
             logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
         if isinstance(self.speculator, SlotSpeculator):
             self.speculator.follow(builders, blocks)
