@@ -861,7 +861,6 @@ SEEING = {
         ("Model Runner V2 with adapters on a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
         {"enforce_eager": True, "enable_lora": True},
         environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
-        patches={"vllm_npu_prep.startup.subjects.v2.has_known_v2_runner": lambda: True},
     ),
     "V2 with drafts behind images": Case(
         ("v2-multimodal-drafts", "v2-speculative-method"),
