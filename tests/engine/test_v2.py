@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import logits_of
+from tests.helpers.huggingface import logits_of, reference
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 
@@ -114,6 +114,27 @@ def test_drafts_change_nothing_that_a_request_gets(tmp_path, prompts, async_sche
         assert counts["rejected"] > 0, name
         assert name == "allowed" or counts["accepted"] + counts["partly"] > 0, name
     assert len({str(each) for each in expected.values()}) == len(params)
+
+
+def test_drafts_are_looked_up_in_what_a_request_has(tmp_path, prompts):
+    """Of text that repeats itself, in chunks and preempted; vLLM's ngram is synchronous."""
+    model = make_model(tmp_path, spread=0.1, embedding_scale=20)
+    asked = [prompt[:20] * 3 for prompt in prompts] + prompts[:3]
+    expected = reference(model, asked, 40)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with engine_of(
+        "V2",
+        model,
+        speculative_config={**drafts, "prompt_lookup_min": 1},
+        block_size=16,
+        num_gpu_blocks_override=40,
+        **CHECKED,
+    ) as llm:
+        verified, preempted = count_verified(llm), count_preemptions(llm)
+        assert generate(llm, asked, greedy(40)) == expected
+    print(dict(verified), dict(preempted))
+    assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+    assert preempted["preempted"] > 0
 
 
 def test_v2_gives_v1s_tokens_with_a_window_and_cached_prefixes(tmp_path, prompts):

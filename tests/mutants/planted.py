@@ -2761,6 +2761,13 @@ MUTANTS = [
         V2,
     ),
     Mutant(
+        "V2: the last tokens of a request are found where they are",
+        "v2/ngram.py",
+        "is_found = places < lengths - size",
+        "is_found = places <= lengths - size",
+        V2,
+    ),
+    Mutant(
         "V2: EAGLE-3 heads read the states of default layers",
         "v2/speculator.py",
         "        setattr(of_head, key, named[key])",

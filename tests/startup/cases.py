@@ -863,7 +863,7 @@ SEEING = {
         environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
     ),
     "V2 with drafts behind images": Case(
-        ("v2-multimodal-drafts", "v2-speculative-method"),
+        ("v2-multimodal-drafts",),
         ("Model Runner V2 with drafts for a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
         {"enforce_eager": True, **NGRAM},
         environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
@@ -1158,7 +1158,9 @@ V2 = {
         model=WITH_MTP,
         **drafts("mtp", disable_padded_drafter_batch=True),
     ),
-    "V2 with ngram": on_v2(("v2-speculative-method",), "speculative method ngram", **NGRAM),
+    "V2 with a draft model": on_v2(
+        ("v2-speculative-method",), "speculative method draft_model", **drafts()
+    ),
     "V2 with embeddings": on_v2(("v2-prompt-embeds",), "embeds", enable_prompt_embeds=True),
     "V2 with states": on_v2(("v2-states",), "hybrid model", model=HYBRID),
     "V2 with stages": on_v2(

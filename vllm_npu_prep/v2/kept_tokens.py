@@ -30,11 +30,13 @@ def note_samples(
     sampled: torch.Tensor,  # [num_reqs, width] int64, -1 after a request's last token
     discard: torch.Tensor,  # [num_reqs] bool
 ) -> None:
-    """Enter a step's samples for penalties and bad words, if a request of the step has some."""
+    """Enter a step's samples for penalties, bad words and drafts that are looked up, if a request
+    of the step has some."""
     slots, penalties = batch.idx_mapping_np, sampler.penalties_state
     _, _, bad_words = sampler.logits_processors[:3]
     wants_counts = penalties.use_penalty[slots].any()
-    wants_tokens = bad_words.num_bad_words.np[slots].any()  # type: ignore[attr-defined]
+    with_words = bad_words.num_bad_words.np[slots]  # type: ignore[attr-defined]
+    wants_tokens = states.keeps_all_tokens or with_words.any()
     if not (wants_counts or wants_tokens):
         return
     idx_mapping, width = batch.idx_mapping, sampled.shape[1]

@@ -59,6 +59,7 @@ from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 from vllm_npu_prep.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_prompts
 from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
+from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
 from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
 from vllm_npu_prep.v2.output import DraftsOfStep, PooledOutput, StepOutput
 from vllm_npu_prep.v2.rope import Rotations, SlotRope
@@ -66,7 +67,7 @@ from vllm_npu_prep.v2.sampler import SlotSampler
 from vllm_npu_prep.v2.speculator import SlotSpeculator, make_speculator, name_aux_layers
 from vllm_npu_prep.v2.states import SlotStates
 from vllm_npu_prep.v2.step_inputs import StepInputs
-from vllm_npu_prep.v2.verification import SlotRejectionSampler, count_accepted
+from vllm_npu_prep.v2.verification import Accepted, SlotRejectionSampler, count_accepted
 from vllm_npu_prep.v2.watched import WatchedBatch
 from vllm_npu_prep.wording import counted
 
@@ -370,19 +371,11 @@ class NPUModelRunnerV2(GPUModelRunner):
         assert self.sampler is not None
         note_samples(self.sampler, self.req_states, batch, sampled, discarded)
         kept = batch.idx_mapping, batch.idx_mapping_np, discard
-        if isinstance(self.speculator, SlotSpeculator):
+        if self.speculator is not None:
             accepted = count_accepted(sampled, step, staged.device, self.vocab_size)
             if self.use_async_spec_decode or self.num_speculative_steps > 1:
                 self.num_valid_tokens.start(accepted.num_valid_tokens)
-            drafts = self.speculator.draft(
-                self.in_flight,
-                accepted,
-                self.num_valid_tokens,
-                hidden_states,
-                state.aux_hidden_states,
-                self.model_state.metadata,
-                self.preparer.slot_mappings(staged)[1],
-            )
+            drafts = self._draft(state, accepted)
             self.draft_tokens_handler.keep(
                 batch.req_ids,
                 drafts,
@@ -394,6 +387,23 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
         output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)
         return returned
+
+    def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
+        """Drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
+        assert self.in_flight is not None
+        if isinstance(self.speculator, SlotNgramSpeculator):
+            most_known = min(self.in_flight.step.max_seq_len + 1, self.max_model_len)
+            return self.speculator.draft(state.input_batch.idx_mapping, accepted, most_known)
+        assert isinstance(self.speculator, SlotSpeculator)
+        return self.speculator.draft(
+            self.in_flight,
+            accepted,
+            self.num_valid_tokens,
+            state.hidden_states,
+            state.aux_hidden_states,
+            self.model_state.metadata,
+            self.preparer.slot_mappings(self.in_flight.staged)[1],
+        )
 
     @torch.inference_mode()
     def pool(self) -> Any:

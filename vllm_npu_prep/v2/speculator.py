@@ -28,6 +28,8 @@ from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
+from vllm_npu_prep.v2.states import SlotStates
 from vllm_npu_prep.v2.verification import Accepted
 
 
@@ -274,10 +276,14 @@ class SlotMTPSpeculator(SlotSpeculator, MTPSpeculator):
     """A model's own MTP layer."""
 
 
-def make_speculator(vllm_config: VllmConfig, device: torch.device, *_: Any) -> SlotSpeculator:
+def make_speculator(
+    vllm_config: VllmConfig, device: torch.device, states: SlotStates
+) -> SlotSpeculator | SlotNgramSpeculator:
     """The engine's drafter, by upstream's arguments; other methods are refused at start-up."""
     config = vllm_config.speculative_config
     assert config is not None
+    if config.method == "ngram":
+        return SlotNgramSpeculator(vllm_config, device, states)
     kind = SlotMTPSpeculator if config.method == "mtp" else SlotEagleSpeculator
     return kind(vllm_config, device)
 

@@ -26,8 +26,10 @@ class SlotStates:
     ----------
     max_num_reqs, max_model_len, max_num_batched_tokens, num_speculative_steps, vocab_size, device
         As upstream's.
-    num_prefill_lookahead, use_dense_all_token_ids
+    num_prefill_lookahead
         Of speculation that is refused.
+    use_dense_all_token_ids
+        Whether the device has the tokens of all requests, for drafts that are looked up in them.
 
     Attributes
     ----------
@@ -43,6 +45,8 @@ class SlotStates:
         penalties, bad words, log-probabilities of prompts.
     read_on_device
         Requests that arrive with such parameters.
+    keeps_all_tokens
+        Whether it is all requests.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class SlotStates:
         self.all_token_ids = SlotRows((max_num_reqs, max_model_len), torch.int32, device)
         self.total_len = SlotRows(max_num_reqs, torch.int32, device)
         self.read_on_device: set[str] = set()
+        self.keeps_all_tokens = use_dense_all_token_ids
         self.samples = Samples(max_num_reqs, device, num_speculative_steps)
         # Of the last step: where it ends, and how many drafts it verifies
         self._ends = np.zeros(max_num_reqs, np.int32)
@@ -125,7 +130,7 @@ class SlotStates:
         self.token_ids[slot, length : prompt_len + max_tokens + 1] = UNKNOWN_TOKEN
         self.num_computed_tokens_np[slot] = num_computed_tokens
         self.num_computed_prefill_tokens[slot] = num_computed_tokens
-        if req_id in self.read_on_device:
+        if self.keeps_all_tokens or req_id in self.read_on_device:
             self.all_token_ids.stage_write(slot, 0, all_token_ids)
             self.total_len.stage_write_elem(slot, length)
 

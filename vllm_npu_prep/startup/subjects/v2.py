@@ -6,7 +6,7 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-DRAFTING = ("eagle", "eagle3", "mtp")
+DRAFTING = ("eagle", "eagle3", "mtp", "ngram")
 """Methods whose drafters the V2 runner has."""
 
 
@@ -84,7 +84,7 @@ V2_SPECULATION = (
         "v2-speculative-method",
         lambda c: c.speculative.method not in DRAFTING,
         "Model Runner V2 with speculative method {method}",
-        "its drafters are EAGLE and EAGLE-3 heads, and MTP layers",
+        "its drafters are EAGLE and EAGLE-3 heads, MTP layers and prompt lookup",
         "use one of {known}, or " + BY_V1,
         lambda c: {"method": c.speculative.method, "known": ", ".join(DRAFTING)},
     ),

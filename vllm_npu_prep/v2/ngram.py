@@ -1,0 +1,118 @@
+"""Drafts that the V2 runner looks up in a request's own tokens (prompt lookup)."""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.v2.verification import Accepted
+
+
+class SlotNgramSpeculator(BaseSpeculator):
+    """Drafts what followed the last tokens when they came before.
+
+    Stands in for upstream's ``NgramGPUSpeculator``, which launches two kernels of Triton. Tokens
+    stay on the device, and the host waits for nothing.
+
+    Parameters
+    ----------
+    vllm_config, device, states
+        As upstream's; `states` keep all tokens on the device.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, states: SlotStates) -> None:
+        config = vllm_config.speculative_config
+        assert config is not None
+        assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+        self._sizes = config.prompt_lookup_min, config.prompt_lookup_max
+        self._num_drafts, self._states = config.num_speculative_tokens, states
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._no_drafts = torch.zeros(
+            max_num_reqs, self._num_drafts, dtype=torch.int32, device=device
+        )
+
+    def init_cudagraph_manager(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: there is no model."""
+
+    def capture(self) -> None:
+        """Does nothing: there is no model."""
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The drafter's part in a dummy run: nothing."""
+        return self._no_drafts[: input_batch.num_reqs]
+
+    def draft(self, idx_mapping: torch.Tensor, accepted: Accepted, most_known: int) -> torch.Tensor:
+        """Draft tokens for each request of a step whose samples the states have already.
+
+        Parameters
+        ----------
+        idx_mapping
+            int64 ``[num_reqs]``: slot of each request.
+        accepted
+            What verification left of the step's tokens.
+        most_known
+            Most tokens that a request can know now.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 ``[num_reqs, num_speculative_tokens]``.
+        """
+        tokens = self._states.all_token_ids.gpu[:, :most_known].index_select(0, idx_mapping)
+        lengths = self._states.total_len.gpu.index_select(0, idx_mapping)
+        lengths = lengths.masked_fill(accepted.num_valid_tokens == 0, 0)
+        return look_up(tokens, lengths, accepted.next_token_ids, *self._sizes, self._num_drafts)
+
+
+def look_up(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    last: torch.Tensor,
+    smallest: int,
+    largest: int,
+    num_drafts: int,
+) -> torch.Tensor:
+    """What followed the last place where a request's last tokens came before.
+
+    The most tokens that came before count, and of their places the last one: upstream's
+    ``_ngram_scan_kernel`` and ``_ngram_finalize_kernel``.
+
+    Parameters
+    ----------
+    tokens
+        int32 ``[num_reqs, width]``.
+    lengths
+        int32 ``[num_reqs]``: known tokens, at most `width`; 0 drafts nothing.
+    last
+        int32 ``[num_reqs]``: drafted where nothing is found.
+    smallest, largest
+        Numbers of last tokens that are looked for.
+    num_drafts
+        Drafts of each request.
+
+    Returns
+    -------
+    torch.Tensor
+        int32 ``[num_reqs, num_drafts]``.
+    """
+    width, device = tokens.shape[1], tokens.device
+    lengths = lengths.long()[:, None]
+    places = torch.arange(width, device=device)
+    start = torch.zeros_like(lengths)  # [num_reqs, 1]: the token after the place; 0: none
+    following = torch.nn.functional.pad(tokens, (0, largest))
+    for size in range(smallest, largest + 1):
+        ends = (lengths - size + torch.arange(size, device=device)).clamp(min=0, max=width - 1)
+        wanted = tokens.gather(1, ends)
+        is_found = places < lengths - size
+        for index in range(size):
+            is_found &= following[:, index : index + width] == wanted[:, index, None]
+        place = (is_found * (places + 1)).amax(1, keepdim=True)  # 0: none
+        start = torch.where(place > 0, place - 1 + size, start)
+    at = start + torch.arange(num_drafts, device=device)
+    drafts = tokens.gather(1, at.clamp(max=width - 1))
+    return torch.where((start > 0) & (at < lengths), drafts, last[:, None])
