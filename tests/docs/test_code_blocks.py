@@ -24,6 +24,7 @@ import pytest
 from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, CodeBlock
 from tests.helpers.emulator import import_path
+from tests.helpers.releases import serve_parser
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.inspect.scenario import parse_scenario
@@ -76,10 +77,7 @@ def read_flags(words: list[str]) -> None:
     """
     match words:
         case ["vllm", "serve", *flags]:
-            from vllm.entrypoints.launchers.cli_args import make_arg_parser
-            from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-            parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+            parsed = serve_parser().parse_args(flags)
             parse_config(parsed.additional_config)
         case ["ascend-emulator", *flags] | ["vllm-npu-prep", "emulate", *flags]:
             read_flags(emulator_parser().parse_args(flags).command_line[1:])

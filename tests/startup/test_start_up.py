@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.releases import serve_parser
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
 from vllm_npu_prep.device.probe import NPUProbe
@@ -195,10 +196,7 @@ def test_bad_environment_gets_one_line_and_no_traceback(environment, message, mo
 
 
 def test_vllm_takes_every_flag_of_the_manifests():
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = serve_parser()
     commands = [command_of(service) for service in services().values()]
     commands += [command_of(spec["template"]["spec"]["containers"][0]) for _, spec in PODS.values()]
     parsed = [parser.parse_args(flags) for flags in map(serve_flags, commands) if flags]
