@@ -19,9 +19,12 @@ CASES = {
     | graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
     | {"block_size": 16, "cp_kv_cache_interleave_size": 4, "enable_prefix_caching": True},
     "latent": SHARED | {"block_size": 16, "async_scheduling": False},
+    "four ranks": SHARED | {"tensor_parallel_size": 4, "block_size": 16},
+    "latent, four ranks": SHARED | {"tensor_parallel_size": 4, "block_size": 16},
 }
+"""Of four ranks, two have the same K/V head and share contexts; or of latent rows."""
 DEEPSEEK = {"family": "DeepseekV3", "q_lora_rank": 20, **LATENT, **V3_EXPERTS}
-MODELS = {"latent": DEEPSEEK}
+MODELS = {"latent": DEEPSEEK, "latent, four ranks": DEEPSEEK, "four ranks": {}}
 
 
 async def served(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Prompts of up to 32k tokens in chunks: memory follows no square, no dense mask is made."""
+"""Prompts of up to 128k tokens in chunks: memory follows no square, no dense mask is made."""
 
+import re
 import resource
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.long_context import model_for, prompt_of, settings_for
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.long_context import check_bound, expected_tokens
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_states
 from vllm_npu_prep.attention.mask_cache import MaskCache
@@ -76,3 +79,16 @@ def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monke
     )
     assert got == expected[0, len(prompt) :].tolist()
     assert len(set(got)) > 3
+
+
+@pytest.mark.parametrize("longest", [16384, 131072])
+def test_memory_keeps_the_bound_that_start_up_states(tmp_path, capfd, longest):
+    """Resident pages, with those of the KV cache that are taken on their first use."""
+    model = model_for(tmp_path / "model", longest, head_size=16)
+    with engine(model, **settings_for(longest, BUDGET, "float32")) as llm:
+        (stated,) = re.findall(r"a step takes at most ([\d,]+) MiB", capfd.readouterr().out)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        assert int(stated.replace(",", "")) == -(-worker.step_bytes // (1 << 20))
+        generate(llm, [prompt_of(BUDGET)], greedy(2))
+        row = check_bound(llm, longest)
+    assert row["got"] == expected_tokens(model, longest)

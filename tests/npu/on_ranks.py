@@ -3,8 +3,8 @@
 python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat16/pp2/sync/eager
 
 A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
-images, how ranks share experts (experts, scattered, cut, latent, mtp), or an int8 model. Prompts
-and settings are those of `tests.npu.generate`.
+images, one-head (of K and V), how ranks share experts (experts, scattered, cut, latent, mtp), or an
+int8 model. Prompts and settings are those of `tests.npu.generate`.
 """
 
 import argparse
@@ -27,6 +27,8 @@ LAYOUTS = {
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "dp2": {"data_parallel_size": 2},
     "dp2tp2": {"data_parallel_size": 2, "tensor_parallel_size": 2},
+    "tp2cp2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "tp4cp2": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"enable_expert_parallel": True},
@@ -36,9 +38,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "states": {},
     "states-experts": {"enable_expert_parallel": True},
     "mtp": {"enable_expert_parallel": True},
+    "one-head": {},
 }
 """How ranks share the experts of a mixture: neighbours, every n-th, or a part of each; or of a
-model with latent attention, whose MTP layer may draft."""
+model with latent attention, whose MTP layer may draft; or of models without any."""
 
 INT8: dict[str, dict[str, Any]] = {
     "int8": {},

@@ -58,6 +58,10 @@ CASES = [
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states-experts",
     "float16/tp2/async-v2/FULL_AND_PIECEWISE/eagle",
+    "float16/tp2cp2/sync/eager/one-head",
+    "float16/tp4cp2/async/FULL_AND_PIECEWISE",
+    "bfloat16/tp4cp2/async/FULL_AND_PIECEWISE/latent",
+    "bfloat16/tp2cp2/sync/eager/latent",
 ]
 CASES = [case for case in CASES if "V2" in RUNNERS or "-v2/" not in case]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
@@ -70,7 +74,11 @@ MIXTURE = {
     "mlp_only_layers": [0],
 }
 RANKS = {"tp2": (2, 2), "pp2": (2, 2), "dp2": (2, 1), "tp2pp2": (4, 4), "dp2tp2": (4, 2)}
+RANKS |= {"tp2cp2": (2, 2), "tp4cp2": (4, 4)}
 """Ranks of a layout, and of each of its engines."""
+
+OF_A_SHARE = ("slot_mapping", "slot_mappings", "dcp_local_seq_lens", "dcp_local_context_lens")
+"""Arrays of which ranks that share contexts have their own."""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +89,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     return make_model(folder / "model", spread=0.1, embedding_scale=20)
+
+
+@pytest.fixture(scope="module")
+def one_head(folder):
+    config = {"spread": 0.1, "embedding_scale": 20, "num_key_value_heads": 1}
+    return make_model(folder / "one_head", **config)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +158,7 @@ def model_of(request, model):
     def find(feature: str) -> Path:
         if feature == "images":
             return request.getfixturevalue("vision_models") / "qwen2_5_vl"
-        if feature in ("latent", "mtp", "states", "states-experts"):
+        if feature in ("latent", "mtp", "states", "states-experts", "one-head"):
             return request.getfixturevalue(feature.replace("-", "_"))
         if feature in INT8:
             return request.getfixturevalue("int8")(feature)[0]
@@ -235,6 +249,8 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
     devices = [fact["device"] for fact in got["facts"]]
     assert devices == [f"npu:{rank}" for rank in range(num_ranks)]
     replayed = REPLAYED[mode] if mode != "eager" else set()
+    if layout.endswith("cp2"):  # ranks exchange results between the pieces of a graph
+        replayed = replayed & {"piecewise graphs"}
     several = per_engine < num_ranks  # which engine gets a request is a matter of time
     if several:
         replayed = replayed & {"full graph"}
@@ -246,7 +262,11 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
         steps = got["noted"][first : first + per_engine]
         if layout.startswith("pp"):  # stages have experts of their own, or none
             steps = [[{**each, "num_pairs": 0} for each in stage] for stage in steps]
-        assert all(other == steps[0] for other in steps[1:])
+        if layout.endswith("cp2"):
+            check_shares(steps)
+            steps = [[without_shares(step) for step in rank] for rank in steps]
+        for other in steps[1:]:
+            assert other == steps[0], differing(steps[0], other)
     assert least(map(len, got["copies"])) >= 8
     for copies in filter(None, got["copies"]):
         # Which rows have which adapter is a copy of its own, if it changed.
@@ -256,6 +276,30 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
             assert min(copies) == 1
         else:
             assert set(copies) == {1}
+
+
+def differing(steps: list[dict], others: list[dict]) -> list[tuple]:
+    """What two ranks have of their own: index of the step, and names of what differs."""
+    found = []
+    for index, (step, other) in enumerate(zip(steps, others)):
+        flat, more = ({**each, **each.get("arrays", {})} for each in (step, other))
+        names = [name for name in flat | more if flat.get(name) != more.get(name)]
+        found += [(index, *names)] if names else []
+    return found
+
+
+def without_shares(step: dict) -> dict:
+    """A step without what ranks that share contexts have of their own."""
+    kept = {name: each for name, each in step["arrays"].items() if name not in OF_A_SHARE}
+    return {**step, "arrays": kept}
+
+
+def check_shares(steps: list[list[dict]]) -> None:
+    """Neighbours share contexts, so each pair of ranks has the same arrays as the first pair."""
+    for rank, of_rank in enumerate(steps):
+        assert of_rank == steps[rank % 2]
+    slots = [[step["arrays"]["slot_mappings"] for step in of_rank] for of_rank in steps[:2]]
+    assert all(mine != other for mine, other in zip(*slots, strict=True))
 
 
 def tokens_of_transformers(folder: Path) -> list[list[int]]:

@@ -22,6 +22,7 @@ SUITES = under_every_profile(
             "speculation",
             "structured_output",
         ),
+        "longer context": suite("longer_context"),
         "profile": suite("profile"),
         "windows": suite("windows"),
         "memory": suite("memory", memory="170M"),

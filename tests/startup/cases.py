@@ -616,12 +616,12 @@ RANKS = {
         ("--prefill-context-parallel-size 2", "whole prompts"),
         {"prefill_context_parallel_size": 2},
     ),
-    "shared contexts on NPUs": Case(
-        ("shared-contexts-npus",),
-        ("with NPUs", "CPU fallback only"),
+    "shared contexts without sums": Case(
+        ("shared-contexts-family",),
+        ("with kernel family atb", "sums of exponentials", '{"attention": "fia"}'),
         {**HALF, **SHARED},
         ONE_KV_HEAD,
-        family="fia",
+        family="atb",
         on_npu=True,
         patches=NPUS,
     ),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.distributed import get_dcp_group
 
 from vllm_npu_prep.attention.kernels import AttentionKernels, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -56,6 +55,8 @@ def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards | No
     """The part of each context that this rank keeps; None without decode context parallelism."""
     if parallel_config.decode_context_parallel_size == 1:
         return None
+    from vllm.distributed import get_dcp_group  # merging needs no vLLM: `verify-device` does it
+
     group = get_dcp_group()
     size = parallel_config.cp_kv_cache_interleave_size
     return ContextShards(group.world_size, group.rank_in_group, size)

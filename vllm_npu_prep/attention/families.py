@@ -36,6 +36,8 @@ class KernelFamily:
         Whether it supports them.
     mla
         Whether its device computes attention over latent rows.
+    lse
+        Whether it tells the sums of exponentials, by which shares of a context are merged.
     kv_connectors
         KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`).
     mask_values
@@ -54,6 +56,7 @@ class KernelFamily:
     logits_soft_cap: bool
     kv_sharing: bool
     mla: bool
+    lse: bool
     kv_connectors: tuple[str, ...] = ()
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
 
@@ -75,6 +78,7 @@ REFERENCE = KernelFamily(
     logits_soft_cap=True,
     kv_sharing=True,
     mla=True,
+    lse=True,
     kv_connectors=KV_CONNECTORS,
 )
 
@@ -90,6 +94,7 @@ FIA = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=True,
     mla=True,
+    lse=True,
     kv_connectors=KV_CONNECTORS,
 )
 
@@ -105,6 +110,7 @@ ATB = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=False,
     mla=False,
+    lse=False,
     kv_connectors=KV_CONNECTORS,
     # In bfloat16, flash attention takes its mask as flags; splitfuse adds its mask to the scores.
     mask_values={

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -224,17 +224,50 @@ class LatentStep:
             if halves.decodes is not None:
                 decodes = halves.decodes
         if num_decodes:
-            heads = self.kernels.decode_heads(shape.num_heads)
-            rotated = self.query[:first, :, shape.qk_nope_head_dim :]
-            query, query_rope = (
-                with_heads(self._put(part), heads) for part in (self.absorbed[:first], rotated)
-            )
-            output, padded = torch.zeros_like(query), shape._replace(num_heads=heads)
-            self.kernels.attend_latent(query, query_rope, self.planes, decodes, padded, output)
-            output = output[:, : shape.num_heads]
-            expected = [self._decode(row) for row in range(num_decodes)]
+            output = self._attend_decodes(decodes, first)
+            expected = [self._decode(row)[0] for row in range(num_decodes)]
             outcomes.append(compare(output, torch.cat(expected), str(form), tolerance=self._bound))
         return worst_of(outcomes, str(form))
+
+    def run_with_lse(self) -> Outcome:
+        """Attend over the tokens before the step, as ranks that share contexts do: no mask, and
+        the logarithms of the sums of exponentials beside the result."""
+        form, heads = self.form, self.form.shape.num_heads
+        lens = [first for first, _ in form.lengths]
+        metadata = replace(
+            self.metadata,
+            attn_mask=None,
+            seq_lens=self._put(torch.tensor(lens, dtype=torch.int32)),
+            seq_lens_np=np.array(lens, np.int32),
+            max_seq_len=max(lens),
+            causal=False,
+            kernel_plan=None,
+        )
+        padded = self.kernels.decode_heads(heads)
+        lse = self._put(torch.full((len(self.query), padded), float("nan")))
+        output = self._attend_decodes(metadata, len(self.query), lse)
+        outputs, lses = zip(*(self._decode(row, lens[row]) for row in range(len(lens))))
+        what = f"{form}, with sums of exponentials"
+        found = [
+            compare(output, torch.cat(outputs), what, tolerance=self._bound),
+            compare(lse[:, :heads], torch.cat(lses), f"softmax_lse of {what}", tolerance=2e-2),
+        ]
+        return worst_of(found, what)
+
+    def _attend_decodes(
+        self, decodes: AscendMetadata, num_tokens: int, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Over latent rows, ``[num_tokens, num_heads, kv_lora_rank]``."""
+        shape = self.form.shape
+        heads = self.kernels.decode_heads(shape.num_heads)
+        rotated = self.query[:num_tokens, :, shape.qk_nope_head_dim :]
+        query, query_rope = (
+            with_heads(self._put(part), heads) for part in (self.absorbed[:num_tokens], rotated)
+        )
+        output, padded = torch.zeros_like(query), shape._replace(num_heads=heads)
+        given = query, query_rope, self.planes, decodes, padded, output
+        self.kernels.attend_latent(*given, lse=lse)
+        return output[:, : shape.num_heads]
 
     @property
     def _bound(self) -> float | None:
@@ -279,14 +312,18 @@ class LatentStep:
         seen = formulas.visible(count, self.seq_lens[row])
         return formulas.attention(query, torch.cat((key, rope), -1), value, shape.scale, seen)[0]
 
-    def _decode(self, row: int) -> torch.Tensor:
+    def _decode(self, row: int, num_seen: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result and sums: causally, or of every token over the first `num_seen`."""
         shape, (_, count) = self.form.shape, self.form.lengths[row]
         tokens = slice(self.starts[row], self.starts[row + 1])
         rotated = self.query[tokens, :, shape.qk_nope_head_dim :]
         query = torch.cat((self.absorbed[tokens], rotated), -1)
         key = torch.cat((self.latent[row], self.rope[row]), -1).unsqueeze(1)
         value, seen = self.latent[row].unsqueeze(1), formulas.visible(count, self.seq_lens[row])
-        return formulas.attention(query, key, value, shape.scale, seen)[0]
+        if num_seen is not None:
+            key, value = key[:num_seen], value[:num_seen]
+            seen = torch.ones(count, num_seen, dtype=torch.bool)
+        return formulas.attention(query, key, value, shape.scale, seen)
 
 
 def forms_of(

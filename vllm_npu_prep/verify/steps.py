@@ -202,6 +202,16 @@ class AttentionStep:
                     cache[1, block, offset] = self.values[request][position]
         return cache
 
+    def every(self, nth: int, first: int) -> torch.Tensor:
+        """A cache on the host with every n-th token of contexts, from `first` on, one by one."""
+        cache = torch.full_like(self.host_cache, OTHERS)
+        for request, (context, _) in enumerate(self.form.lengths):
+            for place, position in enumerate(range(first, context, nth)):
+                block, offset = self._cell(request, place)
+                cache[0, block, offset] = self.keys[request][position]
+                cache[1, block, offset] = self.values[request][position]
+        return cache
+
     def _cell(self, request: int, position: int) -> tuple[int, int]:
         size = self.form.block_size
         return int(self.table[request, position // size]), position % size

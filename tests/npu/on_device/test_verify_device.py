@@ -94,7 +94,10 @@ FOUND_BY = {
         {"fia-prompt-bf16", "fia-decode-bf16", "atb-chunk-bf16"},
         {"fia-equal-heads-decode", "fia-one-kv-head-decode"},
     ),
-    "wrong-lse": ({"fia-lse", "latent-prefill-bf16"}, {"fia-no-lse", "fia-decode-bf16"}),
+    "wrong-lse": (
+        {"fia-lse", "fia-shared-bf16", "latent-lse-bf16", "latent-prefill-bf16"},
+        {"fia-no-lse", "fia-decode-bf16"},
+    ),
     "first-table-row": (
         {"fia-decode-bf16", "fia-chunk-bf16", "atb-decode-bf16", "fia-shared-blocks"},
         {"fia-prompt-bf16", "write-atb-bf16"},

@@ -167,11 +167,11 @@ ALONE = "leave it out, or --decode-context-parallel-size"
 
 SHARED_CONTEXTS = (
     Refusal(
-        "shared-contexts-npus",
-        lambda c: c.family.device_type == "npu",
-        SHARED + "NPUs",
-        "it was tried on the CPU fallback only",
-        "use --tensor-parallel-size",
+        "shared-contexts-family",
+        lambda c: not c.family.lse,
+        SHARED + "kernel family {family}",
+        "its operators don't tell the sums of exponentials, by which results are merged",
+        'use {{"npu_prep": {{"attention": "fia"}}}}',
     ),
     Refusal(
         "shared-contexts-v2",

@@ -5,9 +5,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch_npu
 
+from vllm_npu_prep.attention.context_parallel import (
+    Share,
+    merge_shares,
+    only_rows,
+    own_of,
+    rows_of,
+)
 from vllm_npu_prep.attention.kernels import make_kernels
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, Verdict, compare, worst_of
@@ -242,6 +250,30 @@ def lse(wanted: bool, bench: Bench) -> Outcome:
     return worst_of([second, attended], str(form))
 
 
+def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
+    """Contexts cut into two parts as ranks share them, and the step's own tokens, merged."""
+    form = replace(BASE, dtype=dtype, layer=layer_of(4, 1, 128))
+    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    metadata = step.metadata()
+    parts = [(own_of(metadata, metadata.attn_mask), None, step.kv_cache)]
+    for rank in range(2):
+        kept = [len(range(rank, context, 2)) for context, _ in form.lengths]
+        lens = np.array(kept, np.int32)
+        shared = rows_of(metadata, bench.put(torch.from_numpy(lens)), lens)
+        parts.append((shared.rows, shared.has_rows, bench.put(step.every(2, rank))))
+    shares = []
+    for rows, has_rows, cache in parts:
+        query = step.query()
+        lse = torch.full(query.shape[:2], float("nan"), device=query.device)
+        share = Share(torch.full_like(query, float("nan")), lse)
+        own = (step.own(step.keys), step.own(step.values)) if rows.causal else (None, None)
+        step.kernels.attend(query, *own, cache, rows, form.layer, share.output, lse=share.lse)
+        shares.append(only_rows(share, has_rows))
+    merged = merge_shares(shares)
+    second = compare(merged.lse, step.expected_lse(), f"softmax_lse of {form}", tolerance=2e-2)
+    return worst_of([step.check_attention(merged.output), second], f"{form}, in three parts")
+
+
 def _shape_of(step: AttentionStep) -> dict[str, Any]:
     """Arguments that all calls of fused attention share."""
     layer = step.form.layer
@@ -340,6 +372,13 @@ def _special() -> Iterator[Row]:
         partial(lse, True),
         fused("softmax_lse out"),
     )
+    for short, dtype in DTYPES.items():
+        yield Row(
+            f"fia-shared-{short}",
+            "fused attention with sums over parts of contexts, as ranks share them, merged",
+            partial(shared_contexts, dtype),
+            fused("softmax_lse out", "TND with a block table"),
+        )
     yield Row(
         "fia-no-lse",
         "fused attention, softmax_lse not asked for",

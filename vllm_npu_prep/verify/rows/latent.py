@@ -55,6 +55,13 @@ def latent(
     return LatentStep(form, bench.device.device, kernels, mask).run()
 
 
+def with_lse(dtype: torch.dtype, bench: Bench) -> Outcome:
+    """Decodes over latent rows with sums of exponentials, as ranks that share contexts ask."""
+    form = forms_of(USUAL, dtype, 128, 3)["drafts over latent rows"]
+    mask = bench.put(torch.from_numpy(compressed_mask()))
+    return LatentStep(form, bench.device.device, make_latent_kernels("fia"), mask).run_with_lse()
+
+
 def _row(name: str, short: str, shape: LatentShape, instead: str = "") -> Row:
     what, records = WHAT[name]
     is_wide = shape is WIDE
@@ -72,6 +79,15 @@ ROWS = (
         _row(name, short, USUAL, "use bfloat16" * (name == "prefill" and short == "fp16"))
         for name in WHAT
         for short in DTYPES
+    ),
+    *(
+        Row(
+            f"latent-lse-{short}",
+            "latent attention: tokens over latent rows, softmax_lse asked for",
+            partial(with_lse, dtype),
+            (*LATENT, ("fused attention", "softmax_lse out")),
+        )
+        for short, dtype in DTYPES.items()
     ),
     _row("drafts", "bf16", WIDE),
     _row("prefill", "bf16", WIDE, "use another model, or CANN 9.0 or newer"),

@@ -1,0 +1,56 @@
+"""What a prompt of many tokens has to give, and the memory that it may take."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.long_context import TOKENS, measured, prompt_of
+
+
+def check_bound(llm: Any, longest: int) -> dict[str, Any]:
+    """Run a prompt of this length, and hold its memory against the bound of start-up.
+
+    Returns
+    -------
+    dict
+        What `benchmarks.long_context.measured` found.
+    """
+    row = measured(llm, longest)
+    print("long context", row)
+    assert 0 < row["peak_bytes"] <= row["bound_bytes"]
+    # One dense mask of a step, or the scores of a prompt, would be more than that
+    assert row["bound_bytes"] < longest * longest / 8
+    return row
+
+
+@torch.no_grad()
+def expected_tokens(folder: Path, longest: int) -> list[int]:
+    """Greedy tokens of transformers, in time that is linear: of one layer, keys need no attention.
+
+    Parameters
+    ----------
+    folder
+        Of a Qwen3 model with one layer.
+    longest
+        Length of the prompt with its tokens.
+    """
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (layer,), ids = model.model.layers, torch.tensor([prompt_of(longest)])
+    context, last = ids[:, :-1], ids[:, -1:]
+    attention, size = layer.self_attn, layer.self_attn.head_dim
+    rows = layer.input_layernorm(model.model.embed_tokens(context))
+    key = attention.k_norm(attention.k_proj(rows).unflatten(-1, (-1, size))).transpose(1, 2)
+    value = attention.v_proj(rows).unflatten(-1, (-1, size)).transpose(1, 2)
+    cos, sin = model.model.rotary_emb(rows, torch.arange(context.shape[1])[None])
+    cache = DynamicCache()
+    cache.update(apply_rotary_pos_emb(key, key, cos, sin)[1], value, 0)
+    tokens: list[int] = []
+    while len(tokens) < TOKENS:
+        logits = model(input_ids=last, past_key_values=cache).logits
+        last = logits[:, -1:].argmax(-1)
+        tokens.append(int(last))
+    return tokens
