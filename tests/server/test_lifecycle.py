@@ -91,17 +91,27 @@ def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [pool.submit(client, number) for number in range(CLIENTS)]
         for _ in range(2 * CLIENTS):
-            assert served.acquire(timeout=120)
+            assert served.acquire(timeout=SECONDS)
         yield outcomes
         for each in clients:
-            each.result(timeout=90)
+            each.result(timeout=SECONDS)
 
 
 CLIENTS = 12
+SECONDS = 300
+"""In which a server that lost a process ends and its clients hear of it. It takes a few, but many
+more on a machine that has other work."""
 KILLED = {
     "engine": ("VLLM::EngineCore", (), "EngineCore was killed by SIGKILL"),
+    "worker": (
+        "VLLM::Worker_TP1",
+        ("--tensor-parallel-size", "2"),
+        "Worker proc VllmWorker-1 died unexpectedly",
+    ),
+    "API server": ("VLLM::ApiServer_1", ("--api-server-count", "2"), "ApiServer_1"),
+    "main process": (None, (), "stops: the process that started it"),
 }
-"""What is killed: its name, flags of the server, and what its log says of it."""
+"""What is killed: how its name begins, flags of the server, and what its log says of it."""
 
 
 @pytest.mark.parametrize("killed", KILLED)
@@ -128,9 +138,10 @@ def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
             if name is None:
                 first.process.kill()
             else:
-                (victim,) = (each for each in first.children if each.name() == name)
+                (victim,) = (each for each in first.children if each.name().startswith(name))
                 os.kill(victim.pid, signal.SIGKILL)
-            code = first.process.wait(60)
+            code = first.process.wait(SECONDS)
+        check_all_gone(first, seconds=SECONDS)
         failed = [each for each in outcomes if each != "answered"]
         print(killed, "exit code", code, Counter(outcomes))
         assert len(failed) == CLIENTS, "each client heard of it"
@@ -141,7 +152,6 @@ def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
             assert code == 1 and len(errors) == 1, errors
         if killed in ("engine", "API server"):
             assert "Traceback" not in first.log()
-        check_all_gone(first, seconds=30)
     finally:
         first.kill()
     # A main process that is killed can't remove its folder, in which the next one doesn't look.

@@ -65,7 +65,7 @@ class Server:
     """One `vllm serve` process and its log."""
 
     prefix: tuple[str, ...] = ()  # of its command
-    start_seconds = 400
+    start_seconds = 900  # on a machine that has other work; 15 to 30 without
 
     def __init__(
         self, model: Path, log: Path, *more_flags: str, port: int | None = None, **environment: str

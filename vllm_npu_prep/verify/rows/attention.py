@@ -255,7 +255,9 @@ def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
     form = replace(BASE, dtype=dtype, layer=layer_of(4, 1, 128))
     step = AttentionStep(form, bench.device.device, make_kernels("fia"))
     metadata = step.metadata()
-    parts = [(own_of(metadata, metadata.attn_mask), None, step.kv_cache)]
+    parts: list[tuple[AscendMetadata, torch.Tensor | None, torch.Tensor]] = [
+        (own_of(metadata, metadata.attn_mask), None, step.kv_cache)
+    ]
     for rank in range(2):
         kept = [len(range(rank, context, 2)) for context, _ in form.lengths]
         lens = np.array(kept, np.int32)
@@ -266,8 +268,11 @@ def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
         query = step.query()
         lse = torch.full(query.shape[:2], float("nan"), device=query.device)
         share = Share(torch.full_like(query, float("nan")), lse)
-        own = (step.own(step.keys), step.own(step.values)) if rows.causal else (None, None)
-        step.kernels.attend(query, *own, cache, rows, form.layer, share.output, lse=share.lse)
+        key, value = None, None
+        if rows.causal:
+            key, value = step.own(step.keys), step.own(step.values)
+        arguments = query, key, value, cache, rows, form.layer, share.output
+        step.kernels.attend(*arguments, lse=share.lse)
         shares.append(only_rows(share, has_rows))
     merged = merge_shares(shares)
     second = compare(merged.lse, step.expected_lse(), f"softmax_lse of {form}", tolerance=2e-2)
