@@ -17,6 +17,7 @@ from vllm_npu_prep.attention.context_parallel import (
     rows_of,
 )
 from vllm_npu_prep.attention.kernels import make_kernels
+from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, Verdict, compare, worst_of
 from vllm_npu_prep.verify.steps import (
