@@ -51,7 +51,7 @@ TOOL = {
 }
 
 
-FORCED = re.compile(r"workers still running after|force killing remaining process")
+FORCED = re.compile(r"sending SIGKILL|force killing remaining process")
 """What vLLM logs of a process that did not end by itself when it was told to."""
 
 
