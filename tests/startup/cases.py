@@ -924,6 +924,12 @@ SPECULATION = {
         ("speculative method suffix", "ngram", "eagle3"),
         drafts("suffix"),
     ),
+    "medusa": Case(
+        ("speculative-method",),
+        ("speculative method medusa", "ngram", "eagle3"),
+        drafts("medusa", model=DRAFTER),
+        drafter=("Qwen3", {EDITED: {"architectures": ["MedusaModel"], "model_type": "medusa"}}),
+    ),
     "ngrams on the device": Case(
         ("speculative-method",), ("speculative method ngram_gpu", "ngram"), drafts("ngram_gpu")
     ),
