@@ -72,6 +72,7 @@ def drafts(num_drafts: int = NUM_DRAFTS, **config: Any) -> dict[str, Any]:
 SMALL = {"block_size": 4, "num_gpu_blocks_override": 56}  # too few blocks for all requests
 # A state of each draft; no prefix cache, so the full check follows what each block holds
 STATES = {"block_size": 16, "enable_prefix_caching": False}
+CACHED_STATES = {"block_size": 16, "enable_prefix_caching": True}
 CHECKED = {"npu_prep": {"check": "full"}}
 UNPADDED = "disable_padded_drafter_batch"
 CASES = [
@@ -91,6 +92,9 @@ CASES = [
     ("Qwen3_5", True, "FULL_AND_PIECEWISE", STATES),
     ("Qwen3_5", False, "FULL_DECODE_ONLY", STATES),
     ("Qwen3_5Moe", False, "PIECEWISE", STATES),
+    # A state at the end of each block, where the next round finds it
+    ("Qwen3_5", True, "FULL_AND_PIECEWISE", CACHED_STATES),
+    ("Qwen3Next", False, None, CACHED_STATES),
 ]
 CASES = [(*case, "V1") for case in CASES] + [
     (*case, "V2") for case in CASES[:5] + CASES[6:11] if RUNNERS[1:]
@@ -101,7 +105,9 @@ CASES = [(*case, "V1") for case in CASES] + [
     ("family", "asynchronous", "mode", "settings", "runner"),
     CASES,
     ids=[
-        f"{family}-{'async' if a else 'sync'}-{'unpadded' if UNPADDED in more else mode}{named(r)}"
+        f"{family}-{'async' if a else 'sync'}-{'unpadded' if UNPADDED in more else mode}"
+        f"{'-cached' if family.startswith('Qwen') and more['enable_prefix_caching'] else ''}"
+        f"{named(r)}"
         for family, a, mode, more, r in CASES
     ],
 )
@@ -110,7 +116,7 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, 
     folder, drafter, prompts, tokens = made(family)
     settings = {"enable_prefix_caching": True, **settings}
     caches = settings["enable_prefix_caching"]
-    if not caches:
+    if family.startswith("Qwen"):
         settings["additional_config"] = CHECKED
     config = {UNPADDED: settings.pop(UNPADDED)} if UNPADDED in settings else {}
     with engine_of(

@@ -176,18 +176,26 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
     return prepare_step(step, padding, layout)
 
 
-def drafts_step(requests: list[OracleRequest], max_model_len: int, num_drafts: int) -> PreparedStep:
-    """The step of an engine with states of two groups and speculation, as `state_step` makes it."""
+def drafts_step(
+    requests: list[OracleRequest], max_model_len: int, num_drafts: int, state_size: int = 0
+) -> PreparedStep:
+    """The step of an engine with states of two groups and speculation, as `state_step` makes it.
+
+    `state_size`: tokens of a state, as with the prefix cache; 0: a request has one.
+    """
     states = StateGroups(STATE_GROUPS, 1 + num_drafts, num_drafts)
-    step = step_batch(requests, 16, max_model_len, True)
-    of_states = np.zeros((len(step.tables.token_ids), 1 + num_drafts), np.int32)
-    of_states[: len(requests)] = [request.block_ids[: 1 + num_drafts] for request in requests]
+    few = [dataclasses.replace(r, block_ids=r.block_ids[: 1 + num_drafts]) for r in requests]
+    step = step_batch(few, 16, max_model_len, True)
+    width = 1 + num_drafts if not state_size else len(requests[0].block_ids)
+    of_states = np.zeros((len(step.tables.token_ids), width), np.int32)
+    of_states[: len(requests)] = [request.block_ids[:width] for request in requests]
+    size = state_size or max_model_len
     table = np.zeros((len(of_states), -(-max_model_len // 16)), np.int32)
     table[:] = 1 + np.arange(table.size, dtype=np.int32).reshape(table.shape)
     step.num_accepted_tokens = np.array([r.num_accepted_tokens for r in requests], np.int32)
     step.tables = dataclasses.replace(
         step.tables,
-        block_sizes=np.array([max_model_len, 16, max_model_len], np.int32),
+        block_sizes=np.array([size, 16, size], np.int32),
         states=states,
         **device_has_all([of_states, table, of_states + np.int32(1000)]),
     )

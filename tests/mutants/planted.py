@@ -1439,8 +1439,8 @@ MUTANTS = [
     Mutant(
         "states of the next block",
         "prep/states.py",
-        "column = (seq_lens[req] - 1) // block_sizes[index]",
-        "column = seq_lens[req] // block_sizes[index]",
+        "first = num_computed_tokens[req] if speculates else seq_lens[req] - 1",
+        "first = num_computed_tokens[req] if speculates else seq_lens[req]",
         STATES,
     ),
     Mutant(
@@ -1462,15 +1462,22 @@ MUTANTS = [
     Mutant(
         "a state is read from the block of the step's last token",
         "prep/states.py",
-        "column = (num_computed_tokens[req] - 1) // block_sizes[index]",
-        "column = (seq_lens[req] - 1) // block_sizes[index]",
+        "column = state_column(num_computed_tokens[req] - kept, kept - 1, size, num_drafts)",
+        "column = state_column(seq_lens[req] - kept, kept - 1, size, num_drafts)",
         STATES,
     ),
     Mutant(
         "accepted tokens are ignored: the first state is read",
         "prep/states.py",
-        "column += num_accepted_tokens[req] - 1",
-        "column += 0",
+        "kept = num_accepted_tokens[req] if num_drafts > 0 else 1",
+        "kept = 1",
+        STATES,
+    ),
+    Mutant(
+        "the state at the end of a block stays among those of drafts",
+        "prep/states.py",
+        "    if ends <= num_drafts:",
+        "    if ends < 0:",
         STATES,
     ),
     Mutant(

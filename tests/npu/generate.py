@@ -54,10 +54,8 @@ def drafts_of(model: Path, method: str) -> dict:
     config: dict = {"method": method, "num_speculative_tokens": 3}
     if method == "ngram":
         return {"speculative_config": {**config, "prompt_lookup_max": 2, "prompt_lookup_min": 1}}
-    if method == "mtp":  # the model's own layers; states of drafts are kept without a prefix cache
-        has_states = "linear_attention" in (model / "config.json").read_text()
-        cache = {"enable_prefix_caching": False} if has_states else {}
-        return {"speculative_config": config, **cache}
+    if method == "mtp":  # the model's own layers
+        return {"speculative_config": config}
     folder = model.parent / method
     if not folder.exists():
         if method == "draft_model":

@@ -186,7 +186,7 @@ def requests_with_drafts(draw) -> tuple[list[OracleRequest], int]:
                 block_ids=blocks.tolist(),
                 num_draft_tokens=drafts,
                 draft_token_ids=ids[known : known + drafts],
-                num_accepted_tokens=int(rng.integers(1, num_drafts + 2)),
+                num_accepted_tokens=int(rng.integers(1, min(num_drafts + 1, max(computed, 1)) + 1)),
             )
         )
     requests.sort(key=lambda r: (r.num_scheduled_tokens > 1 + num_drafts, not _verifies(r)))
@@ -223,6 +223,49 @@ def test_every_array_with_drafts_equals_the_oracle(given_batch):
     step.batch.tables.num_blocks[1] = MAX_MODEL_LEN
     limits = np.array([100, NO_SLOTS, 1 << 20, NO_SLOTS], np.int64)
     assert find_fault(step, limits) is None
+
+
+@given(requests_with_drafts(), st.sampled_from([5, 6, 16]))
+def test_with_the_prefix_cache_drafts_leave_states_at_the_ends_of_blocks(given_batch, size):
+    """Every array is the oracle's; the state at a block's end is in it, and the next step reads it.
+
+    A step writes no block that holds the end of an earlier one.
+    """
+    requests, num_drafts = given_batch
+    requests = [
+        dataclasses.replace(r, block_ids=[100 * (1 + row) + n for n in range(60 // size + 8)])
+        for row, r in enumerate(requests)
+    ]
+    step = drafts_step(requests, MAX_MODEL_LEN, num_drafts, size)
+    kinds = {"decode_threshold": 1 + num_drafts, "block_size": size, "num_drafts": num_drafts}
+    expected = oracle_state_step(requests, **kinds)
+    for name in ("initial_state_indices", "state_indices", "token_state_indices"):
+        assert getattr(step, name)[0].tolist() == expected[name], name
+    assert step.states is not None
+    for row, request in enumerate(requests):
+        start, stop = step.query_start_loc[row : row + 2].tolist()
+        computed = request.num_computed_tokens
+        written = {computed + stop - start: int(step.state_indices[0, row])}
+        if row < step.states.num_decodes:
+            of_tokens = step.token_state_indices[0, start:stop].tolist()
+            written = dict(enumerate(of_tokens, computed + 1))
+        assert len({*written.values()}) == len(written)
+        for after, block in written.items():
+            place = request.block_ids.index(block)
+            assert place >= computed // size, "what is behind it may be another request's, too"
+            assert after % size or place == after // size - 1
+            accepted = after - computed if row < step.states.num_decodes else 1
+            following = dataclasses.replace(
+                request,
+                num_computed_tokens=after,
+                num_scheduled_tokens=1,
+                num_draft_tokens=0,
+                draft_token_ids=[],
+                token_ids=list(range(after + 1)),
+                num_accepted_tokens=accepted,
+            )
+            then = drafts_step([following], MAX_MODEL_LEN, num_drafts, size)
+            assert then.initial_state_indices[0, 0] == block
 
 
 @given(requests_with_drafts())

@@ -439,8 +439,12 @@ MODELS = {
     ),
     "drafts beside cached states": Case(
         ("states-drafts-cached",),
-        ("speculation and prefix caching with", "--no-enable-prefix-caching"),
-        {**NGRAM, "enable_prefix_caching": True},
+        ("num_speculative_tokens 20 with the prefix cache and blocks of 16", "fewer drafts"),
+        {
+            **drafts("ngram", num_speculative_tokens=20),
+            "enable_prefix_caching": True,
+            "block_size": 16,
+        },
         HYBRID,
     ),
     "more drafts than states are taken for": Case(

@@ -274,9 +274,10 @@ class SlotLedger:
         for req_id, request in self.requests.items():
             for index, group in enumerate(self.groups):
                 first = group.first_needed(request.num_computed_tokens) // group.block_size
+                last = {block: place for place, block in enumerate(request.blocks[index])}
                 for place, block in enumerate(request.blocks[index][first:], first):
-                    if block == NULL_BLOCK:
-                        continue
+                    if block == NULL_BLOCK or (group.holds_states and place != last[block]):
+                        continue  # blocks of drafts move along as a prompt is read
                     of_block = owners.setdefault(block, {})
                     if req_id in of_block:
                         raise given_allowed(
@@ -497,7 +498,7 @@ class SlotLedger:
     ) -> None:
         """Check that a request writes a state of its own, and note what is in it then."""
         end, request = int(step.seq_lens[row]), self.requests[req_id]
-        place = (end - 1) // self.groups[index].block_size
+        place = self._place_of_state(step, row, index)
         block, expected = self._state_of(step, row, index, "state_indices"), request.blocks[index]
         if block != expected[place] or block == NULL_BLOCK:
             text = "a state is written to"
@@ -516,6 +517,17 @@ class SlotLedger:
             self.states[written] = request.chain[after - 1] + index
             self.contents[written] = NOBODY
             self.writers[written] = req_id
+
+    def _place_of_state(self, step: "PreparedStep", row: int, index: int) -> int:
+        """Place among a request's blocks of the first state that it writes in a step."""
+        states, size = step.batch.tables.states, self.groups[index].block_size
+        assert states is not None and step.states is not None
+        first = int(step.seq_lens[row]) - 1
+        if states.num_drafts and row < step.states.num_decodes:
+            first = int(step.num_computed_tokens[row])
+        place, rest = divmod(first, size)
+        until_end = size - 1 - rest  # drafts, of which the last may end the block
+        return place + (until_end if until_end <= states.num_drafts else 0)
 
     def _written_states(
         self, step: "PreparedStep", row: int, index: int, block: int, end: int

@@ -439,13 +439,16 @@ def warm_up(
         local = LocalGroups(local.attention_chunk_size, 1, (0,))
     if states is not None:
         states = StateGroups((0,), states.decode_threshold, states.num_drafts)
+    block_size = 2 if dcp is None else dcp.interleave_size
+    if states is not None:
+        block_size = 3 + states.num_drafts  # no token of the step ends it
     one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
     tables = BatchTables(
         num_computed_tokens=one,
         num_prompt_tokens=one,
         num_tokens=one,
         token_ids=np.zeros((1, 2), np.int32),
-        block_sizes=np.full(1, 2 if dcp is None else dcp.interleave_size, np.int32),
+        block_sizes=np.full(1, block_size, np.int32),
         mrope=MropeTables(mrope_dims, 1) if mrope_dims else None,
         local=local,
         latent=latent,

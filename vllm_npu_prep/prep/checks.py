@@ -15,6 +15,7 @@ import numpy as np
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.prep.states import state_column
 from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
         found = check_states(
             batch.num_reqs,
             step.states.num_decodes,
+            batch.tables.states.num_drafts,
             batch.num_accepted_tokens,
             batch.tables.block_table_flat,
             *batch.tables.state_rows,
@@ -389,6 +391,7 @@ def check_local_requests(
 def check_states(
     num_reqs,
     num_decodes,
+    num_drafts,
     kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`
     block_table_flat,  # [E] int32
     groups,  # [num_state_groups] int32
@@ -435,8 +438,10 @@ def check_states(
         read, count = initial_state_indices[index], 0
         for req in range(num_reqs):
             row = first_entries[index] + req * widths[index]
-            first = row + (seq_lens[req] - 1) // size
-            after = block_table_flat[first]
+            first = seq_lens[req] - 1
+            if speculates and req < first_prefill:
+                first = num_computed_tokens[req]
+            after = block_table_flat[row + state_column(first, 0, size, num_drafts)]
             if state_indices[index, req] == 0 or state_indices[index, req] != after:
                 return STATE_BLOCKS, req, -1, group
             tokens = query_start_loc[req + 1] - query_start_loc[req] if speculates else 1
@@ -446,15 +451,16 @@ def check_states(
                 block = after
                 if req < first_prefill:
                     block = token_state_indices[index, query_start_loc[req] + token]
-                    if block == 0 or block != block_table_flat[first + token]:
+                    place = row + state_column(first, token, size, num_drafts)
+                    if block == 0 or block != block_table_flat[place]:
                         return STATE_BLOCKS, req, query_start_loc[req] + token, group
                 written[count], writers[count] = block, req
                 count += 1
             if num_computed_tokens[req] == 0:
                 continue
-            last = row + (num_computed_tokens[req] - 1) // size
-            if speculates:
-                last += num_accepted_tokens[req] - 1
+            kept = num_accepted_tokens[req] if speculates else 1
+            start = num_computed_tokens[req] - kept
+            last = row + state_column(start, kept - 1, size, num_drafts)
             if read[req] == 0 or read[req] != block_table_flat[last]:
                 return STATE_BLOCKS, req, -1, group
         order = np.argsort(written)

@@ -441,6 +441,20 @@ def oracle_latent_step(
     }
 
 
+def _state_blocks(
+    request: OracleRequest, start: int, block_size: int, num_drafts: int
+) -> list[int]:
+    """Blocks of the states after a token and as many drafts, token by token."""
+    columns = [start // block_size]
+    while len(columns) <= num_drafts:
+        columns.append(columns[-1] + 1)
+    for token in range(len(columns)):
+        if (start + token + 1) % block_size == 0:  # the prefix cache looks for this state there
+            columns[0], columns[token] = columns[token], columns[0]
+            break
+    return [request.block_ids[c] if c < len(request.block_ids) else 0 for c in columns]
+
+
 def oracle_state_step(
     requests: Sequence[OracleRequest],
     *,
@@ -481,18 +495,20 @@ def oracle_state_step(
         state, accepted = 0, 1
         if request.num_computed_tokens and num_drafts:
             accepted = request.num_accepted_tokens
-        for position in range(request.num_computed_tokens):
-            state = request.block_ids[position // block_size + accepted - 1]
+        if request.num_computed_tokens:
+            began = request.num_computed_tokens - accepted
+            state = _state_blocks(request, began, block_size, num_drafts)[accepted - 1]
         begun.append(request.num_computed_tokens != 0)
         reads.append(state)
         kept.append(accepted)
-        place = 0
+        begins = request.num_computed_tokens
+        has_states = row < len(decodes) and num_drafts > 0
+        if not has_states:
+            begins += request.num_scheduled_tokens - 1  # whose state alone is kept
+        blocks = _state_blocks(request, begins, block_size, num_drafts)
+        writes.append(blocks[0])
         for offset in range(request.num_scheduled_tokens):
-            place = (request.num_computed_tokens + offset) // block_size
-        writes.append(request.block_ids[place])
-        for offset in range(request.num_scheduled_tokens):
-            has_state = row < len(decodes) and num_drafts > 0
-            of_tokens.append(request.block_ids[place + offset] if has_state else 0)
+            of_tokens.append(blocks[offset] if has_states else 0)
     return {
         "num_decodes": len(decodes),
         "num_decode_tokens": sum(request.num_scheduled_tokens for request in decodes),

@@ -16,6 +16,12 @@ With speculation a decode has up to ``1 + num_drafts`` tokens, and the tokens af
 never were. So a request has that many blocks, and the state after the ``i``-th token of a decode is
 written to its ``i``-th block; that after a prefill to the first one. The next step reads the state
 after the last token that counts: it is in block ``num_accepted_tokens - 1``.
+
+With the prefix cache, too, these are the block of the decode's first token and those behind it in
+the row. The state at the end of a block belongs into that block, where other requests look for it.
+So a token that ends a block changes places with the first token of its step (`state_column`). Where
+a state is follows from where its step began and from its token alone: nothing is copied after a
+step, whose accepted tokens nobody knows yet.
 """
 
 from dataclasses import dataclass
@@ -73,6 +79,33 @@ class StateStep:
 
 
 @compiled
+def state_column(start, token, block_size, num_drafts):
+    """Column of a row in whose block the state after a token of a decode is.
+
+    A prefill keeps that of its last token only, as a decode that begins with it.
+
+    Parameters
+    ----------
+    start
+        Position of the decode's first token.
+    token
+        Which of its tokens, from 0.
+    block_size
+        Tokens of a request that share a state; more than `num_drafts`.
+    num_drafts
+        Most drafts of a request.
+    """
+    column = start // block_size
+    ends = block_size - 1 - start % block_size  # the token that ends the block
+    if ends <= num_drafts:
+        if token == ends:
+            return column
+        if token == 0:
+            return column + ends
+    return column + token
+
+
+@compiled
 def find_states(
     num_reqs,
     decode_threshold,
@@ -113,7 +146,7 @@ def find_states(
     ------
     ValueError
         If a request is longer than its row of a block table, has accepted more tokens than a step
-        can have, or has drafts and is no decode.
+        can have, or has drafts and is no decode; or if a decode can be longer than a block.
     """
     num_decodes = 0
     while num_decodes < num_reqs:
@@ -129,31 +162,38 @@ def find_states(
     if num_drafts > 0:
         for req in range(num_reqs):
             kept = kept_tokens[req] if num_computed_tokens[req] > 0 else 1
-            if kept < 1 or kept > 1 + num_drafts:
+            if kept < 1 or kept > 1 + num_drafts or kept > max(num_computed_tokens[req], 1):
                 raise ValueError("more accepted tokens than a step has, or none")
             num_accepted_tokens[req] = kept
             if num_draft_tokens[req] > 0 and req >= num_decodes:
                 raise ValueError("drafts of a request after the decodes, which keeps one state")
     for index in range(groups.shape[0]):
+        size = block_sizes[index]
+        if size <= num_drafts:
+            raise ValueError("a block of states is shorter than a decode")
         for req in range(num_reqs):
-            column = (seq_lens[req] - 1) // block_sizes[index]
             row = first_entries[index] + req * widths[index]
             start, end = query_start_loc[req], query_start_loc[req + 1]
-            states = end - start if num_drafts > 0 and req < num_decodes else 1
-            if column + states > widths[index]:
+            speculates = num_drafts > 0 and req < num_decodes
+            states = end - start if speculates else 1
+            first = num_computed_tokens[req] if speculates else seq_lens[req] - 1
+            if first // size + states > widths[index]:
                 raise ValueError("a sequence is longer than its row of the block table")
+            column = state_column(first, 0, size, num_drafts)
+            if column >= widths[index]:
+                raise ValueError("a state is past its row of the block table")
             state_indices[index, req] = block_table_flat[row + column]
             if num_drafts > 0:
                 for token in range(start, end):
                     block = NULL_BLOCK_ID
-                    if req < num_decodes:
-                        block = block_table_flat[row + column + token - start]
+                    if speculates:
+                        column = state_column(first, token - start, size, num_drafts)
+                        block = block_table_flat[row + column]
                     token_state_indices[index, token] = block
             initial_state_indices[index, req] = NULL_BLOCK_ID
             if num_computed_tokens[req] > 0:
-                column = (num_computed_tokens[req] - 1) // block_sizes[index]
-                if num_drafts > 0:
-                    column += num_accepted_tokens[req] - 1
+                kept = num_accepted_tokens[req] if num_drafts > 0 else 1
+                column = state_column(num_computed_tokens[req] - kept, kept - 1, size, num_drafts)
                 if column >= widths[index]:
                     raise ValueError("a state is past its row of the block table")
                 initial_state_indices[index, req] = block_table_flat[row + column]
