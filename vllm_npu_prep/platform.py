@@ -188,8 +188,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """True: attention is one operator to torch.compile, which splits the model there."""
-        return graph_config.is_compiled()
+        """Whether attention is one operator, at which torch.compile splits the model."""
+        return graph_config.splits_at_attention()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -309,10 +309,11 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
     if transfer is None or transfer.kv_connector is None:
         return []
     if transfer.kv_connector_module_path not in (None, CONNECTOR_MODULE):
-        return [
-            f"KV connector {transfer.kv_connector} of {transfer.kv_connector_module_path} is given "
-            "K and V of a layer as two planes: [2, blocks, tokens of a block, heads, head size]"
-        ]
+        form = "K and V of a layer as two planes: [2, blocks, tokens of a block, heads, head size]"
+        if vllm_config.model_config.use_mla:
+            form = "latent rows and rotated keys as a pair: [blocks, tokens of a block, 1, width]"
+        module = transfer.kv_connector_module_path
+        return [f"KV connector {transfer.kv_connector} of {module} is given {form}"]
     transfer.kv_connector_module_path = CONNECTOR_MODULE
     if transfer.kv_connector != OFFLOADING:
         return []

@@ -6,6 +6,7 @@ from tests.engine.test_kv_transfer import count_tokens
 from tests.helpers import own_connector
 from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
 
@@ -18,10 +19,17 @@ def nothing_was_called():
     own_connector.SENT.clear()
 
 
+MODELS = {
+    "K and V": {},
+    "latent": {"family": "DeepseekV3", "q_lora_rank": 20, **LATENT, **V3_EXPERTS},
+}
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed, runner):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed, name, runner):
     """Prompts in chunks are sent, then pulled beside other requests; tokens are transformers'."""
-    model, prompts = make_model(tmp_path / "model"), prompts_of(seed, LENGTHS)
+    model, prompts = make_model(tmp_path / "model", **MODELS[name]), prompts_of(seed, LENGTHS)
     expected = reference(model, prompts, 8)
     check_varied(expected)
     settings = {
@@ -35,7 +43,11 @@ def test_a_connector_is_told_of_planes_layers_blocks_and_ends(tmp_path, seed, ru
     }
     with engine_of(runner, model, **settings) as llm:
         layers = runner_of(llm).compilation_config.static_forward_context
-        planes = {name: layer.kv_cache.data_ptr() for name, layer in layers.items()}
+        planes = {
+            name: layer.kv_cache.data_ptr()
+            for name, layer in layers.items()
+            if hasattr(layer, "kv_cache")
+        }
         assert generate(llm, prompts, greedy(8)) == expected
         assert generate(llm, [prompts[2]], greedy(1)) == [expected[2][:1]]  # the last is sent, too
         assert len(own_connector.SENT) == len(prompts) - 1, "3 tokens are no block"

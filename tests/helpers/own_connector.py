@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 CALLS: list[tuple[Any, ...]] = []
 """What was called, in order: a name, and what matters of its arguments."""
 
-SENT: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-"""Blocks of each layer by prompt, as the other side would hold them."""
+SENT: dict[tuple[int, ...], dict[str, list[torch.Tensor]]] = {}
+"""Blocks of each layer and plane by prompt, as the other side would hold them."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class PullingConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = vllm_config.cache_config.block_size
         self._jobs = Jobs()
-        self._caches: dict[str, torch.Tensor] = {}
+        self._caches: dict[str, Any] = {}  # of each layer its planes
         self._sent: set[str] = set()
         self._arriving: set[str] = set()
         self._received: set[str] = set()
@@ -72,21 +72,25 @@ class PullingConnector(KVConnectorBase_V1):
 
     # ----------------------------------------------------------------- the worker's side
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._caches = kv_caches
-        CALLS.append(("register", {name: cache.data_ptr() for name, cache in kv_caches.items()}))
+        CALLS.append(("register", {name: each[0].data_ptr() for name, each in kv_caches.items()}))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         jobs = self._get_connector_metadata()
         CALLS.append(("load", [job[0] for job in jobs.receive]))
         for req_id, prompt, ids in jobs.send:
-            SENT[prompt] = {name: cache[:, ids].clone() for name, cache in self._caches.items()}
+            SENT[prompt] = {
+                name: [plane[ids].clone() for plane in cache]
+                for name, cache in self._caches.items()
+            }
             self._sent.add(req_id)
         self._received |= self._arriving  # what began in the step before has arrived
         self._arriving = set()
         for req_id, prompt, ids in jobs.receive:
             for name, cache in self._caches.items():
-                cache[:, ids] = SENT[prompt][name]
+                for plane, rows in zip(cache, SENT[prompt][name], strict=True):
+                    plane[ids] = rows
             self._arriving.add(req_id)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -826,12 +826,6 @@ CACHE = {
         connector(),
         ("DeepseekV2", MLA),
     ),
-    "KV connector of one's own for latent rows": Case(
-        ("kv-connector-latent",),
-        ("KV connector PullingConnector with MLA", "unequal widths"),
-        connector("PullingConnector", kv_connector_module_path="tests.helpers.own_connector"),
-        ("DeepseekV2", MLA),
-    ),
     "KV connector that knows no adapters": Case(
         ("kv-connector-lora-or-embeds",),
         ("KV connector ExampleConnector with LoRA or prompt embeddings", "token ids"),

@@ -270,6 +270,22 @@ def single_planes(
     ]
 
 
+def planes_by_layer(caches: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Caches in the form in which a KV connector can find blocks: of latent layers both planes.
+
+    Parameters
+    ----------
+    caches, layers
+        Caches and attention layers by name.
+    """
+    return {
+        name: planes_of(cache, layers[name].impl.shape)
+        if isinstance(cache, torch.Tensor) and cache.dim() == 2
+        else cache
+        for name, cache in caches.items()
+    }
+
+
 def zero_blocks(planes: Iterable[torch.Tensor], block_ids: list[int]) -> None:
     """Zero newly allocated blocks in every plane."""
     for plane in planes:

@@ -242,8 +242,13 @@ def describe(vllm_config: "VllmConfig") -> str:
     return f"{mode}, {len(sizes)} sizes from {sizes[0]} to {sizes[-1]} tokens"
 
 
-def is_compiled() -> bool:
-    """Whether the model that is being built will be traced and split."""
+def splits_at_attention() -> bool:
+    """Whether the model that is being built will be traced and split, or a connector waits there.
+
+    vLLM's latent layers tell a KV connector of their ends in the operator alone.
+    """
     from vllm.config import CompilationMode, get_current_vllm_config
 
-    return get_current_vllm_config().compilation_config.mode != CompilationMode.NONE
+    config = get_current_vllm_config()
+    is_compiled = config.compilation_config.mode != CompilationMode.NONE
+    return is_compiled or config.kv_transfer_config is not None

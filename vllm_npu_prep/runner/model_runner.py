@@ -32,6 +32,7 @@ from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
     encoder_only_groups,
+    planes_by_layer,
     single_planes,
     split_by_window,
     zero_blocks,
@@ -825,7 +826,7 @@ class NPUModelRunner(GPUModelRunner):
         # Upstream copies and counts blocks along the first dimension, so it gets single planes.
         layers = self.compilation_config.static_forward_context
         self.kv_caches[:] = single_planes(self.kv_caches, caches, layers)
-        return caches
+        return planes_by_layer(caches, layers)  # upstream registers them with a KV connector
 
     def _init_kv_zero_meta(self) -> None:
         """Does nothing: upstream prepares a Triton kernel here, which is not used."""

@@ -83,15 +83,6 @@ ANY = (
         _words,
     ),
     Refusal(
-        "kv-connector-latent",
-        lambda c: c.transfer is not None and _brings_its_code(c) and c.model.use_mla,
-        "KV connector {name} with MLA",
-        "latent rows and rotated keys are planes of unequal widths, and a connector is given one "
-        "tensor for each layer",
-        "use --kv-offloading-size, or leave --kv-transfer-config out",
-        _words,
-    ),
-    Refusal(
         "kv-connector-pooling",
         lambda c: c.transfer is not None and c.pools,
         "KV connector {name} with pooling",
