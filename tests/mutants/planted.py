@@ -112,6 +112,13 @@ MUTANTS = [
         MERGED,
     ),
     Mutant(
+        "contexts on several ranks: results are merged without weights on NPUs",
+        "attention/context_parallel.py",
+        'return torch.where(lses == float("-inf"), 0.0, weights), lse',
+        "return torch.full_like(weights, 1 / len(lses)), lse",
+        COUNTS,
+    ),
+    Mutant(
         "contexts on several ranks: a rank without rows counts the one that it read",
         "attention/context_parallel.py",
         "    if lens_np.all():",
@@ -1676,6 +1683,17 @@ MUTANTS = [
         "attention/kv_transfer.py",
         "in zip(planes, stored",
         "in zip(planes.flip(0), stored",
+        TRANSFER,
+    ),
+    Mutant(
+        "stored blocks are loaded after the forward pass",
+        "attention/kv_transfer.py",
+        '    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:\n',
+        "    def start_load_kv(self, forward_context, **kwargs):\n"
+        "        self.late = forward_context\n"
+        "    def wait_for_save(self):\n"
+        "        self.load_now(self.late)\n"
+        "    def load_now(self, forward_context, **kwargs):\n",
         TRANSFER,
     ),
     Mutant(
