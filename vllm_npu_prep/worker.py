@@ -50,6 +50,10 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 CPU_KV_CACHE_BYTES = 2 << 30
 """KV cache of the CPU fallback unless ``--kv-cache-memory-bytes`` says otherwise."""
 
+PROCESS_BYTES = 32 << 20
+"""What Python's objects and pages that the allocator keeps may add to a step on the CPU fallback,
+where tensors are measured as resident pages."""
+
 
 class NPUWorker(Worker):
     """One rank of the engine."""
@@ -233,11 +237,13 @@ class NPUWorker(Worker):
             self.model_config.max_model_len,
             max((split.workspace_tokens for split in splits), default=0),
         )
-        self.step_bytes = self._peak_of_step + attention
-        parts = self.step_bytes, self._peak_of_step, attention
+        beside = PROCESS_BYTES if self.prep_device.computes_on_host else 0
+        self.step_bytes = self._peak_of_step + attention + beside
+        parts = self.step_bytes, self._peak_of_step, attention, beside
         logger.info(
             "Memory: beside weights and KV cache, a step takes at most %s MiB with contexts of any "
-            "length (%s MiB without any, measured; masks and attention %s MiB).",
+            "length (%s MiB without any, measured; masks and attention %s MiB; the process itself "
+            "%s MiB).",
             *(f"{-(-part // (1 << 20)):,}" for part in parts),
         )
 
