@@ -67,11 +67,11 @@ def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[
     has to be right, and each client has to hear of the end.
     """
     outcomes: list[str] = []
-    served = threading.Semaphore(0)
+    served, over = threading.Semaphore(0), threading.Event()
 
     def client(number: int) -> None:
         rng = random.Random(seed + number)
-        while True:
+        while not over.is_set():
             question = rng.choice(list(expected))
             body = {"prompt": question, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
             try:
@@ -90,11 +90,14 @@ def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [pool.submit(client, number) for number in range(CLIENTS)]
-        for _ in range(2 * CLIENTS):
-            assert served.acquire(timeout=SECONDS)
-        yield outcomes
-        for each in clients:
-            each.result(timeout=SECONDS)
+        try:
+            for _ in range(2 * CLIENTS):
+                assert served.acquire(timeout=SECONDS)
+            yield outcomes
+            for each in clients:
+                each.result(timeout=SECONDS)
+        finally:  # where the block failed, the server goes on, and so would they
+            over.set()
 
 
 CLIENTS = 12
@@ -108,7 +111,7 @@ KILLED = {
         ("--tensor-parallel-size", "2"),
         "Worker proc VllmWorker-1 died unexpectedly",
     ),
-    "API server": ("VLLM::ApiServer_1", ("--api-server-count", "2"), "ApiServer_1"),
+    "API server": ("VLLM::APIServer_1", ("--api-server-count", "2"), "ApiServer_1"),
     "main process": (None, (), "stops: the process that started it"),
 }
 """What is killed: how its name begins, flags of the server, and what its log says of it."""
