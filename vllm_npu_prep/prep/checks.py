@@ -149,11 +149,12 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
             step.arrays.chunk_local_seq_lens,
             step.arrays.chunk_local_num_computed_tokens,
         )
-    if found[0] == HOLDS and step.states is not None:
+    groups = batch.tables.states
+    if found[0] == HOLDS and step.states is not None and groups is not None:
         found = check_states(
             batch.num_reqs,
             step.states.num_decodes,
-            batch.tables.states.num_drafts,
+            groups.num_drafts,
             batch.num_accepted_tokens,
             batch.tables.block_table_flat,
             *batch.tables.state_rows,
