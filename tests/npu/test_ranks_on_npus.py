@@ -80,6 +80,9 @@ RANKS |= {"tp2cp2": (2, 2), "tp4cp2": (4, 4)}
 OF_A_SHARE = ("slot_mapping", "slot_mappings", "dcp_local_seq_lens", "dcp_local_context_lens")
 """Arrays of which ranks that share contexts have their own."""
 
+OF_CONTEXTS = tuple(f"context_piece_{what}" for what in ("reqs", "starts", "lens", "chunks"))
+"""Arrays that only steps with contexts of prefills fill."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -290,7 +293,10 @@ def differing(steps: list[dict], others: list[dict]) -> list[tuple]:
 
 def without_shares(step: dict) -> dict:
     """A step without what ranks that share contexts have of their own."""
-    kept = {name: each for name, each in step["arrays"].items() if name not in OF_A_SHARE}
+    left_out = OF_A_SHARE
+    if step["state"] in ("DecodeOnly", "PrefillNoCache"):  # without contexts of prefills
+        left_out += OF_CONTEXTS  # what the buffer held before: slots of a rank, maybe
+    kept = {name: each for name, each in step["arrays"].items() if name not in left_out}
     return {**step, "arrays": kept}
 
 
