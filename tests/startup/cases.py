@@ -437,16 +437,6 @@ MODELS = {
         HYBRID,
         drafter=("Qwen3", {}),
     ),
-    "drafts beside cached states": Case(
-        ("states-drafts-cached",),
-        ("num_speculative_tokens 20 with the prefix cache and blocks of 16", "fewer drafts"),
-        {
-            **drafts("ngram", num_speculative_tokens=20),
-            "enable_prefix_caching": True,
-            "block_size": 16,
-        },
-        HYBRID,
-    ),
     "more drafts than states are taken for": Case(
         ("states-drafts",),
         ("num_speculative_tokens 8 for", "give at most 7"),

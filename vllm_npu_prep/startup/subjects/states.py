@@ -119,22 +119,6 @@ STATES = (
         lambda c: {"method": c.speculative.method},
     ),
     Refusal(
-        "states-drafts-cached",
-        lambda c: (
-            c.config.speculative_config is not None
-            and c.config.cache_config.enable_prefix_caching
-            and c.speculative.num_speculative_tokens >= _page(c).block_size
-        ),
-        "num_speculative_tokens {number} with the prefix cache and blocks of {block_size} tokens "
-        "({model})",
-        "of the states of a decode, at most one may be at the end of a block",
-        "give larger blocks or fewer drafts",
-        lambda c: {
-            "number": c.speculative.num_speculative_tokens,
-            "block_size": _page(c).block_size,
-        },
-    ),
-    Refusal(
         "states-drafts",
         lambda c: (
             c.config.speculative_config is not None
