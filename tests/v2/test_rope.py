@@ -48,12 +48,14 @@ def test_positions_of_prompts_and_of_tokens_after_them(seed):
     known = rng.integers(10, 60, SLOTS).astype(np.int32)
     for slot in range(SLOTS):
         rope.init_prefill_positions(slot, model, list(range(known[slot])), [])
+    slots = np.arange(SLOTS)
     for step_number in range(60):
-        if step_number % 7 == 0:  # another request gets a slot
-            rope.init_prefill_positions(step_number % SLOTS, model, list(range(10)), [])
-            known[step_number % SLOTS] = 10
-        number = int(rng.integers(1, SLOTS + 1))
-        slots = rng.permutation(SLOTS)[:number]
+        if step_number % 7 == 6:  # another request gets the slot of one that the last step had
+            rope.init_prefill_positions(int(slots[0]), model, list(range(10)), [])
+            known[slots[0]] = 10
+        else:
+            slots = rng.permutation(SLOTS)[: int(rng.integers(1, SLOTS + 1))]
+        number = len(slots)
         computed = rng.integers(0, 60, SLOTS).astype(np.int32)
         left = np.where(computed < known, known - computed, 5)[slots]
         scheduled = np.array([rng.integers(1, min(6, each) + 1) for each in left], np.int32)
