@@ -1,7 +1,7 @@
 """Requests a second and latency of a server whose model returns at once, beside vLLM's.
 
     python benchmarks/serving.py [--json] [--markdown] [--rounds 3] [--warm-up 1] [--server ours]
-                                 [--concurrency 256] [--prompts 512]
+                                 [--concurrency 256] [--prompts 512] [--request-rate 80]
 
 Two servers (``vllm serve``) wait for requests, and ``vllm bench serve`` asks them in turns:
 
@@ -23,10 +23,15 @@ Columns: requests a second, medians of the time between tokens (``itl``) and to 
 hardly depends on what else the machine does. API server and client take more of a machine with few
 cores than the engine does. ``--markdown`` prints the rows of the table in
 docs/guides/performance.md.
+
+The client sends the next request when one ends (a closed loop): ``--concurrency`` of them begin
+together, and as they are equally long, end together. With ``--request-rate`` it sends them at
+random moments, so many a second (Poisson), however many are still running (an open loop).
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -37,7 +42,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,40 +102,43 @@ def __getattr__(name: str) -> Any:
 
 
 class Server:
-    """One server of this benchmark.
+    """``vllm serve`` on a free port of this machine.
 
     Parameters
     ----------
     side
-        ``"ours"`` or ``"vllm"``.
-    model
-        Folder of the model.
+        Its name among the servers of a benchmark.
+    command
+        What starts it, with its model.
+    flags
+        Further flags of ``vllm serve``.
+    environment
+        Its environment variables.
     folder
         Where it logs.
-    concurrency
-        Most requests of a step.
     """
 
-    def __init__(self, side: str, model: Path, folder: Path, concurrency: int) -> None:
+    def __init__(
+        self,
+        side: str,
+        command: Sequence[str],
+        flags: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+    ) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
-        options = {"mask": "compressed"}  # as NPUs get it
-        if side == "vllm":
-            options["scheduler"] = "upstream"
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *command,
             *("--port", str(self.port), "--host", "127.0.0.1", "--dtype", "float32"),
-            *("--load-format", "dummy", "--enforce-eager", "--max-model-len", "2048"),
-            *("--max-num-seqs", str(concurrency), "--max-num-batched-tokens", "8192"),
-            *("--kv-cache-memory-bytes", str(256 << 20), "--worker-cls", "serving.InstantWorker"),
-            *("--additional-config", json.dumps({"npu_prep": options})),
-            *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+            *("--enforce-eager", "--max-model-len", "2048", "--disable-uvicorn-access-log"),
+            *flags,
         ]
         self.side, self.log = side, folder / f"{side}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, env=environment(side), stdout=log, stderr=subprocess.STDOUT
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
 
     def wait(self) -> None:
@@ -167,6 +175,24 @@ class Server:
             self.process.wait()
 
 
+def vllm_serve(model: Path) -> list[str]:
+    """The command of this environment's vLLM that serves a model."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+
+
+def flags_of(side: str, concurrency: int) -> list[str]:
+    """Flags of a server with `concurrency` requests in a step, at most."""
+    options = {"mask": "compressed"}  # as NPUs get it
+    if side == "vllm":
+        options["scheduler"] = "upstream"
+    return [
+        *("--load-format", "dummy", "--worker-cls", "serving.InstantWorker"),
+        *("--max-num-seqs", str(concurrency), "--max-num-batched-tokens", "8192"),
+        *("--kv-cache-memory-bytes", str(256 << 20), "--no-enable-prefix-caching"),
+        *("--additional-config", json.dumps({"npu_prep": options})),
+    ]
+
+
 def environment(side: str) -> dict[str, str]:
     """Variables of a server, or of the client."""
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
@@ -181,6 +207,28 @@ def environment(side: str) -> dict[str, str]:
     }
 
 
+def bench(server: Server, model: Path, folder: Path, *flags: str) -> dict[str, Any]:
+    """Run ``vllm bench serve`` against a server, and return all that it tells.
+
+    Raises
+    ------
+    SystemExit
+        If it failed.
+    """
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *("--base-url", f"http://127.0.0.1:{server.port}", "--model", str(model)),
+        *("--seed", "0", "--disable-tqdm", "--save-result", "--result-filename", str(result)),
+        *flags,
+    ]
+    done = subprocess.run(command, env=environment("client"), capture_output=True, text=True)
+    if done.returncode or not result.exists():
+        sys.exit(f"the client failed:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
+    return json.loads(result.read_text())
+
+
 def ask(server: Server, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Run the client once against a server.
 
@@ -189,24 +237,21 @@ def ask(server: Server, model: Path, folder: Path, args: argparse.Namespace) -> 
     SystemExit
         If it failed, or a request did.
     """
-    result = folder / "result.json"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
-        *("--backend", "vllm", "--base-url", f"http://127.0.0.1:{server.port}"),
-        *("--model", str(model), "--dataset-name", "random", "--ignore-eos"),
-        *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),
-        *("--num-prompts", str(args.prompts), "--max-concurrency", str(args.concurrency)),
-        *("--seed", "0", "--disable-tqdm", "--save-result", "--result-filename", str(result)),
-    ]
+    rate = ["--request-rate", str(args.request_rate)] if args.request_rate else []
+    at_once = [] if rate else ["--max-concurrency", str(args.concurrency)]
     before = server.engine_seconds()
-    done = subprocess.run(command, env=environment("client"), capture_output=True, text=True)
+    told = bench(
+        *(server, model, folder, "--backend", "vllm", "--dataset-name", "random", "--ignore-eos"),
+        *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),
+        *("--num-prompts", str(args.prompts), *at_once, *rate),
+    )
     seconds = server.engine_seconds() - before
-    if done.returncode or not result.exists():
-        sys.exit(f"the client failed:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
-    told = json.loads(result.read_text())
     expected = args.prompts * args.output_len
     if told["completed"] != args.prompts or told["total_output_tokens"] != expected:
-        sys.exit(f"{server.side}: {told['completed']} requests were served; no numbers")
+        sys.exit(
+            f"{server.side}: {told['completed']} requests of {args.prompts} were served, with "
+            f"{told['total_output_tokens']} tokens of {expected}; no numbers"
+        )
     return {
         "requests_per_s": told["request_throughput"],
         "itl_ms": told["median_itl_ms"],
@@ -217,18 +262,16 @@ def ask(server: Server, model: Path, folder: Path, args: argparse.Namespace) -> 
 
 
 @contextlib.contextmanager
-def servers(
-    sides: Sequence[str], model: Path, folder: Path, concurrency: int
-) -> Iterator[list[Server]]:
-    """The servers of these sides; one starts after the other."""
+def servers(sides: dict[str, Callable[[], Server]]) -> Iterator[list[Server]]:
+    """The servers of these sides, which start together."""
+    print(f"starting servers: {', '.join(sides)} ...", file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         made = []
-        for side in sides:
-            print(f"starting the server of {side} ...", file=sys.stderr, flush=True)
-            server = Server(side, model, folder, concurrency)
-            stack.callback(server.stop)
+        for start in sides.values():
+            made.append(start())
+            stack.callback(made[-1].stop)
+        for server in made:
             server.wait()
-            made.append(server)
         yield made
 
 
@@ -243,6 +286,9 @@ def main() -> None:
         "--server", action="append", choices=SIDES, help="one server alone; may be repeated"
     )
     parser.add_argument("--concurrency", type=int, default=256, help="requests at once")
+    parser.add_argument(
+        "--request-rate", type=float, metavar="R", help="send R requests a second, as they come"
+    )
     parser.add_argument("--prompts", type=int, default=512, help="requests of each run")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer")
@@ -258,7 +304,18 @@ def main() -> None:
             folder / "model", vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=1 << 16
         )
         save_tokenizer(model, VOCAB)
-        with servers(sides, model, folder, args.concurrency) as made:
+        starts = {
+            side: functools.partial(
+                Server,
+                side,
+                vllm_serve(model),
+                flags_of(side, args.concurrency),
+                environment(side),
+                folder,
+            )
+            for side in sides
+        }
+        with servers(starts) as made:
             for turn in range(1 - args.warm_up, 1 + args.rounds):
                 for server in sorted(made, key=lambda each: each.side, reverse=bool(turn % 2)):
                     print(f"run {turn} of {args.rounds}: {server.side} ...", file=sys.stderr)

@@ -1,11 +1,13 @@
 """Benchmarks run, verify what they measure, and print nothing when that fails."""
 
 import contextlib
+import importlib
 import io
 import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -130,6 +132,31 @@ def test_serving_prints_what_each_server_did(servers):
         assert row["itl_ms"] <= row["p99_itl_ms"]
         # Little's law for four at once; the mean is at least half of the median
         assert row["requests_per_s"] < 2 * 4 * 1000 / row["ttft_ms"]
+
+
+SERVED = {
+    **{"completed": 8, "total_output_tokens": 64, "request_throughput": 2.0},
+    **dict.fromkeys(("median_itl_ms", "p99_itl_ms", "median_ttft_ms"), 1.0),
+}
+
+
+@pytest.mark.parametrize("lost", [{}, {"completed": 7}, {"total_output_tokens": 63}])
+@pytest.mark.parametrize("rate", [None, 20.0])
+def test_serving_prints_no_number_when_a_request_was_lost(monkeypatch, rate, lost):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    serving = importlib.import_module("serving")
+    asked: list[str] = []
+    monkeypatch.setattr(serving, "bench", lambda *args: asked.extend(args[3:]) or SERVED | lost)
+    seconds = iter([1.0, 2.0])
+    server = SimpleNamespace(side="ours", engine_seconds=lambda: next(seconds))
+    args = SimpleNamespace(prompts=8, output_len=8, input_len=4, concurrency=4, request_rate=rate)
+    if lost:
+        with pytest.raises(SystemExit, match="no numbers"):
+            serving.ask(server, Path(), Path(), args)
+        return
+    assert serving.ask(server, Path(), Path(), args)["engine_us_per_token"] == 1e6 / 64
+    limited, open_loop = (name in asked for name in ("--max-concurrency", "--request-rate"))
+    assert (limited, open_loop) == (rate is None, rate is not None)
 
 
 def test_looking_costs_are_parts_of_a_decode_step():
