@@ -1,0 +1,108 @@
+"""The benchmark of real traffic: what it sends, and that it prints nothing when answers differ."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import tiny_model
+import traffic
+
+STATE = '{"state": "decode", "tokens": 7, "slots": [1, 2], "why": "it was asked"}'
+ANSWERS = {
+    "chats": traffic.Answer([5, 6, 7], "a b c", []),
+    "structured": traffic.Answer([5, 6], STATE, []),
+    "tools": traffic.Answer([5, 6], "", ['free_blocks({"group": 3})']),
+}
+REQUESTS = [traffic.Request("first", 3), traffic.Request("second", 3)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_model.make_tokenizer()
+
+
+def test_lengths_are_the_same_ones_each_time_and_within_the_limits_of_the_client():
+    found = traffic.lengths(1000)
+    assert found[:128] == traffic.lengths(128)
+    assert all(
+        4 <= prompt <= 1024 and answer >= 4 and prompt + answer < 2048 for prompt, answer in found
+    )
+    prompts, answers = zip(*found, strict=True)
+    # The limits take from the means that were asked for
+    assert 0.75 * traffic.MEAN_PROMPT < sum(prompts) / 1000 < traffic.MEAN_PROMPT
+    assert 0.9 * traffic.MEAN_ANSWER < sum(answers) / 1000 < traffic.MEAN_ANSWER
+    assert max(answers) > 5 * sorted(answers)[500], "few are very long"
+
+
+@pytest.mark.parametrize("kind", traffic.KINDS)
+def test_prompts_have_these_lengths_behind_what_they_share(kind, tokenizer):
+    how = traffic.KINDS[kind]
+    requests = traffic.requests_of(how, 16, tokenizer)
+    sizes = [len(tokenizer(request.prompt).input_ids) for request in requests]
+    shared = traffic.PREFIX_TOKENS if how.prefixes else 0
+    for size, (prompt, _) in zip(sizes, traffic.lengths(16), strict=True):
+        assert 0 <= size - shared - prompt < 24, "a word more, at most, of both texts"
+    begins = {request.prompt[:100] for request in requests if len(request.prompt) > 100}
+    assert len(begins) == (how.prefixes or len([s for s in requests if len(s.prompt) > 100]))
+
+
+def test_calls_are_those_of_the_tools():
+    for name, (_, keys) in traffic.CALLABLE.items():
+        values = ", ".join(f'"{key}": 12' for key in keys)
+        call = f'{{"name": "{name}", "arguments": {{{values}}}}}'
+        assert re.fullmatch(traffic.CALL, f"<tool_call>\n{call}\n</tool_call>")
+        assert not re.fullmatch(traffic.CALL, call)
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_servers_that_answer_the_same_do_not_differ(kind):
+    answers = [ANSWERS[kind]] * 2
+    assert traffic.difference(kind, REQUESTS, {"ours": answers, "vllm_cpu": answers}) == ""
+
+
+WRONG = {
+    "a token": ("chats", ANSWERS["chats"]._replace(tokens=[5, 8, 7])),
+    "a text": ("chats", ANSWERS["chats"]._replace(text="a b d")),
+    "a call": ("tools", ANSWERS["tools"]._replace(calls=['free_blocks({"group": 4})'])),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_difference_is_told(what):
+    kind, wrong = WRONG[what]
+    by_side = {"ours": [ANSWERS[kind]] * 2, "vllm_cpu": [ANSWERS[kind], wrong]}
+    assert f"{kind}, request 1 of ours" in traffic.difference(kind, REQUESTS, by_side)
+
+
+NO_ANSWERS = {
+    "too short": ("chats", ANSWERS["chats"]._replace(tokens=[5, 6])),
+    "not by the schema": ("structured", ANSWERS["structured"]._replace(text=STATE[:-2])),
+    "another schema": ("structured", ANSWERS["structured"]._replace(text='{"state": "decode"}')),
+    "no call": ("tools", ANSWERS["tools"]._replace(calls=[])),
+    "words beside a call": ("tools", ANSWERS["tools"]._replace(text="</tool_call>")),
+}
+
+
+@pytest.mark.parametrize("what", NO_ANSWERS)
+def test_answers_of_another_kind_are_told_though_both_servers_give_them(what):
+    kind, wrong = NO_ANSWERS[what]
+    by_side = {"ours": [wrong] * 2, "vllm_cpu": [wrong] * 2}
+    assert f"{kind}, request 0 of ours" in traffic.difference(kind, REQUESTS, by_side)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"completed": 1}, {"output_lens": [3, 2]}, {"generated_texts": ["a b c", "a b d"]}],
+)
+def test_numbers_of_other_answers_are_not_printed(wrong):
+    told = {"completed": 2, "output_lens": [3, 3], "generated_texts": ["a b c"] * 2, **wrong}
+    answers = [ANSWERS["chats"]] * 2
+    if not wrong:
+        traffic.check_told("ours", "chats", told, answers)
+        return
+    with pytest.raises(SystemExit, match="no numbers"):
+        traffic.check_told("ours", "chats", told, answers)
