@@ -152,8 +152,9 @@ def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
         assert why in first.log()
         if name is not None:
             errors = [line for line in first.log().splitlines() if "vllm_npu_prep: error:" in line]
-            assert code == 1 and len(errors) == 1, errors
-        if killed in ("engine", "API server"):
+            # Of an API server that is gone vLLM's main process tells, in its own words
+            assert code == 1 and len(errors) == int(killed != "API server"), errors
+        if killed == "engine":
             assert "Traceback" not in first.log()
     finally:
         first.kill()
