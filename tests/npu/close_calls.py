@@ -20,8 +20,9 @@ def same_but_close_calls(
     ours: dict,
     theirs: dict,
     close: float = CLOSE,
+    one_of: int = 4,
 ) -> None:
-    """Tokens part in one prompt of four, and only where float32 hardly prefers one.
+    """Tokens part in one prompt of four (`one_of`), and only where float32 hardly prefers one.
 
     The model is a folder, or a model of transformers.
     """
@@ -29,4 +30,4 @@ def same_but_close_calls(
     logits = logits_of(model) if isinstance(model, Path) else logits_by(model)
     parted = close_calls(logits, given[:1] + given, ours["tokens"], theirs["tokens"], close)
     print(f"{parted} of {len(given)} prompts part")
-    assert parted <= len(given) // 4
+    assert parted <= len(given) // one_of
