@@ -158,11 +158,11 @@ class Server:
         sys.exit(f"the server of {self.side} did not start:\n{self.log.read_text()[-3000:]}")
 
     def engine_seconds(self) -> float:
-        """Processor time of its engine process until now."""
+        """Processor time of its engine process, and of its ranks, until now."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-                times = child.cpu_times()
-                return times.user + times.system
+                times = [each.cpu_times() for each in (child, *child.children(recursive=True))]
+                return sum(each.user + each.system for each in times)
         raise RuntimeError(f"the server of {self.side} has no engine process")
 
     def stop(self) -> None:

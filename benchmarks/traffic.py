@@ -390,6 +390,8 @@ def flags(concurrency: int) -> list[str]:
         *("--max-num-seqs", str(concurrency), "--max-num-batched-tokens", "2048"),
         *("--kv-cache-memory-bytes", str(1 << 30), "--seed", "0"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        # Random weights would write spaces without end between the parts of an object
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     ]
 
 
