@@ -77,9 +77,8 @@ def end_without_collecting() -> None:
     """Leave the objects of this process, an engine's or a rank's, to the operating system.
 
     When they end, vLLM thaws a million objects of modules and of the model and looks for garbage
-    among them, and Python does so again; together that is one to two seconds of a processor. Ranks
-    that share the processors of a busy host were not done with it in the nine seconds that vLLM
-    gives them, nor was their engine in its fifteen, and they were killed.
+    among them, and Python does so again. On a busy host, a rank had spent 1.4 s of a processor on
+    it when its nine seconds were nearly over, and its engine was killed after fifteen.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import WorkerProc
