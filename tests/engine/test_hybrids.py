@@ -18,7 +18,7 @@ from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
 from tests.helpers.prompts import prompts_of
 from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
-from tests.helpers.watch import count_preemptions, count_states
+from tests.helpers.watch import count_preemptions, count_states, count_verified
 from vllm_npu_prep.cli import main
 
 MAX_TOKENS = 16
@@ -116,6 +116,43 @@ def test_tokens_equal_transformers(made, tmp_path, capsys, family, asynchronous,
     assert all(each is not None and len(each.groups) == 3 for each in states_of)
     number = next(r.number for r in records if r.prepared["has_initial_state_padded"].any())
     assert main(["explain", str(tmp_path), "--step", str(number)]) == 0
+    assert "states of group" in capsys.readouterr().out
+
+
+REPEATS = {"spread": 0.1, "embedding_scale": 20}
+"""Weights that make greedy tokens repeat themselves."""
+
+
+def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys):
+    """Of text that repeats itself (ngram): accepted, partly accepted, rejected, and preempted.
+
+    Core, oracle and upstream prepare each step again from its record, and a page draws it.
+    """
+    folder = make_model(tmp_path / "model", "Qwen3_5", **GATED_DELTA, **REPEATS)
+    asked = [prompt * 3 for prompt in prompts_of(SEED, [3, 17, 25])] + prompts_of(SEED, [30, 1])
+    expected = reference(folder, asked, 40)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    records = tmp_path / "records"
+    with engine(
+        folder,
+        speculative_config={**drafts, "prompt_lookup_min": 1},
+        block_size=16,
+        max_num_batched_tokens=48,
+        max_num_seqs=5,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=40,
+        additional_config={
+            "npu_prep": {"check": "full", "record": {"dir": str(records), "steps": "0:1000"}}
+        },
+    ) as llm:
+        verified, preempted = count_verified(llm), count_preemptions(llm)
+        assert generate(llm, asked, greedy(40)) == expected
+    print(dict(verified), dict(preempted))
+    assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+    read = records_in(records)
+    check(read)
+    drafting = next(r.number for r in read if r.prepared["num_accepted_tokens"].max() > 1)
+    assert main(["explain", str(records), "--step", str(drafting)]) == 0
     assert "states of group" in capsys.readouterr().out
 
 

@@ -4,6 +4,8 @@ import functools
 import importlib.util
 from typing import Any
 
+from torch import nn
+
 from vllm_npu_prep.errors import PrepError
 
 TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
@@ -27,6 +29,18 @@ def refuse_vision_without_torchvision() -> None:
         return upstream(self, architectures, model_config)
 
     _ModelRegistry.inspect_model_cls = inspect_model_cls  # type: ignore[method-assign]
+
+
+def name_weight_loaders(model: nn.Module) -> None:
+    """Give loaders of weights that are partial functions a name, which upstream's reload reads.
+
+    The norm of MiniMax-M2's queries and keys has such ones, and new weights end in an
+    ``AttributeError`` there.
+    """
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def take_no_mtp_layers_for_none() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from vllm_npu_prep.compat.models import name_weight_loaders
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.fused import laid_aside
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear
@@ -46,6 +47,7 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
     PrepError
         If a tensor has another shape or dtype now: the engine has to be started again.
     """
+    name_weight_loaders(model)
     before = {(module, name): tensors for module, name, tensors in _derived(model)}
     with laid_aside(model):
         yield
