@@ -20,6 +20,9 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
 from tests.helpers.watch import count_preemptions, count_states, count_verified
 from vllm_npu_prep.cli import main
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.inspect.upstream import UpstreamReplay
 
 MAX_TOKENS = 16
 
@@ -124,9 +127,9 @@ REPEATS = {"spread": 0.1, "embedding_scale": 20}
 
 
 def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys):
-    """Of text that repeats itself (ngram): accepted, partly accepted, rejected, and preempted.
+    """Of text that repeats itself (ngram): accepted, partly accepted and rejected.
 
-    Core, oracle and upstream prepare each step again from its record, and a page draws it.
+    Core and oracle prepare each step again from its record, and `explain` shows it.
     """
     folder = make_model(tmp_path / "model", "Qwen3_5", **GATED_DELTA, **REPEATS)
     asked = [prompt * 3 for prompt in prompts_of(SEED, [3, 17, 25])] + prompts_of(SEED, [30, 1])
@@ -140,18 +143,20 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys):
         max_num_batched_tokens=48,
         max_num_seqs=5,
         enable_prefix_caching=False,
-        num_gpu_blocks_override=40,
         additional_config={
             "npu_prep": {"check": "full", "record": {"dir": str(records), "steps": "0:1000"}}
         },
     ) as llm:
-        verified, preempted = count_verified(llm), count_preemptions(llm)
+        verified = count_verified(llm)
         assert generate(llm, asked, greedy(40)) == expected
-    print(dict(verified), dict(preempted))
+    print(dict(verified))
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
     read = records_in(records)
-    check(read)
-    drafting = next(r.number for r in read if r.prepared["num_accepted_tokens"].max() > 1)
+    for record in read:
+        assert replay_core(record) is None and replay_oracle(record) is None
+    with pytest.raises(PrepError, match="keeps states in other blocks"):
+        UpstreamReplay().prepare(read[0])
+    drafting = next(r.number for r in read if r.batch.num_accepted_tokens.max() > 1)
     assert main(["explain", str(records), "--step", str(drafting)]) == 0
     assert "states of group" in capsys.readouterr().out
 

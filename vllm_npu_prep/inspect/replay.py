@@ -85,6 +85,8 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
     if group < len(settings.block_sizes):
         size = tokens_per_block(settings.shards, settings.block_sizes[group])
         num_columns = -(-settings.max_model_len // size)
+        if settings.states is not None and group in settings.states.groups:
+            num_columns += settings.states.num_drafts  # which have states of their own
         first = int(batch.num_blocks[:group].sum())
         ends = first + np.cumsum(batch.num_blocks[group])
         starts = ends - batch.num_blocks[group]

@@ -55,7 +55,19 @@ class UpstreamReplay:
         return first_difference(record, self.prepare(record), "upstream")
 
     def prepare(self, record: "StepRecord") -> dict[str, np.ndarray]:
-        """Upstream's arrays by a record's names; arrays that it doesn't have are as recorded."""
+        """Upstream's arrays by a record's names; arrays that it doesn't have are as recorded.
+
+        Raises
+        ------
+        PrepError
+            If upstream's runner can't prepare it.
+        """
+        states = record.settings.states
+        if states is not None and states.num_drafts:
+            raise PrepError(
+                "--upstream: with drafts, vLLM's runner keeps states in other blocks than this "
+                "plugin, so nothing could be compared; replay without --upstream"
+            )
         with _quietly():
             with _told("--upstream: vLLM can't make a runner here"):
                 runner = self._runner(RunnerSizes.of(record.settings))
