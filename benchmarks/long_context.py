@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="in tokens")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", help="of weights and KV cache")
     parser.add_argument("--picture", type=Path, help="draw a picture; needs matplotlib")
     parser.add_argument("--from", dest="given", type=Path, help="draw what --json printed")
     args = parser.parse_args()

@@ -90,7 +90,7 @@ def test_both_halves_equal_their_formulas_and_padding_is_zero(name, seed, monkey
         output, lse = impl.forward_mqa((absorbed, rotated), step.kv_cache, seen, named)
         assert lse is None and output.shape == (first, SHAPE.num_heads, SHAPE.kv_lora_rank)
         outputs.append(output)
-        wanted = torch.cat([step._decode(row) for row in range(decodes)])
+        wanted = torch.cat([step._decode(row)[0] for row in range(decodes)])
         torch.testing.assert_close(output[: len(wanted)].double(), wanted, rtol=1e-4, atol=1e-4)
         assert not output[len(wanted) :].any()
     if first < total:
