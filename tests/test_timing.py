@@ -69,12 +69,13 @@ def test_a_run_says_its_processes_and_its_commit(monkeypatch):
     monkeypatch.setattr("tests.timing.caches", lambda: "cold")
     said = []
     xml = SimpleNamespace(add_global_property=lambda name, value: said.append((name, value)))
-    config = SimpleNamespace(stash={xml_key: xml})
+    plugins = SimpleNamespace(register=lambda *_: None)
+    config = SimpleNamespace(stash={xml_key: xml}, pluginmanager=plugins)
     pytest_configure(config)
     pytest_xdist_setupnodes(config, specs=["one", "other"])
     rest = [("commit", tree_state().commit), ("caches", "cold")]
     assert said == [("processes", "1"), *rest, ("processes", "2"), *rest]
-    pytest_configure(SimpleNamespace(stash={}))  # a run that isn't written down
+    pytest_configure(SimpleNamespace(stash={}, pluginmanager=plugins))  # it is not written down
 
 
 def test_caches_are_cold_until_a_run_has_filled_them(tmp_path, monkeypatch):

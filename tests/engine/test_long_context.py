@@ -12,6 +12,7 @@ from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.long_context import check_bound, expected_tokens
 from tests.helpers.prompts import prompts_of
 from tests.helpers.watch import count_states
+from vllm_npu_prep import worker
 from vllm_npu_prep.attention.mask_cache import MaskCache
 
 BUDGET, TOKENS = 2048, 6
@@ -82,13 +83,15 @@ def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monke
 
 
 @pytest.mark.parametrize("longest", [16384, 131072])
-def test_memory_keeps_the_bound_that_start_up_states(tmp_path, capfd, longest):
+def test_memory_keeps_the_bound_that_start_up_states(tmp_path, monkeypatch, longest):
     """Resident pages, with those of the KV cache that are taken on their first use."""
     model = model_for(tmp_path / "model", longest, head_size=16)
+    said: list[str] = []  # vLLM's first engine configures loggers anew, without those of pytest
+    monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
     with engine(model, **settings_for(longest, BUDGET, "float32")) as llm:
-        (stated,) = re.findall(r"a step takes at most ([\d,]+) MiB", capfd.readouterr().out)
-        worker = llm.llm_engine.model_executor.driver_worker.worker
-        assert int(stated.replace(",", "")) == -(-worker.step_bytes // (1 << 20))
+        (stated,) = re.findall(r"a step takes at most ([\d,]+) MiB", "\n".join(said))
+        step_bytes = llm.llm_engine.model_executor.driver_worker.worker.step_bytes
+        assert int(stated.replace(",", "")) == -(-step_bytes // (1 << 20))
         generate(llm, [prompt_of(BUDGET)], greedy(2))
         row = check_bound(llm, longest)
     assert row["got"] == expected_tokens(model, longest)
