@@ -53,6 +53,9 @@ CPU_KV_CACHE_BYTES = 2 << 30
 PROCESS_BYTES = 32 << 20
 """What Python's objects and pages that the allocator keeps may add to a step on the CPU fallback,
 where tensors are measured as resident pages."""
+PROCESS_BYTES_A_TOKEN = 256
+"""The same for a token of the longest request: lists of ids, 40 bytes a token each, which client,
+scheduler and runner keep of it. 128k tokens took 139 bytes each beside `PROCESS_BYTES`."""
 
 
 class NPUWorker(Worker):
@@ -237,7 +240,9 @@ class NPUWorker(Worker):
             self.model_config.max_model_len,
             max((split.workspace_tokens for split in splits), default=0),
         )
-        beside = PROCESS_BYTES if self.prep_device.computes_on_host else 0
+        beside = 0
+        if self.prep_device.computes_on_host:
+            beside = PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * self.model_config.max_model_len
         self.step_bytes = self._peak_of_step + attention + beside
         parts = self.step_bytes, self._peak_of_step, attention, beside
         logger.info(
