@@ -50,9 +50,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 CPU_KV_CACHE_BYTES = 2 << 30
 """KV cache of the CPU fallback unless ``--kv-cache-memory-bytes`` says otherwise."""
 
-PROCESS_BYTES = 32 << 20
-"""What Python's objects and pages that the allocator keeps may add to a step on the CPU fallback,
-where tensors are measured as resident pages."""
+PROCESS_BYTES = 96 << 20
+"""What a step on the CPU fallback may add to resident pages beside tensors: 32 MiB of Python's
+objects, and 64 MiB that glibc keeps at the end of its heap (twice its largest mmap threshold)."""
 PROCESS_BYTES_A_TOKEN = 256
 """The same for a token of the longest request: lists of ids, 40 bytes a token each, which client,
 scheduler and runner keep of it. 128k tokens took 139 bytes each beside `PROCESS_BYTES`."""

@@ -205,3 +205,10 @@ def test_attention_over_shared_contexts_is_attention_over_whole_ones(
 
     outputs = on_ranks(RANKS, of_rank)
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dummy_run_without_decodes_has_rows_of_nobody():
+    """As latent attention captures graphs of prefills alone."""
+    metadata = metadata_of(AttentionState.DecodeOnly, [(3, 1)], 4)
+    shared = rows_of(metadata, torch.zeros(0, dtype=torch.int32), np.zeros(0, np.int32))
+    assert shared.rows.max_seq_len == 1 and shared.has_rows is None
