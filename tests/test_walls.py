@@ -304,8 +304,8 @@ WALLS: dict[str, set[str]] = {
     "scheduling": {"scheduling"},
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"quantization.fused", "quantization.int8", "startup.asked"}
-    # Loaders that upstream's reload can't read
-    | {"compat.models"},
+    # Loaders that upstream's reload can't read, and how it measures graphs
+    | {"compat.graphs", "compat.models"},
     # The same parts as V1's runner, and the patches that let upstream's V2 take them
     "v2": {"attention", "compat.v2", "config", "device", "graph.wrapper", "observe", "ops", "prep"}
     | {"quantization.fused", "runner.graphs", "runner.lora", "runner.new_weights"}

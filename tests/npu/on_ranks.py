@@ -110,6 +110,8 @@ def run(model: Path, case: str) -> dict[str, Any]:
         **SCHEDULING[scheduling],
         **({} if mode == "eager" else {"enforce_eager": False, **graphs(mode, 4, 16)}),
     }
+    if (layout, mode, feature) == ("tp2", "FULL_AND_PIECEWISE", ""):  # measured as in production
+        settings |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 64}
     loras = None
     if feature == "lora":
         settings |= SCHEDULING["lora"]

@@ -11,6 +11,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 
+from vllm_npu_prep.compat.graphs import measured_as_captured
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph import OutOfStreamsError
 from vllm_npu_prep.graph.fake_graph import check_padding
@@ -300,7 +301,7 @@ def measure_graphs(device: Device, profile: Callable[[], int]) -> int:
         Upstream's measurement, which captures some.
     """
     try:
-        with device.host_streams(), device.capturing():
+        with device.host_streams(), device.capturing(), measured_as_captured():
             return profile()
     except RuntimeError as error:
         if not is_out_of_streams(error):
