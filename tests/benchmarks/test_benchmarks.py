@@ -13,7 +13,6 @@ from typing import NamedTuple
 import pytest
 
 from tests.helpers.ranks import in_a_fresh_process
-from tests.helpers.v2 import RUNNERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CASES = ["step-256"]
@@ -86,7 +85,6 @@ def test_host_step_prints_one_object_a_line():
         assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
 
 
-@pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
 def test_host_step_v2_measures_three_runners():
     result = run("host_step_v2.py", "--json", "--steps", "3", "--case", "step-256")
     assert result.returncode == 0, result.stderr[-2000:]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import engine_of
 from tests.helpers.vision import (
     MARKS,
     Reference,
@@ -100,7 +100,6 @@ ON_V2 = {
 }
 
 
-@pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
 @pytest.mark.parametrize("which", ON_V2)
 def test_v2_sees_what_v1_sees(vision_models, references, seed, which):
     """The same requests, twice, preempted in the first case; positions are checked in each step."""

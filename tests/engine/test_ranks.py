@@ -14,7 +14,7 @@ from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mtp import make_mtp_model, num_accepted
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, accepted_drafts, serve_on_ranks
-from tests.helpers.v2 import RUNNERS, asked_for
+from tests.helpers.v2 import asked_for
 
 NUM_TOKENS = 12
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -41,8 +41,7 @@ LAYOUTS = {
 }
 ON_V2 = "-V2"
 """With which names of cases on Model Runner V2 end."""
-if "V2" in RUNNERS:
-    LAYOUTS |= {f"tensors{ON_V2}": LAYOUTS["tensors"], f"experts{ON_V2}": LAYOUTS["experts"]}
+LAYOUTS |= {f"tensors{ON_V2}": LAYOUTS["tensors"], f"experts{ON_V2}": LAYOUTS["experts"]}
 
 
 async def all_at_once(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
@@ -109,8 +108,7 @@ DRAFTING = {
     "Glm4Moe-sync": TP2 | GRAPHS | {"async_scheduling": False},
     "MiMo-async": TP2 | GRAPHS,
 }
-if "V2" in RUNNERS:
-    DRAFTING |= {f"MiMo-async{ON_V2}": TP2 | GRAPHS}
+DRAFTING |= {f"MiMo-async{ON_V2}": TP2 | GRAPHS}
 
 
 @pytest.mark.parametrize("which", DRAFTING)

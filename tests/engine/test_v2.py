@@ -7,10 +7,9 @@ import torch
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import logits_of, reference
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 
-pytestmark = pytest.mark.skipif("V2" not in RUNNERS, reason="this release's V2 runner is refused")
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
 FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 9}
 """Room for 9 blocks of 128 tokens: requests are preempted."""

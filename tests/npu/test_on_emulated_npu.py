@@ -15,7 +15,6 @@ from tests.helpers.emulator import emulate, selected, why_no_emulator
 from tests.helpers.engine import make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
-from tests.helpers.v2 import RUNNERS
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.matrix.collect import add
 from tests.npu import generate
@@ -110,8 +109,6 @@ def on_npu(request, folder, tmp_path_factory):
     asked: dict[str, list[str]] = {}
     for params in selected(request, test_tokens_equal_the_reference_family):
         for case in params["cases"]:
-            if "-v2/" in case and "V2" not in RUNNERS:
-                continue
             name = f"{folder / 'model'}:{params['attention']}:{case}"
             asked.setdefault(params["delay"], []).append(name)
     for params in selected(request, test_windows_beside_full_attention):
@@ -120,8 +117,6 @@ def on_npu(request, folder, tmp_path_factory):
 
     for params in selected(request, test_mtp_layers_draft):
         for mode in params["cases"]:
-            if "-v2/" in mode and "V2" not in RUNNERS:
-                continue
             name = f"{folder / params['which']}:{params['attention']}:{mode}"
             asked.setdefault("skewed", []).append(name)
 
@@ -233,8 +228,6 @@ REPLAYED = {
     ],
 )
 def test_tokens_equal_the_reference_family(model, reference, on_npu, attention, delay, cases):
-    if "-v2/" in cases[0] and "V2" not in RUNNERS:
-        pytest.skip("this release's V2 runner is refused")
     states: set[str] = set()
     for case, ours in on_npu(model, delay, attention, cases).items():
         dtype, scheduling, mode, *method = case.split("/")
@@ -321,8 +314,6 @@ def test_windows_beside_full_attention(
 )
 def test_mtp_layers_draft(request, reference, on_npu, attention, which, cases):
     """Draft passes of DeepSeek are compiled, so they are padded to the sizes of graphs."""
-    if "-v2/" in cases[0] and "V2" not in RUNNERS:
-        pytest.skip("this release's V2 runner is refused")
     model = request.getfixturevalue(which)
     for case, ours in on_npu(model, "skewed", attention, cases).items():
         dtype, scheduling, mode, _ = case.split("/")

@@ -20,7 +20,6 @@ from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.quantized import QUANTIZE, rounded_model
-from tests.helpers.v2 import RUNNERS
 from tests.matrix.collect import add
 from tests.npu import generate
 from tests.npu.close_calls import CLOSE_IN_INT8, same_but_close_calls
@@ -66,7 +65,6 @@ CASES = [
     "bfloat16/tp4cp2/async/FULL_AND_PIECEWISE/latent",
     "bfloat16/tp2cp2/sync/eager/latent",
 ]
-CASES = [case for case in CASES if "V2" in RUNNERS or "-v2/" not in case]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 
 MIXTURE = {

@@ -6,7 +6,7 @@ import torch
 import ascend_emulator
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import engine_of
 from tests.helpers.vision import Reference, chat, make_image, make_video, serve, tokens_of, watch
 
 HIDDEN_COPIES = {"qwen2_5_vl": 0, "qwen3_vl": 5}
@@ -100,30 +100,28 @@ def test_images_and_videos_beside_text(vision_models, seed, name, attention, mod
         assert not set(counted) - {"peak_memory_bytes"}, "no copies, and no lengths read back"
 
 
-if "V2" in RUNNERS:  # another release's is refused
-
-    @pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "FULL_AND_PIECEWISE")])
-    def test_v2_sees_on_the_device(vision_models, seed, name, mode):
-        """The same tokens; steps with images are in graphs, too, since all read embeddings."""
-        first, question = make_image(seed), "What is a slot mapping?"
-        requests = [
-            chat(first, question),
-            chat(question),
-            chat(make_image(seed + 1, 90, 60), " or ", first, question),
-            chat(make_video(seed), question),
-        ]
-        answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
-        with engine_of(
-            "V2",
-            vision_models / name,
-            dtype="float16",
-            skip_tokenizer_init=False,
-            max_num_batched_tokens=32,
-            **graphs(mode, 4, 16, 32),
-        ) as llm:
-            runner = runner_of(llm)
-            outputs = serve(llm, requests, greedy(12))
-            assert str(runner.device) == "npu:0"
-            kinds = runner.padding.counts.by_kind
-        assert tokens_of(outputs) == [answer.tokens for answer in answers]
-        assert set(kinds) >= REPLAYED[mode]
+@pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "FULL_AND_PIECEWISE")])
+def test_v2_sees_on_the_device(vision_models, seed, name, mode):
+    """The same tokens; steps with images are in graphs, too, since all read embeddings."""
+    first, question = make_image(seed), "What is a slot mapping?"
+    requests = [
+        chat(first, question),
+        chat(question),
+        chat(make_image(seed + 1, 90, 60), " or ", first, question),
+        chat(make_video(seed), question),
+    ]
+    answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
+    with engine_of(
+        "V2",
+        vision_models / name,
+        dtype="float16",
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=32,
+        **graphs(mode, 4, 16, 32),
+    ) as llm:
+        runner = runner_of(llm)
+        outputs = serve(llm, requests, greedy(12))
+        assert str(runner.device) == "npu:0"
+        kinds = runner.padding.counts.by_kind
+    assert tokens_of(outputs) == [answer.tokens for answer in answers]
+    assert set(kinds) >= REPLAYED[mode]

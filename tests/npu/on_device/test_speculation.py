@@ -57,7 +57,7 @@ TO_THE_HOST = {  # samples, and: drafts for the scheduler; counts for later pass
 
 @pytest.mark.parametrize(
     ("runner_name", "method", "num_drafts", "asynchronous"),
-    [case for case in TO_THE_HOST if case[0] in RUNNERS],
+    TO_THE_HOST,
 )
 def test_a_step_copies_once_and_reads_back_no_more_than_it_must(
     model, drafter, seed, runner_name, method, num_drafts, asynchronous
