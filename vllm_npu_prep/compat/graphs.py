@@ -1,12 +1,8 @@
 """Patch of upstream's measurement of graphs."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
-
-CAPTURING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.cudagraph_utils")
-"""Modules of upstream's runners that capture graphs."""
 
 
 @contextlib.contextmanager
@@ -14,14 +10,15 @@ def measured_as_captured() -> Iterator[None]:
     """Context in which upstream measures the memory of graphs as this plugin captures them.
 
     Upstream prepares the communicators of ranks for a capture, which asserts that they are CUDA's:
-    two ranks on NPUs would not start. Collectives of HCCL are captured as they are.
+    two ranks on NPUs would not start. Collectives of HCCL are captured as they are. Upstream's V2
+    measures by its graph manager, which is this plugin's.
     """
-    modules: list[Any] = [sys.modules[name] for name in CAPTURING if name in sys.modules]
-    upstream = [module.graph_capture for module in modules]
-    for module in modules:
-        module.graph_capture = lambda device: contextlib.nullcontext()
+    from vllm.v1.worker import gpu_model_runner
+
+    module: Any = gpu_model_runner
+    upstream = module.graph_capture
+    module.graph_capture = lambda device: contextlib.nullcontext()
     try:
         yield
     finally:
-        for module, capture in zip(modules, upstream):
-            module.graph_capture = capture
+        module.graph_capture = upstream
