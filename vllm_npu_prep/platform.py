@@ -35,7 +35,7 @@ from vllm_npu_prep.quantization.formats import describe, find_description
 from vllm_npu_prep.scheduling.choice import choose_scheduler
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.startup import ray_cluster
-from vllm_npu_prep.startup.asked import multimodal_inputs
+from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
@@ -43,6 +43,7 @@ from vllm_npu_prep.startup.subjects.cache import (
     PLANE_SPEC,
     UPSTREAM_SPEC,
 )
+from vllm_npu_prep.startup.subjects.v2 import recommended
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
 from vllm_npu_prep.wording import counted
 
@@ -267,7 +268,7 @@ class NPUPlatform(Platform):
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         notes += _agree_on_the_host(vllm_config.parallel_config)
-        notes += unread_variables(os.environ)
+        notes += unread_variables(os.environ) + _recommend_v2(vllm_config, decisions)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler
@@ -336,6 +337,16 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
     unknown = "" if version else "; CANN does not tell its version"
     documented = ", and by all that the documentation demands" * rules.documented
     return [f"fused attention: checked by the rules of {by}{documented}{unknown}"]
+
+
+def _recommend_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
+    """A line where Model Runner V2 would do for an engine that runs on V1."""
+    if not recommended(Asked(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
+        return []
+    return [
+        "Model Runner V2 has all that this engine asks for, and V1 is deprecated: "
+        "try VLLM_USE_V2_MODEL_RUNNER=1"
+    ]
 
 
 def _known_faults(vllm_config: "VllmConfig") -> list[str]:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
@@ -115,6 +116,44 @@ def test_drafts_change_nothing_that_a_request_gets(tmp_path, prompts, async_sche
     assert len({str(each) for each in expected.values()}) == len(params)
 
 
+def test_drafts_by_chance_change_nothing_that_greed_or_a_seed_gets(tmp_path, prompts):
+    """Greedy requests beside random ones, in chunks and preempted; random ones with a seed, alone
+    and with others that leave them their drafts. Log-probabilities are of the tokens taken."""
+    model = make_model(tmp_path / "model", spread=0.1, embedding_scale=20)
+    drafts = {"method": "eagle", "model": str(make_eagle_head(tmp_path / "head", model))}
+    drafts |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+    def random(**params):
+        return SamplingParams(temperature=0.9, ignore_eos=True, detokenize=False, **params)
+
+    mixed = [random(max_tokens=40) if n % 2 else greedy(40) for n in range(len(prompts))]
+    blocks = {"kv_cache_memory_bytes": FEW_BLOCKS["kv_cache_memory_bytes"] * 3 // 2}  # the head's
+    with engine_of("V2", model, speculative_config=drafts, **CHECKED, **blocks) as llm:
+        verified, preempted = count_verified(llm), count_preemptions(llm)
+        found = llm.generate(inputs, mixed, use_tqdm=False)
+        assert preempted.pop("preempted") > 0
+        seeded = [random(max_tokens=30, seed=n, logprobs=2, top_k=20) for n in range(3)]
+        together = llm.generate(inputs[:3], seeded, use_tqdm=False)
+        alone = [
+            llm.generate([each], params, use_tqdm=False)[0]
+            for each, params in zip(inputs[:3], seeded)
+        ]
+        assert not preempted
+    print(dict(verified))
+    tokens, given, again = (
+        [list(each.outputs[0].token_ids) for each in outputs]
+        for outputs in (found, together, alone)
+    )
+    assert tokens[::2] == reference(model, prompts[::2], 40)
+    assert tokens[1::2] != reference(model, prompts[1::2], 40)
+    assert given == again
+    for each in together:
+        for token, ranked in zip(each.outputs[0].token_ids, each.outputs[0].logprobs, strict=True):
+            assert ranked[token].rank <= 20
+    assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+
+
 def test_drafts_are_looked_up_in_what_a_request_has(tmp_path, prompts):
     """Of text that repeats itself, in chunks and preempted; vLLM's ngram is synchronous."""
     model = make_model(tmp_path, spread=0.1, embedding_scale=20)
@@ -169,8 +208,6 @@ def test_v2_forbids_words(model, prompts):
 
 
 def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):
-    from vllm import SamplingParams
-
     def drawn(llm, asked, **params):
         chosen = SamplingParams(
             temperature=0.8, max_tokens=20, ignore_eos=True, detokenize=False, **params
@@ -198,8 +235,6 @@ def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):
 
 def test_log_probabilities_of_chosen_tokens_leave_other_requests_theirs(model, prompts):
     """They are the model's for all, where V1's other requests lose their most probable tokens."""
-    from vllm import SamplingParams
-
     logits = logits_of(model)
     asked = [{"logprobs": 3}, {"logprob_token_ids": [5, 9, 300]}, {"logprob_token_ids": [7]}]
     params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **a) for a in asked]
@@ -218,8 +253,6 @@ def test_log_probabilities_of_chosen_tokens_leave_other_requests_theirs(model, p
 
 def test_random_samples_have_their_probabilities(model):
     """One prompt many times: frequencies of its first token, with and without a seed."""
-    from vllm import SamplingParams
-
     number, prompt = 2000, {"prompt_token_ids": [5, 6, 7]}
     with engine_of("V2", model, max_num_seqs=64, max_logprobs=512) as llm:
         given = {"temperature": 1.7, "max_tokens": 1, "detokenize": False}

@@ -70,6 +70,7 @@ REACHED = {
         "_ranks_kernel",
         "_topk_log_softmax_kernel",
     ),
+    "sample.thinking_budget": (),  # budgets are counted by a state of our own
     "sample.prompt_logprob": ("_prompt_logprobs_token_ids_kernel",),
 }
 """Kernels that an engine of the V2 runner launches, by module of upstream's runner."""

@@ -22,11 +22,12 @@ from tests.helpers.batches import (
 from tests.prep.test_latent import sorted_batch
 from vllm_npu_prep.observe.check import RULES, explain_fault
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
-from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
 from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.tables import device_has_all
 
 LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
 thresholds = st.integers(1, 4)
@@ -74,6 +75,39 @@ def test_slots_of_attention_are_those_of_an_engine_without_states(batch, thresho
         state_step(batch, threshold, keeps_states).slot_mapping[1].tolist()
         == batch.step().slot_mapping[0].tolist()
     )
+
+
+def at_slots(step: PreparedStep, slots: list[int]) -> PreparedStep:
+    """The same step of requests whose rows are elsewhere, as vLLM's V2 runner keeps them."""
+    tables = step.batch.tables
+    num_rows = len(tables.token_ids)
+    names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
+    moved = {name: np.empty_like(getattr(tables, name)) for name in names}
+    for name, array in moved.items():
+        array[slots] = getattr(tables, name)
+    block_tables = [np.empty_like(tables.block_table(g)) for g in range(tables.num_groups)]
+    for group, rows in enumerate(block_tables):
+        rows[slots] = tables.block_table(group)
+    moved |= device_has_all(block_tables) | {"slots": np.array(slots, np.int32)}
+    assert len(slots) == num_rows
+    batch = dataclasses.replace(step.batch, tables=dataclasses.replace(tables, **moved))
+    return prepare_step(batch, step.padding, step.layout)
+
+
+@given(random_batches(), thresholds, st.booleans(), st.randoms(use_true_random=False))
+def test_states_are_the_same_wherever_requests_are(batch, threshold, keeps_states, random):
+    batch = sorted_batch(batch, threshold)
+    step = state_step(batch, threshold, keeps_states)
+    slots = list(range(len(step.batch.tables.token_ids)))
+    random.shuffle(slots)
+    moved = at_slots(step, slots)
+    assert moved.states == step.states
+    for name in LINES:
+        assert np.array_equal(getattr(moved.arrays, name), getattr(step.arrays, name)), name
+    limits = np.array([2**30, NO_SLOTS, 2**30, NO_SLOTS])
+    for each in (step, moved):
+        each.batch.tables.num_blocks[:] = each.batch.tables.max_num_blocks[:, None]
+        assert find_fault(each, limits) is None
 
 
 def upstream_builder(

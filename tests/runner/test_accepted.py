@@ -17,15 +17,20 @@ class Batch:
     def __init__(self, states: StateGroups | None = None) -> None:
         self.accepted = AcceptedTokens(8)
         states = states or StateGroups((0,), 1 + DRAFTS, DRAFTS)
-        self.tables = SimpleNamespace(states=states, num_computed_tokens=np.zeros(8, np.int32))
+        self.slots = np.arange(8)
+        self.tables = SimpleNamespace(
+            states=states, num_computed_tokens=np.zeros(8, np.int32), slots=self.slots
+        )
 
-    def step(self, *rows: tuple[str, int, int], known: str = "abcdef") -> list[int]:
+    def step(
+        self, *rows: tuple[str, int, int], known: str = "abcdef", begun: str = ""
+    ) -> list[int]:
         """Counts before a step of requests, their computed tokens and their scheduled ones."""
         ids = [req_id for req_id, _, _ in rows]
         computed = np.array([each for _, each, _ in rows], np.int32)
-        self.tables.num_computed_tokens[: len(rows)] = computed
+        self.tables.num_computed_tokens[self.slots[: len(rows)]] = computed
         scheduled = np.array([each for _, _, each in rows], np.int32)
-        counts = self.accepted.count(self.tables, ids, set(known), scheduled)
+        counts = self.accepted.count(self.tables, ids, set(known), scheduled, set(begun))
         assert counts.dtype == np.int32
         return counts.tolist()
 
@@ -72,6 +77,25 @@ def test_a_request_that_lost_its_state_begins_with_none():
     batch = Batch()
     batch.step(("a", 10, 4))
     assert batch.step(("a", 0, 4)) == [1]
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["at once", "after a step"])
+def test_a_request_that_is_resumed_begins_with_what_the_prefix_cache_has(others):
+    batch = Batch()
+    batch.step(("b", 10, 4), ("a", 40, 4))
+    for step in range(others):
+        batch.step(("b", 11 + step, 4))
+    assert batch.step(("b", 12, 4), ("a", 32, 9), begun="a") == [2 - others, 1]
+    assert batch.step(("b", 13, 4), ("a", 41, 4)) == [1, 1]
+
+
+def test_requests_may_be_at_slots_of_their_own():
+    batch = Batch()
+    batch.slots[:2] = 5, 2
+    batch.step(("a", 10, 4), ("b", 20, 4))
+    assert batch.step(("a", 13, 4), ("b", 21, 4)) == [3, 1]
+    batch.slots[:2] = 2, 5
+    assert batch.step(("b", 24, 4), ("a", 15, 4)) == [3, 2]
 
 
 def test_requests_that_ended_are_forgotten():

@@ -1,11 +1,13 @@
-"""Outputs that are copied to the host stay until their copies are complete."""
+"""Asynchronous outputs: tensors stay until they are copied, and a failure is told."""
 
 import gc
 import weakref
 
+import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.runner.outputs import OutputsInFlight
 
 
@@ -47,3 +49,13 @@ def test_tensors_of_a_dropped_output_live_until_their_copy_is_complete():
     events[1].done = True
     outputs.keep(None)
     assert tensors[1]() is None and len(outputs) == 0
+
+
+def test_who_waits_in_vain_gets_the_error_after_it_was_told():
+    output, told = Output(), []
+    with pytest.raises(AssertionError, match="nobody asks"):
+        WatchedOutput(output, told.append).get_output()
+    assert [type(error) for error in told] == [AssertionError]
+    output.get_output = lambda: "samples"  # type: ignore[method-assign,return-value]
+    assert WatchedOutput(output, told.append).get_output() == "samples"
+    assert len(told) == 1

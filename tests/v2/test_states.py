@@ -162,6 +162,19 @@ def test_counts_of_requests_by_slot():
     assert states.token_ids[slot, :4].tolist() == [8] + [UNKNOWN_TOKEN] * 3
 
 
+def test_stages_enter_what_the_scheduler_tells_behind_what_was_computed():
+    states = SlotStates(3, 16, 8, 0, 100, CPU)
+    states.add_request("a", 3, [5, 6, 7], 0, 4)
+    states.add_request("b", 4, [5, 6, 9, 9], 0, 4)
+    slots = states.slots_of(["b", "a"])
+    states.advance(slots, [2, 4])
+    states.enter_samples(slots, [[9, 9], [8]])
+    assert states.token_ids[slots, :6].tolist() == [
+        [5, 6, 9, 9, UNKNOWN_TOKEN, UNKNOWN_TOKEN],
+        [5, 6, 7, UNKNOWN_TOKEN, 8, UNKNOWN_TOKEN],
+    ]
+
+
 def test_rows_are_written_together_and_the_last_write_counts():
     rows = SlotRows((3, 4), torch.float32, CPU)
     rows.stage_write(0, 1, {1.5: 0, 2.5: 0}.keys())

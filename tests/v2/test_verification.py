@@ -62,7 +62,9 @@ def verified_batch(step, arrays):
 def verify(step, arrays, drawn, invalid=None):
     """Our sampler's rows, for these tokens drawn from each row of logits."""
     sampler = SlotRejectionSampler.__new__(SlotRejectionSampler)
-    sampler.sampler = lambda logits, batch: SimpleNamespace(sampled_token_ids=drawn[:, None])
+    sampler.sampler = lambda logits, batch, drafts: SimpleNamespace(
+        sampled_token_ids=drawn[:, None]
+    )
     batch = verified_batch(step, arrays)
     return sampler(None, batch, None, invalid).sampled_token_ids
 

@@ -4,7 +4,7 @@ way."""
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -102,3 +102,26 @@ def stand_ins(**classes: Any) -> Iterator[None]:
     finally:
         for module, name, original in saved:
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def decisions_by(decide: Callable[..., Any]) -> Iterator[None]:
+    """Let upstream's ``execute_model`` ask another function for a step's graph and padding.
+
+    Upstream's runner calls ``dispatch_cg_and_sync_dp`` by the name that it imported. Scoped to one
+    call, because a drafter's module has a name of its own.
+
+    Parameters
+    ----------
+    decide
+        Gets upstream's arguments.
+    """
+    from vllm.v1.worker.gpu import model_runner
+
+    module: Any = model_runner
+    original = module.dispatch_cg_and_sync_dp
+    module.dispatch_cg_and_sync_dp = decide
+    try:
+        yield
+    finally:
+        module.dispatch_cg_and_sync_dp = original

@@ -52,6 +52,11 @@ class GraphWrapper(CUDAGraphWrapper):
         self.concrete_cudagraph_entries[context.batch_descriptor] = graph
         return outputs
 
+    @classmethod
+    def num_graphs(cls) -> int:
+        """Graphs that all wrappers of this process hold."""
+        return sum(len(each.concrete_cudagraph_entries) for each in cls._all_instances)
+
     def _leave_memory_pool(self) -> None:
         """Let all wrappers capture in another memory pool than this one's; graphs stay in theirs.
 

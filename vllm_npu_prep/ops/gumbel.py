@@ -24,15 +24,35 @@ def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> tor
     torch.Tensor
         float32 ``[num_rows, vocab_size]``.
     """
-    tokens = torch.arange(vocab_size, device=seeds.device)
+    uniform = _uniform(seeds, pos, torch.arange(vocab_size, device=seeds.device))
+    # The kernel has a series for small values, because its backends lack this function
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+def seeded_uniform(seeds: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """A number of each row, more than 0 and less than 1: the kernel's for token 0.
+
+    Parameters
+    ----------
+    seeds, pos
+        int64 ``[num_rows]``.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 ``[num_rows]``.
+    """
+    first = torch.zeros(1, dtype=torch.int64, device=seeds.device)
+    return _uniform(seeds, pos, first)[:, 0].clamp(max=1 - 2**-24)
+
+
+def _uniform(seeds: torch.Tensor, pos: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     prefix = torch.zeros_like(seeds)
     for key in (seeds & WORD, (seeds >> 32) & WORD, pos & WORD):
         prefix = _mixed(prefix, key)
     hashed = _finished(_mixed(prefix[:, None], tokens[None, :]) ^ 16)
     high, low = (hashed >> 16).float(), (hashed & 0xFFFF).float()
-    uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
-    # The kernel has a series for small values, because its backends lack this function
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+    return high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
 
 
 def _times(value: torch.Tensor, factor: int) -> torch.Tensor:

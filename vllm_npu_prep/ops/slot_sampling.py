@@ -62,6 +62,7 @@ def count_tokens(
     places = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = places < prompt_len[expanded_idx_mapping][:, None]
     is_known = places < prefill_len[expanded_idx_mapping][:, None]
+    is_known &= tokens >= 0  # an embedding of a prompt is no token
     tokens = tokens.where(is_known, 0)  # past a request's tokens, a row holds what was there before
     counts = torch.zeros(
         (len(tokens), 2, num_words * BITS), dtype=torch.int32, device=tokens.device
@@ -273,7 +274,8 @@ def list_prompt_tokens(
     slots = idx_mapping[reqs]
     after = num_computed_tokens[slots] + 1 + places - query_start_loc[reqs]
     after.clamp_(max=all_token_ids.shape[1] - 1)  # after the last of all tokens, nothing is read
-    prompt_logprobs_token_ids.copy_(all_token_ids[slots, after.long()])
+    tokens = all_token_ids[slots, after.long()]
+    prompt_logprobs_token_ids.copy_(tokens.clamp(min=0))  # an embedding is no token; nobody asks
 
 
 def apply_grammar_bitmask(

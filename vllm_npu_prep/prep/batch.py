@@ -395,6 +395,7 @@ def _state_step(batch: StepBatch, states: StateGroups, arrays: StepArrays) -> St
         arrays.num_computed_tokens,
         batch.num_draft_tokens,
         batch.num_accepted_tokens,
+        batch.tables.slots,
         batch.tables.block_table_flat,
         *batch.tables.state_rows,
         arrays.token_state_indices,

@@ -156,6 +156,7 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
             step.states.num_decodes,
             groups.num_drafts,
             batch.num_accepted_tokens,
+            batch.tables.slots,
             batch.tables.block_table_flat,
             *batch.tables.state_rows,
             step.arrays.query_start_loc,
@@ -394,6 +395,7 @@ def check_states(
     num_decodes,
     num_drafts,
     kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`
+    slots,  # [num_reqs or more] int32: row of each request in the tables
     block_table_flat,  # [E] int32
     groups,  # [num_state_groups] int32
     first_entries,  # [num_state_groups] int64
@@ -438,7 +440,7 @@ def check_states(
         group, size = groups[index], block_sizes[index]
         read, count = initial_state_indices[index], 0
         for req in range(num_reqs):
-            row = first_entries[index] + req * widths[index]
+            row = first_entries[index] + slots[req] * widths[index]
             first = seq_lens[req] - 1
             if speculates and req < first_prefill:
                 first = num_computed_tokens[req]

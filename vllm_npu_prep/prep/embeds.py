@@ -109,7 +109,7 @@ def embedded_tokens(
     step
         The prepared step.
     is_token_ids
-        False where a position of a request is given as an embedding.
+        False where a position of a request is given as an embedding; rows are those of the tables.
 
     Returns
     -------
@@ -117,6 +117,6 @@ def embedded_tokens(
         int64 ``[num_embeds]`` each: index of the token in the step, its request in the batch, and
         its position in the request; in the order of the step.
     """
-    is_id = is_token_ids.reshape(-1)[step.token_indices]
-    token_indices = np.flatnonzero(~is_id)
-    return token_indices, step.req_indices[token_indices], step.positions[token_indices]
+    reqs, positions = step.req_indices, step.positions
+    token_indices = np.flatnonzero(~is_token_ids[step.slots[reqs], positions])
+    return token_indices, reqs[token_indices], positions[token_indices]

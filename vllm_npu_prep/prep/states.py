@@ -115,6 +115,7 @@ def find_states(
     num_computed_tokens,  # [num_reqs or more] int32
     num_draft_tokens,  # [num_reqs or more] int32
     kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`; else not read
+    slots,  # [num_reqs or more] int32: row of each request in the tables
     block_table_flat,  # [E] int32, the groups' tables one after the other
     # Of each state group:
     groups,  # [num_state_groups] int32, among all groups
@@ -172,7 +173,7 @@ def find_states(
         if size <= num_drafts:
             raise ValueError("a block of states is shorter than a decode")
         for req in range(num_reqs):
-            row = first_entries[index] + req * widths[index]
+            row = first_entries[index] + slots[req] * widths[index]
             start, end = query_start_loc[req], query_start_loc[req + 1]
             speculates = num_drafts > 0 and req < num_decodes
             states = end - start if speculates else 1
@@ -197,7 +198,7 @@ def find_states(
                 if column >= widths[index]:
                     raise ValueError("a state is past its row of the block table")
                 initial_state_indices[index, req] = block_table_flat[row + column]
-        slots = slot_mapping[groups[index]]
-        for token in range(slots.shape[0]):
-            slots[token] = PAD_SLOT_ID
+        none = slot_mapping[groups[index]]
+        for token in range(none.shape[0]):
+            none[token] = PAD_SLOT_ID
     return num_decodes, num_decode_tokens, num_reqs - num_decodes

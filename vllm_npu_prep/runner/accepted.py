@@ -7,10 +7,11 @@ is read back for it, and no sampler has to tell.
 
 Upstream takes the numbers from the sampler, for the rows of the last step. A request that was left
 out of a step is added to the batch again, and upstream then takes its count for 1: it would read
-the state before its accepted drafts. Here a request is known by its id.
+the state before its accepted drafts. Here a request is known by its id, until it is resumed after
+preemption: then it begins like any other, with the states that the prefix cache has of it.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class AcceptedTokens:
         req_ids: Sequence[str],
         known: Container[str],
         num_scheduled_tokens: np.ndarray,
+        begun: Collection[str] = (),
     ) -> np.ndarray:
         """Count, and remember what this step begins with; called once for each step.
 
@@ -55,6 +57,9 @@ class AcceptedTokens:
             Ids of all requests that have not ended.
         num_scheduled_tokens
             int32 ``[num_reqs]``.
+        begun
+            Ids of requests that this step resumes after preemption; those of new ones may be among
+            them.
 
         Returns
         -------
@@ -68,7 +73,9 @@ class AcceptedTokens:
         if self._req_ids != req_ids:
             self._follow(req_ids, known)
         starts = self._starts[:num_reqs]
-        computed = tables.num_computed_tokens[:num_reqs]
+        if begun:
+            starts[[req_id in begun for req_id in req_ids]] = UNKNOWN
+        computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
         counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)
         longer = np.flatnonzero(num_scheduled_tokens > states.decode_threshold)
         num_decodes = int(longer[0]) if len(longer) else num_reqs

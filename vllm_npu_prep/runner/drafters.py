@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -36,9 +35,8 @@ from vllm_npu_prep.prep.drafting import (
     num_rejected_tokens,
     token_positions,
 )
+from vllm_npu_prep.runner.mtp_layers import warn_of_unused_layers
 from vllm_npu_prep.startup.asked import DRAFT_MODEL_METHODS
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
 class ExactLengths(SpecDecodeBaseProposer):
@@ -280,12 +278,7 @@ def make_drafter(
         return None
     is_model = config.method == "draft_model"
     drafter = (ExactDraftModelProposer if is_model else ExactEagleProposer)(vllm_config, device)
-    num_layers = getattr(config.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
-    if config.method == "mtp" and num_layers > 1:
-        logger.warning(
-            "Speculation: the model has %d MTP layers; the first one drafts in all passes.",
-            num_layers,
-        )
+    warn_of_unused_layers(config)
     drafter.num_valid_tokens = num_valid_tokens
     drafter.backup_of_step = backup_of_step
     drafter.block_table_of_group = block_table_of_group

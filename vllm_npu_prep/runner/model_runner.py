@@ -35,7 +35,7 @@ from vllm_npu_prep.attention.kv_cache import (
     planes_by_layer,
     single_planes,
     split_by_window,
-    zero_blocks,
+    zero_new_blocks,
 )
 from vllm_npu_prep.attention.latent import describe, find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
@@ -66,7 +66,11 @@ from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
-from vllm_npu_prep.runner.request_updates import RequestUpdates, states_are_read
+from vllm_npu_prep.runner.request_updates import (
+    RequestUpdates,
+    put_drafts_first,
+    states_are_read,
+)
 from vllm_npu_prep.runner.sampling import top_k_top_p_sampler
 from vllm_npu_prep.runner.speculation import LastSamples, Speculation
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
@@ -263,6 +267,13 @@ class NPUModelRunner(GPUModelRunner):
                 self.updates.correct_counts(updated, batch, previous_rows, num_valid_tokens)
             self.speculation.set_known_tokens(batch, previous_rows)
 
+    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
+        """As upstream's; with states, requests that begin with drafts are among the decodes."""
+        super()._may_reorder_batch(scheduler_output)
+        states = self.preparer.tables.states
+        if states is not None and scheduler_output.scheduled_spec_decode_tokens:
+            put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)
+
     def _update_others(self, scheduler_output: SchedulerOutput) -> Callable[[], None] | None:
         """As upstream's `_update_states`, for prompts of embeddings, too, which have no ids."""
         embedded = [
@@ -352,7 +363,11 @@ class NPUModelRunner(GPUModelRunner):
             takes_embeds,
             NO_LIMITS if check is None or takes_embeds else check.limits_in_pass,
             self.speculation.accepted.count(
-                preparer.tables, rows.req_ids, self.requests, num_scheduled_tokens
+                preparer.tables,
+                rows.req_ids,
+                self.requests,
+                num_scheduled_tokens,
+                scheduler_output.scheduled_cached_reqs.resumed_req_ids,
             ),
         )
 
@@ -832,13 +847,8 @@ class NPUModelRunner(GPUModelRunner):
         """Does nothing: upstream prepares a Triton kernel here, which is not used."""
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zero new blocks, as upstream does with a Triton kernel, if numbers are of several types.
-
-        Of one type, what another layer left are numbers, and nobody reads them: a state that holds
-        nothing is not read, and attention ends at a request's last token.
-        """
-        if len({plane.dtype for plane in self.kv_caches}) > 1:
-            zero_blocks(self.kv_caches, block_ids)
+        """Zero new blocks where it is needed, as upstream does with a Triton kernel."""
+        zero_new_blocks(self.kv_caches, block_ids)
 
     # ----------------------------------------------------------------- the device
 

@@ -111,8 +111,18 @@ class PromptEmbeds:
             ``[num_input_tokens, hidden_size]`` on the device.
         """
         embeds = model.embed_input_ids(input_ids)
+        self.enter(embeds)
+        return embeds
+
+    def enter(self, embeds: torch.Tensor) -> None:
+        """Put the vectors in their places.
+
+        Parameters
+        ----------
+        embeds
+            ``[num_tokens or more, hidden_size]`` on the device, changed.
+        """
         if len(self.token_indices):
             indices = async_tensor_h2d(self.token_indices, device=embeds.device)
             rows = async_tensor_h2d(self.rows, device=embeds.device)
             embeds.index_copy_(0, indices, rows)
-        return embeds

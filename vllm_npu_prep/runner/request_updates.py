@@ -31,6 +31,40 @@ PLACEHOLDER = -1
 NO_DRAFTS: Sequence[int] = ()
 
 
+def put_drafts_first(
+    scheduler_output: "SchedulerOutput", batch: InputBatch, decode_threshold: int
+) -> None:
+    """Move requests that come with drafts to the end of the leading decodes.
+
+    vLLM gives a request that is admitted with one token left places of drafts, so that a full graph
+    of decodes fits. Its order of the batch takes a request without computed tokens for a prefill
+    all the same; and those keep one state, where drafts want one for each.
+
+    Parameters
+    ----------
+    scheduler_output
+        Of the step.
+    batch
+        In upstream's order; changed in place.
+    decode_threshold
+        Most tokens of a decode.
+    """
+    drafts, counts = (
+        scheduler_output.scheduled_spec_decode_tokens,
+        scheduler_output.num_scheduled_tokens,
+    )
+    come = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+    come += scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    for req_id in come:
+        if req_id not in drafts:
+            continue
+        place, place_of = 0, batch.req_id_to_index
+        while counts[batch.req_ids[place]] <= decode_threshold and place < place_of[req_id]:
+            place += 1
+        for row in range(place_of[req_id], place, -1):  # the others keep their order
+            batch.swap_states(row, row - 1)
+
+
 class UpdatedRequests(NamedTuple):
     """Requests whose states are followed, after `RequestUpdates.update_plain_requests`."""
 

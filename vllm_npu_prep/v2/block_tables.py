@@ -8,9 +8,11 @@ import torch
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables
+from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
+from vllm_npu_prep.prep.states import StateGroups
 from vllm_npu_prep.v2.states import SlotStates
 
 
@@ -37,7 +39,8 @@ class SlotBlockTables:
     blocks_per_chunk
         Row lengths are multiples of this, for layers that view a row as chunks.
     **unused
-        Of upstream's, for context parallelism and layers with states, which are refused.
+        Of upstream's: for context parallelism, which the fused pass does, and which groups write
+        slots.
     """
 
     redirect_writes_to_null_block = False
@@ -136,7 +139,9 @@ def tables_of(
     chunked_prefill: bool,
     local: LocalGroups | None,
     latent: LatentSplit | None = None,
+    state_groups: StateGroups | None = None,
     mrope: MropeTables | None = None,
+    dcp: ContextShards | None = None,
 ) -> BatchTables:
     """The tables that the fused pass reads: views, which follow every change.
 
@@ -150,8 +155,12 @@ def tables_of(
         Groups with attention chunks, if there are any.
     latent
         How steps are split for latent attention.
+    state_groups
+        Groups that hold states.
     mrope
         Positions of the batch's prompts.
+    dcp
+        The part of each context that this rank keeps.
     """
     return BatchTables(
         num_computed_tokens=states.num_computed_tokens_np,
@@ -167,5 +176,7 @@ def tables_of(
         chunked_prefill=chunked_prefill,
         local=local,
         latent=latent,
+        states=state_groups,
         mrope=mrope,
+        dcp=dcp,
     )

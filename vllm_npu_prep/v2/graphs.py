@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.v2.engines import SharedDecisions
 
 
 class GraphManager(ModelCudaGraphManager):
@@ -60,7 +61,13 @@ class GraphManager(ModelCudaGraphManager):
         return self.of_dummy_run
 
     def ask(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, num_active_loras: int, eager: bool
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        num_active_loras: int,
+        eager: bool,
+        shared: SharedDecisions | None = None,
     ) -> tuple[CUDAGraphMode, BatchDescriptor, BatchExecutionDescriptor]:
         """Upstream's decision for a step.
 
@@ -70,23 +77,28 @@ class GraphManager(ModelCudaGraphManager):
             Of the step.
         eager
             Whether the step has to run without a graph.
+        shared
+            With engines that have to agree.
 
         Returns
         -------
         mode, descriptor, decision
             As V1's dispatcher says it, and as V2's runner takes it.
         """
-        if eager:
+        # Any batch of decodes, and prompts of one token, which are padded as decodes are
+        is_uniform = num_tokens == num_reqs * max_query_len
+        uniform = max_query_len if is_uniform else None
+        if shared is not None:
+            found = shared.decide(
+                self, num_reqs, num_tokens, uniform, num_active_loras, eager=eager
+            )
+        elif eager:
             none = CUDAGraphMode.NONE
             found = BatchExecutionDescriptor(
                 none, num_tokens, num_reqs, num_active_loras=num_active_loras
             )
         else:
-            # Any batch of decodes, and prompts of one token, which are padded as decodes are
-            is_uniform = num_tokens == num_reqs * max_query_len
-            found = super().dispatch(
-                num_reqs, num_tokens, max_query_len if is_uniform else None, num_active_loras
-            )
+            found = super().dispatch(num_reqs, num_tokens, uniform, num_active_loras)
         return found.cg_mode, self.descriptor(found), found
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
@@ -151,7 +163,7 @@ def run_model(
     model: Any,
     vllm_config: VllmConfig,
     in_flight: StepInFlight,
-    inputs: dict[str, torch.Tensor | None],
+    inputs: dict[str, Any],
     metadata: dict[str, Any],
     slot_mappings: dict[str, torch.Tensor],
     mode: CUDAGraphMode,
@@ -174,14 +186,18 @@ def run_model(
     mode, descriptor
         The kind of graph and its name, which wrappers read: capture, replay, or neither.
     """
-    arrays = in_flight.staged.device
+    arrays, num_tokens = in_flight.staged.device, in_flight.step.num_input_tokens
+    across, num_engines = None, vllm_config.parallel_config.data_parallel_size
+    if num_engines > 1:  # all capture and replay graphs of one size
+        across = torch.full((num_engines,), num_tokens, dtype=torch.int32)
     with set_forward_context(
         metadata or None,
         vllm_config,
-        num_tokens=in_flight.step.num_input_tokens,
+        num_tokens=num_tokens,
+        num_tokens_across_dp=across,
         cudagraph_runtime_mode=mode,
         batch_descriptor=descriptor,
         slot_mapping=slot_mappings,
         is_padding=arrays.is_padding,
     ):
-        return model(**inputs, intermediate_tensors=None)
+        return model(**inputs)

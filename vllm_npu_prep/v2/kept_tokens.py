@@ -20,6 +20,7 @@ def reads_tokens(params: SamplingParams | None) -> bool:
         or params.presence_penalty != 0.0
         or bool(params.bad_words_token_ids)
         or params.prompt_logprobs is not None
+        or params.thinking_token_budget is not None
     )
 
 
@@ -30,13 +31,16 @@ def note_samples(
     sampled: torch.Tensor,  # [num_reqs, width] int64, -1 after a request's last token
     discard: torch.Tensor,  # [num_reqs] bool
 ) -> None:
-    """Enter a step's samples for penalties, bad words and drafts that are looked up, if a request
-    of the step has some."""
+    """Enter a step's samples for penalties, bad words, budgets for thinking and drafts that are
+    looked up, if a request of the step has some."""
     slots, penalties = batch.idx_mapping_np, sampler.penalties_state
     _, _, bad_words = sampler.logits_processors[:3]
     wants_counts = penalties.use_penalty[slots].any()
     with_words = bad_words.num_bad_words.np[slots]  # type: ignore[attr-defined]
+    with_budgets = sampler.thinking_budget_state
     wants_tokens = states.keeps_all_tokens or with_words.any()
+    if with_budgets.enabled:
+        wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()
     if not (wants_counts or wants_tokens):
         return
     idx_mapping, width = batch.idx_mapping, sampled.shape[1]

@@ -13,6 +13,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kv_cache import encoder_only_groups
+from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds
 from vllm_npu_prep.v2.rope import SlotRope
 
 
@@ -31,6 +32,7 @@ class PreparedModelState(DefaultModelState):
     """
 
     rope_state: SlotRope | None
+    prompt_embeds_state: SlotPromptEmbeds | None  # type: ignore[assignment]
     metadata: dict[str, Any] | None = None
     positions: torch.Tensor | None = None
     encoder_attn_groups: Sequence[AttentionGroup] = ()

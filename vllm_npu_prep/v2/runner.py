@@ -1,6 +1,8 @@
 """NPUModelRunnerV2: vLLM's V2 runner with its input preparation replaced. Holds no arithmetic."""
 
+import contextlib
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,19 +20,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
-from vllm.v1.worker.utils import bind_kv_cache, copy_kv_cache_blocks_inplace
+from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache, copy_kv_cache_blocks_inplace
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
+from vllm_npu_prep.attention.context_parallel import find_context_shards
+from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
+    planes_by_layer,
     single_planes,
     split_by_window,
-    zero_blocks,
+    zero_new_blocks,
 )
 from vllm_npu_prep.attention.latent import describe, find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
+from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, Memory
@@ -47,6 +54,7 @@ from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.quantization.fused import fuse_rounding
+from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
@@ -56,17 +64,23 @@ from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.v2.adapters import SlotAdapters, score_with_adapters
 from vllm_npu_prep.v2.block_tables import SlotBlockTables, tables_of
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.v2.drafters import make_speculator, name_aux_layers
+from vllm_npu_prep.v2.drawing import Requests
+from vllm_npu_prep.v2.engines import SharedDecisions
 from vllm_npu_prep.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_prompts
 from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
 from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
 from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
 from vllm_npu_prep.v2.output import DraftsOfStep, PooledOutput, StepOutput
+from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds, ids_of
 from vllm_npu_prep.v2.rope import Rotations, SlotRope
 from vllm_npu_prep.v2.sampler import SlotSampler
-from vllm_npu_prep.v2.speculator import SlotSpeculator, make_speculator, name_aux_layers
+from vllm_npu_prep.v2.speculator import SlotSpeculator
+from vllm_npu_prep.v2.stages import ToldByScheduler
 from vllm_npu_prep.v2.states import SlotStates
 from vllm_npu_prep.v2.step_inputs import StepInputs
+from vllm_npu_prep.v2.thinking import SlotThinkingBudget
 from vllm_npu_prep.v2.verification import Accepted, SlotRejectionSampler, count_accepted
 from vllm_npu_prep.v2.watched import WatchedBatch
 from vllm_npu_prep.wording import counted
@@ -110,12 +124,14 @@ class NPUModelRunnerV2(GPUModelRunner):
     preparer: Preparer
     order: BatchOrder
     requests: Rotations  # of models with M-RoPE, as checks read them
+    shared_decisions: SharedDecisions | None  # with engines that share experts
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
         self.in_flight: StepInFlight | None = None
         with prep_device.host_streams(), self._stand_ins(device):
             super().__init__(vllm_config, device)
+        self.dcp_size = 1  # for upstream, which would count in a kernel what ranks keep of contexts
         num_drafts = self.num_speculative_steps
         self.use_async_spec_decode = bool(
             num_drafts and vllm_config.scheduler_config.async_scheduling
@@ -126,7 +142,10 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.recorder: StepRecorder | None = None
         self.step_check: StepCheck | None = None
         self.cache_memory: Memory = prep_device
-        self.inputs = StepInputs(self.max_num_reqs, device)
+        parallel = vllm_config.parallel_config
+        self.shared_decisions = SharedDecisions(parallel) if self.dp_size > 1 else None
+        self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(parallel.use_all2all))
+        self.accepted = AcceptedTokens(self.max_num_reqs)
         self.padding = StepPadding(
             self._dispatch,
             lambda: self.graphs.captured(),
@@ -154,6 +173,9 @@ class NPUModelRunnerV2(GPUModelRunner):
             init_speculator=make_speculator,
             RejectionSampler=SlotRejectionSampler,
             DraftTokensHandler=DraftsOfStep,
+            PPHandler=ToldByScheduler,
+            PromptEmbedsState=SlotPromptEmbeds,
+            ThinkingBudgetState=SlotThinkingBudget,
         )
 
     # ----------------------------------------------------------------- requests
@@ -168,7 +190,11 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.req_states.read_on_device = {
             new.req_id for new in arrived if reads_tokens(new.sampling_params)
         }
+        self.req_states.have_ids = embedded = ids_of(arrived)
         super().add_requests(scheduler_output)
+        if embedded and self.prompt_logprobs_worker is not None:  # no ids, no log-probabilities
+            slots = self.req_states.slots_of(list(embedded))
+            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Enter counts and blocks of the requests that stay, together."""
@@ -179,11 +205,13 @@ class NPUModelRunnerV2(GPUModelRunner):
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
             self.req_states.advance(slots, counts)
+            if self.use_pp:
+                self.req_states.enter_samples(slots, cached.new_token_ids)
             for index, block_ids in enumerate(cached.new_block_ids):
                 if block_ids is not None:
                     self.block_tables.append_block_ids(int(slots[index]), block_ids, False)
         if scheduler_output.new_block_ids_to_zero:
-            zero_blocks(self.kv_caches, scheduler_output.new_block_ids_to_zero)
+            zero_new_blocks(self.kv_caches, scheduler_output.new_block_ids_to_zero)
         if scheduler_output.kv_cache_block_copies:
             copy_kv_cache_blocks_inplace(
                 self.kv_caches,
@@ -195,8 +223,12 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; ends the step in flight if it fails or if nothing is to be sampled."""
+        decisions: Any = contextlib.nullcontext()
+        if self.shared_decisions is not None:
+            decisions = v2.decisions_by(self.shared_decisions.take)
         try:
-            return super().execute_model(*args, **kwargs)
+            with decisions:
+                return super().execute_model(*args, **kwargs)
         finally:
             if self.execute_model_state is None:
                 self._end_step()
@@ -231,7 +263,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         rope = self.model_state.rope_state
         if rope is not None:
             rope.follow(slots)
-        samples = states.samples.find(slots, ~now.is_prefilling_np)
+        # Between stages, the scheduler tells samples as it tells prompts
+        is_awaited = ~now.is_prefilling_np if not self.use_pp else np.zeros(num_reqs, bool)
+        samples = states.samples.find(slots, is_awaited)
         num_drafts = now.num_draft_tokens_np
         states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
         batch = StepBatch(
@@ -242,6 +276,13 @@ class NPUModelRunnerV2(GPUModelRunner):
             samples.rows,
             samples.num_rows,
             samples.num_drafts,
+            num_accepted_tokens=self.accepted.count(
+                preparer.tables,
+                now.req_ids,
+                states.req_id_to_index,
+                now.num_scheduled_tokens,
+                {new.req_id for new in scheduler_output.scheduled_new_reqs},
+            ),
         )
         if self.lora_config:
             self._num_active_loras = len(self.lora_state.get_activate_loras(now.req_ids))
@@ -250,6 +291,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         layout = preparer.layout(decision.padding)
         staged = preparer.staging.acquire(layout)
         step = prepare_step(batch, decision.padding, layout, staged.np)
+        if self.model_state.prompt_embeds_state is not None:
+            self.model_state.prompt_embeds_state.follow(step, slots, states.is_token_ids)
         preparer.staging.send(step, samples.token_ids)
         metadata = preparer.build_metadata(step, staged)
         self.in_flight = in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
@@ -270,7 +313,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         del num_encoder_reqs  # embeddings are an input of every step of such a model
         num_tokens, num_loras = batch.total_num_scheduled_tokens, self._num_active_loras
         return self.cudagraph_manager.ask(
-            batch.num_reqs, num_tokens, max_query_len, num_loras, eager
+            batch.num_reqs, num_tokens, max_query_len, num_loras, eager, self.shared_decisions
         )
 
     def prepare_inputs(
@@ -306,7 +349,11 @@ class NPUModelRunnerV2(GPUModelRunner):
             return tables, torch.full(shape, PAD_SLOT_ID, dtype=torch.int32, device=self.device)
         descriptor = self.cudagraph_manager.descriptor(asked)
         self.in_flight = in_flight = self._all_padding(asked.cg_mode, descriptor)
+        if self.step_check is not None:
+            self.step_check.verify(self, SchedulerOutput.make_empty())
         arrays = in_flight.staged.device
+        if self.model_state.rope_state is not None:
+            self.model_state.positions = arrays.mrope_positions
         input_batch.input_ids, input_batch.positions = arrays.input_ids, arrays.positions
         input_batch.is_padding = arrays.is_padding
         return tables, arrays.slot_mappings
@@ -347,10 +394,19 @@ class NPUModelRunnerV2(GPUModelRunner):
             return None
         self.execute_model_state = None
         try:
+            if not self.is_last_pp_rank:
+                return self._nothing_sampled(state)
             with self.prep_device.host_streams():
                 return self._sample_step(state, grammar_output)
         finally:
             self._end_step()
+
+    def _nothing_sampled(self, state: Any) -> ModelRunnerOutput | None:
+        """What a stage returns that is not the last."""
+        of_connector = self.kv_connector.post_forward(state.finished_req_ids)
+        output: ModelRunnerOutput | None
+        output = ModelRunnerOutput.with_kv_conn_output_only(of_connector)
+        return output
 
     def _sample_step(self, state: Any, grammar_output: Any) -> StepOutput:
         assert self.in_flight is not None
@@ -383,7 +439,7 @@ class NPUModelRunnerV2(GPUModelRunner):
                 copy_stream=self.output_copy_stream,
             )
             self.req_states.samples.keep(accepted.next_token_ids, *kept, drafts)
-        else:
+        elif not self.use_pp:
             self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
         output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)
         return returned
@@ -394,7 +450,11 @@ class NPUModelRunnerV2(GPUModelRunner):
         if isinstance(self.speculator, SlotNgramSpeculator):
             most_known = min(self.in_flight.step.max_seq_len + 1, self.max_model_len)
             return self.speculator.draft(state.input_batch.idx_mapping, accepted, most_known)
-        assert isinstance(self.speculator, SlotSpeculator)
+        assert isinstance(self.speculator, SlotSpeculator) and self.sampler is not None
+        batch, drawn = state.input_batch, None
+        if self.speculator.draft_logits is not None:
+            drawn = Requests(self.sampler.sampling_states, batch.idx_mapping_np, batch.idx_mapping)
+            drawn = drawn if drawn.are_random.any() else None
         return self.speculator.draft(
             self.in_flight,
             accepted,
@@ -403,6 +463,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             state.aux_hidden_states,
             self.model_state.metadata,
             self.preparer.slot_mappings(self.in_flight.staged)[1],
+            drawn,
         )
 
     @torch.inference_mode()
@@ -477,16 +538,21 @@ class NPUModelRunnerV2(GPUModelRunner):
         given = self.vllm_config, in_flight, inputs, metadata, slots
         return run_model(model, *given, mode, descriptor)
 
-    def _model_inputs(self, in_flight: StepInFlight) -> dict[str, torch.Tensor | None]:
+    def _model_inputs(self, in_flight: StepInFlight) -> dict[str, Any]:
         """Inputs of a prepared step as upstream gives them, at the addresses that graphs read."""
         arrays = in_flight.staged.device
         rotates = self.model_state.rope_state is not None
-        inputs: dict[str, torch.Tensor | None] = {
+        inputs: dict[str, Any] = {
             "input_ids": arrays.input_ids,
             "positions": arrays.mrope_positions if rotates else arrays.positions,
             "inputs_embeds": None,
+            "intermediate_tensors": None,
         }
-        if self.uses_inputs_embeds:
+        if self.intermediate_tensors is not None:  # of a stage that is not the first
+            num_tokens = in_flight.step.num_input_tokens
+            inputs["input_ids"] = None
+            inputs["intermediate_tensors"] = self.intermediate_tensors[:num_tokens]
+        elif self.uses_inputs_embeds:
             num_tokens = in_flight.step.num_input_tokens
             inputs["inputs_embeds"] = self.model_state.dummy_inputs_embeds(num_tokens)
             if not requires_raw_input_tokens(self.model):
@@ -514,16 +580,24 @@ class NPUModelRunnerV2(GPUModelRunner):
             self._end_step()
 
     def _capture(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> None:
-        """Warm up and capture one graph, over a step that is all padding."""
-        in_flight = self._all_padding(cudagraph_runtime_mode, desc)
+        """Warm up and capture one graph, over steps that are all padding.
+
+        Each run has metadata of its own: what its first layer makes for the others has to be made
+        in the graph, too.
+        """
         select_adapters = create_lora_capture_hook(self.lora_config, self)
         if select_adapters is not None:
             num_reqs = min(desc.num_tokens, self.max_num_reqs)
             select_adapters(desc.num_active_loras, num_reqs, desc.num_tokens)
         for _ in range(self.compilation_config.cudagraph_num_of_warmups):
-            self._forward(in_flight, CUDAGraphMode.NONE, desc)
+            warm = self._all_padding(cudagraph_runtime_mode, desc)
+            self._forward(warm, CUDAGraphMode.NONE, desc)
+        in_flight = self._all_padding(cudagraph_runtime_mode, desc)
         self.prep_device.synchronize()
         self._forward(in_flight, cudagraph_runtime_mode, desc)
+        is_in_pieces = cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+        if is_in_pieces and isinstance(self.speculator, SlotSpeculator):
+            self.speculator.capture_pass(desc.num_tokens)
 
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
@@ -548,7 +622,11 @@ class NPUModelRunnerV2(GPUModelRunner):
         try:
             with self.maybe_setup_dummy_loras(self.lora_config):
                 capture = self.cudagraph_manager.measured(self._capture)
-                return self.graphs.capture(capture, freeze_gc_for_cudagraph_capture)
+                taken = self.graphs.capture(capture, freeze_gc_for_cudagraph_capture)
+            if isinstance(self.speculator, SlotSpeculator):
+                pieces = self.cudagraph_manager.cudagraph_keys.get(CUDAGraphMode.PIECEWISE, ())
+                self.speculator.use_graphs({each.num_tokens for each in pieces})
+            return taken
         finally:
             self.maybe_remove_all_loras(self.lora_config)  # dummy ones, with ids of real ones
             self.padding.forget()  # sizes that did not fit were dropped
@@ -599,17 +677,22 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.prep_device.host_streams(),
             self._stand_ins(self.device),
             v2.stand_ins(
-                init_kv_cache=self._allocate_planes, ModelCudaGraphManager=self._make_graph_manager
+                init_kv_cache=self._allocate_planes,
+                get_kv_connector=self._connect,
+                ModelCudaGraphManager=self._make_graph_manager,
             ),
         ):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         layers = self.compilation_config.static_forward_context
-        self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
+        self.attn_groups[:] = [
+            self._split_by_window(groups, index) for index, groups in enumerate(self.attn_groups)
+        ]
         self.attn_groups += [[group] for group in self.model_state.encoder_attn_groups]
         self.kv_caches = single_planes(self._caches.values(), self._caches, layers)
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
         latent, rope = find_latent_split(builders), self.model_state.rope_state
+        state_groups = find_state_groups(builders)
         if rope is not None:
             self.requests = rope.of_requests(states.req_id_to_index)
         tables = tables_of(
@@ -618,9 +701,12 @@ class NPUModelRunnerV2(GPUModelRunner):
             chunked_prefill=self.scheduler_config.enable_chunked_prefill,
             local=find_local_groups(self.attn_groups),
             latent=latent,
+            state_groups=state_groups,
             mrope=None if rope is None else rope.tables,
+            dcp=find_context_shards(self.parallel_config),
         )
-        self.order = BatchOrder(0 if latent is None else latent.decode_threshold)
+        halves = latent or state_groups  # decodes come first
+        self.order = BatchOrder(0 if halves is None else halves.decode_threshold)
         self.preparer = Preparer(
             self.prep_device,
             tables,
@@ -648,18 +734,37 @@ class NPUModelRunnerV2(GPUModelRunner):
         )
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
+    def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
+        """Groups of one window each; upstream has made builders for the unsplit ones already."""
+        layers = self.compilation_config.static_forward_context
+        split = split_by_window(groups, layers)
+        if len(split) > len(groups):
+            sizes = dict(enumerate(self.kernel_block_sizes))
+            for group in split:
+                group.create_metadata_builders(self.vllm_config, self.device, sizes.get(index))
+        return split
+
     def _allocate_planes(
         self, forward_context: dict[str, Any], kv_cache_config: KVCacheConfig, *_: Any, **__: Any
     ) -> dict[str, torch.Tensor]:
         """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
-        self._caches = caches = allocate_planes(kv_cache_config, self.cache_memory)
+        kernel_blocks_of = partial(blocks_per_block, self.vllm_config)
+        self._caches = caches = allocate_planes(
+            kv_cache_config, self.cache_memory, kernel_blocks_of
+        )
         for name, layer in forward_context.items():
             target = getattr(layer, "kv_sharing_target_layer_name", None)
             if target is not None:
                 caches[name] = caches[target]
         groups = kv_cache_config.kv_cache_groups
         bind_kv_cache(caches, forward_context, [], kv_cache_groups=groups)
-        return caches
+        # Upstream asks each for its device, which the two parts of states don't have together
+        return {name: cache for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
+
+    def _connect(self, vllm_config: VllmConfig, *_: Any) -> Any:
+        """Upstream's KV connector, which is told of all caches, states too, as V1's is."""
+        layers = self.compilation_config.static_forward_context
+        return get_kv_connector(vllm_config, planes_by_layer(self._caches, layers))
 
     def _init_kv_zero_meta(self) -> None:
         """Does nothing: upstream prepares a Triton kernel here, which is not used."""
@@ -669,7 +774,8 @@ class NPUModelRunnerV2(GPUModelRunner):
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
         tables = self.preparer.tables
-        step = warm_up(self.preparer.mrope_dims, local=tables.local, latent=tables.latent)
+        kinds = tables.local, tables.latent, tables.states, tables.dcp
+        step = warm_up(self.preparer.mrope_dims, *kinds)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

@@ -1,6 +1,6 @@
 """The sampler of vLLM's V2 runner, without Triton: a step launches what it needs."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,26 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.ops.gumbel import gumbel_noise
+from vllm_npu_prep.ops.slot_rejection import verify_drawn_drafts
+from vllm_npu_prep.v2.drawing import Requests, draw, uniform
+
+
+class DrawnDrafts(NamedTuple):
+    """Drafts of a step that were drawn, and what they were drawn from.
+
+    Attributes
+    ----------
+    token_ids
+        int32 ``[num_drafts]``, -1 where there is none or a grammar forbids it.
+    rows
+        int ``[num_drafts]``: the row of logits that verifies each.
+    logits
+        ``[max_num_reqs, num_speculative_tokens, vocab_size]`` of the drafter, by slot.
+    """
+
+    token_ids: torch.Tensor
+    rows: torch.Tensor
+    logits: torch.Tensor
 
 
 class SlotSampler(Sampler):
@@ -22,7 +41,9 @@ class SlotSampler(Sampler):
     with a seed gets the same tokens whatever it is batched with.
     """
 
-    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+    def __call__(
+        self, logits: torch.Tensor, input_batch: InputBatch, drafts: DrawnDrafts | None = None
+    ) -> SamplerOutput:
         """Sample a token for each row of logits.
 
         Parameters
@@ -31,6 +52,8 @@ class SlotSampler(Sampler):
             ``[num_logits, vocab_size]``: a row for each draft of a request, and one after them.
         input_batch
             The step.
+        drafts
+            Drafts that were drawn; None: there are none, or they are the drafter's best tokens.
 
         Returns
         -------
@@ -41,9 +64,9 @@ class SlotSampler(Sampler):
         num_drafts = input_batch.num_draft_tokens_per_req
         row_slots = slots if num_drafts is None else slots.repeat(num_drafts + 1)
         dims = self.get_logprobs_dims(slots)
-        processed, pos = logits, None
+        processed = logits
         if self.needs_logits_processing[slots].any():
-            pos = input_batch.positions[input_batch.logits_indices]
+            pos = positions_of(input_batch)
             processed = self.apply_sampling_params(
                 logits,
                 idx_mapping,
@@ -60,7 +83,11 @@ class SlotSampler(Sampler):
         )
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
-        sampled = self._draw(processed, input_batch, row_slots, pos)
+        requests = Requests(self.sampling_states, row_slots, idx_mapping)
+        if drafts is None or not requests.are_random.any():
+            sampled = draw(processed, requests, lambda: positions_of(input_batch))
+        else:
+            sampled = self._verified(processed, input_batch, requests, drafts)
         logprobs = None
         if dims is not None:
             wanted = processed if self.logprobs_mode.startswith("processed") else logits
@@ -104,45 +131,33 @@ class SlotSampler(Sampler):
         found = of_rows.new_zeros(len(slots))
         return found.index_add_(0, torch.from_numpy(reqs).to(logits.device), of_rows)
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        slots: np.ndarray,  # [num_logits] int, of each row
-        pos: torch.Tensor | None,
+    @staticmethod
+    def _verified(
+        logits: torch.Tensor, input_batch: InputBatch, requests: Requests, drafts: DrawnDrafts
     ) -> torch.Tensor:
-        """The largest logit of each row, with Gumbel noise where the temperature is not 0."""
-        states = self.sampling_states
-        is_random = states.temperature.np[slots] != 0
-        if not is_random.any():
-            return logits.argmax(-1)
-        logits = logits.float()
-        has_seed = states.seeds_set[slots] & is_random
-        if has_seed.all():
-            noise = self._seeded_noise(logits, input_batch, pos, None)
-        else:
-            noise = torch.empty_like(logits).exponential_().log_().neg_()
-            if has_seed.any():
-                rows = torch.from_numpy(np.flatnonzero(has_seed)).to(logits.device)
-                seeded = self._seeded_noise(logits, input_batch, pos, rows)
-                noise.index_copy_(0, rows, seeded)
-        if not is_random.all():
-            greedy = states.temperature.gpu[input_batch.expanded_idx_mapping] == 0
-            noise.masked_fill_(greedy[:, None], 0)
-        return noise.add_(logits).argmax(-1)
+        """Of each row the draft that it accepts, or the token in its place, ``[num_logits]``."""
+        rows, num_steps = drafts.rows, drafts.logits.shape[1]
+        num_drafts = input_batch.num_draft_tokens_per_req
+        assert num_drafts is not None
+        of_drafts = Requests(
+            requests.states,
+            input_batch.idx_mapping_np.repeat(num_drafts),
+            requests.idx_mapping[rows],
+        )
+        at = of_drafts.idx_mapping * num_steps + input_batch.expanded_local_pos[rows]
+        verified = verify_drawn_drafts(
+            logits[rows].float(),
+            drafts.logits.flatten(0, 1).index_select(0, at),
+            of_drafts.temperature,
+            drafts.token_ids,
+            uniform(of_drafts, lambda: positions_of(input_batch)[rows]),
+        )
+        logits = logits.float().index_copy(0, rows, verified.logits)
+        drawn = draw(logits, requests, lambda: positions_of(input_batch))
+        tokens = torch.where(verified.are_accepted, drafts.token_ids, drawn[rows])
+        return drawn.index_copy_(0, rows, tokens)
 
-    def _seeded_noise(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        pos: torch.Tensor | None,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Noise ``[rows, vocab_size]`` by the requests' seeds and positions."""
-        if pos is None:
-            pos = input_batch.positions[input_batch.logits_indices]
-        idx_mapping = input_batch.expanded_idx_mapping
-        if rows is not None:
-            pos, idx_mapping = pos[rows], idx_mapping[rows]
-        seeds = self.sampling_states.seeds.gpu[idx_mapping]
-        return gumbel_noise(seeds, pos, logits.shape[1])
+
+def positions_of(input_batch: InputBatch) -> torch.Tensor:
+    """Position that each row of logits is of, int64 ``[num_logits]``."""
+    return input_batch.positions[input_batch.logits_indices]

@@ -1,4 +1,4 @@
-"""Drafters of the V2 runner: EAGLE and EAGLE-3 heads, and a model's MTP layer.
+"""Drafters of the V2 runner: EAGLE and EAGLE-3 heads, a model's MTP layer, and draft models.
 
 Upstream's V2 runner keeps draft passes in device buffers, which four kernels of Triton advance.
 Here a pass's inputs are made by torch, from the step's arrays, and attention gets lengths that are
@@ -6,18 +6,15 @@ exact on the host: the first pass needs no counts of accepted tokens, because ca
 rejected tokens from the accepted ones; later passes wait for the counts, which are on their way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import SpeculativeConfig, VllmConfig
-from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
@@ -28,13 +25,13 @@ from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.v2.block_tables import SlotBlockTables
-from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.v2.draft_passes import DraftPasses, PassSize
+from vllm_npu_prep.v2.drawing import Requests, draw_drafts
 from vllm_npu_prep.v2.verification import Accepted
 
 
 class SlotSpeculator(TargetDependentARSpeculator):
-    """A drafter that reads the target's hidden states, pass by pass.
+    """A drafter that is a model, pass by pass; here: one that reads the target's hidden states.
 
     Attributes
     ----------
@@ -42,9 +39,14 @@ class SlotSpeculator(TargetDependentARSpeculator):
         Metadata builders of the drafter's layers; set with the KV cache.
     block_tables
         Of all KV-cache groups.
+    passes
+        Runs the drafter.
+    draft_logits
+        What drafts were drawn from, by slot; None if they are the drafter's best tokens.
     """
 
     builders: Builders = ()
+    reads_target = True
     block_tables: SlotBlockTables  # type: ignore[assignment]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -52,6 +54,9 @@ class SlotSpeculator(TargetDependentARSpeculator):
         # Upstream's passes read them in place; ours don't
         self.hidden_states = torch.empty(0)
         self.attn_groups = []
+        self.passes = DraftPasses(
+            vllm_config, device, self.hidden_size, reads_target=self.reads_target
+        )
         self._ones = np.arange(self.max_num_reqs + 1, dtype=np.int32)
         self._ones_device = torch.from_numpy(self._ones).to(device)
 
@@ -73,8 +78,47 @@ class SlotSpeculator(TargetDependentARSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: draft passes use the builders of steps (`follow`)."""
 
-    def init_cudagraph_manager(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: draft passes run without graphs of their own."""
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Make the inputs that pieces of graphs read, if the engine has any; none is captured yet.
+
+        Parameters
+        ----------
+        cudagraph_mode
+            The engine's.
+        """
+        eager = bool(self.speculative_config.enforce_eager)
+        self.passes.make_inputs(cudagraph_mode, enforce_eager=eager)
+
+    @torch.inference_mode()
+    def capture_pass(self, num_tokens: int) -> None:
+        """Warm up and capture the pieces of a pass, in an engine that has some.
+
+        Parameters
+        ----------
+        num_tokens
+            Of the pass.
+        """
+        self.passes.capture(num_tokens)
+
+    def use_graphs(self, sizes: Iterable[int]) -> None:
+        """Replay pieces that were captured.
+
+        Parameters
+        ----------
+        sizes
+            Tokens of the passes.
+        """
+        self.passes.use_graphs(sizes)
+
+    @property
+    def graph_sizes(self) -> Sequence[int]:
+        """Tokens of passes whose pieces are replayed, ascending."""
+        return self.passes.sizes
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """As upstream's."""
+        super().load_model(target_model)
+        self.passes.model, self.passes.layers = self.model, self.draft_attn_layer_names
 
     def follow(self, builders: Builders, block_tables: SlotBlockTables) -> None:
         """Use the steps' builders: one for all layers with one window.
@@ -102,6 +146,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
         aux_hidden_states: Sequence[torch.Tensor] | None,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
+        requests: Requests | None = None,
     ) -> torch.Tensor:
         """Draft tokens for each request of a step.
 
@@ -117,6 +162,9 @@ class SlotSpeculator(TargetDependentARSpeculator):
             Of the target, ``[num_input_tokens, hidden_size]`` each.
         metadata, slot_mappings
             Of the step, by layer.
+        requests
+            Of the step, by whose temperatures and seeds drafts are drawn; None: all are greedy, or
+            drafts are the best tokens.
 
         Returns
         -------
@@ -126,26 +174,67 @@ class SlotSpeculator(TargetDependentARSpeculator):
         step, arrays = in_flight.step, in_flight.staged.device
         num_reqs, num_tokens = step.num_reqs, step.num_input_tokens
         hidden_states = self._combined(hidden_states, aux_hidden_states)[:num_tokens]
-        last = accepted.last_token_indices.long()
-        input_ids = shifted(arrays.input_ids[:num_tokens], last, accepted.next_token_ids)
-        positions = arrays.positions[:num_tokens]
-        output, following = self._pass(input_ids, positions, hidden_states, metadata, slot_mappings)
-        drafts = [self._tokens(output[last])]
+        last, output, following, positions = self._first_pass(
+            in_flight, accepted, hidden_states, metadata, slot_mappings
+        )
+        of_last = None if requests is None else positions[last]
+        drafts = [self._tokens(output[last], 0, of_last, requests)]
         if self.num_speculative_steps == 1:
             return drafts[0][:, None]
         following, positions = following[last], positions[last]
         seq_lens = arrays.seq_lens[:num_reqs] - accepted.num_rejected_tokens
         num_drafts = step.batch.num_draft_tokens[:num_reqs].tolist()
         seq_lens_np = step.seq_lens - num_rejected_tokens(num_drafts, num_valid_tokens.read())
-        for _ in range(1, self.num_speculative_steps):
+        if self.num_extra_query_per_req:
+            seq_lens += self.num_extra_query_per_req
+            seq_lens_np += np.int32(self.num_extra_query_per_req)
+        size = self.passes.size_of(num_reqs)
+        for index in range(1, self.num_speculative_steps):
             seq_lens_np = next_draft_seq_lens(seq_lens_np, self.max_model_len)
-            metadata, slots = self._next_metadata(positions, seq_lens, seq_lens_np)
-            output, following = self._pass(drafts[-1], positions, following, metadata, slots)
-            drafts.append(self._tokens(output))
+            metadata, slots = self._next_metadata(positions, seq_lens, seq_lens_np, size)
+            output, following = self.passes.run(
+                drafts[-1], positions, following, metadata, slots, size
+            )
+            drafts.append(self._tokens(output, index, positions, requests))
         return torch.stack(drafts, 1)
 
+    def _first_pass(
+        self,
+        in_flight: StepInFlight,
+        accepted: Accepted,
+        hidden_states: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """The pass over the step's tokens, each of them the one after the target's.
+
+        Parameters
+        ----------
+        in_flight, accepted, hidden_states, metadata, slot_mappings
+            As `draft` has them; `hidden_states` are those that the drafter reads.
+
+        Returns
+        -------
+        last, output, following, positions
+            int64 ``[num_reqs]``: the row of each request's last token. Of all rows: hidden states
+            for logits and for the next pass, positions.
+        """
+        arrays, num_tokens = in_flight.staged.device, in_flight.step.num_input_tokens
+        last = accepted.last_token_indices.long()
+        input_ids = shifted(arrays.input_ids[:num_tokens], last, accepted.next_token_ids)
+        positions = arrays.positions[:num_tokens]
+        size = self.passes.size_of(num_tokens, is_step=True)
+        output, following = self.passes.run(
+            input_ids, positions, hidden_states, metadata, slot_mappings, size
+        )
+        return last, output, following, positions
+
     def _next_metadata(
-        self, positions: torch.Tensor, seq_lens: torch.Tensor, seq_lens_np: np.ndarray
+        self,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_np: np.ndarray,
+        pass_size: PassSize,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Advance all requests by a token; metadata and slots of the pass, by layer.
 
@@ -155,13 +244,16 @@ class SlotSpeculator(TargetDependentARSpeculator):
             int64 and int32 ``[num_reqs]`` of the pass before; advanced.
         seq_lens_np
             int32 ``[num_reqs]`` of this pass.
+        pass_size
+            How it runs.
         """
         num_reqs = len(seq_lens_np)
         metadata: dict[str, Any] = {}
         slots_by_layer: dict[str, torch.Tensor] = {}
         for index, (group, builder, names) in enumerate(self.builders, 1):
             table = self.block_tables.device_rows(num_reqs)[group]
-            slots = torch.empty(num_reqs, dtype=torch.int64, device=positions.device)
+            size = pass_size.padded or num_reqs
+            slots = torch.empty(size, dtype=torch.int64, device=positions.device)
             of_group = positions, seq_lens  # the last group advances them
             if index < len(self.builders):
                 of_group = positions.clone(), seq_lens.clone()
@@ -187,7 +279,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
                 max_query_len=1,
                 max_seq_len=int(seq_lens_np.max()),
                 block_table_tensor=table,
-                slot_mapping=slots,
+                slot_mapping=slots[:num_reqs] if size > num_reqs else slots,
                 seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens_np),
                 positions=of_group[0],
             )
@@ -196,30 +288,9 @@ class SlotSpeculator(TargetDependentARSpeculator):
             slots_by_layer |= dict.fromkeys(names, slots)
         return metadata, slots_by_layer
 
-    def _pass(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden_states: torch.Tensor,
-        metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass: hidden states for the logits, and those that the next pass continues from."""
-        num_tokens = len(input_ids)
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=num_tokens,
-            batch_descriptor=BatchDescriptor(num_tokens),
-            slot_mapping=slot_mappings,
-        ):
-            output: Any = self.model(
-                input_ids=input_ids,
-                positions=positions,
-                hidden_states=hidden_states,
-                inputs_embeds=None,
-            )
-        return output if isinstance(output, tuple) else (output, output)
+    def _dummy_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions of the first pass of a dummy run."""
+        return input_batch.input_ids, input_batch.positions
 
     def _combined(
         self, hidden_states: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor] | None
@@ -231,11 +302,38 @@ class SlotSpeculator(TargetDependentARSpeculator):
         combined: torch.Tensor = model.combine_hidden_states(torch.cat([*aux_hidden_states], -1))
         return combined
 
-    def _tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The most probable token of each row, int32 ``[num_reqs]``."""
+    def _tokens(
+        self,
+        hidden_states: torch.Tensor,
+        index: int = 0,
+        positions: torch.Tensor | None = None,
+        requests: Requests | None = None,
+    ) -> torch.Tensor:
+        """A draft of each row, int32 ``[num_reqs]``: the best token, or one that is drawn.
+
+        Parameters
+        ----------
+        hidden_states
+            ``[num_reqs, hidden_size]`` of a pass.
+        index
+            Of the draft among its request's.
+        positions
+            int64 ``[num_reqs]`` of the pass.
+        requests
+            By whose temperatures and seeds drafts are drawn.
+        """
         model: Any = self.model
-        tokens: torch.Tensor = model.compute_logits(hidden_states).argmax(-1)
-        return tokens.to(torch.int32)
+        logits: torch.Tensor = model.compute_logits(hidden_states)
+        if requests is None:
+            return logits.argmax(-1).to(torch.int32)
+        assert self.draft_logits is not None and positions is not None
+        # By slot, so that verification finds them if a request sits steps out
+        at = requests.idx_mapping * self.num_speculative_steps + index
+        by_slot = self.draft_logits.flatten(0, 1)
+        by_slot.index_copy_(0, at, logits.to(by_slot.dtype))
+        # A pass that shifts tokens has the one after its position
+        before = positions if self.num_extra_query_per_req else positions + 1
+        return draw_drafts(logits, requests, before).to(torch.int32)
 
     @torch.inference_mode()
     def propose(  # type: ignore[override]  # dummy runs only
@@ -260,53 +358,17 @@ class SlotSpeculator(TargetDependentARSpeculator):
         del kwargs
         num_reqs = input_batch.num_reqs
         hidden_states = self._combined(last_hidden_states, aux_hidden_states)
-        input_ids, positions = input_batch.input_ids, input_batch.positions
-        for _ in range(self.num_speculative_steps):
-            output, hidden_states = self._pass(input_ids, positions, hidden_states, None, None)
+        input_ids, positions = self._dummy_tokens(input_batch)
+        size = self.passes.size_of(len(input_ids), is_step=not self.num_extra_query_per_req)
+        for index in range(self.num_speculative_steps):
+            if index == 1:
+                size = self.passes.size_of(num_reqs)
+            output, hidden_states = self.passes.run(
+                input_ids, positions, hidden_states, None, None, size
+            )
             hidden_states, output = hidden_states[:num_reqs], output[:num_reqs]
             input_ids, positions = self._tokens(output), positions[:num_reqs]
         return self.draft_tokens[:num_reqs]
-
-
-class SlotEagleSpeculator(SlotSpeculator, EagleSpeculator):
-    """EAGLE and EAGLE-3 heads."""
-
-
-class SlotMTPSpeculator(SlotSpeculator, MTPSpeculator):
-    """A model's own MTP layer."""
-
-
-def make_speculator(
-    vllm_config: VllmConfig, device: torch.device, states: SlotStates
-) -> SlotSpeculator | SlotNgramSpeculator:
-    """The engine's drafter, by upstream's arguments; other methods are refused at start-up."""
-    config = vllm_config.speculative_config
-    assert config is not None
-    if config.method == "ngram":
-        return SlotNgramSpeculator(vllm_config, device, states)
-    kind = SlotMTPSpeculator if config.method == "mtp" else SlotEagleSpeculator
-    return kind(vllm_config, device)
-
-
-def name_aux_layers(config: SpeculativeConfig | None) -> None:
-    """Put an EAGLE-3 head's layers of the target where upstream's V2 runner looks for them.
-
-    Heads name them in ``eagle_config``, as V1's runner reads it. V2's looks for another key there,
-    and would give the head states of the default layers: drafts of which few are accepted, or a
-    head that fails because their number is another.
-
-    Parameters
-    ----------
-    config
-        Of the engine's speculation; None without any.
-    """
-    if config is None or config.method != "eagle3":
-        return
-    of_head: Any = config.draft_model_config.hf_config
-    key = "eagle_aux_hidden_state_layer_ids"
-    named = getattr(of_head, "eagle_config", None) or {}
-    if key in named and not getattr(of_head, key, None):
-        setattr(of_head, key, named[key])
 
 
 def shifted(

@@ -12,7 +12,8 @@ from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 
 UNKNOWN_TOKEN = -1
-"""What the token table holds where the device has a sample that the host never sees."""
+"""What the token table holds where the device has a sample that the host never sees, and what the
+device's table holds where a prompt has an embedding."""
 
 
 class SlotStates:
@@ -47,6 +48,11 @@ class SlotStates:
         Requests that arrive with such parameters.
     keeps_all_tokens
         Whether it is all requests.
+    have_ids
+        Of requests that arrive with embeddings: which places of the prompt have an id, by name.
+    is_token_ids
+        bool like `token_ids`: False where a prompt has an embedding, and an id of 0; None while no
+        request came with some.
     """
 
     def __init__(
@@ -79,6 +85,8 @@ class SlotStates:
         self.total_len = SlotRows(max_num_reqs, torch.int32, device)
         self.read_on_device: set[str] = set()
         self.keeps_all_tokens = use_dense_all_token_ids
+        self.have_ids: dict[str, Sequence[bool]] = {}
+        self.is_token_ids: np.ndarray | None = None
         self.samples = Samples(max_num_reqs, device, num_speculative_steps)
         # Of the last step: where it ends, and how many drafts it verifies
         self._ends = np.zeros(max_num_reqs, np.int32)
@@ -130,9 +138,23 @@ class SlotStates:
         self.token_ids[slot, length : prompt_len + max_tokens + 1] = UNKNOWN_TOKEN
         self.num_computed_tokens_np[slot] = num_computed_tokens
         self.num_computed_prefill_tokens[slot] = num_computed_tokens
+        if self.is_token_ids is not None:
+            self.is_token_ids[slot] = True
+        if has_id := self.have_ids.get(req_id):
+            if self.is_token_ids is None:
+                self.is_token_ids = np.ones_like(self.token_ids, bool)
+            self.is_token_ids[slot, : len(has_id)] = has_id
         if self.keeps_all_tokens or req_id in self.read_on_device:
-            self.all_token_ids.stage_write(slot, 0, all_token_ids)
+            self.all_token_ids.stage_write(slot, 0, self.ids_at_arrival(slot))
             self.total_len.stage_write_elem(slot, length)
+
+    def ids_at_arrival(self, slot: int) -> np.ndarray:
+        """Tokens with which a request arrived, int32; `UNKNOWN_TOKEN` for embeddings."""
+        length = self.prefill_len.np[slot]
+        ids = self.token_ids[slot, :length]
+        if self.is_token_ids is None:
+            return ids
+        return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)
 
     def apply_staged_writes(self) -> None:
         """Send what samplers read of new requests, as far as it has changed."""
@@ -215,6 +237,20 @@ class SlotStates:
         prefill = self.prefill_len.np[slots]
         self.num_computed_prefill_tokens[slots] = np.minimum(computed, prefill)
         self.num_tokens[slots] = np.maximum(prefill, computed + 1)
+
+    def enter_samples(self, slots: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
+        """Enter the tokens of a step as the scheduler tells them to pipeline stages.
+
+        Parameters
+        ----------
+        slots
+            int ``[n]``, of requests whose counts `advance` has entered.
+        token_ids
+            Of each of them the tokens from its count on, those of its prompt, too.
+        """
+        for slot, tokens in zip(slots.tolist(), token_ids, strict=True):
+            start = self.num_computed_tokens_np[slot]
+            self.token_ids[slot, start : start + len(tokens)] = tokens
 
 
 class Found(NamedTuple):

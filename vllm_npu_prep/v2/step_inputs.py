@@ -19,9 +19,15 @@ class StepInputs:
         Of a step.
     device
         Of the constants.
+    always_masks
+        Whether steps without padding have a mask of it, too: experts see tokens of other ranks,
+        and each rank has to have one.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_reqs: int, device: torch.device, *, always_masks: bool = False
+    ) -> None:
+        self._always_masks = always_masks
         self._one_each = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         # Without a stride, by which kernels see that no row has drafts before it
         self._no_positions = torch.zeros(1, dtype=torch.int32, device=device).expand(max_num_reqs)
@@ -43,7 +49,7 @@ class StepInputs:
         arrays, num_reqs = staged.device, step.num_reqs
         rows = slice(num_reqs) if num_reqs < step.padding.num_reqs_padded else None
         idx_mapping = _leading(arrays.idx_mapping, rows)
-        in_graph = step.padding.mode is not GraphMode.NONE
+        has_mask = step.padding.mode is not GraphMode.NONE or self._always_masks
         logits_indices, num_logits = arrays.logits_indices, step.num_logits
         if num_logits < len(logits_indices):
             logits_indices = logits_indices[:num_logits]
@@ -80,7 +86,7 @@ class StepInputs:
             input_ids=arrays.input_ids,
             positions=arrays.positions,
             # Without a graph nothing is padded
-            is_padding=arrays.is_padding if in_graph else None,  # type: ignore[arg-type]
+            is_padding=arrays.is_padding if has_mask else None,  # type: ignore[arg-type]
             logits_indices=logits_indices,
             cu_num_logits=self._one_each[: num_reqs + 1],
             cu_num_logits_np=borders,

@@ -12,7 +12,7 @@ from vllm_npu_prep.device.staging import DeviceArrays
 from vllm_npu_prep.ops.drafting import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
 from vllm_npu_prep.ops.rejection import lengths_of, rows_until_rejected
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.v2.sampler import SlotSampler
+from vllm_npu_prep.v2.sampler import DrawnDrafts, SlotSampler
 
 
 class VerifiedBatch(InputBatch):
@@ -89,6 +89,10 @@ class SlotRejectionSampler(RejectionSampler):
     probabilities without the draft. Greedy tokens are upstream's; random ones have the same
     probabilities, and those of a request with a seed are the same with and without speculation.
 
+    For drafts that were drawn the sampler applies the kernels' rule to each row
+    (`vllm_npu_prep.ops.slot_rejection`): its token is the draft if that is accepted, and else
+    another one.
+
     Parameters
     ----------
     sampler
@@ -96,6 +100,8 @@ class SlotRejectionSampler(RejectionSampler):
     spec_config, device, watermark_key
         As upstream's; what they ask for beside this is refused.
     """
+
+    sampler: SlotSampler
 
     def __init__(
         self,
@@ -124,7 +130,8 @@ class SlotRejectionSampler(RejectionSampler):
         input_batch
             A `VerifiedBatch`.
         draft_logits
-            None: drafts were not drawn.
+            ``[max_num_reqs, num_speculative_tokens, vocab_size]``, by slot; None: drafts were not
+            drawn.
         invalid_drafts
             bool ``[num_logits]``: rows of drafts that a grammar forbids; None: there are none.
 
@@ -133,16 +140,23 @@ class SlotRejectionSampler(RejectionSampler):
         SamplerOutput
             int64 ``[num_reqs, 1 + most drafts of a request]``, -1 after a request's last token.
         """
-        assert isinstance(input_batch, VerifiedBatch) and draft_logits is None
+        assert isinstance(input_batch, VerifiedBatch)
         step, arrays = input_batch.step, input_batch.arrays
-        output = self.sampler(logits, input_batch)
-        drawn = output.sampled_token_ids[:, 0]
         num_reqs, num_drafts = step.num_reqs, step.num_drafts
         targets = arrays.target_logits_indices[:num_drafts]
+        draft_token_ids = arrays.draft_token_ids[:num_drafts]
+        is_forbidden = None if invalid_drafts is None else invalid_drafts[targets + 1]
+        drawn_drafts = None
+        if draft_logits is not None:
+            if is_forbidden is not None:
+                draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)
+            drawn_drafts = DrawnDrafts(draft_token_ids, targets.long(), draft_logits)
+        output = self.sampler(logits, input_batch, drawn_drafts)
+        drawn = output.sampled_token_ids[:, 0]
         tokens = drawn[targets]
-        is_rejected = arrays.draft_token_ids[:num_drafts] != tokens
-        if invalid_drafts is not None:
-            is_rejected.logical_or_(invalid_drafts[targets + 1])
+        is_rejected = draft_token_ids != tokens
+        if is_forbidden is not None:
+            is_rejected.logical_or_(is_forbidden)
         output.sampled_token_ids = rows_until_rejected(
             tokens,
             is_rejected,

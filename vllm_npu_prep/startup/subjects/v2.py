@@ -6,13 +6,12 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-DRAFTING = ("eagle", "eagle3", "mtp", "ngram")
-"""Methods whose drafters the V2 runner has."""
+def _has_stages(asked: Asked) -> bool:
+    return asked.config.parallel_config.pipeline_parallel_size > 1
 
 
-def _has_other_ranks(asked: Asked) -> bool:
-    parallel = asked.config.parallel_config
-    return parallel.world_size_across_dp > parallel.tensor_parallel_size
+def _has_engines(asked: Asked) -> bool:
+    return asked.config.parallel_config.data_parallel_size > 1
 
 
 def _sees(asked: Asked) -> bool:
@@ -28,31 +27,24 @@ V2 = (
         BY_V1,
     ),
     Refusal(
-        "v2-prompt-embeds",
-        lambda c: c.model.enable_prompt_embeds,
-        "Model Runner V2 with --enable-prompt-embeds",
-        "its steps read token ids",
+        "v2-async-stages",
+        lambda c: _has_stages(c) and c.config.scheduler_config.async_scheduling,
+        "Model Runner V2 with asynchronous scheduling over pipeline stages",
+        "the scheduler tells its stages what was sampled, which it has to know by then",
+        "give --no-async-scheduling, or unset VLLM_USE_V2_MODEL_RUNNER",
+    ),
+    Refusal(
+        "v2-stages",
+        lambda c: _has_stages(c) and (_sees(c) or c.model.runner_type == "pooling"),
+        "Model Runner V2 with pipeline stages for {model}",
+        "it was tried with models that generate from text",
         BY_V1,
     ),
     Refusal(
-        "v2-states",
-        lambda c: c.model.is_hybrid,
-        "Model Runner V2 with a hybrid model ({model})",
-        "its steps have no states",
-        BY_V1,
-    ),
-    Refusal(
-        "v2-ranks",
-        _has_other_ranks,
-        "Model Runner V2 with pipeline stages or data parallelism",
-        "its steps agree over ranks of tensor parallelism only",
-        BY_V1,
-    ),
-    Refusal(
-        "v2-reasoning-budget",
-        lambda c: c.config.reasoning_config is not None,
-        "Model Runner V2 with --reasoning-config",
-        "its sampler counts no thinking tokens",
+        "v2-stages-of-engines",
+        lambda c: _has_stages(c) and _has_engines(c),
+        "Model Runner V2 with pipeline stages and data parallelism",
+        "each was tried without the other",
         BY_V1,
     ),
     Refusal(
@@ -81,36 +73,23 @@ V2_SPECULATION = (
         BY_V1,
     ),
     Refusal(
-        "v2-speculative-method",
-        lambda c: c.speculative.method not in DRAFTING,
-        "Model Runner V2 with speculative method {method}",
-        "its drafters are EAGLE and EAGLE-3 heads, MTP layers and prompt lookup",
-        "use one of {known}, or " + BY_V1,
-        lambda c: {"method": c.speculative.method, "known": ", ".join(DRAFTING)},
-    ),
-    Refusal(
-        "v2-mtp-layers",
-        lambda c: c.speculative.use_multi_module_mtp(),
-        "Model Runner V2 with several MTP layers ({model})",
-        "its draft passes run one of them",
-        "give num_speculative_tokens 1, or " + BY_V1,
-    ),
-    Refusal(
-        "v2-drawn-drafts",
-        lambda c: c.speculative.draft_sample_method != "greedy",
-        "Model Runner V2 with draft_sample_method {name}",
-        "its drafts are the most probable tokens",
-        "leave the key out, or " + BY_V1,
-        lambda c: {"name": c.speculative.draft_sample_method},
-    ),
-    Refusal(
         "v2-unpadded-drafter-batch",
         lambda c: c.speculative.disable_padded_drafter_batch,
         "Model Runner V2 with disable_padded_drafter_batch",
-        "rejected tokens stay in its first draft pass",
+        "rejected tokens stay in its first draft pass, which drafts the same",
         "leave the key out, or " + BY_V1,
     ),
 )
+
+
+def recommended(asked: Asked) -> bool:
+    """Whether an engine on V1 generates from text, and V2 has all that it asks for."""
+    if asked.config.use_v2_model_runner or asked.pools:
+        return False
+    if asked.model.is_encoder_decoder or _sees(asked):
+        return False
+    refusals = V2 if asked.config.speculative_config is None else V2 + V2_SPECULATION
+    return not any(refusal.when(asked) for refusal in refusals)
 
 
 def _is_wanted(asked: Asked) -> bool:

@@ -1,0 +1,126 @@
+"""Budgets of thinking tokens: the end is forced when they are used up, on both runners alike."""
+
+import pytest
+
+from tests.helpers.drafters import make_eagle_head
+from tests.helpers.engine import generate, greedy, make_model, save_tokenizer
+from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of
+from tests.helpers.watch import count_preemptions, count_verified
+
+START, END = 5, [7, 8]
+BUDGETS = (0, 1, 3, 12, None)
+THINKS = {
+    "reasoning_config": {"reasoning_start_str": "t5", "reasoning_end_str": "t7 t8"},
+    "skip_tokenizer_init": False,
+}
+ALLOWED = [START, *END, *range(20, 40)]
+"""Random models choose among few tokens, so that they begin to think by themselves."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("qwen3"))
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(seed):
+    """Of each budget one that thinks already, one that did, and one that doesn't."""
+    found = prompts_of(seed, [9, 33, 70] * len(BUDGETS))
+    for index, prompt in enumerate(found):
+        prompt[:] = [token if token > 8 else 9 for token in prompt]
+        if index % 3 == 0:
+            prompt[-5] = START
+        if index % 3 == 1:
+            prompt[3:8] = [START, 11, 12, *END]
+    return found
+
+
+def asked(llm, prompts, **params):
+    budgets = [budget for budget in BUDGETS for _ in range(3)]
+    return generate(
+        llm,
+        prompts,
+        [greedy(40, thinking_token_budget=budget, **params) for budget in budgets],
+    )
+
+
+def thoughts(prompt, answer):
+    """Tokens of each thought that does not end in the prompt, and whether it ended."""
+    found, at = [], None
+    tokens = prompt + answer
+    for place, token in enumerate(tokens):
+        if token == START:
+            at = place + 1
+        elif tokens[place : place + 2] == END and at is not None:
+            if place >= len(prompt):
+                found.append((place - at, True))
+            at = None
+    return found if at is None else [*found, (len(tokens) - at, False)]
+
+
+def hold(prompts, answers):
+    """Nobody thinks longer than allowed; returns how many were stopped at their budget."""
+    stopped = 0
+    for prompt, answer, budget in zip(
+        prompts, answers, [budget for budget in BUDGETS for _ in range(3)], strict=True
+    ):
+        if budget is None:
+            continue
+        for length, has_ended in thoughts(prompt, answer):
+            least = 4 if prompt[-5] == START else 0  # it has thought so long already
+            assert length <= max(budget, least) + (0 if has_ended else 2)
+            stopped += has_ended and length == max(budget, least)
+    return stopped
+
+
+SETTINGS = THINKS | {
+    "block_size": 16,
+    "num_gpu_blocks_override": 26,
+    "additional_config": {"npu_prep": {"check": "full"}},
+}
+"""Few blocks: requests are preempted while they think."""
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_v2_ends_thinking_where_v1_does(model, prompts, async_scheduling):
+    """Thoughts that prompts begin and those that a model begins itself, while others wait.
+
+    On V1 nobody is preempted: vLLM's V1 counts anew then, and may force a part of the end again.
+    """
+    found, preempted = {}, {}
+    for runner in ("V1", "V2"):
+        settings = SETTINGS | {"async_scheduling": async_scheduling}
+        if runner == "V1":
+            del settings["num_gpu_blocks_override"]
+        with engine_of(runner, model, **settings) as llm:
+            preempted[runner] = count_preemptions(llm)
+            found[runner] = [asked(llm, prompts), asked(llm, prompts, allowed_token_ids=ALLOWED)]
+            free = generate(llm, prompts, greedy(40))
+    assert preempted["V2"]["preempted"] > 0 and not preempted["V1"]
+    for answers in found["V2"]:
+        assert hold(prompts, answers) > 3
+    assert found["V2"] == found["V1"]
+    assert found["V2"][0] != free and found["V2"][0][-3:] == free[-3:]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_drafts_change_nothing_of_what_is_thought(tmp_path, prompts, async_scheduling):
+    """The budget ends before a draft, among drafts and after them; some are accepted."""
+    model = make_model(tmp_path / "model", spread=0.1, embedding_scale=20)
+    save_tokenizer(model)
+    head = make_eagle_head(tmp_path / "head", model)
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    with engine_of("V2", model, **SETTINGS) as llm:
+        expected = [asked(llm, prompts), asked(llm, prompts, allowed_token_ids=ALLOWED)]
+    assert hold(prompts, expected[0]) > 3
+    more = {"speculative_config": drafts, "async_scheduling": async_scheduling}
+    more["num_gpu_blocks_override"] = 40  # the head's, too
+    with engine_of("V2", model, **(SETTINGS | more)) as llm:
+        verified, preempted = count_verified(llm), count_preemptions(llm)
+        assert asked(llm, prompts) == expected[0]
+        assert min(verified[kind] for kind in ("accepted", "rejected")) > 0
+        assert asked(llm, prompts, allowed_token_ids=ALLOWED) == expected[1]
+        assert preempted["preempted"] > 0

@@ -1,0 +1,211 @@
+"""Drafts by chance on the V2 runner: what is drawn, verified and drawn instead."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from tests.helpers.statistics import check_distribution
+from tests.v2.test_verification import prepared, verified_batch
+from vllm_npu_prep.compat import v2
+from vllm_npu_prep.ops.slot_sampling import scale_by_temperature
+from vllm_npu_prep.v2.buffers import SlotValues
+from vllm_npu_prep.v2.drawing import Requests, draw, draw_drafts
+from vllm_npu_prep.v2.sampler import SlotSampler
+from vllm_npu_prep.v2.speculator import SlotSpeculator
+from vllm_npu_prep.v2.verification import SlotRejectionSampler
+
+VOCAB, MOST_DRAFTS, CPU = 6, 3, torch.device("cpu")
+KINDS = [{"seed": None}, {"seed": 0}, {"temperature": 0}]
+"""Parameters of every third request: drawn, drawn by a seed of its own, greedy."""
+
+
+def states_of(number, temperature=1.3):
+    """Parameters of so many requests by slot, kinds in turn."""
+    with v2.stand_ins(UvaBackedTensor=lambda *args, **more: SlotValues(CPU, *args, **more)):
+        states = SamplingStates(number, VOCAB)
+    for slot in range(number):
+        kind = {"temperature": temperature, **KINDS[slot % 3]}
+        if kind.get("seed") is not None:
+            kind["seed"] = slot
+        states.add_request(slot, SamplingParams(**kind))
+    states.apply_staged_writes()
+    return states
+
+
+def sampler_of(states):
+    """The sampler of requests that have a temperature, a seed, and nothing else."""
+    sampler = SlotSampler.__new__(SlotSampler)
+    sampler.sampling_states, sampler.compute_nans = states, False
+    sampler.logprobs_mode = "raw_logprobs"
+    sampler.needs_logits_processing = np.ones(len(states.seeds_set), bool)
+    sampler.get_logprobs_dims = lambda slots: None
+
+    def scaled(logits, idx_mapping, *_, **__):
+        logits = logits.clone()
+        scale_by_temperature(logits, VOCAB, idx_mapping, states.temperature.gpu, VOCAB)
+        return logits
+
+    sampler.apply_sampling_params = scaled
+    return sampler
+
+
+def drafted(states, slots, of_drafter):
+    """Drafts of requests at slots, and what was kept of their logits, as a drafter's passes."""
+    number = len(states.seeds_set)
+    speculator = SlotSpeculator.__new__(SlotSpeculator)
+    speculator.num_speculative_steps, speculator.num_extra_query_per_req = MOST_DRAFTS, 0
+    speculator.draft_logits = torch.full((number, MOST_DRAFTS, VOCAB), torch.nan)
+    speculator.model = SimpleNamespace(compute_logits=lambda states: states)
+    requests = Requests(states, slots, torch.from_numpy(slots))
+    drafts = [
+        speculator._tokens(
+            of_drafter[place].expand(len(slots), VOCAB),
+            place,
+            torch.full((len(slots),), 9 + place),
+            requests,
+        )
+        for place in range(MOST_DRAFTS)
+    ]
+    return torch.stack(drafts, 1), speculator.draft_logits
+
+
+def verified(states, slots, num_drafts, drafts, draft_logits, of_target, invalid=None):
+    """Rows of tokens of a step that verifies so many of the drafts."""
+    number = len(slots)
+    tokens = np.zeros((number, 100), np.int32)
+    computed, known = np.full(number, 10, np.int32), np.full(number, 11, np.int32)
+    step, arrays = prepared(num_drafts, 1 + num_drafts, known, computed, tokens)
+    arrays.draft_token_ids = torch.cat([row[:n] for row, n in zip(drafts, num_drafts)])
+    batch = verified_batch(step, arrays)
+    batch.idx_mapping, batch.idx_mapping_np = torch.from_numpy(slots), slots
+    batch.num_draft_tokens_per_req = num_drafts
+    batch.logits_indices, batch.positions = (
+        arrays.logits_indices[: step.num_logits],
+        arrays.positions,
+    )
+    batch.input_ids, batch.seq_lens_cpu_upper_bound = arrays.input_ids, arrays.seq_lens
+    sampler = SlotRejectionSampler.__new__(SlotRejectionSampler)
+    sampler.sampler = sampler_of(states)
+    places = torch.cat([torch.arange(1 + n) for n in num_drafts.tolist()])
+    output = sampler(of_target[places], batch, draft_logits, invalid)
+    return output.sampled_token_ids
+
+
+def chances(logits, temperature=1.3):
+    return (logits.double() / temperature).softmax(-1).numpy()
+
+
+@pytest.fixture
+def logits(seed):
+    """Logits of a drafter and of the target for each place; the target excludes a token.
+
+    Token 0 is drafted too often: numbers of verification are hashed like the noise of this token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    of_drafter = torch.randn(MOST_DRAFTS, VOCAB, generator=generator)
+    of_target = torch.randn(MOST_DRAFTS + 1, VOCAB, generator=generator)
+    of_target[:, 2] = -torch.inf
+    of_drafter[:, 0], of_target[:, 0] = 1.5, -0.5
+    return of_drafter, of_target
+
+
+def test_tokens_have_the_probabilities_of_the_target(seed, logits):
+    """Each place by itself, of requests with seeds and without; ragged, and in other slots."""
+    of_drafter, of_target = logits
+    number = 36000
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    states, slots = states_of(number), rng.permutation(number)[: number * 3 // 4]
+    num_drafts = rng.integers(1, MOST_DRAFTS + 1, len(slots)).astype(np.int32)
+    drafts, kept = drafted(states, slots, of_drafter)
+    rows = verified(states, slots, num_drafts, drafts, kept, of_target).numpy()
+    for kind in (0, 1):
+        of_kind = slots % 3 == kind
+        for place in range(MOST_DRAFTS):
+            counts = np.bincount(drafts[of_kind, place].numpy(), minlength=VOCAB)
+            check_distribution(counts, chances(of_drafter[place]))
+        for place in range(MOST_DRAFTS + 1):
+            tokens = rows[of_kind, place]
+            assert (tokens >= 0).sum() > 100
+            counts = np.bincount(tokens[tokens >= 0], minlength=VOCAB)
+            check_distribution(counts, chances(of_target[place]))
+        # As many drafts are accepted as can be: where the two have the same chances
+        p, q = chances(of_target[0]), chances(of_drafter[0])
+        share, expected = (rows[of_kind, 1] >= 0).mean(), np.minimum(p, q).sum()
+        assert abs(share - expected) < 5 * np.sqrt(expected * (1 - expected) / of_kind.sum())
+
+
+def test_greedy_requests_are_exact_beside_others(seed, logits):
+    of_drafter, of_target = logits
+    number, best = 600, of_target.argmax(-1).tolist()
+    states, slots = states_of(number), np.random.default_rng(seed).permutation(number)
+    num_drafts = np.full(number, MOST_DRAFTS, np.int32)
+    drafts, kept = drafted(states, slots, of_drafter)
+    greedy = np.flatnonzero(slots % 3 == 2)
+    assert torch.equal(drafts[greedy], of_drafter.argmax(-1).int().expand(len(greedy), -1))
+    drafts[greedy[::2]] = torch.tensor(best[:-1], dtype=torch.int32)
+    drafts[greedy[::4], 1] = (best[1] + 1) % VOCAB
+    rows = verified(states, slots, num_drafts, drafts, kept, of_target).tolist()
+    seen = set()
+    for req in greedy.tolist():
+        expected = []
+        for place, token in enumerate(best):
+            expected.append(token)
+            if place < MOST_DRAFTS and int(drafts[req, place]) != token:
+                break
+        assert [token for token in rows[req] if token >= 0] == expected
+        seen.add(len(expected))
+    assert {2, MOST_DRAFTS + 1} <= seen
+
+
+def test_missing_and_forbidden_drafts_are_replaced_by_the_targets_tokens(seed, logits):
+    """-1 in a place that the scheduler reserved, or a draft that a grammar forbids."""
+    of_drafter, of_target = logits
+    number = 12000
+    torch.manual_seed(seed)
+    states, slots = states_of(number), np.arange(number)
+    num_drafts = np.full(number, 2, np.int32)
+    drafts, kept = drafted(states, slots, of_drafter)
+    drafts[: number // 2] = -1
+    invalid = torch.zeros(3 * number, dtype=torch.bool)
+    invalid[3 * (number // 2) + 1 :: 3] = True  # the first draft's row, one after its target's
+    rows = verified(states, slots, num_drafts, drafts, kept, of_target, invalid).numpy()
+    assert (rows[:, 1:] == -1).all()
+    for half in (slice(number // 2), slice(number // 2, None)):
+        tokens = rows[half, 0][slots[half] % 3 != 2]
+        check_distribution(np.bincount(tokens, minlength=VOCAB), chances(of_target[0]))
+    seeded = slots[slots % 3 == 1]
+    plain = draw(
+        of_target[0].expand(len(seeded), VOCAB) / 1.3,
+        Requests(states, seeded, torch.from_numpy(seeded)),
+        lambda: torch.full((len(seeded),), 10),
+    )
+    assert rows[slots % 3 == 1, 0].tolist() == plain.tolist(), "as without drafts"
+
+
+def test_a_seed_draws_the_same_whatever_it_is_batched_with(seed, logits):
+    of_drafter, of_target = logits
+    states = states_of(90)
+    found = []
+    for slots in (np.arange(90), np.array([30, 4, 5, 3, 1, 88])):
+        num_drafts = np.full(len(slots), MOST_DRAFTS, np.int32)
+        drafts, kept = drafted(states, slots, of_drafter)
+        rows = verified(states, slots, num_drafts, drafts, kept, of_target)
+        found.append({s: (d, r) for s, d, r in zip(slots, drafts.tolist(), rows.tolist())})
+    for slot in (4, 1, 88):
+        assert found[0][slot] == found[1][slot]
+    assert len({str(found[0][slot]) for slot in range(1, 90, 3)}) > 5
+
+
+def test_greedy_steps_draw_nothing_and_keep_nothing():
+    states = states_of(6)
+    requests = Requests(states, np.array([2, 5]), torch.tensor([2, 5]))
+    assert not requests.are_random.any()
+    logits = torch.randn(2, VOCAB)
+    before = torch.get_rng_state()
+    assert torch.equal(draw_drafts(logits, requests, torch.zeros(2)), logits.argmax(-1))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,75 @@
+"""Verification of drafts that were drawn, by Model Runner V2's rule, in torch.
+
+Source: ``vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py``. The kernels reduce the
+vocabulary in blocks and draw one token for each request; here each draft's row gets its logits, and
+the sampler draws from all rows at once. Nothing is read back.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class VerifiedDrafts(NamedTuple):
+    """What verification makes of each draft.
+
+    Attributes
+    ----------
+    are_accepted
+        bool ``[num_drafts]``; False of greedy requests, whose tokens tell.
+    logits
+        float32 ``[num_drafts, vocab_size]``, from which the token in place of a rejected draft is
+        drawn.
+    """
+
+    are_accepted: torch.Tensor
+    logits: torch.Tensor
+
+
+def verify_drawn_drafts(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor,
+    temperature: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    uniform: torch.Tensor,
+) -> VerifiedDrafts:
+    """Accept a draft with the ratio of its probabilities (Leviathan et al., 2023).
+
+    ``_compute_local_logits_stats_kernel``, ``_rejection_kernel`` and ``_resample_kernel``. A token
+    in place of a rejected draft has the target's excess over the drafter's probabilities; in place
+    of none (-1), the target's probabilities.
+
+    Parameters
+    ----------
+    target_logits
+        float32 ``[num_drafts, vocab_size]``, divided by the temperature, without tokens that
+        sampling parameters exclude.
+    draft_logits
+        ``[num_drafts, vocab_size]`` as the drafter computed them, not divided.
+    temperature
+        float32 ``[num_drafts]``; 0: greedy.
+    draft_token_ids
+        int ``[num_drafts]``; -1: no draft, or one that a grammar forbids.
+    uniform
+        float32 ``[num_drafts]``, from 0 to 1.
+
+    Returns
+    -------
+    VerifiedDrafts
+        Of each draft; of greedy requests the target's logits as they are.
+    """
+    are_greedy, is_none = temperature == 0, draft_token_ids < 0
+    of_drafter = draft_logits.float() / temperature.masked_fill(are_greedy, 1)[:, None]
+    of_drafter = of_drafter.log_softmax(-1)
+    of_target = target_logits.log_softmax(-1)
+    tokens = draft_token_ids.long().clamp(min=0)[:, None]
+    # As a difference, so that equal probabilities reject nothing: no token would have an excess
+    of_drafts = of_target.gather(1, tokens) - of_drafter.gather(1, tokens)
+    are_accepted = of_drafts[:, 0] > uniform.log()
+    are_accepted.masked_fill_(is_none | are_greedy, False)
+    ratio = of_drafter.sub_(of_target).exp_()  # NaN where neither has a chance
+    has_no_excess = ~(ratio < 1)
+    excess = of_target.add_(ratio.neg_().clamp_(min=-1).log1p_())
+    excess.masked_fill_(has_no_excess, -torch.inf)
+    as_it_is = (is_none | are_greedy)[:, None]
+    return VerifiedDrafts(are_accepted, torch.where(as_it_is, target_logits, excess))

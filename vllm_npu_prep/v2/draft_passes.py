@@ -1,0 +1,273 @@
+"""Passes of a drafter that is a model: eagerly or in pieces of graphs, alone or with other engines.
+
+Engines that share experts make their draft passes together, idle ones, too. They agree on each
+pass's graph and tokens as V1's do, twice a step: before the first pass, and before the later ones.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+
+from vllm_npu_prep.graph.wrapper import GraphWrapper
+
+
+class GraphInputs(NamedTuple):
+    """What pieces of graphs of a draft pass read, at one address; ``S`` is the largest size."""
+
+    input_ids: torch.Tensor  # [S] int32
+    positions: torch.Tensor  # [S] int64
+    hidden_states: torch.Tensor  # [S, hidden_size]
+    no_slots: torch.Tensor  # [S] int64: of captures and dummy runs, which write nothing
+
+
+class PassSize(NamedTuple):
+    """How a pass runs.
+
+    Attributes
+    ----------
+    padded
+        Its tokens after padding, in pieces of graphs; 0: it runs eagerly, without padding.
+    across
+        Tokens of each engine, int32 ``[data_parallel_size]`` on the host; None with one engine.
+    """
+
+    padded: int = 0
+    across: torch.Tensor | None = None
+
+
+class DraftPasses:
+    """Runs a drafter's passes.
+
+    Parameters
+    ----------
+    vllm_config
+        The engine's config.
+    device
+        Of the passes.
+    hidden_size
+        Of the hidden states that the drafter reads.
+    reads_target
+        Whether it reads hidden states of the target.
+
+    Attributes
+    ----------
+    sizes
+        Tokens of passes whose pieces are replayed, ascending; none before they are captured.
+    model, layers
+        The drafter and the names of its attention layers, once it is loaded.
+    """
+
+    model: Any
+    layers: Collection[str] = ()
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, hidden_size: int, *, reads_target: bool
+    ) -> None:
+        self.sizes: Sequence[int] = ()
+        self._config, self._device = vllm_config, device
+        self._hidden_size, self._reads_target = hidden_size, reads_target
+        parallel = vllm_config.parallel_config
+        self._engines, self._engine = parallel.data_parallel_size, parallel.data_parallel_rank
+        self._inputs: GraphInputs | None = None
+        self._captured: set[BatchDescriptor] = set()
+
+    # ----------------------------------------------------------------- graphs
+
+    def make_inputs(self, mode: CUDAGraphMode, *, enforce_eager: bool) -> None:
+        """Make the inputs that pieces of graphs read, if the engine has any; none is captured yet.
+
+        Parameters
+        ----------
+        mode
+            The engine's.
+        enforce_eager
+            Whether the drafter has to run without graphs.
+        """
+        self.sizes, self._inputs = (), None
+        self._captured.clear()
+        if mode.mixed_mode() != CUDAGraphMode.PIECEWISE or enforce_eager:
+            return
+        largest = self._config.compilation_config.max_cudagraph_capture_size or 0
+        dtype = self._config.model_config.dtype
+        assert isinstance(dtype, torch.dtype), "vLLM has resolved names of dtypes"
+        with torch.inference_mode(False):  # steps change them in place
+            self._inputs = GraphInputs(
+                torch.zeros(largest, dtype=torch.int32, device=self._device),
+                torch.zeros(largest, dtype=torch.int64, device=self._device),
+                torch.zeros(largest, self._hidden_size, dtype=dtype, device=self._device),
+                torch.full((largest,), PADDING_SLOT_ID, device=self._device),
+            )
+
+    def capture(self, num_tokens: int) -> None:
+        """Warm up and capture the pieces of a pass, in an engine that has some.
+
+        vLLM compiles no layer of some drafters (MTP layers of MiMo). They have no pieces, and would
+        be padded for nothing.
+
+        Parameters
+        ----------
+        num_tokens
+            Of the pass.
+        """
+        name = BatchDescriptor(num_tokens)
+        if self._inputs is None or name in self._captured:
+            return
+        before, across = GraphWrapper.num_graphs(), None
+        if self._engines > 1:  # all capture graphs of one size
+            across = torch.full((self._engines,), num_tokens, dtype=torch.int32)
+        ids, positions, hidden_states, slots = (each[:num_tokens] for each in self._inputs)
+        given = ids, positions, hidden_states, None, dict.fromkeys(self.layers, slots)
+        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+            self._forward(*given, mode, across)
+        self._captured.add(name)
+        if GraphWrapper.num_graphs() == before:
+            self._inputs = None
+
+    def use_graphs(self, sizes: Iterable[int]) -> None:
+        """Replay pieces that were captured.
+
+        Parameters
+        ----------
+        sizes
+            Tokens of the passes.
+        """
+        self.sizes = () if self._inputs is None else sorted(sizes)
+
+    # ----------------------------------------------------------------- how a pass runs
+
+    def size_of(self, num_tokens: int, *, is_step: bool = False) -> PassSize:
+        """How a pass runs; engines that share experts have to ask together.
+
+        Parameters
+        ----------
+        num_tokens
+            Of the pass.
+        is_step
+            Whether it is over a step's tokens, which are padded already: it runs in pieces if a
+            graph has exactly so many.
+        """
+        place = bisect_left(self.sizes, num_tokens)
+        padded = self.sizes[place] if place < len(self.sizes) else 0
+        if is_step and padded != num_tokens:
+            padded = 0
+        if self._engines == 1:
+            return PassSize(padded)
+        counts = num_tokens, num_tokens, None, self._engines, self._engine
+        found, agreed = dispatch_cg_and_sync_dp(self, *counts, need_eager=not padded)  # type: ignore[arg-type]
+        assert agreed is not None, "each engine has tokens"
+        is_eager = found.cg_mode == CUDAGraphMode.NONE
+        return PassSize(0 if is_eager else found.num_tokens, agreed.num_tokens_across_dp)
+
+    def dispatch(self, num_reqs: int, num_tokens: int, *_: Any, **__: Any) -> Any:
+        """The graph of a pass in which an engine has so many tokens, which its pieces hold.
+
+        Parameters
+        ----------
+        num_reqs
+            Not used.
+        num_tokens
+            Of the engine.
+        """
+        padded = self.sizes[bisect_left(self.sizes, num_tokens)]
+        return BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, padded, None)
+
+    # ----------------------------------------------------------------- a pass
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        size: PassSize,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass: hidden states for the logits, and those that the next pass continues from.
+
+        Parameters
+        ----------
+        input_ids, positions
+            int32 and int64 ``[num_tokens]``.
+        hidden_states
+            ``[num_tokens, hidden_size]`` of the target or of the pass before.
+        metadata, slot_mappings
+            By layer; None in dummy runs, which write nothing.
+        size
+            How it runs.
+        """
+        num_tokens = len(input_ids)
+        if not size.padded:
+            mode = CUDAGraphMode.NONE
+            given = input_ids, positions, hidden_states, metadata, slot_mappings
+            return self._forward(*given, mode, size.across)
+        assert self._inputs is not None
+        inputs = self._inputs
+        inputs.input_ids[:num_tokens].copy_(input_ids)
+        inputs.positions[:num_tokens].copy_(positions)
+        if self._reads_target:
+            inputs.hidden_states[:num_tokens].copy_(hidden_states)
+        ids, positions, hidden_states, no_slots = (each[: size.padded] for each in inputs)
+        if slot_mappings is None:
+            slot_mappings = dict.fromkeys(self.layers, no_slots)
+        own = {name: slot_mappings[name] for name in self.layers if name in slot_mappings}
+        slot_mappings = padded_slots(own, size.padded)
+        mode = CUDAGraphMode.PIECEWISE
+        output, following = self._forward(
+            ids, positions, hidden_states, metadata, slot_mappings, mode, size.across
+        )
+        return output[:num_tokens], following[:num_tokens]
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        mode: CUDAGraphMode,
+        across: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the drafter as it is given, without graphs or in pieces: captured or replayed."""
+        num_tokens = len(input_ids)
+        of_target = {"hidden_states": hidden_states} if self._reads_target else {}
+        with set_forward_context(
+            metadata,
+            self._config,
+            num_tokens=num_tokens,
+            num_tokens_across_dp=across,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=BatchDescriptor(num_tokens),
+            slot_mapping=slot_mappings,
+        ):
+            output: Any = self.model(
+                input_ids=input_ids, positions=positions, inputs_embeds=None, **of_target
+            )
+        return output if isinstance(output, tuple) else (output, output)
+
+
+def padded_slots(slot_mappings: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+    """Slots by layer for a pass of `size` tokens: none for its padding.
+
+    Parameters
+    ----------
+    slot_mappings
+        int ``[num_tokens]`` of each layer; layers may share them.
+    size
+        Tokens of the pass, at least as many.
+    """
+    padded: dict[int, torch.Tensor] = {}
+    for slots in slot_mappings.values():
+        missing = size - len(slots)
+        if id(slots) not in padded:
+            pad = torch.nn.functional.pad
+            padded[id(slots)] = (
+                pad(slots, (0, missing), value=PADDING_SLOT_ID) if missing else slots
+            )
+    return {name: padded[id(slots)] for name, slots in slot_mappings.items()}

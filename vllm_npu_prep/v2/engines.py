@@ -1,0 +1,91 @@
+"""What engines that share experts agree on in each step, before it is prepared."""
+
+from typing import Any
+
+from vllm.config import ParallelConfig
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
+
+
+class SharedDecisions:
+    """Decides with the other engines which graph a step replays, once a step.
+
+    Upstream agrees after it has gathered a step's numbers and before it prepares its inputs. Here
+    both are one: the agreement comes first, and upstream's code is handed it.
+
+    Parameters
+    ----------
+    parallel
+        Of the engine.
+
+    Attributes
+    ----------
+    across
+        Tokens of each engine in the last decision, int32 ``[data_parallel_size]`` on the host;
+        None if no engine had any.
+    """
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._parallel = parallel
+        self._of_step: tuple[BatchExecutionDescriptor, DPSyncState | None] | None = None
+        self.across: Any = None
+
+    def decide(
+        self,
+        manager: Any,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        *,
+        eager: bool,
+    ) -> BatchExecutionDescriptor:
+        """Decide for a step with requests; every engine has to call it, or to run a dummy step.
+
+        Parameters
+        ----------
+        manager
+            `vllm_npu_prep.v2.graphs.GraphManager` of the engine.
+        num_reqs, num_tokens, num_active_loras
+            Of the step.
+        uniform_token_count
+            Tokens of each request, if all have as many.
+        eager
+            Whether the step has to run without a graph.
+        """
+        self._of_step = self._agree(
+            manager,
+            num_reqs,
+            num_tokens,
+            uniform_token_count,
+            self._parallel.data_parallel_size,
+            self._parallel.data_parallel_rank,
+            need_eager=eager,
+            num_active_loras=num_active_loras,
+        )
+        return self._of_step[0]
+
+    def take(
+        self, manager: Any, *args: Any, **kwargs: Any
+    ) -> tuple[BatchExecutionDescriptor, DPSyncState | None]:
+        """Upstream's question: the step's decision, or a new one for a dummy step.
+
+        Parameters
+        ----------
+        manager, *args, **kwargs
+            As of upstream's ``dispatch_cg_and_sync_dp``.
+        """
+        found, self._of_step = self._of_step, None
+        if found is None:
+            found = self._agree(manager, *args, **kwargs)
+            if manager is not None:
+                manager.of_dummy_run = found[0]
+        return found
+
+    def _agree(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[BatchExecutionDescriptor, DPSyncState | None]:
+        found: tuple[BatchExecutionDescriptor, DPSyncState | None]
+        found = dispatch_cg_and_sync_dp(*args, **kwargs)
+        self.across = None if found[1] is None else found[1].num_tokens_across_dp
+        return found
