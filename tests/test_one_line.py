@@ -163,6 +163,17 @@ def test_logs_have_the_text_of_a_refusal_and_the_traceback_of_a_bug():
     assert bug.exc_info[1].args == ("bug",)
 
 
+def test_a_server_logs_what_the_engine_answered_and_no_traceback_of_its_own():
+    answer = f"Call to wake_up method failed: {WHY}"
+    shown = []
+    for error in (Exception(answer), RuntimeError(answer), Exception("bug")):
+        kind, value, trace = type(error), error, None
+        record = logging.LogRecord("", logging.ERROR, "", 0, "in ASGI", (), (kind, value, trace))
+        assert one_line.OneLineAnswers().filter(record)
+        shown.append((record.getMessage(), record.exc_info is None))
+    assert shown == [(answer, True), ("in ASGI", False), ("in ASGI", False)]
+
+
 # ----------------------------------------------------------------- mistakes in vLLM's flags
 
 UPSTREAM = """

@@ -308,8 +308,15 @@ WALLS: dict[str, set[str]] = {
     | {"compat.graphs", "compat.models"},
     # The same parts as V1's runner, and the patches that let upstream's V2 take them
     "v2": {"attention", "compat.v2", "config", "device", "graph.wrapper", "observe", "ops", "prep"}
-    | {"quantization.fused", "runner.graphs", "runner.lora", "runner.new_weights"}
-    | {"runner.padding", "runner.preparer", "runner.step", "v2"},
+    | {
+        "quantization.fused",
+        "runner.accepted",
+        "runner.graphs",
+        "runner.lora",
+        "runner.mtp_layers",
+        "runner.new_weights",
+    }
+    | {"runner.padding", "runner.preparer", "runner.prompt_embeds", "runner.step", "v2"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "ops.fused"}
     | {"ops.fused_experts", "prep", "verify"},

@@ -1,6 +1,10 @@
-"""Which rank a worker is, and how many there are."""
+"""Which rank a worker is, how many there are, and what they do together."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from vllm_npu_prep.errors import PrepError
 
 
 def rank_across_engines(parallel_config: Any) -> int:
@@ -28,3 +32,49 @@ def ranks_on_host(parallel_config: Any) -> int:
         return max(1, len(parallel_config.assigned_physical_gpu_ids or ()))
     engines = max(1, parallel_config.data_parallel_size_local)
     return parallel_config.local_world_size * engines
+
+
+@contextlib.contextmanager
+def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator[bool]:
+    """Let all ranks of an engine do something; whether all did, which else each has to undo.
+
+    Parameters
+    ----------
+    parallel_config
+        vLLM's `ParallelConfig`, in the worker.
+    attempt
+        Raises `PrepError` if this rank can't, and leaves everything as it was.
+
+    Raises
+    ------
+    PrepError
+        At the end, on the last rank alone: what the first rank said that could not. vLLM's executor
+        reads the answers in order up to the first error; it would take those behind it for answers
+        to its next call.
+    """
+    failure, unforeseen = None, None
+    try:
+        attempt()
+    except PrepError as error:
+        failure = str(error)
+    except Exception as error:  # the other ranks wait to be told
+        failure, unforeseen = str(error), error
+    if parallel_config.world_size > 1:
+        failure = _first_of_ranks(failure)
+    if unforeseen is not None:
+        raise unforeseen
+    yield failure is None
+    if failure is not None and parallel_config.rank == parallel_config.world_size - 1:
+        raise PrepError(failure)
+
+
+def _first_of_ranks(mine: str | None) -> str | None:
+    """The first of what the ranks of this engine have to say."""
+    import torch
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    for group in (get_tp_group(), get_pp_group()):
+        told: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(told, mine, group=group.cpu_group)
+        mine = next((each for each in told if each is not None), None)
+    return mine

@@ -118,12 +118,21 @@ class SleepingMemory(SleepModeBackend):
         self._state = "SUSPENDED"
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
+        """Map memory again; see `map`."""
+        self.map(tags)
+
+    def map(self, tags: Sequence[str] | None = None) -> list[Region]:
         """Map memory again.
 
         Parameters
         ----------
         tags
             Of `TAGS`; None: all.
+
+        Returns
+        -------
+        list of Region
+            What was asleep and is awake now, for `release`.
 
         Raises
         ------
@@ -141,11 +150,17 @@ class SleepingMemory(SleepModeBackend):
                         region.map()
                         done.append(region)
         except PrepError:
-            for region in done:
-                region.release(keep=region in self._regions[WEIGHTS])
+            self.release(done)
             raise
         if all(region.is_mapped for tag in TAGS for region in self._regions[tag]):
             self._state = "RUNNING"
+        return done
+
+    def release(self, regions: Iterable[Region]) -> None:
+        """Let what `map` mapped sleep again, with what it holds."""
+        for region in regions:
+            region.release(keep=region in self._regions[WEIGHTS])
+        self._state = "SUSPENDED"
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release what has these tags, without a copy."""

@@ -4,12 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 
+from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import (
     Share,
     attend_shared,
@@ -21,6 +24,8 @@ from vllm_npu_prep.attention.context_parallel import (
 )
 from vllm_npu_prep.attention.kernels import LayerShape
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
+from vllm_npu_prep.attention.latent import ContextChunk, Prefills
+from vllm_npu_prep.attention.latent_ranks import share_prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.state import AttentionState
@@ -212,3 +217,29 @@ def test_a_dummy_run_without_decodes_has_rows_of_nobody():
     metadata = metadata_of(AttentionState.DecodeOnly, [(3, 1)], 4)
     shared = rows_of(metadata, torch.zeros(0, dtype=torch.int32), np.zeros(0, np.int32))
     assert shared.rows.max_seq_len == 1 and shared.has_rows is None
+
+
+def test_every_rank_gathers_as_many_latent_rows_as_the_device_counts():
+    """The host sizes buffers and lists ends; the device finds rows by lengths of its own."""
+    lens = [1, 7, 12, 0, 40]  # with runs of two on three ranks: rounds of six
+    chunk = ContextChunk(
+        tokens=slice(0, 5),
+        query_ends=[1, 2, 3, 4, 5],
+        kv_ends=np.cumsum(lens).tolist(),
+        starts=torch.zeros(5, dtype=torch.int32),
+        lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=torch.zeros(5, 1, dtype=torch.int32),
+    )
+    prefills = Prefills(0, 5, [1, 2, 3, 4, 5], torch.arange(6), [0] * 5, (chunk,))
+    shared = share_prefills(prefills, ContextShards(3, 0, 2)).chunks[0].ranks
+    assert shared.local.lens.tolist() == [2, 4, 4, 0, 14]
+    assert shared.local.kv_ends == [2, 6, 10, 10, 24]
+    order = shared.order.tolist()
+    assert len(set(order)) == sum(lens) and max(order) < 3 * 24
+    assert order[1:8] == [2, 3, 26, 27, 50, 51, 4], "runs of two: one on each rank, then again"
+
+
+def test_attention_over_shared_contexts_is_in_no_graph():
+    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2))
+    support = AscendMetadataBuilder.get_cudagraph_support(config, SimpleNamespace())
+    assert support == AttentionCGSupport.NEVER

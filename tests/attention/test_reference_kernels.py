@@ -173,3 +173,10 @@ def test_what_an_npu_kernel_rejects_is_rejected(what, seed):
     spoil(step, what)
     with pytest.raises(AssertionError):
         step.run()
+
+
+def test_memory_of_tiles_counts_keys_and_values_three_times():
+    """A row of a tile is read from the cache, and turned into float32 for each product."""
+    few = reference.tile_bytes(4, 1, 64, 32, 2, max_seq_len=100)
+    more = reference.tile_bytes(4, 3, 64, 32, 2, max_seq_len=100)
+    assert more - few == reference.TILE_ROWS * 2 * (64 + 32) * (2 + 4 + 4)

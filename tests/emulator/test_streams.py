@@ -133,6 +133,45 @@ def test_operators_over_caches_touch_the_blocks_that_they_name(emulate):
     assert run.report["counters"]["hazards"] == 11
 
 
+def test_operators_over_rows_touch_those_that_their_index_names(emulate):
+    """Of a contiguous tensor, in graphs, too; of a strided one they touch everything."""
+    run = emulate(
+        RACE
+        + """
+    rows, new = torch.zeros(8, 64, device="npu"), torch.ones(2, 64, device="npu")
+    wide = torch.zeros(8, 128, device="npu")
+    index, host = torch.tensor([5, 2]).npu(), torch.zeros(64).pin_memory()
+
+    def copied(of, row, load, work):
+        torch.npu.synchronize()
+        work()
+        with torch.npu.stream(side):
+            if load:
+                of[row].copy_(host, non_blocking=True)
+            else:
+                host.copy_(of[row], non_blocking=True)
+        return MISSING in sync_error()
+
+    def found(work, load, of=rows):
+        return [row for row in range(8) if copied(of, row, load, work)]
+
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        rows.index_copy_(0, index, new)
+    for work in lambda: rows.index_copy_(0, index, new), graph.replay:
+        assert found(work, False) == [2, 5]
+        assert found(work, True) == [2, 5]
+    assert found(lambda: rows.index_select(0, index), False) == []
+    assert found(lambda: rows.index_select(0, index), True) == [2, 5]
+    index.fill_(7)                                    # a replay writes where it is told now
+    assert found(graph.replay, False) == [7]
+    half = wide[:, :64]
+    assert len(found(lambda: half.index_copy_(0, index, new), False, half)) == 8
+    """
+    )
+    assert run.report["counters"]["hazards"] == 19
+
+
 def test_memory_reused_across_streams_the_allocators_way_is_no_hazard(emulate):
     script = (
         RACE

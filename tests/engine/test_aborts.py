@@ -9,10 +9,11 @@ from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
 from tests.helpers.cache import CacheWatch, SharedBlocksWatch
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.lora import make_adapter
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.watch import count_preemptions
 
 LENGTHS = [30, 28, 5, 41, 22, 29, 17, 33, 9, 38]
@@ -29,12 +30,13 @@ def expected(model):
     return reference(model, prompts_of(SEED, LENGTHS), TOKENS)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_aborts_and_preemptions_leave_other_requests_alone(model, expected, asynchronous):
+@pytest.mark.parametrize(("asynchronous", "runner"), on_both({"sync": False, "async": True}))
+def test_aborts_and_preemptions_leave_other_requests_alone(model, expected, asynchronous, runner):
     """What aborted requests had generated and what the others do are tokens of transformers."""
     rng, tokens, count = np.random.default_rng(SEED), {}, Counter()
     prompts = prompts_of(SEED, LENGTHS)
-    with engine(
+    with engine_of(
+        runner,
         model,
         block_size=4,
         num_gpu_blocks_override=40,
@@ -73,8 +75,8 @@ def test_aborts_and_preemptions_leave_other_requests_alone(model, expected, asyn
     assert min(count["finished"], count["aborted"], preempted["preempted"]) > 0
 
 
-@pytest.mark.parametrize("number", [1000, 10_000])
-def test_of_many_requests_a_third_abort_and_nothing_of_them_is_kept(tmp_path, number):
+@pytest.mark.parametrize(("number", "runner_name"), on_both({"1000": 1000, "10000": 10_000}))
+def test_of_many_requests_a_third_abort_and_nothing_of_them_is_kept(tmp_path, number, runner_name):
     """Adapters among them, under memory for some: those that finish get the tokens they would get.
 
     Afterwards all blocks are free, no adapter is in use, and the process has not grown.
@@ -87,7 +89,8 @@ def test_of_many_requests_a_third_abort_and_nothing_of_them_is_kept(tmp_path, nu
     ]
     prompts = prompts_of(SEED, LENGTHS)
     kinds = [(prompt, adapter) for prompt in range(len(prompts)) for adapter in range(4)]
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         block_size=8,
         num_gpu_blocks_override=70,
@@ -143,8 +146,15 @@ def test_of_many_requests_a_third_abort_and_nothing_of_them_is_kept(tmp_path, nu
         assert not core.output_processor.request_states
         assert not core.output_processor.lora_states.requests
         generate(llm, [prompts[0]], greedy(2))  # a step tells the runner who has finished
-        assert len(runner.requests) <= 1
-        assert runner.input_batch.num_reqs <= 1
-        assert not runner.input_batch.lora_id_to_request_ids
+        if runner_name == "V1":
+            assert len(runner.requests) <= 1
+            assert runner.input_batch.num_reqs <= 1
+            assert not runner.input_batch.lora_id_to_request_ids
+        else:
+            states = runner.req_states
+            assert states.num_reqs <= 1
+            assert len(states.free_indices) == runner.max_num_reqs - states.num_reqs
+            assert not states.index_to_req_id.keys() & set(states.free_indices)
+            assert len(runner.lora_state.lora_requests) <= 1
         assert len(runner.lora_manager.list_adapters()) <= 3
     assert max(sizes[3:]) - sizes[2] < 64, "MiB that the process has grown by"

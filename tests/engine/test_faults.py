@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.watch import around_forward
 from tests.inspect.test_metrics import scraped
 from vllm_npu_prep.errors import PrepError
@@ -35,6 +36,8 @@ FAULTS = {
     "memory in sampling": ("_sample", torch.OutOfMemoryError, OUT_OF_MEMORY, TOLD),
     "a kernel": ("_model_forward", RuntimeError, KERNEL, KERNEL),
 }
+ON_V2 = {"_model_forward": "prepare_attn", "_sample": "sample"}
+"""V2's methods at these places of a step; its model is called in several ways."""
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +58,18 @@ def fail_once(runner, method: str, kind: type[Exception], text: str, call: int) 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("asynchronous", "runner_name"), on_both({"sync": False, "async": True}))
 def test_a_step_that_fails_ends_the_engine_with_its_reason(
-    model, seed, tmp_path, fault, asynchronous
+    model, seed, tmp_path, fault, asynchronous, runner_name
 ):
     """Nothing of that engine stays, its last steps are on disk, and the next one serves."""
     method, kind, text, told = FAULTS[fault]
+    if runner_name == "V2":
+        method = ON_V2[method]
     prompts = prompts_of(seed, LENGTHS)
     record = {"record": {"dir": str(tmp_path), "steps": "last 4"}}
     settings = {"async_scheduling": asynchronous, "additional_config": {"npu_prep": record}}
-    with engine(model, **settings) as llm:
+    with engine_of(runner_name, model, **settings) as llm:
         expected = generate(llm, prompts, greedy(8))
         runner = runner_of(llm)
         fail_once(runner, method, kind, text, call=5)
@@ -77,7 +82,7 @@ def test_a_step_that_fails_ends_the_engine_with_its_reason(
     assert cache() is None, "the KV cache is given back"
     (folder,) = tmp_path.iterdir()
     assert len(record_files(folder)) == 4
-    with engine(model, async_scheduling=asynchronous) as llm:
+    with engine_of(runner_name, model, async_scheduling=asynchronous) as llm:
         assert generate(llm, prompts, greedy(8)) == expected
 
 

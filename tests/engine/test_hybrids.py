@@ -13,12 +13,15 @@ from tests.engine.test_multimodal import MAX_TOKENS as OF_IMAGES
 from tests.engine.test_multimodal import SETTINGS as READS_IMAGES
 from tests.engine.test_multimodal import requests_of
 from tests.engine.test_record import check, records_in
+from tests.engine.test_speculation import named
 from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
-from tests.helpers.watch import count_preemptions, count_states, count_verified
+from tests.helpers.watch import count_preemptions, count_states, count_verified, record_cached
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
@@ -73,14 +76,19 @@ CASES = [
     ("Qwen3_5", False, "FULL_DECODE_ONLY", {"enable_prefix_caching": True}),
     ("Qwen3_5Moe", True, None, {"enable_prefix_caching": True, "num_gpu_blocks_override": 40}),
 ]
+CASES = [(*case, runner) for runner in RUNNERS for case in CASES]
 
 
 @pytest.mark.parametrize(
-    ("family", "asynchronous", "mode", "settings"),
+    ("family", "asynchronous", "mode", "settings", "runner"),
     CASES,
-    ids=[f"{family}-{'async' if a else 'sync'}-{mode}" for family, a, mode, _ in CASES],
+    ids=[
+        f"{family}-{'async' if a else 'sync'}-{mode}{named(r)}" for family, a, mode, _, r in CASES
+    ],
 )
-def test_tokens_equal_transformers(made, tmp_path, capsys, family, asynchronous, mode, settings):
+def test_tokens_equal_transformers(
+    made, tmp_path, capsys, family, asynchronous, mode, settings, runner
+):
     """In chunks of prompts, mixed with decodes, preempted, from the prefix cache, in graphs.
 
     The full check follows states from step to step; core, oracle and upstream prepare each step
@@ -88,7 +96,8 @@ def test_tokens_equal_transformers(made, tmp_path, capsys, family, asynchronous,
     """
     folder, prompts, expected = made(family)
     record = {"dir": str(tmp_path), "steps": "0:1000"}
-    with engine(
+    with engine_of(
+        runner,
         folder,
         block_size=16,
         max_num_batched_tokens=48,
@@ -122,11 +131,78 @@ def test_tokens_equal_transformers(made, tmp_path, capsys, family, asynchronous,
     assert "states of group" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
+def test_longer_prompts_find_states_that_decodes_left(tmp_path, drafts):
+    """At the ends of blocks that no prompt filled; vLLM keeps these if it is asked to.
+
+    With drafts, the token that ends a block may be one of several in its step.
+    """
+    folder = make_mtp_model(tmp_path, "Qwen3_5")[0]
+    prompts = prompts_of(SEED, [13, 21, 1])
+    expected = reference(folder, prompts, 90)
+    check_varied(expected)
+    how = {"method": "mtp", "num_speculative_tokens": 3}
+    with engine(
+        folder,
+        block_size=16,
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+        additional_config={"npu_prep": {"check": "full"}},
+        **({"speculative_config": how} if drafts else {}),
+        **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
+    ) as llm:
+        verified, cached = count_verified(llm), record_cached(llm)
+        assert generate(llm, prompts, greedy(90)) == expected
+        assert max(cached) == 0
+        cached.clear()
+        longer = [prompt + tokens[:78] for prompt, tokens in zip(prompts, expected)]
+        assert generate(llm, longer, greedy(12)) == [tokens[78:] for tokens in expected]
+    print(cached, dict(verified))
+    assert min(cached) > max(map(len, prompts))
+    assert not drafts or min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_prompt_of_one_token_begins_with_drafts_behind_a_longer_one(tmp_path, runner):
+    """vLLM gives it places of drafts while others decode; each of them has a state of its own."""
+    folder = make_mtp_model(tmp_path, "Qwen3_5")[0]
+    prompts, began = prompts_of(SEED, [9, 40, 1, 1]), []
+    expected = reference(folder, prompts, 12)
+    with engine_of(
+        runner,
+        folder,
+        block_size=16,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        additional_config={"npu_prep": {"check": "full"}},
+    ) as llm:
+        core, tokens = llm.llm_engine, {}
+        scheduler = core.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def watched(*args: Any) -> Any:
+            step = schedule(*args)
+            new = [each.req_id for each in step.scheduled_new_reqs]
+            began.append([step.scheduled_spec_decode_tokens.get(name, []) for name in new])
+            return step
+
+        scheduler.schedule = watched
+        for number, prompt in enumerate(prompts):
+            core.add_request(str(number), {"prompt_token_ids": prompt}, greedy(12))
+            for _ in range(3 * (number == 0)):
+                core.step()
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    assert [[], [-1, -1], [-1, -1]] in began
+    assert [tokens[number] for number in range(len(prompts))] == expected
+
+
 REPEATS = {"spread": 0.1, "embedding_scale": 20}
 """Weights that make greedy tokens repeat themselves."""
 
 
-def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys, runner):
     """Of text that repeats itself (ngram): accepted, partly accepted and rejected.
 
     Core and oracle prepare each step again from its record, and `explain` shows it.
@@ -136,7 +212,8 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys):
     expected = reference(folder, asked, 40)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     records = tmp_path / "records"
-    with engine(
+    with engine_of(
+        runner,
         folder,
         speculative_config={**drafts, "prompt_lookup_min": 1},
         block_size=16,
@@ -172,6 +249,7 @@ SEES = {
         {"limit_mm_per_prompt": {"image": 0, "video": 0}},
     ),
 }
+SEES |= {f"{name}-V2": SEES[name] for name in ("Qwen3_5-images", "Qwen3_5-text") if RUNNERS[1:]}
 
 
 @pytest.mark.parametrize("name", SEES)
@@ -185,14 +263,17 @@ def test_published_checkpoints_name_a_model_that_sees(tmp_path, seed, name):
         requests = [Request(f"{text} and a state, number {i}") for i, text in enumerate(2 * texts)]
     answers = Reference(folder).answers(requests, OF_IMAGES)
     checked = {"additional_config": {"npu_prep": {"check": "full"}}, "enable_prefix_caching": True}
-    with engine(folder, **{**READS_IMAGES, **checked, **settings}) as llm:
-        watched, runner = watch(llm), runner_of(llm)
+    runner_name = "V2" if name.endswith("-V2") else "V1"
+    with engine_of(runner_name, folder, **{**READS_IMAGES, **checked, **settings}) as llm:
+        runner, states = runner_of(llm), runner_of(llm).preparer.tables.states
+        watched = watch(llm) if runner_name == "V1" else None  # the full check has V2's positions
         first = serve(llm, requests, greedy(OF_IMAGES))
-        watched.check_positions(first, answers)
+        if watched is not None:
+            watched.check_positions(first, answers)
         again = serve(llm, requests, greedy(OF_IMAGES))
-        counts, states = runner.inputs.counts, runner.preparer.tables.states
     assert tokens_of(first) == tokens_of(again) == [answer.tokens for answer in answers]
     assert len({tuple(answer.tokens) for answer in answers}) > len(answers) // 2
     assert max(output.num_cached_tokens for output in again) > 0
     assert len(states.groups) == 3
-    assert (watched.cut_items > 1) == sees == (counts.encoded > 0)
+    if watched is not None:
+        assert (watched.cut_items > 1) == sees == (runner.inputs.counts.encoded > 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.long_context import model_for, prompt_of, settings_for
+from benchmarks.long_context import held_bytes, model_for, prompt_of, settings_for
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.long_context import check_bound, expected_tokens
 from tests.helpers.prompts import prompts_of
@@ -82,9 +82,16 @@ def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monke
     assert len(set(got)) > 3
 
 
-@pytest.mark.parametrize("longest", [16384, 131072])
-def test_memory_keeps_the_bound_that_start_up_states(tmp_path, monkeypatch, longest):
-    """Resident pages, with those of the KV cache that are taken on their first use."""
+@pytest.mark.parametrize(
+    ("longest", "others"),
+    [(16384, ()), (131072, ()), (16384, (8192, 16384, 4096, 12288))],
+    ids=["16384", "131072", "16384-after-others"],
+)
+def test_memory_keeps_the_bound_that_start_up_states(tmp_path, monkeypatch, longest, others):
+    """Resident pages, with those of the KV cache that are taken on their first use.
+
+    What other prompts leave behind is returned: objects of Python stay, and no holes of the heap.
+    """
     model = model_for(tmp_path / "model", longest, head_size=16)
     said: list[str] = []  # vLLM's first engine configures loggers anew, without those of pytest
     monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
@@ -93,5 +100,13 @@ def test_memory_keeps_the_bound_that_start_up_states(tmp_path, monkeypatch, long
         step_bytes = llm.llm_engine.model_executor.driver_worker.worker.step_bytes
         assert int(stated.replace(",", "")) == -(-step_bytes // (1 << 20))
         generate(llm, [prompt_of(BUDGET)], greedy(2))
+        in_use = llm.llm_engine.model_executor.driver_worker.worker.prep_device.memory_in_use
+        before = in_use()
+        for other in others:
+            generate(llm, [prompt_of(other)], greedy(2))
+        generate(llm, [prompt_of(BUDGET)], greedy(2))  # ends of requests are told by a step
+        kept = in_use() - before - held_bytes(runner_of(llm))
+        print("kept after others", kept)
+        assert kept < 32 << 20
         row = check_bound(llm, longest)
     assert row["got"] == expected_tokens(model, longest)

@@ -37,7 +37,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.statistics import check_distribution
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified, record_cached
-from vllm_npu_prep.runner import drafters
+from vllm_npu_prep.runner import mtp_layers
 from vllm_npu_prep.startup.asked import MTP_MODELS
 
 NUM_DRAFTS = 3
@@ -73,6 +73,12 @@ SMALL = {"block_size": 4, "num_gpu_blocks_override": 56}  # too few blocks for a
 # A state of each draft; no prefix cache, so the full check follows what each block holds
 STATES = {"block_size": 16, "enable_prefix_caching": False}
 CACHED_STATES = {"block_size": 16, "enable_prefix_caching": True}
+# States of decodes, too, which requests that were preempted come back to
+CACHED_AND_FEW = CACHED_STATES | {
+    "max_num_seqs": 3,
+    "num_gpu_blocks_override": 36,
+    "prefix_cache_retention_interval": None,
+}
 CHECKED = {"npu_prep": {"check": "full"}}
 UNPADDED = "disable_padded_drafter_batch"
 CASES = [
@@ -95,9 +101,11 @@ CASES = [
     # A state at the end of each block, where the next round finds it
     ("Qwen3_5", True, "FULL_AND_PIECEWISE", CACHED_STATES),
     ("Qwen3Next", False, None, CACHED_STATES),
+    # The same, and requests that lose theirs come back to what the cache has kept of it
+    ("Qwen3_5", True, "FULL_AND_PIECEWISE", CACHED_AND_FEW),
 ]
 CASES = [(*case, "V1") for case in CASES] + [
-    (*case, "V2") for case in CASES[:5] + CASES[6:11] if RUNNERS[1:]
+    (*case, "V2") for case in CASES[:5] + CASES[6:] if RUNNERS[1:]
 ]
 
 
@@ -107,6 +115,7 @@ CASES = [(*case, "V1") for case in CASES] + [
     ids=[
         f"{family}-{'async' if a else 'sync'}-{'unpadded' if UNPADDED in more else mode}"
         f"{'-cached' if family.startswith('Qwen') and more['enable_prefix_caching'] else ''}"
+        f"{'-preempted' if more.keys() >= CACHED_AND_FEW.keys() else ''}"
         f"{named(r)}"
         for family, a, mode, more, r in CASES
     ],
@@ -114,7 +123,7 @@ CASES = [(*case, "V1") for case in CASES] + [
 def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, runner):
     """In chunks of prompts, from the prefix cache, preempted, in graphs."""
     folder, drafter, prompts, tokens = made(family)
-    settings = {"enable_prefix_caching": True, **settings}
+    settings = {"enable_prefix_caching": True, "max_num_seqs": 5, **settings}
     caches = settings["enable_prefix_caching"]
     if family.startswith("Qwen"):
         settings["additional_config"] = CHECKED
@@ -123,7 +132,6 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, 
         runner,
         folder,
         max_model_len=128,
-        max_num_seqs=5,
         max_num_batched_tokens=48,
         async_scheduling=asynchronous,
         **settings,
@@ -132,7 +140,7 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, 
     ) as llm:
         states, preempted = count_states(llm), count_preemptions(llm)
         verified, records = count_verified(llm), record_verified(llm)
-        cached = record_cached(llm)
+        cached, resumed = record_cached(llm), record_cached(llm, of_resumed=True)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         runner = runner_of(llm)
         counts = dict(runner.padding.counts.by_kind)
@@ -149,6 +157,9 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, 
     assert states["ChunkedPrefill"] > 0
     assert not caches or max(cached) > 0 or settings["block_size"] == 128
     assert mode is None or set(counts) >= REPLAYED[mode]
+    if settings.keys() >= CACHED_AND_FEW.keys():
+        print(resumed)
+        assert max(resumed) >= 16, "states that a preempted request found again"
 
 
 @pytest.mark.parametrize(
@@ -205,15 +216,22 @@ def test_a_published_checkpoint_drafts(tmp_path, seed):
     assert max(step.num_accepted for step in records) > 1
 
 
-def test_of_several_layers_the_first_one_drafts(tmp_path, seed, monkeypatch):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_of_several_layers_the_first_one_drafts(tmp_path, seed, monkeypatch, runner):
     """As vLLM's V1 runner has it, also if the second layer has other weights."""
     folder, drafter = make_mtp_model(tmp_path, "Glm4Moe", num_layers=2)
     prompts = prompts_of(seed, [3, 40, 17])
     tokens = reference(folder, prompts, MAX_TOKENS + 4)
     warned: list[str] = []
-    monkeypatch.setattr(drafters.logger, "warning", lambda text, *args: warned.append(text % args))
-    with engine(folder, max_num_batched_tokens=32, **drafts(4)) as llm:
-        assert len(runner_of(llm).drafter._draft_attn_layer_names) == 2
+    monkeypatch.setattr(
+        mtp_layers.logger, "warning", lambda text, *args: warned.append(text % args)
+    )
+    with engine_of(runner, folder, max_num_batched_tokens=32, **drafts(4)) as llm:
+        drafter_layers = {
+            "V1": lambda: runner_of(llm).drafter._draft_attn_layer_names,
+            "V2": lambda: runner_of(llm).speculator.draft_attn_layer_names,
+        }
+        assert len(drafter_layers[runner]()) == 2
         assert "the model has 2 MTP layers; the first one drafts" in warned[0]
         records = record_verified(llm)
         got = generate(llm, prompts, greedy(MAX_TOKENS))
@@ -307,9 +325,9 @@ def forced_tokens(model: Path, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("draft_sample_method", "runner"),
     [
-        pytest.param("greedy", "V1", id="greedy"),
-        pytest.param("probabilistic", "V1", id="probabilistic"),
-        *(pytest.param("greedy", runner, id=f"greedy-{runner}") for runner in RUNNERS[1:]),
+        pytest.param(method, runner, id=f"{method}{named(runner)}")
+        for runner in RUNNERS
+        for method in ("greedy", "probabilistic")
     ],
 )
 def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method, runner):

@@ -4,9 +4,10 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.cache import SharedBlocksWatch
-from tests.helpers.engine import engine, generate, greedy, make_model
+from tests.helpers.engine import generate, greedy, make_model
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.watch import record_states
 
 BLOCK_SIZE = 8
@@ -30,14 +31,20 @@ def expected(model):
 
 
 @pytest.mark.parametrize(
-    ("caching", "chunked", "budget"),
-    [(True, True, 8), (False, True, 8), (True, False, 256)],
-    ids=["on-chunks", "off-chunks", "on-whole"],
+    ("caching", "chunked", "budget", "runner"),
+    on_both(
+        {
+            "on-chunks": (True, True, 8),
+            "off-chunks": (False, True, 8),
+            "on-whole": (True, False, 256),
+        }
+    ),
 )
-def test_tokens_and_states_of_hits(model, expected, caching, chunked, budget):
+def test_tokens_and_states_of_hits(model, expected, caching, chunked, budget, runner):
     prompts = shared_prompts()
     whole, one_more, two_blocks = prompts[0], prompts[1], prompts[5][:16]
-    with engine(
+    with engine_of(
+        runner,
         model,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=64,

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.engine.test_speculation import named
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, greedy_tokens
@@ -24,6 +25,7 @@ from tests.helpers.quantized import (
     tensors_in,
 )
 from tests.helpers.ranks import serve_on_ranks
+from tests.helpers.v2 import asked_for, engine_of, on_both
 from tests.helpers.watch import count_verified
 from vllm_npu_prep.quantization import experts
 from vllm_npu_prep.quantization import int8 as int8_code
@@ -170,22 +172,30 @@ LINEAR = {  # family, its config, format, static, modules that stay float
 }
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_attention_with_rounded_weights_and_inputs(tmp_path, seed, name):
-    """Beside attention, also int8, and experts; what makes rates and decays stays float."""
-    family, config, form, static, keep = LINEAR[name]
+@pytest.mark.parametrize(("name", "runner"), on_both({name: name for name in LINEAR}))
+def test_linear_attention_with_rounded_weights_and_inputs(tmp_path, seed, name, runner):
+    """Beside attention, also int8, and experts; what makes rates and decays stays float.
+
+    New weights, read while it sleeps, are where graphs read them.
+    """
+    family, config, *how = LINEAR[name]
     model = make_model(tmp_path / "float", family, **config)
-    QUANTIZE(model, tmp_path / "int8", form, static, keep)
+    other = make_model(tmp_path / "other", family, seed=1, **config)
+    QUANTIZE(model, tmp_path / "int8", *how)
+    QUANTIZE(other, tmp_path / "other int8", *how)
     int8 = {name.split(".")[-2] for name in tensors_in(tmp_path / "int8") if "scale" in name}
     assert int8 >= {"out_proj", "o_proj", "q_proj"} and not int8 & {"in_proj_ba", "in_proj_a"}
     assert int8 & {"in_proj_qkvz", "in_proj_qkv"}
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     settings = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48)
-    with engine(tmp_path / "int8", max_num_batched_tokens=48, block_size=16, **settings) as llm:
+    settings |= {"max_num_batched_tokens": 48, "block_size": 16, "enable_sleep_mode": True}
+    with engine_of(runner, tmp_path / "int8", **settings) as llm:
         got = generate(llm, prompts, greedy(12))
+        new, _ = with_new_weights(llm, tmp_path / "other int8", prompts, 12)
     expected = greedy_tokens(rounded_model(model, tmp_path / "int8"), prompts, 12)
     assert got == expected
     check_varied(expected)
+    assert new == greedy_tokens(rounded_model(other, tmp_path / "other int8"), prompts, 12)
 
 
 MTP = {  # family, format, static, modules that stay float
@@ -273,12 +283,32 @@ RANKS = {
         {"enable_expert_parallel": True},
     ),
     "dynamic, experts cut": ("Qwen3Moe", "compressed-tensors", False, {}),
+    "linear attention, dynamic": ("Qwen3_5", "compressed-tensors", False, {}),
+    "linear attention, static": ("Qwen3_5", "modelslim", True, {}),
+    "linear attention, experts shared out": (
+        "Qwen3Next",
+        "modelslim",
+        False,
+        {"enable_expert_parallel": True},
+    ),
+    "linear attention, experts cut": ("Qwen3Next", "compressed-tensors", False, {}),
 }
-"""The first layer of the mixtures is dense."""
+OF_RANKS = {
+    "Qwen3": {},
+    "Qwen3Moe": {"mlp_only_layers": [0], **MOE},  # the first layer is dense
+    "Qwen3_5": GATED_DELTA,
+    # With the first seed and experts shared out, a level decides which expert a token takes.
+    "Qwen3Next": {**QWEN3_NEXT, "seed": 1},
+}
+"""Config of a family."""
+ON_V2 = ("linear attention, dynamic", "linear attention, experts shared out")
+SPLITS = [(name, "V1") for name in RANKS] + [(name, "V2") for name in ON_V2]
 
 
-@pytest.mark.parametrize("split", RANKS)
-def test_two_ranks_compute_with_their_slices(tmp_path, seed, split):
+@pytest.mark.parametrize(
+    ("split", "runner"), SPLITS, ids=[f"{name}{named(runner)}" for name, runner in SPLITS]
+)
+def test_two_ranks_compute_with_their_slices(tmp_path, seed, split, runner):
     """Static scales are those of one rank; dynamic ones are of the slice that a rank has.
 
     That is how vllm-ascend and compressed-tensors' kernels round: no rank sees the whole row. So
@@ -286,12 +316,12 @@ def test_two_ranks_compute_with_their_slices(tmp_path, seed, split):
     of one rank.
     """
     family, form, static, more = RANKS[split]
-    config = {"mlp_only_layers": [0], **MOE} if family == "Qwen3Moe" else {}
-    model = make_model(tmp_path / "float", family, **config)
+    model = make_model(tmp_path / "float", family, **OF_RANKS[family])
     QUANTIZE(model, tmp_path / "int8", form, static)
     prompts = prompts_of(seed, [3, 1, 60, 17])
     settings = {"tensor_parallel_size": 2, **more}
-    got = serve_on_ranks(tmp_path / "int8", settings, partial(all_at_once, prompts=prompts))
+    with asked_for(runner):
+        got = serve_on_ranks(tmp_path / "int8", settings, partial(all_at_once, prompts=prompts))
     rounded = rounded_model(model, tmp_path / "int8", 2, cut_experts=not more)
     expected = greedy_tokens(rounded, prompts, 10)
     assert got == expected

@@ -41,7 +41,18 @@ LAYOUTS = {
 }
 ON_V2 = "-V2"
 """With which names of cases on Model Runner V2 end."""
-LAYOUTS |= {f"tensors{ON_V2}": LAYOUTS["tensors"], f"experts{ON_V2}": LAYOUTS["experts"]}
+SHARED_OUT = ("tensors", "experts", "linear attention", "linear attention and experts")
+LAYOUTS |= {f"{name}{ON_V2}": LAYOUTS[name] for name in SHARED_OUT}
+IN_STAGES = ("stages", "tensors and stages", "latent attention in stages")
+LAYOUTS |= {
+    f"{name}{ON_V2}": (LAYOUTS[name][0] | {"async_scheduling": False}, LAYOUTS[name][1])
+    for name in IN_STAGES
+}
+
+
+def check_runner(facts: list[dict[str, Any]], which: str) -> None:
+    """Every rank has the runner that a case's name asks for."""
+    assert {fact["runner"] for fact in facts} == {"V2" if which.endswith(ON_V2) else "V1"}
 
 
 async def all_at_once(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
@@ -55,8 +66,14 @@ async def all_at_once(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def check_that_ranks_agree(noted: list[list[dict[str, Any]]], num_steps: int) -> None:
-    """Every rank prepared the same steps, array by array, and padded them as was decided."""
-    first, *others = noted
+    """Every rank prepared the same steps, array by array, and padded them as was decided.
+
+    Pairs of token and expert are left out: a stage may have no layer with experts.
+    """
+    first, *others = [
+        [{name: value for name, value in step.items() if name != "num_pairs"} for step in steps]
+        for steps in noted
+    ]
     assert len(first) >= num_steps
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
@@ -80,6 +97,7 @@ def test_tokens_are_those_of_transformers_and_ranks_agree_on_every_step(tmp_path
     check_that_ranks_agree(got["noted"], NUM_TOKENS + 8)
 
     facts, stages = got["facts"], settings.get("pipeline_parallel_size", 1)
+    check_runner(facts, layout)
     num_ranks = stages * settings.get("tensor_parallel_size", 1)
     assert [fact["rank"] for fact in facts] == list(range(num_ranks))
     assert len({fact["pid"] for fact in facts}) == num_ranks
@@ -97,7 +115,7 @@ async def all_drafting(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]
     """Tokens of all prompts, and how many drafts were accepted."""
     await ranks.ask("probe_watch")
     tokens = await ranks.generate(prompts, NUM_TOKENS)
-    asked = ("noted", "counts")
+    asked = ("facts", "noted", "counts")
     told = {name: await ranks.ask(f"probe_{name}") for name in asked}
     return {"tokens": tokens, "accepted": accepted_drafts(), **told}
 
@@ -133,6 +151,7 @@ def test_mtp_layers_draft_on_two_ranks(tmp_path, seed, which):
     ]
     print(expected, got["accepted"])
     assert got["accepted"] == sum(expected) > 0
+    check_runner(got["facts"], which)
     check_that_ranks_agree(got["noted"], 5)
     if "compilation_config" in settings:
         assert all("full graph" in counts for counts in got["counts"])
@@ -162,6 +181,7 @@ ENGINES = {
     "experts, each cut in two": {"data_parallel_size": 2},
     "latent attention and experts": {"data_parallel_size": 2, **EXPERTS, **GRAPHS},
 }
+ENGINES |= {f"{name}{ON_V2}": settings for name, settings in ENGINES.items()}
 
 
 @pytest.mark.parametrize("layout", ENGINES)
@@ -176,7 +196,8 @@ def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing
     model = DEEPSEEK if "latent" in layout else {"family": "Mixtral", **MIXTRAL}
     folder = make_model(tmp_path, **model)
     prompts = prompts_of(seed, [140, 3, 60, 17])
-    got = serve_on_ranks(folder, settings, partial(one_engine_idles, prompts=prompts))
+    with asked_for("V2" if layout.endswith(ON_V2) else "V1"):
+        got = serve_on_ranks(folder, settings, partial(one_engine_idles, prompts=prompts))
     expected = reference(folder, prompts, NUM_TOKENS)
     check_varied(expected)
     assert got["tokens"] == {
@@ -186,6 +207,7 @@ def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing
         "again": expected[:1],
     }
 
+    check_runner(got["facts"], layout)
     num_ranks = settings.get("tensor_parallel_size", 1)
     working, idle = got["noted"][:num_ranks], got["noted"][num_ranks:]
     for ranks in (working, idle):
@@ -211,6 +233,71 @@ def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing
     before, after = (got["caches"][when] for when in ("before", "after"))
     assert after[num_ranks:] == before[num_ranks:], "the idle engine's cache is as it was"
     assert after[:num_ranks] != before[:num_ranks]
+
+
+async def engines_that_draft(ranks: Ranks, prompts: list[list[int]], on_v2: bool) -> dict[str, Any]:
+    """As above, with the drafts that were accepted."""
+    told = await one_engine_idles(ranks, prompts)
+    passes = await ranks.ask("probe_draft_passes") if on_v2 else []
+    return told | {"accepted": accepted_drafts(), "passes": passes}
+
+
+SHARING = {"data_parallel_size": 2, **EXPERTS}
+DRAFTING_ENGINES = {
+    "DeepseekV3-graphs": SHARING | GRAPHS,
+    "Glm4Moe-sync": SHARING | {"async_scheduling": False},
+}
+DRAFTING_ENGINES |= {f"{name}{ON_V2}": settings for name, settings in DRAFTING_ENGINES.items()}
+
+
+@pytest.mark.parametrize("which", DRAFTING_ENGINES)
+def test_engines_that_share_experts_draft_together(tmp_path, seed, which):
+    """MTP layers with experts: an idle engine makes the other's draft passes, and writes nothing.
+
+    As many drafts are accepted as by a plain reading of whole sequences.
+    """
+    settings, num_drafts, on_v2 = DRAFTING_ENGINES[which], 3, which.endswith(ON_V2)
+    folder, drafter = make_mtp_model(tmp_path, which.split("-")[0])
+    # One engine has five requests, more than a graph of the idle one's passes holds
+    prompts = prompts_of(seed, [140, 3, 60, 17, 25, 9])
+    drafts = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    with asked_for("V2" if on_v2 else "V1"):
+        got = serve_on_ranks(
+            folder,
+            {**settings, "speculative_config": drafts},
+            partial(engines_that_draft, prompts=prompts, on_v2=on_v2),
+        )
+    tokens = reference(folder, prompts, NUM_TOKENS + num_drafts)
+    expected = [row[:NUM_TOKENS] for row in tokens]
+    check_varied(expected)
+    assert got["tokens"] == {
+        "both": [expected[0::2], expected[1::2]],
+        "cached": expected[:1],
+        "alone": expected[1:],
+        "again": expected[:1],
+    }
+    accepted = [
+        num_accepted(drafter, prompt, row, NUM_TOKENS, num_drafts)
+        for prompt, row in zip(prompts, tokens)
+    ]
+    print(accepted, got["accepted"])
+    assert got["accepted"] == 2 * sum(accepted) + accepted[0] > 0
+    check_runner(got["facts"], which)
+    working, idle = got["noted"]
+    kinds = Counter((a["is_dummy"], b["is_dummy"]) for a, b in zip(working, idle))
+    assert kinds[False, True] > 5 and kinds[True, False] > 5 and kinds[False, False] > 1
+    before, after = (got["caches"][when] for when in ("before", "after"))
+    assert after[1] == before[1], "the idle engine's cache is as it was"
+    assert after[0] != before[0]
+    if on_v2:
+        passes, others = got["passes"]
+        assert passes == others, "engines agree on every pass"
+        assert len(passes) >= 2 * len(working)
+        replayed = [across for padded, across in passes if padded]
+        assert bool(replayed) == ("graphs" in which)
+        assert all(len(set(across)) == 1 for across in replayed)
+        assert any(len(set(across)) > 1 for padded, across in passes if not padded)
+        assert {8} < {0, *(padded for padded, _ in passes)} or "graphs" not in which
 
 
 async def each_engine_alone(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:

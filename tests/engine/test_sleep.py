@@ -9,11 +9,14 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
-from tests.helpers.huggingface import reference
+from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.hybrids import EXPERTS, GATED_DELTA
 from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
+from tests.helpers.watch import record_cached
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
@@ -100,11 +103,14 @@ async def sleep_between(prompts, ranks):
     return before, await ranks.generate(prompts, 12)
 
 
-def test_all_ranks_sleep_and_wake(model, expected):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_all_ranks_sleep_and_wake(model, expected, runner):
     prompts = prompts_of(SEED, LENGTHS)
     settings = {"tensor_parallel_size": 2, "enable_sleep_mode": True, "block_size": 8}
     tokens = [row[:12] for row in expected]
-    assert serve_on_ranks(model, settings, partial(sleep_between, prompts)) == (tokens, tokens)
+    with asked_for(runner):
+        slept = serve_on_ranks(model, settings, partial(sleep_between, prompts))
+    assert slept == (tokens, tokens)
 
 
 def test_released_caches_and_weights_that_level_2_spares(model, expected, caplog, monkeypatch):
@@ -136,3 +142,48 @@ def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
         llm.wake_up(tags=["kv_cache"])
         assert generate(llm, prompts, greedy(20)) == reference(new, prompts, 20)
+
+
+STATES = {
+    "Qwen3_5": lambda folder, seed: make_mtp_model(folder, "Qwen3_5", seed=seed)[0],
+    "Qwen3Next": lambda folder, seed: make_model(
+        folder, "Qwen3Next", seed=seed, **GATED_DELTA, **EXPERTS
+    ),
+}
+"""Function of a folder and a seed: a model with states; the first one drafts."""
+
+
+@pytest.mark.parametrize(("family", "runner"), on_both({family: family for family in STATES}))
+def test_states_are_lost_in_sleep_and_computed_again(tmp_path, family, runner):
+    """Both levels and new weights, in graphs; states that the prefix cache had are not read.
+
+    The full check would find a state that is read and was not written since.
+    """
+    prompts = prompts_of(SEED, [*LENGTHS[:3], 70])
+    old, new = (STATES[family](tmp_path / str(seed), seed) for seed in (0, 1))
+    before, after = (reference(each, prompts, 12) for each in (old, new))
+    check_varied(before)
+    check_varied(after)
+    settings = {"block_size": 16, "max_num_batched_tokens": 48, "max_model_len": 128}
+    settings |= {"enable_sleep_mode": True, "enable_prefix_caching": True}
+    settings |= {"additional_config": {"npu_prep": {"check": "full"}}}
+    if family == "Qwen3_5":
+        settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
+    with engine_of(runner, old, **settings, **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 20)) as llm:
+        caches, cached = worker_of(llm).sleep_mode_backend._regions["kv_cache"], record_cached(llm)
+        assert [generate(llm, prompts, greedy(12)) for _ in range(2)] == [before] * 2
+        assert max(cached) > 0
+        cached.clear()
+        llm.sleep(level=1)
+        assert not any(region.is_mapped for region in caches)
+        llm.wake_up()
+        assert generate(llm, prompts, greedy(12)) == before
+        assert max(cached) == 0, "of what slept, nothing is known"
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm, prompts, greedy(12)) == after
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(old)})
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts, greedy(12)) == before

@@ -99,7 +99,7 @@ CASES = [
     ("eagle", False, None, {"disable_padded_drafter_batch": True}),
     ("eagle3", False, None, {"disable_padded_drafter_batch": True}),
 ]
-CASES = [(*case, "V1") for case in CASES] + [(*case, "V2") for case in CASES[2:6] if RUNNERS[1:]]
+CASES = [(*case, "V1") for case in CASES] + [(*case, "V2") for case in CASES[:6] if RUNNERS[1:]]
 
 
 def named(runner: str) -> str:
@@ -158,11 +158,16 @@ def test_tokens_are_those_without_speculation(
         assert mode == "PIECEWISE" or all(size % (NUM_DRAFTS + 1) == 0 for size in sizes)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_drafts_stop_at_the_end_of_the_context(model, drafters, asynchronous):
+@pytest.mark.parametrize(
+    ("asynchronous", "runner"),
+    [(a, r) for r in RUNNERS for a in (False, True)],
+    ids=[f"{'async' if a else 'sync'}{named(r)}" for r in RUNNERS for a in (False, True)],
+)
+def test_drafts_stop_at_the_end_of_the_context(model, drafters, asynchronous, runner):
     """Every length up to `max_model_len`; a budget that cuts drafts, too."""
     prompts = prompts_of(SEED, [5, 50, 61, 62, 63])
-    with engine(
+    with engine_of(
+        runner,
         model,
         max_model_len=64,
         max_num_seqs=5,
@@ -178,6 +183,28 @@ def test_drafts_stop_at_the_end_of_the_context(model, drafters, asynchronous):
     assert got == expected
     assert max(last) == 62, "position 63 is never computed: its token would have no successor"
     assert ragged["ragged"] > 5
+
+
+def test_a_draft_model_drafts_the_same_for_either_runner(model, drafters, expected):
+    """As many count in every step: in chunks of prompts, of a model with a cache of its own."""
+    prompts, tokens = expected
+    verified = []
+    for runner in RUNNERS:
+        with engine_of(
+            runner,
+            model,
+            max_model_len=128,
+            max_num_seqs=5,
+            max_num_batched_tokens=48,
+            block_size=16,
+            async_scheduling=False,
+            **drafted_by(drafters, "draft_model"),
+        ) as llm:
+            records = record_verified(llm)
+            assert generate(llm, prompts, greedy(24)) == tokens
+        verified.append(sorted((step.token_ids, step.num_accepted) for step in records))
+    assert len(verified[0]) > 50 and verified[0] == verified[-1]
+    assert {accepted for _, accepted in verified[0]} == set(range(NUM_DRAFTS + 1))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -341,9 +368,19 @@ def distribution_of(model, prompt: list[int], temperature: float) -> np.ndarray:
     return chosen.sum((1, 2)).exp().numpy().reshape([VOCAB] * SAMPLED)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
-def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method, asynchronous):
+@pytest.mark.parametrize(
+    ("draft_sample_method", "asynchronous", "runner"),
+    [
+        pytest.param(method, a, runner, id=f"{method}-{'async' if a else 'sync'}{named(runner)}")
+        for runner in RUNNERS
+        for method in ("greedy", "probabilistic")
+        for a in (False, True)
+        if (runner, method) != ("V2", "greedy")  # of MTP layers, and of no drafts at all
+    ],
+)
+def test_random_samples_follow_the_target(
+    tmp_path, seed, draft_sample_method, asynchronous, runner
+):
     """Whole continuations, by what transformers makes of each.
 
     Half of the requests have a seed each. The drafter is far enough off for its drafts to be
@@ -363,7 +400,8 @@ def test_random_samples_follow_the_target(tmp_path, seed, draft_sample_method, a
         for index in range(SAMPLES)
     ]
     config = {"draft_sample_method": draft_sample_method, "num_speculative_tokens": 2}
-    with engine(
+    with engine_of(
+        runner,
         model,
         max_num_seqs=256,
         max_num_batched_tokens=2560,

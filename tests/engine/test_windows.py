@@ -9,6 +9,7 @@ from tests.conftest import SEED
 from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS, WINDOW, Poison
 
@@ -29,18 +30,23 @@ def mixed(model):
 
 
 @pytest.mark.parametrize(
-    ("mask", "asynchronous", "mode"),
-    [
-        ("dense", False, None),
-        ("compressed", True, None),
-        ("compressed", False, "FULL"),
-        ("compressed", True, "FULL_AND_PIECEWISE"),
-    ],
+    ("mask", "asynchronous", "mode", "runner_name"),
+    on_both(
+        {
+            "dense-False-None": ("dense", False, None),
+            "compressed-True-None": ("compressed", True, None),
+            "compressed-False-FULL": ("compressed", False, "FULL"),
+            "compressed-True-FULL_AND_PIECEWISE": ("compressed", True, "FULL_AND_PIECEWISE"),
+        }
+    ),
 )
-def test_three_groups_never_read_outside_of_their_windows(model, mixed, mask, asynchronous, mode):
+def test_three_groups_never_read_outside_of_their_windows(
+    model, mixed, mask, asynchronous, mode, runner_name
+):
     """Chunks, a prefix cache, preemption: freed blocks and null blocks hold NaN all the time."""
     prompts, expected = mixed
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         max_num_batched_tokens=32,
         block_size=4,

@@ -84,15 +84,13 @@ class SharedBlocksWatch:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.compared = 0
         self._seen: tuple[dict[int, Any], list[torch.Tensor]] | None = None
-        self._forward = self.runner._model_forward
-        self.runner._model_forward = self._watched
+        around_forward(self.runner, lambda: None, self._compare)
 
     def _hashes(self) -> dict[int, Any]:
         blocks = self.pool.blocks
         return {block.block_id: block.block_hash for block in blocks if block.block_hash}
 
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._forward(*args, **kwargs)
+    def _compare(self, before: None) -> None:
         hashes = self._hashes()
         planes = [plane.cpu().clone() for plane in self.runner.kv_caches]
         if self._seen is not None:
@@ -102,4 +100,3 @@ class SharedBlocksWatch:
             for old, new in zip(old_planes, planes):
                 assert torch.equal(old[kept], new[kept]), "a block of the prefix cache was written"
         self._seen = hashes, planes
-        return result

@@ -1,10 +1,14 @@
-"""A logits processor that makes a step of a server fail when a request asks for it."""
+"""What makes a server fail when a request asks for it: a step, or a wake-up."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from vllm_npu_prep.device import regions
 
 AFTER = 5
 """Tokens that the request gets before."""
@@ -29,3 +33,15 @@ class Fail(AdapterLogitsProcessor):
             return logits
 
         return process
+
+
+class WithoutRoom:
+    """Methods that vLLM adds to a worker: whether the host has memory for what sleeps."""
+
+    def take_room(self) -> None:
+        """From now on, none is free."""
+        regions.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0))
+
+    def give_room(self) -> None:
+        """As it is."""
+        regions.psutil = psutil

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.helpers.v2 import asked_for
 from tests.helpers.watch import preparation_of
 from tests.matrix.collect import add, note
+from vllm_npu_prep.compat import v2
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
@@ -41,11 +43,26 @@ PRELOADED = ["vllm.v1.engine.async_llm", "vllm_npu_prep.worker", "tests.helpers.
 
 
 def in_a_fresh_process(function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
-    """What a function of this module returns in a fork of a process that only imported vLLM."""
+    """What a function of this module returns in a fork of a process that only imported vLLM.
+
+    That process has the environment of the first call; its forks get that of theirs.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        return pool.submit(function, *args).result(seconds)
+        future = pool.submit(_with_environment, dict(os.environ), function, *args)
+        try:
+            return future.result(seconds)
+        except TimeoutError:  # leaving the pool would wait for it; its ranks end with it
+            for process in (pool._processes or {}).values():
+                process.kill()
+            raise
+
+
+def _with_environment(environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    os.environ.clear()
+    os.environ.update(environment)
+    return function(*args)
 
 
 def serve_on_ranks(
@@ -64,12 +81,13 @@ def serve_on_ranks(
     seconds
         Time limit.
     """
-    returned, cell = in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
+    asked = "V2" if v2.is_asked_for() else "V1"
+    returned, cell = in_a_fresh_process(_serve, model, settings, traffic, asked, seconds=seconds)
     add([cell])
     return returned
 
 
-def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
+def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any], asked: str) -> Any:
     """What the traffic returned, and the engine's cell of the matrix."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -82,12 +100,13 @@ def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -
     async def run() -> Any:
         args = AsyncEngineArgs(model=str(model), **{**DEFAULTS, **settings})
         llm = AsyncLLM.from_engine_args(args)
+        assert llm.vllm_config.use_v2_model_runner == (asked == "V2")
         try:
             return await traffic(Ranks(llm)), note(llm.vllm_config)
         finally:
             llm.shutdown()
 
-    with mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
+    with asked_for(asked), mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
         return asyncio.run(run())
 
 
@@ -172,6 +191,7 @@ class RankProbe:
             "pid": os.getpid(),
             "rank": self.rank,
             "local_rank": self.local_rank,
+            "runner": "V2" if preparation_of(runner) == "_prepare_step" else "V1",
             "device": str(runner.device),
             "num_blocks": runner.kv_cache_config.num_blocks,
             "num_layers": len(runner.attn_groups[0][0].layer_names),
@@ -210,16 +230,47 @@ class RankProbe:
 
     def _watch_v2(self, runner: Any) -> None:
         """The same of the V2 runner, which decides and prepares in one method."""
-        prepare = runner._prepare_step
+        prepare, shared = runner._prepare_step, runner.shared_decisions
+
+        def decided(mode: Any, num_tokens: int) -> dict[str, Any]:
+            across = None if shared is None else shared.across
+            across = None if across is None else across.tolist()
+            return {"mode": mode.name, "num_tokens": num_tokens, "across": across}
 
         def prepare_step(*args: Any) -> Any:
             result = prepare(*args)
             mode, descriptor, _ = runner.in_flight.dispatched
-            decided = {"mode": mode.name, "num_tokens": descriptor.num_tokens, "across": None}
-            self.probe_steps.append(_step_of(runner) | decided)
+            self.probe_steps.append(_step_of(runner) | decided(mode, descriptor.num_tokens))
             return result
 
         runner._prepare_step = prepare_step
+        if shared is None:
+            return
+        take = shared.take
+
+        def take_decision(*args: Any, **kwargs: Any) -> Any:
+            is_dummy = runner.in_flight is None
+            found = take(*args, **kwargs)
+            if is_dummy:
+                dummy = {"is_dummy": True, "num_real_tokens": 0}
+                self.probe_steps.append(dummy | decided(found[0].cg_mode, found[0].num_tokens))
+            return found
+
+        shared.take = take_decision
+        if runner.speculator is not None:
+            self._watch_draft_passes(runner.speculator.passes)
+
+    def _watch_draft_passes(self, passes: Any) -> None:
+        """Note of each draft pass its padded tokens, 0 if it ran eagerly, and each engine's."""
+        run = passes.run
+        self.probe_passes: list[tuple[int, list[int]]] = []
+
+        def run_pass(*args: Any) -> Any:
+            size = args[-1]
+            self.probe_passes.append((size.padded, size.across.tolist()))
+            return run(*args)
+
+        passes.run = run_pass
 
     def _watch_routers(self) -> None:
         """Note how many pairs of token and expert each step has in its last layer of experts."""
@@ -239,6 +290,10 @@ class RankProbe:
     def probe_noted(self) -> list[dict[str, Any]]:
         """What was noted."""
         return self.probe_steps
+
+    def probe_draft_passes(self) -> list[tuple[int, list[int]]]:
+        """Draft passes of engines that share experts, on Model Runner V2."""
+        return self.probe_passes
 
     def probe_cache(self) -> list[str]:
         """A digest of each block of the KV cache but the null block."""

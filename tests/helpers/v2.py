@@ -6,11 +6,32 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.helpers.engine import engine
 from vllm_npu_prep.compat import v2
 
 RUNNERS = ("V1", "V2")
 """vLLM's model runners, by which tests of an engine are parametrised."""
+
+
+def on_both(cases: dict[str, Any]) -> list[Any]:
+    """Parameters of a test, each with "V1" and with "V2" after it: the latter's ids end in -V2.
+
+    Parameters
+    ----------
+    cases
+        Values of a parameter, or tuples of several, by id.
+    """
+    return [
+        pytest.param(
+            *(values if isinstance(values, tuple) else (values,)),
+            runner,
+            id=name if runner == "V1" else f"{name}-{runner}",
+        )
+        for runner in RUNNERS
+        for name, values in cases.items()
+    ]
 
 
 @contextlib.contextmanager

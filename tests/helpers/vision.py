@@ -101,8 +101,8 @@ class Reference:
         self.last_logits: list[torch.Tensor] = []  # of the last answer's tokens
 
     @torch.no_grad()
-    def answer(self, request: Request, max_tokens: int) -> Answer:
-        """Greedy tokens of one request."""
+    def answer(self, request: Request, max_tokens: int, forced: list[int] | None = None) -> Answer:
+        """Greedy tokens of one request; or those that are forced on it, with the logits of each."""
         inputs = self.processor(
             text=[request.text],
             images=request.images or None,
@@ -123,16 +123,22 @@ class Reference:
         # Not `generate`: behind a prompt that ends with an image it counts on in each dimension
         # from the image's last patch, which is not the model's rule.
         out = self.model(**inputs, position_ids=positions[..., :length], use_cache=True)
-        tokens = [int(out.logits[0, -1].argmax())]
-        self.last_logits = [out.logits[0, -1]]
+        tokens: list[int] = []
+        self.last_logits = []
+
+        def choose() -> None:
+            self.last_logits.append(out.logits[0, -1])
+            best = int(self.last_logits[-1].argmax())
+            tokens.append(best if forced is None else forced[len(tokens)])
+
+        choose()
         for at in range(length, end):
             out = self.model(
                 input_ids=torch.tensor([tokens[-1:]]),
                 position_ids=positions[..., at : at + 1],
                 past_key_values=out.past_key_values,
             )
-            tokens.append(int(out.logits[0, -1].argmax()))
-            self.last_logits.append(out.logits[0, -1])
+            choose()
         return Answer(prompt, tokens, positions[:, 0].numpy())
 
     def logits_of(self, request: Request, step: int) -> torch.Tensor:

@@ -106,14 +106,23 @@ def count_preemptions(llm: Any) -> Counter:
     return count
 
 
-def record_cached(llm: Any) -> list[int]:
-    """Tokens that each later request finds in the prefix cache when it is admitted."""
+def record_cached(llm: Any, of_resumed: bool = False) -> list[int]:
+    """Tokens that each later request finds in the prefix cache when it is admitted.
+
+    Parameters
+    ----------
+    llm
+        The engine.
+    of_resumed
+        Only of requests that were preempted before.
+    """
     manager, cached = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, []
     get_computed_blocks = manager.get_computed_blocks
 
-    def recorded(*args: Any) -> Any:
-        found = get_computed_blocks(*args)
-        cached.append(found[1])
+    def recorded(request: Any, *args: Any) -> Any:
+        found = get_computed_blocks(request, *args)
+        if request.num_preemptions or not of_resumed:
+            cached.append(found[1])
         return found
 
     manager.get_computed_blocks = recorded

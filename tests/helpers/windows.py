@@ -8,6 +8,7 @@ import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.helpers.engine import runner_of
+from tests.helpers.watch import around_forward
 
 WINDOW = 13
 THREE_GROUPS = {
@@ -69,24 +70,24 @@ class Poison:
         self.value = value
         self.left_behind = self.null_blocks = self.changed_hands = 0
         self._owners: dict[int, int] = {}
-        self._forward = self.runner._model_forward
-        self.runner._model_forward = self._spoiled
+        around_forward(self.runner, self._spoil, self._give_back)
 
-    def _spoiled(self, *args: Any, **kwargs: Any) -> Any:
+    def _spoil(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Caches, which of their slots are spoiled, and what they were."""
         in_flight = self.runner.in_flight
         if in_flight is None or not in_flight.step.num_reqs:  # a dummy run
-            return self._forward(*args, **kwargs)
+            return []
         self._check_owners()
-        regions = list(self._regions())
-        saved = [cache.clone() for cache, _ in regions]
-        for cache, hidden in regions:
+        saved = [(cache, hidden, cache.clone()) for cache, hidden in self._regions()]
+        for cache, hidden, _ in saved:
             cache.masked_fill_(hidden, self.value)
-        result = self._forward(*args, **kwargs)
-        for (cache, hidden), before in zip(regions, saved):
+        return saved
+
+    def _give_back(self, saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        for cache, hidden, before in saved:
             kept = cache.isnan() if self.value != self.value else cache == self.value
             assert (kept | ~hidden).all(), "something was written where nothing is to be seen"
             cache.copy_(torch.where(hidden, before, cache))
-        return result
 
     def _regions(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Caches that overlay no other, and which of their slots nobody may see."""
@@ -107,8 +108,8 @@ class Poison:
         step, size = self.runner.in_flight.step, spec.block_size
         windowed = isinstance(spec, SlidingWindowSpec)
         slots = []
-        for row, req_id in enumerate(self.runner.input_batch.req_ids):
-            block_ids = self.runner.requests[req_id].block_ids[group]
+        table = step.batch.tables.block_table(group)[step.slots]
+        for row, block_ids in enumerate(table.tolist()):
             first_seen = 0
             if windowed:
                 first_seen = max(0, int(step.num_computed_tokens[row]) - spec.sliding_window + 1)

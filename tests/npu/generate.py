@@ -5,7 +5,7 @@ python -m tests.npu.generate OUT MODEL:fia:float16/async/FULL MODEL:atb:bfloat16
 A case is a dtype, a scheduling (with ``-v2``: on Model Runner V2), a graph mode and, if drafts are
 to be verified, how these are made.
 With ``/recorded`` at its end, the full check looks at every step, `records_of` has their records,
-and the cache is too small for the batch.
+and the cache is too small for the batch: 4 blocks, or as many as ``/recorded-N`` says.
 Where a case fails, its error stands in place of its tokens, and the next one begins.
 """
 
@@ -106,7 +106,7 @@ def run(
         max_num_seqs=4,
         kv_cache_memory_bytes=32 << 20,
         additional_config={"npu_prep": options},
-        **({"num_gpu_blocks_override": 4} if recorded else {}),
+        **({"num_gpu_blocks_override": int(recorded.partition("-")[2] or 4)} if recorded else {}),
         **SCHEDULING[scheduling],
         **(drafts_of(model, method) if method else {}),
         **({} if mode == "eager" else graphs(mode, 4, 16)),

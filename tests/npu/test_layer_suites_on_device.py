@@ -16,6 +16,7 @@ SUITES = under_every_profile(
         "experts": suite("experts"),
         "expert budgets": suite("expert_budgets"),
         "hybrids": suite("hybrids"),
+        "more hybrids": suite("more_hybrids"),
         "episodes": suite("episodes"),
         "more episodes": suite("more_episodes"),
     },

@@ -196,7 +196,15 @@ REPLAYED = {
         ("fia", DOCUMENTED, FEATURES),
         ("fia", OLD_DRIVER, ["float16/sync/FULL_AND_PIECEWISE", "bfloat16/async/FULL_DECODE_ONLY"]),
         ("fia", "skewed", ["float16/async-v2/FULL_AND_PIECEWISE", "float16/sync-v2/FULL/eagle"]),
-        ("fia", "skewed", ["float16/async-v2/FULL_AND_PIECEWISE/eagle3", "float16/sync-v2/FULL"]),
+        (
+            "fia",
+            "skewed",
+            [
+                "float16/async-v2/FULL_AND_PIECEWISE/eagle3",
+                "float16/sync-v2/FULL",
+                "float16/async-v2/FULL_AND_PIECEWISE/draft_model",
+            ],
+        ),
         ("fia", "skewed", ["float16/lora-v2/FULL_AND_PIECEWISE", "float16/async-v2/PIECEWISE"]),
         ("atb", "skewed", ["float16/async-v2/FULL_DECODE_ONLY", "float16/sync-v2/eager"]),
         ("atb", "skewed", ["float16/async-v2/eager/eagle", "float16/sync-v2/PIECEWISE/eagle3"]),

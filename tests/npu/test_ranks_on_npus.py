@@ -56,14 +56,20 @@ CASES = [
     "bfloat16/pp2/sync/FULL_AND_PIECEWISE/latent",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/mtp",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/int8-mtp",
+    "bfloat16/tp2/sync/eager/int8-states",
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states-experts",
     "float16/tp2/async-v2/FULL_AND_PIECEWISE/eagle",
+    "float16/pp2/sync-v2/FULL_AND_PIECEWISE",
+    "float16/dp2/async-v2/FULL_AND_PIECEWISE/experts",
+    "float16/dp2tp2/sync-v2/eager",
     "float16/tp2cp2/sync/eager/one-head",
     "float16/tp4cp2/async/FULL_AND_PIECEWISE",
     "bfloat16/tp4cp2/async/FULL_AND_PIECEWISE/latent",
     "bfloat16/tp2cp2/sync/eager/latent",
+    "float16/tp2/async/FULL_AND_PIECEWISE/sleep",
+    "float16/tp2/async/FULL_AND_PIECEWISE/offload",
 ]
 """Dtype, layout, scheduling, graphs, feature. vLLM schedules pipeline stages synchronously."""
 
@@ -81,6 +87,17 @@ or less moves logits by less, so tokens are exactly those of transformers' round
 RANKS = {"tp2": (2, 2), "pp2": (2, 2), "dp2": (2, 1), "tp2pp2": (4, 4), "dp2tp2": (4, 2)}
 RANKS |= {"tp2cp2": (2, 2), "tp4cp2": (4, 4)}
 """Ranks of a layout, and of each of its engines."""
+
+OF_SHARED_CONTEXTS = {
+    "one-head": {"launches": 40, "hidden_copies": 16, "event_waits": 8},
+    "latent": {"launches": 31, "event_waits": 8},
+}
+"""What attention of a layer with its projections asks of each card in a step of decodes; ranks wait
+twice for each of four exchanges: of queries, of sums, of results, and of what is projected."""
+
+MIXED = {"one-head": 5, "latent": 23}
+"""Most launches that prepare a mixed step with contexts; of decodes it is two at most."""
+
 
 OF_A_SHARE = ("slot_mapping", "slot_mappings", "dcp_local_seq_lens", "dcp_local_context_lens")
 """Arrays of which ranks that share contexts have their own."""
@@ -148,6 +165,7 @@ def int8(request, folder, model, latent):
         "int8-experts": (clear_mixture, "modelslim", False, ()),
         "int8-latent": (latent, "modelslim", False, ("kv_b_proj",)),
         "int8-mtp": (folder / "clear_mtp", "modelslim", False, ("kv_b_proj",)),
+        "int8-states": (folder / "states", "compressed-tensors", False, ()),
     }
 
     @cache
@@ -155,6 +173,8 @@ def int8(request, folder, model, latent):
         source, *how = made[feature]
         if feature == "int8-mtp":
             shutil.copytree(request.getfixturevalue("mtp"), source)
+        elif feature == "int8-states":
+            assert request.getfixturevalue("states") == source
         QUANTIZE(source, folder / feature, *how)
         if feature == "int8-mtp":
             network = rounded_model(source, folder / feature, RANKS["tp2"][1])
@@ -234,7 +254,9 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
     """And every rank of an engine prepared the same arrays in every step, with one copy each."""
     got = on_ranks(case)
     assert "error" not in got, got["error"]
-    dtype, layout, _, mode, *_ = case.split("/")
+    dtype, layout, scheduling, mode, *_ = case.split("/")
+    of_case = "V2" if scheduling.endswith("-v2") else "V1"
+    assert {fact["runner"] for fact in got["facts"]} == {of_case}
     feature = feature_of(case)
     if feature == "images":
         expected = tokens_of_transformers(model_of(feature))
@@ -246,7 +268,9 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
         expected = reference(dtype, feature)
     if feature in INT8 and feature != "int8-mtp":  # a level more or less, here and there
         rounded = rounded_model(*request.getfixturevalue("int8")(feature)[::-1], RANKS[layout][1])
-        same_but_close_calls(rounded, "sync", got, {"tokens": expected}, CLOSE_IN_INT8)
+        one_of = 2 if feature == "int8-states" else 4  # a state remembers each level
+        tokens = {"tokens": expected}
+        same_but_close_calls(rounded, "sync", got, tokens, CLOSE_IN_INT8, one_of)
     elif dtype == "bfloat16" and feature not in INT8:
         # Fused operators round elsewhere: close calls may fall otherwise. Where a router takes
         # another expert, logits move by ten times of what rounding does else.
@@ -280,8 +304,20 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
             steps = [[without_shares(step) for step in rank] for rank in steps]
         for other in steps[1:]:
             assert other == steps[0], differing(steps[0], other)
-    assert least(map(len, got["copies"])) >= 8
-    for copies in filter(None, got["copies"]):
+    if feature == "sleep":
+        check_sleep(expected, **got["slept"])
+    elif feature == "offload":
+        assert got["rounds"][0] == got["rounds"][1]
+        assert got["loaded"] >= 4 * 128, "tokens that came from the host"
+    if layout.endswith("cp2") and mode == "eager":
+        print(case, got["launched"])
+        assert got["launched"] == [OF_SHARED_CONTEXTS[feature]] * num_ranks, "and no syncs"
+        for asked in got["asked"]:
+            launches = [step.get("launches", 0) for step in asked]
+            assert max(launches) <= MIXED[feature] and sum(each > 2 for each in launches) <= 3
+    assert least(map(len, got["asked"])) >= 8
+    for asked in filter(None, got["asked"]):
+        copies = [step.get("h2d_copies", 0) for step in asked]
         # Which rows have which adapter is a copy of its own, if it changed.
         if feature == "lora":
             assert set(copies) <= {1, 2}
@@ -289,6 +325,32 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
             assert min(copies) == 1
         else:
             assert set(copies) == {1}
+
+
+def check_sleep(
+    expected: list[list[int]],
+    free: list[list[tuple[int, int]]],
+    tokens: list[list[list[int]]],
+    failures: list[tuple[str, bool]],
+) -> None:
+    """Both levels give back what weights and cache take, to a page, and find it again.
+
+    A rank without memory is one line, whichever it is, and the other one sleeps on, too.
+    """
+    assert tokens == [expected] * 2
+    awake = [of_rank for of_rank, _ in free[0]]
+    asleep = [of_rank + released for of_rank, released in free[0]]
+    assert [[of_rank for of_rank, _ in each] for each in free] == [
+        awake,
+        *[[*asleep]] * 3,
+        awake,
+        *[[*asleep]] * 3,
+        awake,
+    ]
+    assert len(failures) == 4
+    for said, still_asleep in failures:
+        assert "wake-up: no memory" in said and "\n" not in said
+        assert still_asleep
 
 
 def differing(steps: list[dict], others: list[dict]) -> list[tuple]:

@@ -1,8 +1,12 @@
 """Requests that once crashed, stalled or misled a vLLM server, by the advisory that describes each.
 
 Those that reach the engine, its runner or the plugin. What only meets the API server's own code is
-left to vLLM's tests: headers that are too large, regular expressions of tool parsers, addresses
-that media are loaded from, and models that bring code.
+left to vLLM's tests: headers that are too large, regular expressions of tool parsers, templates
+that run on, addresses that media are loaded from, and models that bring code.
+
+Advisories on images, GHSA-ph72-cqr5-qpp7 and PYSEC-2026-4353 among them, are cases of
+`tests/server/test_multimodal.py`; GHSA-2phq-3phc-84px, on scores of others' queries, is one of
+`tests/server/test_pooling.py`.
 """
 
 import base64
@@ -175,7 +179,7 @@ HOSTILE = (
         statuses=SERVED_OR_REFUSED,
     ),
     Hostile(
-        "GHSA-2phq-3phc-84px an engine that is not there",
+        "no advisory: an engine that is not there",
         {},
         headers={"X-data-parallel-rank": "99"},
         statuses=REFUSED | {500},
@@ -183,6 +187,12 @@ HOSTILE = (
     Hostile(
         "GHSA-fpch-3xrf-7q96 a budget of thoughts",
         {"thinking_token_budget": -5},
+        CHAT,
+        statuses=SERVED_OR_REFUSED,
+    ),
+    Hostile(
+        "CVE-2026-92365 a budget of 41 bits",
+        {"thinking_token_budget": HUGE},
         CHAT,
         statuses=SERVED_OR_REFUSED,
     ),
@@ -200,3 +210,11 @@ HOSTILE = (
     ),
 )
 """Text requests: each is sent while others are served."""
+
+REFUSED_AT_STARTUP = {
+    "GHSA-v97p-wpxp-px84 tokens of another's slot, over asynchronous stages": "async-stages",
+    "PYSEC-2026-2303 nothing but embeddings, for a model with M-RoPE": "mm-prompt-embeds",
+    "CVE-2026-105775 states of Mamba read past their end": "states",
+    "CVE-2026-44223 penalties beside drafts by hidden states": "speculative-method",
+}
+"""Advisories on what is not served here, and the refusal that says so."""

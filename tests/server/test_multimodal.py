@@ -105,6 +105,59 @@ def check_hostile_requests(
     assert other() == expected
 
 
+def check_forged_items(
+    server: Server, image: dict, other: Callable[[], list[int]], expected: list[int]
+) -> None:
+    """GHSA-ph72-cqr5-qpp7, PYSEC-2026-4353: items as a client says that they were processed.
+
+    The engine goes on, and others get their tokens, whatever the request claims of places, numbers
+    and kinds. Hashes are another matter: vLLM 0.32 takes a client's word for them, which is why
+    `docs/guides/serving.md` says who is to reach this path.
+    """
+    question = {"type": "text", "text": "What is this?"}
+
+    def rendered(content: list[dict]) -> dict:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        status, told = server.request("POST", "/v1/chat/completions/render", body)
+        assert status == 200, told
+        return json.loads(told)
+
+    plain = rendered([image, question])
+    assert server.request("POST", "/inference/v1/generate", plain)[0] == 200
+    (place,) = plain["features"]["mm_placeholders"]["image"]
+    length = len(plain["token_ids"])
+    (item,) = plain["features"]["kwargs_data"]["image"]
+    (own,) = plain["features"]["mm_hashes"]["image"]
+    forged = {
+        "nobody's hash": {"mm_hashes": {"image": ["f" * 64]}},
+        "no item under a new hash": {"mm_hashes": {"image": ["0" * 64]}, "kwargs_data": None},
+        "a place twice": {
+            "mm_placeholders": {"image": [place, place]},
+            "mm_hashes": {"image": [own, own]},
+            "kwargs_data": {"image": [item, item]},
+        },
+        "two hashes": {"mm_hashes": {"image": [own, own]}},
+        "a place past the end": {"mm_placeholders": {"image": [{**place, "offset": length - 1}]}},
+        "a place of nothing": {"mm_placeholders": {"image": [{**place, "length": 0}]}},
+        "a place below zero": {"mm_placeholders": {"image": [{**place, "length": -3}]}},
+        "a shorter place": {"mm_placeholders": {"image": [{**place, "length": 1}]}},
+        "no item at all": {"kwargs_data": {"image": ["AAAA"]}},
+        "a video": {name: {"video": plain["features"][name]["image"]} for name in FEATURES},
+    }
+    with ThreadPoolExecutor(1) as pool:
+        for name, change in forged.items():
+            beside = pool.submit(other)
+            body = {**plain, "request_id": name, "features": {**plain["features"], **change}}
+            status, told = server.request("POST", "/inference/v1/generate", body)
+            print(name, status)
+            assert status in (200, 400, 422, 500), (name, told)
+            assert beside.result() == expected, name
+    assert other() == expected
+
+
+FEATURES = ("mm_hashes", "mm_placeholders", "kwargs_data")
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
     model, one = vision_models / name, make_image(seed)
@@ -129,7 +182,8 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
         name: reference.answer(each, MAX_TOKENS).tokens for name, (_, each) in asked.items()
     }
     io_kwargs = json.dumps({"video": {"fps": FPS}})
-    server = Server(model, tmp_path / "log", "--media-io-kwargs", io_kwargs)
+    flags = ("--media-io-kwargs", io_kwargs, "--enable-scale-out")
+    server = Server(model, tmp_path / "log", *flags)
     try:
 
         def ask(content: list[dict]) -> tuple[int, dict]:
@@ -156,6 +210,7 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
         check_hostile_requests(
             server, model, ask, lambda: tokens("one image"), expected["one image"]
         )
+        check_forged_items(server, png[1], lambda: tokens("one image"), expected["one image"])
         assert tokens("two images") == expected["two images"]
         assert server.stop(signal.SIGTERM) == 0
         assert "Encoder: " in server.log()

@@ -3,8 +3,10 @@
 import contextlib
 import http.client
 import json
+import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -12,7 +14,9 @@ import pytest
 
 from examples import tiny_model
 from tests.helpers.cluster import Host, ServerOnHost, two_hosts, why_no_hosts
-from tests.server.test_server import check_all_gone, wait_until
+from tests.server.hostile import COMPLETIONS
+from tests.server.test_lifecycle import CLIENTS, load
+from tests.server.test_server import QUESTIONS, check_all_gone, wait_until
 
 SECONDS = 45
 """In which a server that lost a host ends; about 15 of them are Ray's, by these settings."""
@@ -36,12 +40,17 @@ FLAGS += ["--kv-cache-memory-bytes", str(32 << 20)]
 
 
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
-@pytest.mark.parametrize("end", ["the link is cut", "the server is killed"])
-def test_two_hosts_serve_one_model_and_nothing_is_left_after_its_end(demo_model, tmp_path, end):
-    """Each has a stage; what is left on either ends."""
+@pytest.mark.parametrize("end", ["the link is cut", "the server is killed", "a host is killed"])
+def test_two_hosts_serve_one_model_and_nothing_is_left_after_its_end(
+    demo_model, tmp_path, seed, end
+):
+    """Each has a stage; what is left on either ends. A host is killed at random, under load."""
     with two_hosts(**RAY) as (head, other):
         if end == "the server is killed":
             check_records_and_a_kill(head, other, demo_model, tmp_path, FLAGS)
+            return
+        if end == "a host is killed":
+            check_a_killed_host(head, other, demo_model, tmp_path, seed)
             return
         server = ServerOnHost(head, demo_model, tmp_path / "log", *FLAGS)
         try:
@@ -73,6 +82,41 @@ def test_two_hosts_serve_one_model_and_nothing_is_left_after_its_end(demo_model,
             print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
         finally:
             server.kill()
+
+
+def check_a_killed_host(head: Host, other: Host, model: Path, folder: Path, seed: int) -> None:
+    """Several clients ask when all of Ray on a host, and the rank there, are killed.
+
+    Each hears of it, and no answer is wrong; the server ends with code 1, and nothing is left.
+    """
+    server = ServerOnHost(head, model, folder / "log", *FLAGS)
+    try:
+        expected = {}
+        for question, _ in QUESTIONS[:4]:
+            body = {"prompt": question, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+            told = server.request("POST", COMPLETIONS, body | {"return_token_ids": True})[1]
+            expected[question] = json.loads(told)["choices"][0]["token_ids"]
+        workers = head.workers() + other.workers()
+        assert len(workers) == 2
+        with load(server, expected, seed) as outcomes:
+            time.sleep(random.Random(seed).random())
+            began, killed = time.monotonic(), other.processes()
+            for process in killed:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            code = server.process.wait(SECONDS)
+        print(f"{len(killed)} killed; the server ended after {time.monotonic() - began:.1f} s")
+        failed = [each for each in outcomes if each != "answered"]
+        print("exit code", code, Counter(outcomes))
+        assert code == 1
+        assert len(failed) == CLIENTS, "each client heard of it"
+        assert not any("Traceback" in each for each in failed)
+        assert "vllm_npu_prep: error:" in server.log().strip().splitlines()[-1]
+        _, alive = psutil.wait_procs(server.children + workers, timeout=SECONDS)
+        assert not alive, f"left behind: {alive}"
+        print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
+    finally:
+        server.kill()
 
 
 def check_records_and_a_kill(

@@ -163,7 +163,7 @@ def server(demo_model, tmp_path_factory):
         demo_model,
         tmp_path_factory.mktemp("server") / "log",
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
-        "--enable-sleep-mode",
+        *("--enable-sleep-mode", "--worker-extension-cls", "tests.helpers.failing.WithoutRoom"),
         *PARSERS,
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         VLLM_SERVER_DEV_MODE="1",
@@ -361,6 +361,26 @@ def test_a_reset_of_the_prefix_cache_and_a_sleep(server):
         assert server.request("POST", path)[0] == 200
         status, told = server.request("GET", "/is_sleeping")
         assert (status, json.loads(told)) == (200, {"is_sleeping": asleep})
+    assert server.chat(question) == answer
+
+
+def test_a_wake_up_without_memory_is_one_line_and_the_server_sleeps_on(server):
+    """To the client and in the log."""
+    question, answer = QUESTIONS[3]
+    before = len(server.log())
+    assert server.request("POST", "/sleep?level=1")[0] == 200
+    assert server.request("POST", "/collective_rpc", {"method": "take_room"})[0] == 200
+    for _ in range(2):
+        status, told = server.request("POST", "/wake_up")
+        message = json.loads(told)["error"]["message"]
+        assert status == 500 and "\n" not in message
+        assert "wake-up: no memory for" in message and "still asleep" in message
+        assert server.request("GET", "/is_sleeping") == (200, b'{"is_sleeping":true}')
+        assert server.request("GET", "/health")[0] == 200
+    logged = server.log()[before:]
+    assert "wake-up: no memory for" in logged and "Traceback" not in logged
+    assert server.request("POST", "/collective_rpc", {"method": "give_room"})[0] == 200
+    assert server.request("POST", "/wake_up")[0] == 200
     assert server.chat(question) == answer
 
 

@@ -452,12 +452,6 @@ MODELS = {
         {"enable_lora": True},
         model=HYBRID,
     ),
-    "a connector beside states": Case(
-        ("states-connector",),
-        ("a KV connector with", "not states"),
-        {**connector(), "enable_prefix_caching": False},
-        HYBRID,
-    ),
     "states that are pooled": Case(
         ("states-pooling",), ("pooling with", "models that generate"), POOLING, HYBRID
     ),
@@ -504,6 +498,11 @@ FEATURES = {
         ("pooling-prompt-embeds",),
         ("--enable-prompt-embeds", "token ids"),
         {**POOLING, "enable_prompt_embeds": True},
+    ),
+    "results that don't depend on the batch": Case(
+        ("batch-invariance",),
+        ("VLLM_BATCH_INVARIANT", "set it to 0"),
+        environment={"VLLM_BATCH_INVARIANT": "1"},
     ),
     "routing of experts": Case(
         ("routed-experts",),
@@ -782,10 +781,16 @@ CACHE = {
         ("KV offloading over pipeline stages", "--tensor-parallel-size"),
         {"kv_offloading_size": 1, "pipeline_parallel_size": 2},
     ),
-    "KV offloading of states": Case(
-        ("states-connector",),
-        ("a KV connector with", "not states"),
-        {"kv_offloading_size": 1},
+    "KV offloading of states that no block keeps": Case(
+        ("kv-offloading-states",),
+        ("KV offloading of", "without the prefix cache", "--enable-prefix-caching"),
+        {"kv_offloading_size": 1, "enable_prefix_caching": False},
+        HYBRID,
+    ),
+    "KV connector of one group": Case(
+        ("kv-connector-states",),
+        ("KV connector ExampleConnector with", "SupportsHMA", "--kv-offloading-size"),
+        {**connector(), "enable_prefix_caching": False},
         HYBRID,
     ),
     "KV connector of another cache": Case(
@@ -809,12 +814,6 @@ CACHE = {
         ("kv-connector-pooling",),
         ("KV connector ExampleConnector with pooling",),
         {**connector(), **POOLING},
-    ),
-    "KV connector of latent rows": Case(
-        ("kv-connector-mla",),
-        ("KV connector ExampleConnector with MLA", "latent rows"),
-        connector(),
-        ("DeepseekV2", MLA),
     ),
     "KV connector that knows no adapters": Case(
         ("kv-connector-lora-or-embeds",),
@@ -1123,6 +1122,9 @@ WITH_MTP = (
 )
 
 
+SYNC_STAGES = {"pipeline_parallel_size": 2, "async_scheduling": False}
+
+
 def on_v2(ids: tuple[str, ...], *parts: str, **settings: Any) -> Case:
     """An engine of vLLM's Model Runner V2 that is refused, with V1 suggested."""
     more = (*parts, "VLLM_USE_V2_MODEL_RUNNER")
@@ -1131,43 +1133,23 @@ def on_v2(ids: tuple[str, ...], *parts: str, **settings: Any) -> Case:
 
 
 V2 = {
-    "V2 that drafts by several MTP layers": on_v2(
-        ("v2-mtp-layers",),
-        "several MTP layers",
-        model=(
-            "Qwen2",
-            {"num_nextn_predict_layers": 2, EDITED: {"architectures": ["MiMoForCausalLM"]}},
-        ),
-        **drafts("mtp"),
-    ),
-    "V2 that draws drafts": on_v2(
-        ("v2-drawn-drafts",),
-        "draft_sample_method probabilistic",
-        model=WITH_MTP,
-        **drafts("mtp", draft_sample_method="probabilistic"),
-    ),
     "V2 without padded drafts": on_v2(
         ("v2-unpadded-drafter-batch",),
         "disable_padded_drafter_batch",
         model=WITH_MTP,
         **drafts("mtp", disable_padded_drafter_batch=True),
     ),
-    "V2 with a draft model": on_v2(
-        ("v2-speculative-method",), "speculative method draft_model", **drafts()
+    "V2 with stages scheduled ahead": on_v2(
+        ("v2-async-stages",), "give --no-async-scheduling", pipeline_parallel_size=2
     ),
-    "V2 with embeddings": on_v2(("v2-prompt-embeds",), "embeds", enable_prompt_embeds=True),
-    "V2 with states": on_v2(("v2-states",), "hybrid model", model=HYBRID),
-    "V2 with stages": on_v2(
-        ("v2-ranks",), "pipeline stages", pipeline_parallel_size=2, async_scheduling=False
+    "V2 with stages that pool": on_v2(
+        ("v2-stages",), "pipeline stages", runner="pooling", convert="embed", **SYNC_STAGES
     ),
-    "V2 with shared contexts": on_v2(
-        ("shared-contexts-v2",),
-        "--decode-context-parallel-size with Model Runner V2",
-        model=ONE_KV_HEAD,
-        **SHARED,
-    ),
-    "V2 with budgets for thinking": on_v2(
-        ("v2-reasoning-budget",), "--reasoning-config", reasoning_config={}
+    "V2 with stages in several engines": on_v2(
+        ("v2-stages-of-engines",),
+        "pipeline stages and data parallelism",
+        data_parallel_size=2,
+        **SYNC_STAGES,
     ),
     "V2 with traces": Case(
         ("v2-replaced-samples",),

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
+from tests.server.hostile import REFUSED_AT_STARTUP
 from tests.startup.cases import CASES, DRAFTER, EDITED, HALF, NPUS, SEEING, Case
 from vllm_npu_prep import device, platform
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
@@ -116,6 +117,11 @@ def test_what_models_that_see_are_refused(name, refuse, vision_models):
 def test_every_refusal_is_shown_by_a_case():
     shown = {id for case in (CASES | SEEING).values() for id in case.ids}
     assert shown == set(REFUSALS)
+
+
+def test_advisories_on_what_is_not_served_name_its_refusal():
+    shown = {name for case in (*CASES.values(), *SEEING.values()) for name in case.ids}
+    assert set(REFUSED_AT_STARTUP.values()) <= shown
 
 
 def test_refusals_have_ids_of_their_own():

@@ -14,6 +14,7 @@ from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.releases import serve_parser
+from tests.helpers.v2 import asked_for
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
 from vllm_npu_prep.device.probe import NPUProbe
@@ -145,6 +146,37 @@ def test_start_up_warns_of_priorities_beside_a_prefix_cache(configure, caplog, m
         )
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
     assert ("note          priority scheduling may leave blocks" in block) == caches
+
+
+UNPADDED = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_max": 2,
+        "disable_padded_drafter_batch": True,
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "runner", "is_recommended"),
+    [
+        ({"enable_prompt_embeds": True}, "V1", True),
+        (UNPADDED, "V1", False),
+        ({"runner": "pooling"}, "V1", False),
+        ({}, "V2", False),
+    ],
+    ids=["generates", "asks for more", "pools", "on V2"],
+)
+def test_start_up_recommends_v2_where_it_has_all(
+    configure, caplog, monkeypatch, request, asked, runner, is_recommended
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    size = 20 + len(request.node.name)  # of a size of its own: what was said is not said again
+    with asked_for(runner), caplog.at_level(logging.INFO, logger="vllm"):
+        configure(max_num_seqs=size, **asked)
+    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
+    assert block.count("note          Model Runner V2 has all that this") == is_recommended
 
 
 @pytest.mark.parametrize("on_host", [True, False])

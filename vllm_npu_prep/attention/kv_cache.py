@@ -13,7 +13,7 @@ plane after the other (`vllm_npu_prep.attention.kernels.latent.planes_of`). vLLM
 we view the same bytes as planes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -284,6 +284,23 @@ def planes_by_layer(caches: Mapping[str, Any], layers: Mapping[str, Any]) -> dic
         else cache
         for name, cache in caches.items()
     }
+
+
+def zero_new_blocks(planes: Sequence[torch.Tensor], block_ids: list[int]) -> None:
+    """Zero newly allocated blocks in every plane, if numbers are of several types.
+
+    Of one type, what another layer left are numbers, and nobody reads them: a state that holds
+    nothing is not read, and attention ends at a request's last token.
+
+    Parameters
+    ----------
+    planes
+        Of all layers, each with a block in each row.
+    block_ids
+        The blocks.
+    """
+    if len({plane.dtype for plane in planes}) > 1:
+        zero_blocks(planes, block_ids)
 
 
 def zero_blocks(planes: Iterable[torch.Tensor], block_ids: list[int]) -> None:

@@ -1,16 +1,18 @@
 """KV connectors of vLLM over planes.
 
 vLLM 0.32 hands connectors each layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 *
-head_size]``, K and V of a head side by side; here K and V are planes. What is stored outside keeps
-upstream's form. `vllm_npu_prep.startup` says which connectors a kernel family takes, and the
-platform names this module as the place to find them (``kv_connector_module_path``).
+head_size]``, K and V of a head side by side, or a latent row and its rotated key; here these are
+planes. What is stored outside keeps upstream's form. `vllm_npu_prep.startup` says which connectors
+a kernel family takes, and the platform names this module as the place to find them
+(``kv_connector_module_path``).
 """
 
 import copy
 import itertools
 import os
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +20,8 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, example_connector
 from vllm.v1.attention.backend import AttentionMetadata
 
+from vllm_npu_prep.attention.kernels.latent import Planes
+from vllm_npu_prep.attention.kv_cache import planes_by_layer
 from vllm_npu_prep.attention.offloading import OffloadingConnector, PlaneOffloadingSpec
 
 if TYPE_CHECKING:
@@ -33,27 +37,28 @@ STORED = "kv_cache"
 """Name of the one tensor of a file."""
 
 
-def read_slots(planes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """K and V of some slots, as they are stored.
+def read_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    """What some slots hold, as it is stored.
 
     Parameters
     ----------
     planes
-        ``[2, num_blocks, block_size, num_kv_heads, head_size]``.
+        K and V, or `Planes` of latent attention, each ``[num_blocks, block_size, heads, width]``.
     slots
         int64 ``[num_tokens]``.
 
     Returns
     -------
     torch.Tensor
-        ``[num_tokens, num_kv_heads, 2 * head_size]`` on the host, contiguous.
+        ``[num_tokens, heads, sum of widths]`` on the host, contiguous; of latent planes
+        ``[num_tokens, sum of widths]``.
     """
-    on_device = slots.to(planes.device)
-    rows = planes.flatten(1, 2)[:, on_device]  # [2, num_tokens, num_kv_heads, head_size]
-    return torch.cat(tuple(rows), dim=-1).cpu()
+    on_device = slots.to(planes[0].device)
+    rows = torch.cat([plane.flatten(0, 1)[on_device] for plane in planes], dim=-1).cpu()
+    return rows.squeeze(1) if isinstance(planes, Planes) else rows
 
 
-def write_slots(planes: torch.Tensor, slots: torch.Tensor, stored: torch.Tensor) -> None:
+def write_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor, stored: torch.Tensor) -> None:
     """Put what `read_slots` returned into slots of a cache.
 
     Parameters
@@ -61,11 +66,12 @@ def write_slots(planes: torch.Tensor, slots: torch.Tensor, stored: torch.Tensor)
     planes, slots
         As `read_slots` takes them.
     stored
-        ``[num_tokens, num_kv_heads, 2 * head_size]`` on the host.
+        What it returned, on the host.
     """
-    on_device = slots.to(planes.device)
-    for plane, rows in zip(planes, stored.to(planes.device).chunk(2, dim=-1)):
-        plane.flatten(0, 1)[on_device] = rows
+    on_device = slots.to(planes[0].device)
+    rows = stored.to(on_device.device).view(len(slots), planes[0].shape[2], -1)
+    for plane, part in zip(planes, rows.split([plane.shape[-1] for plane in planes], dim=-1)):
+        plane.flatten(0, 1)[on_device] = part
 
 
 class ExampleConnector(example_connector.ExampleConnector):
@@ -101,10 +107,10 @@ class ExampleConnector(example_connector.ExampleConnector):
             if request.is_store:
                 continue
             for layer_name, layer in forward_context.no_compile_layers.items():
-                planes = getattr(layer, "kv_cache", None)
-                if planes is not None:
+                cache = getattr(layer, "kv_cache", None)
+                if cache is not None:
                     stored = load_file(self._file(layer_name, request))[STORED]
-                    write_slots(planes, request.slot_mapping, stored)
+                    write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)
 
     def save_kv_layer(
         self,
@@ -118,12 +124,18 @@ class ExampleConnector(example_connector.ExampleConnector):
         assert isinstance(metadata, example_connector.ExampleConnectorMetadata)
         for request in metadata.requests:
             if request.is_store:
-                stored = read_slots(kv_layer, request.slot_mapping)
+                stored = read_slots(self._planes(layer_name, kv_layer), request.slot_mapping)
                 path = self._file(layer_name, request)
                 # Engines in containers that share the folder may share their process ids, too.
                 unfinished = f"{path}.{uuid.uuid4().hex}"
                 save_file({STORED: stored}, unfinished)
                 os.replace(unfinished, path)
+
+    def _planes(self, layer_name: str, cache: torch.Tensor) -> Sequence[torch.Tensor]:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return cast(
+            "Sequence[torch.Tensor]", planes_by_layer({layer_name: cache}, layers)[layer_name]
+        )
 
     def _file(self, layer_name: str, request: example_connector.ReqMeta) -> str:
         assert self._part is not None  # workers load and store

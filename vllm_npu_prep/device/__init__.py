@@ -137,6 +137,9 @@ class Device(Memory, Protocol):
     def memory_in_use(self) -> int:
         """Bytes that this process has now: allocated on a device, or resident on the host."""
 
+    def return_free_memory(self) -> None:
+        """Give pages back that the host's allocator keeps, if results are allocated there."""
+
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Context in which graphs are captured, on a stream other than the default one."""
 

@@ -1,6 +1,7 @@
 """The CPU fallback: the device interface with operations that complete before they return."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -91,6 +92,11 @@ class CPUDevice:
     def memory_in_use(self) -> int:
         """Pages of this process that are resident, in bytes."""
         return _resident()[1]
+
+    def return_free_memory(self) -> None:
+        """Have glibc return what lies between what is in use, by ``malloc_trim(3)``."""
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """No context: there is only one stream."""

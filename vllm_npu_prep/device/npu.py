@@ -155,6 +155,9 @@ class NPUDevice:
         """Bytes that torch_npu's allocator has given out."""
         return torch_npu.npu.memory_allocated(self.device)
 
+    def return_free_memory(self) -> None:
+        """Nothing: results are on the device."""
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """On its own stream: after all work issued before, and before all work issued later."""

@@ -471,7 +471,7 @@ class SlotLedger:
         expected = request.chain[computed - 1] + index
         block = self._state_of(step, row, index, "initial_state_indices")
         if computed <= request.loaded:
-            self.states.setdefault(block, expected)
+            self.states[block] = expected
         if self.states.get(block) == expected:
             return
         if block not in self.states:

@@ -124,6 +124,9 @@ class StepRecorder:
         self._last_written = -1
         self._is_busy = self._is_asked = self._is_alone = False
         self._why_stopped = ""
+        # A step may fail in the thread that waits for its output. Signals come to a thread that
+        # may hold the lock: they write later then.
+        self._lock = threading.RLock()
         self._salt = os.urandom(16)
         self.count_experts: Callable[[], dict[str, list[int]]] | None = None  # in the last step
         self._uncounted: int | None = None  # step whose counts are not read yet
@@ -170,29 +173,37 @@ class StepRecorder:
             self._waits = waits
         if self._why_stopped or (self._span is not None and number not in self._span):
             return
-        self._is_busy = True
-        try:
-            if self._past_tables is None:
-                self._past_tables = PastBlockTables(self.tables.device_block_table_flat())
-            if req_ids != self._req_ids:  # copying in every step would touch every name
-                self._req_ids = list(req_ids)
-            snapshot = StepSnapshot.of_step(
-                number, step, kind, self._req_ids, placeholders, modalities, rows_with_embeds, times
-            )
-            self._ring.append(snapshot)
-            self._ring_bytes += snapshot.nbytes
-            self._uncounted = number
-            if self._span is None:
-                while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
-                    self._forget_oldest()
-            else:
-                self._write_new("asked for")
-                self._ring.clear()
-                if number == self._span[-1]:
-                    self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
-        except Exception as error:
-            self._stop(f"{type(error).__name__}: {error}")
-        self._is_busy = False
+        with self._lock:
+            self._is_busy = True
+            try:
+                if self._past_tables is None:
+                    self._past_tables = PastBlockTables(self.tables.device_block_table_flat())
+                if req_ids != self._req_ids:  # copying in every step would touch every name
+                    self._req_ids = list(req_ids)
+                snapshot = StepSnapshot.of_step(
+                    number,
+                    step,
+                    kind,
+                    self._req_ids,
+                    placeholders,
+                    modalities,
+                    rows_with_embeds,
+                    times,
+                )
+                self._ring.append(snapshot)
+                self._ring_bytes += snapshot.nbytes
+                self._uncounted = number
+                if self._span is None:
+                    while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
+                        self._forget_oldest()
+                else:
+                    self._write_new("asked for")
+                    self._ring.clear()
+                    if number == self._span[-1]:
+                        self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
+            except Exception as error:
+                self._stop(f"{type(error).__name__}: {error}")
+            self._is_busy = False
         if self._is_asked:
             self._is_asked = False
             self.dump("SIGUSR1")
@@ -214,14 +225,15 @@ class StepRecorder:
         Written
             Where they are, or why there are none.
         """
-        self._is_busy = True
-        self._read_experts()
-        try:
-            count = self._write_new(reason)
-        except Exception as error:
-            self._stop(f"{type(error).__name__}: {error}")
-            count = 0
-        self._is_busy = False
+        with self._lock:
+            self._is_busy = True
+            self._read_experts()
+            try:
+                count = self._write_new(reason)
+            except Exception as error:
+                self._stop(f"{type(error).__name__}: {error}")
+                count = 0
+            self._is_busy = False
         if not count:
             return Written(self.folder, 0, self._why_stopped or "no new step to write")
         answer = Written(self.folder, count, reason)

@@ -15,6 +15,7 @@ import dis
 import functools
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -41,6 +42,12 @@ LOGGERS = (
     "vllm.v1.executor.ray_executor_v2",
 )
 """Loggers of exceptions in engines and ranks."""
+
+SERVER_LOGGER = "uvicorn.error"
+"""Logger of exceptions that a request ended with."""
+
+CALL_FAILED = re.compile(r"Call to \w+ method failed: ")
+"""How an engine's answer to a call that failed begins."""
 
 CONFIGURING = {
     *("validate_parsed_serve_args", "setup_server"),
@@ -159,12 +166,30 @@ class OneLineRefusals(logging.Filter):
         return True
 
 
+class OneLineAnswers(logging.Filter):
+    """Of an engine's call that failed, an API server logs what the engine answered.
+
+    The engine is another process, and has logged its traceback or, for a `PrepError`, its text.
+    The server's own one leads to where it waited. vLLM raises a plain `Exception` there
+    (`_process_utility_output` in ``vllm/v1/engine/core_client.py``).
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; every record is let through."""
+        error = record.exc_info[1] if record.exc_info else None
+        if type(error) is Exception and CALL_FAILED.match(str(error)):
+            record.msg, record.args = "%s", (str(error),)
+            record.exc_info = record.exc_text = None
+        return True
+
+
 def log_refusals_in_one_line() -> None:
-    """Install the filter in the loggers of vLLM's engine and executors."""
-    for name in LOGGERS:
+    """Install the filters in the loggers of vLLM's engine and executors, and of its server."""
+    for name in (*LOGGERS, SERVER_LOGGER):
+        kind = OneLineAnswers if name == SERVER_LOGGER else OneLineRefusals
         logger = logging.getLogger(name)
-        if not any(isinstance(each, OneLineRefusals) for each in logger.filters):
-            logger.addFilter(OneLineRefusals())
+        if not any(isinstance(each, kind) for each in logger.filters):
+            logger.addFilter(kind())
 
 
 # ----------------------------------------------------------------- at the end of a command

@@ -137,7 +137,9 @@ REFERENCES = (
     Reference(moe_routing.TOKEN_UNPERMUTE, "", moe_routing.token_unpermute),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
     Reference(transpose_matmul.TRANSPOSE_MATMUL, "", transpose_matmul.transpose_batchmatmul),
-    Reference(delta_rule.RECURRENT, "", delta_rule.recurrent_gated_delta_rule),
+    Reference(
+        delta_rule.RECURRENT, "", delta_rule.recurrent_gated_delta_rule, paged=delta_rule.STATES
+    ),
     Reference(delta_rule.CHUNK, "", delta_rule.chunk_gated_delta_rule),
     Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache, paged=CACHES[0]),
     Reference(latent_rows.UPDATE, "", latent_rows.attention_update),

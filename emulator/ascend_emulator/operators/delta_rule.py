@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from ascend_emulator.api import touch
 from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
 
 RECURRENT = "npu::npu_recurrent_gated_delta_rule"
@@ -21,6 +22,7 @@ TILING = "cann/ops-transformer, attention/{}/op_host/{}_tiling.cpp"
 RECURRENT_TILING = TILING.format(*["recurrent_gated_delta_rule"] * 2)
 CHUNK_TILING = TILING.format(*["chunk_gated_delta_rule"] * 2)
 RECURRENT_DOCS = "cann/ops-transformer, aclnnRecurrentGatedDeltaRule.md"
+STATES = ("state",)  # of which blocks alone are touched
 MOST_TOKENS = 8  # of a sequence
 MOST_HEADS, MOST_CHUNK_HEADS = 256, 64
 LARGEST_HEAD, CHUNK_HEAD = 256, 128
@@ -298,6 +300,7 @@ def recurrent_gated_delta_rule(
     _check_decays(call, g, tokens, value_heads)
     demand("rates", not ((beta < 0) | (beta > 1)).any(), beta.tolist())
     demand("no decays of elements", gk is None, "a tensor")
+    touch(state, ssm_state_indices, write=True)
     output, start = torch.empty_like(value), 0
     for length, count in zip(lengths.tolist(), counts.tolist()):
         own_states = ssm_state_indices[start : start + length].tolist()

@@ -7,20 +7,35 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import SEED
 from tests.engine.test_kv_transfer import LENGTHS, connected, count_tokens
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.prompts import prompts_of
 
 BLOCK_SIZE = 16
+CASES = {
+    "fia": ("Qwen3", {}, "float16"),
+    "atb": ("Qwen3", {}, "float16"),
+    "latent": (
+        "DeepseekV3",
+        {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "spread": 0.1, "embedding_scale": 20},
+        "bfloat16",
+    ),
+}
 
 
-@pytest.mark.parametrize("family", ["fia", "atb"])
-def test_one_engine_computes_prompts_and_another_decodes_them(tmp_path, family):
-    """Its tokens are those of an engine alone; negated files change those of whole blocks."""
-    model, prompts = make_model(tmp_path / "model"), prompts_of(SEED, LENGTHS)
+@pytest.mark.parametrize("name", CASES)
+def test_one_engine_computes_prompts_and_another_decodes_them(tmp_path, name):
+    """Its tokens are those of an engine alone, from the prefix cache where blocks were loaded.
+
+    Negated files change those of prompts with whole blocks.
+    """
+    family, config, dtype = CASES[name]
+    model, prompts = make_model(tmp_path / "model", family, **config), prompts_of(SEED, LENGTHS)
+    attention = "atb" if name == "atb" else "fia"
     folder, blocks = tmp_path / "kv", [(length - 1) // BLOCK_SIZE for length in LENGTHS]
-    settings = {"dtype": "float16", "additional_config": {"npu_prep": {"attention": family}}}
+    settings = {"dtype": dtype, "additional_config": {"npu_prep": {"attention": attention}}}
     settings |= {"max_model_len": 96, "max_num_batched_tokens": 96, "block_size": BLOCK_SIZE}
     with engine(model, **settings) as llm:
-        expected = generate(llm, prompts, greedy(20))
+        whole, expected = (generate(llm, prompts, greedy(20)) for _ in range(2))
 
     def role(name):
         given = connected(folder, **settings)
@@ -29,7 +44,7 @@ def test_one_engine_computes_prompts_and_another_decodes_them(tmp_path, family):
 
     with engine(model, **role("kv_producer")) as llm:
         assert str(runner_of(llm).device) == "npu:0"
-        assert generate(llm, prompts, greedy(1)) == [row[:1] for row in expected]
+        assert generate(llm, prompts, greedy(1)) == [row[:1] for row in whole]
     files = sorted(folder.glob("*/*.safetensors"))
     assert len(files) == 2 * len(LENGTHS)
     assert all(torch.isfinite(load_file(file)["kv_cache"]).all() for file in files)

@@ -5,11 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 import ascend_emulator
 from tests.helpers.counting import ModuleCounts, PreparationCounts
 from tests.helpers.drafters import disturb_model, make_eagle_head
-from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
+from tests.helpers.hybrids import EXPERTS as EXPERTS_BESIDE
+from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
@@ -115,8 +118,17 @@ def test_a_step_copies_once_and_reads_back_no_more_than_it_must(
     assert started == (len(steps) if counts_are_read else 0)
 
 
-EXPERTS_OF_DRAFTERS = {"MiMo": [], "Glm4Moe": [11], "DeepseekV3": [12]}
+EXPERTS_OF_DRAFTERS = {
+    "MiMo": [],
+    "Glm4Moe": [11],
+    "DeepseekV3": [12],
+    "Qwen3_5": [],
+    "Qwen3Next": [13],  # two for its gates, as in the model
+}
 """Launches of an MTP layer's experts, with their router and shared expert: as the model's."""
+
+HYBRID_HEAD = 256
+"""With which a state fills the K of 128 tokens."""
 
 DRAFT_PASSES = {
     "MiMo": ({"num_hidden_layers": 1}, "float16", (4, 58, 56, 45), (47, 54, 55)),
@@ -132,10 +144,18 @@ DRAFT_PASSES = {
         (4, 60, 56, 45),
         (48, 54, 55),
     ),
+    # Their layers attend, whatever the model's own do
+    "Qwen3_5": ({**ON_NPUS, "head_dim": HYBRID_HEAD}, "bfloat16", (4, 46, 44, 33), (35, 42, 43)),
+    "Qwen3Next": (
+        {**ON_NPUS, **EXPERTS_BESIDE, "head_dim": HYBRID_HEAD},
+        "bfloat16",
+        (4, 56, 54, 43),
+        (45, 52, 53),
+    ),
 }
 """Settings of a model, and most launches: on V1 of setting the first pass's inputs, and of three
 passes, each with what prepares the next; on V2 of three passes, the first with its inputs. Experts
-are part of the layers of the last two."""
+are part of the layers of all but MiMo and Qwen3.5."""
 PASSES = {
     "V1": ("drafter", "propose", "build_per_group_and_layer_attn_metadata"),
     "V2": ("speculator", "draft", "_next_metadata"),
@@ -185,3 +205,74 @@ def test_launches_of_a_draft_pass(tmp_path, seed, family, runner_name):
     for launched, most in zip(passes, most_launches):
         assert len(set(launched[1:])) == 1, "whatever the batch, after the prompts"
         assert 0 < launched[1] <= max(launched) <= most
+
+
+def test_drafts_by_chance_are_verified_without_a_sync(model, drafter, seed):
+    """By V2: a step of random requests reads back its samples and the counts of its draft passes,
+    and copies nothing to the device but its inputs."""
+    drafts = {"method": "eagle", "num_speculative_tokens": 3, **drafter("eagle")}
+    drafts["draft_sample_method"] = "probabilistic"
+    settings = {"dtype": "float16", "max_num_seqs": 4, "async_scheduling": True}
+    with engine_of("V2", model, speculative_config=drafts, **settings) as llm:
+        runner, whole, verified = runner_of(llm), [], count_verified(llm)
+        execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+
+        def counted_execute_model(*args):
+            whole.append(asdict(ascend_emulator.counters()))
+            return execute_model(*args)
+
+        def counted_sample_tokens(*args):
+            result, before = sample_tokens(*args), whole[-1]
+            after = asdict(ascend_emulator.counters())
+            whole[-1] = {name: after[name] - count for name, count in before.items()}
+            return result
+
+        runner.execute_model, runner.sample_tokens = counted_execute_model, counted_sample_tokens
+        chances = SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True, detokenize=False)
+        tokens = generate(llm, prompts_of(seed, [5, 30, 9]), [greedy(20), chances, chances])
+    assert [len(row) for row in tokens] == [20] * 3
+    assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
+    decodes = whole[2:-2]
+    assert len(decodes) > 4
+    assert {(each["h2d_copies"], each["d2h_copies"]) for each in decodes} == {(1, 2)}
+
+
+IN_PIECES = {"mtp": (0, 156), "draft_model": (2, 104)}
+"""Graphs of a pass of one layer, before and after its attention; most launches of three passes,
+with those in graphs."""
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_draft_passes_of_v2_replay_pieces_of_graphs(tmp_path, model, drafter, seed, method):
+    """Every pass of a step whose tokens a graph holds; of the prompts', which are more, the later
+    ones. vLLM doesn't compile MiMo's layer: its passes are not padded."""
+    config = {"method": method, "num_speculative_tokens": 3}
+    folder = model
+    if method == "mtp":
+        folder, _ = make_mtp_model(tmp_path, "MiMo", num_hidden_layers=1)
+    else:
+        config |= drafter(method)
+    settings = {"dtype": "float16", "max_num_seqs": 4, "speculative_config": config}
+    with engine_of("V2", folder, **settings, **graphs("FULL_AND_PIECEWISE", 4, 16)) as llm:
+        speculator, seen = runner_of(llm).speculator, []
+        draft = speculator.draft
+
+        def counted(*args, **given):
+            before = asdict(ascend_emulator.counters())
+            drafts = draft(*args, **given)
+            after = asdict(ascend_emulator.counters())
+            launched = [after[name] - before[name] for name in ("graph_launches", "launches")]
+            seen.append((args[0].step.num_input_tokens, *launched))
+            return drafts
+
+        speculator.draft = counted
+        generate(llm, prompts_of(seed, [5, 30, 9]), greedy(20))
+        sizes = list(speculator.graph_sizes)
+    print(method, sizes, seen)
+    assert len(seen) > 5
+    (num_tokens, replayed, _), *later = seen
+    pieces, most_launched = IN_PIECES[method]
+    assert sizes == ([4, 16] if pieces else [])
+    assert num_tokens > 16 and replayed == 2 * pieces
+    assert {replayed for _, replayed, _ in later} == {3 * pieces}
+    assert max(launched for *_, launched in later) <= most_launched

@@ -40,6 +40,13 @@ def _is(asked: Asked, connector: str) -> bool:
     return transfer is not None and transfer.kv_connector == connector and _is_known(asked)
 
 
+def _knows_several_groups(asked: Asked) -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    assert asked.transfer is not None
+    return bool(KVConnectorFactory.supports_hma_config(asked.transfer))
+
+
 def _has_no_folder(asked: Asked) -> bool:
     transfer = asked.transfer
     return transfer is not None and "shared_storage_path" not in transfer.kv_connector_extra_config
@@ -90,17 +97,23 @@ ANY = (
         "leave --kv-transfer-config out",
         _words,
     ),
-)
-
-EXAMPLE_CONNECTOR = (
     Refusal(
-        "kv-connector-mla",
-        lambda c: c.model.use_mla,
-        "KV connector {name} with MLA",
-        "its files hold K and V, not latent rows",
+        "kv-connector-states",
+        lambda c: (
+            c.has_states
+            and c.transfer is not None
+            and (_is_known(c) or _brings_its_code(c))
+            and not _knows_several_groups(c)
+        ),
+        "KV connector {name} with {model}",
+        "it is told of the blocks of one KV-cache group (vLLM's SupportsHMA is told of all), and "
+        "states have groups of their own",
         "use --kv-offloading-size, or leave --kv-transfer-config out",
         _words,
     ),
+)
+
+EXAMPLE_CONNECTOR = (
     Refusal(
         "kv-connector-lora-or-embeds",
         lambda c: c.config.lora_config is not None or c.model.enable_prompt_embeds,
@@ -157,6 +170,13 @@ OFFLOADING_CONNECTOR = (
         "blocks go to the memory of the host, plane by plane, and to no other place or form",
         "leave both keys out",
         _words,
+    ),
+    Refusal(
+        "kv-offloading-states",
+        lambda c: c.has_states and not c.config.cache_config.enable_prefix_caching,
+        "KV offloading of {model} without the prefix cache",
+        "a request keeps the states at ends of blocks, which the host is to have, only with it",
+        "use --enable-prefix-caching",
     ),
     Refusal(
         "kv-offloading-stages",

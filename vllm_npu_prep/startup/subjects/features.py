@@ -1,7 +1,7 @@
 """Features of vLLM, and kinds of models, that this version doesn't support."""
 
 from vllm_npu_prep.quantization.formats import fault
-from vllm_npu_prep.startup.asked import STATE_MODELS
+from vllm_npu_prep.startup.asked import STATE_MODELS, Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -99,7 +99,21 @@ POOLING = (
     ),
 )
 
+
+def _is_batch_invariant(asked: Asked) -> bool:
+    from vllm import envs
+
+    return envs.VLLM_BATCH_INVARIANT
+
+
 FEATURES = (
+    Refusal(
+        "batch-invariance",
+        _is_batch_invariant,
+        "VLLM_BATCH_INVARIANT",
+        "matrix products and attention may round otherwise in batches of another size",
+        "set it to 0",
+    ),
     Refusal(
         "routed-experts",
         lambda c: c.config.aux_output_config.enabled,

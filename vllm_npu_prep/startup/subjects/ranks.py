@@ -138,7 +138,9 @@ RANKS = (
     Refusal(
         "async-stages",
         lambda c: (
-            _parallel(c).pipeline_parallel_size > 1 and c.config.scheduler_config.async_scheduling
+            _parallel(c).pipeline_parallel_size > 1
+            and c.config.scheduler_config.async_scheduling
+            and not c.config.use_v2_model_runner  # which has a refusal of its own
         ),
         "--async-scheduling over pipeline stages",
         "vLLM's V1 runner does not support it",
@@ -172,13 +174,6 @@ SHARED_CONTEXTS = (
         SHARED + "kernel family {family}",
         "its operators don't tell the sums of exponentials, by which results are merged",
         'use {{"npu_prep": {{"attention": "fia"}}}}',
-    ),
-    Refusal(
-        "shared-contexts-v2",
-        lambda c: c.config.use_v2_model_runner,
-        SHARED + "Model Runner V2",
-        "its steps are prepared for whole contexts",
-        "unset VLLM_USE_V2_MODEL_RUNNER",
     ),
     Refusal(
         "shared-contexts-absorbed",

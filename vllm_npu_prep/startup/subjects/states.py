@@ -138,13 +138,6 @@ STATES = (
         "leave --enable-lora out",
     ),
     Refusal(
-        "states-connector",
-        lambda c: c.transfer is not None,
-        "a KV connector with {model}",
-        "it stores K and V of tokens, not states",
-        "leave --kv-transfer-config out",
-    ),
-    Refusal(
         "states-pooling",
         lambda c: c.pools,
         "pooling with {model}",

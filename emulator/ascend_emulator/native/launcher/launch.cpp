@@ -192,9 +192,43 @@ std::vector<std::string> paged_in(const Call& call) {
   return it->second.arguments;
 }
 
+// Operators of aten over rows of a contiguous tensor touch those that their index names: CANN runs
+// `ScatterUpdate` in place, and `GatherV2` (hicann/ops-nn, index/scatter_update/op_api/
+// aclnn_index_copy.cpp, commit bd80192). Arguments: self, dim, index, and for the first a source.
+constexpr size_t kIndex = 2;
+
+bool takes_rows(const Call& call) {
+  const auto& name = call.schema.name();
+  if ((name != "aten::index_copy_" && name != "aten::index_select") || call.is_reference ||
+      !call.schema.overload_name().empty())
+    return false;
+  const auto& self = call.arguments[0].toTensor();
+  return is_npu(self) && self.dim() > 0 && self.is_contiguous() &&
+         call.arguments[1].toInt() == 0 && is_npu(call.arguments[kIndex].toTensor());
+}
+
+// `self` and `index` as a worker sees them.
+void touch_rows(const at::Tensor& self, const at::Tensor& index, bool write) {
+  const auto row = self.stride(0) * static_cast<int64_t>(self.element_size());
+  const auto* begin = static_cast<const char*>(self.const_data_ptr());
+  const auto rows = index.to(at::kLong).contiguous();
+  std::vector<int64_t> named(rows.data_ptr<int64_t>(), rows.data_ptr<int64_t>() + rows.numel());
+  std::sort(named.begin(), named.end());
+  named.erase(std::unique(named.begin(), named.end()), named.end());
+  for (size_t i = 0; i < named.size();) {
+    size_t end = i + 1;
+    while (end < named.size() && named[end] == named[end - 1] + 1) ++end;
+    // The kernel itself refuses an index that is out of range.
+    if (named[i] >= 0 && named[end - 1] < self.size(0))
+      emulator_touch(begin + named[i] * row, (end - i) * row, write);
+    i = end;
+  }
+}
+
 Accesses accesses_of(const Call& call) {
   Accesses out;
-  const auto paged = paged_in(call);
+  auto paged = paged_in(call);
+  if (takes_rows(call)) paged.push_back(call.schema.arguments()[0].name());
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const auto begin = out.size();
     for (const auto& tensor : tensors_in(call.arguments[i]))
@@ -287,6 +321,13 @@ void Kernel::run() const { store(call()); }
 void launch_call(Call& call) {
   auto accesses = accesses_of(call);
   auto kernel = kernel_of(call, accesses);
+  if (takes_rows(call)) {
+    launch(call.stream, call.schema.name(), accesses, [kernel, write = bool(call.is_written[0])] {
+      touch_rows(kernel->arguments[0].toTensor(), kernel->arguments[kIndex].toTensor(), write);
+      kernel->run();
+    });
+    return;
+  }
   launch(call.stream, call.schema.name(), accesses, [kernel] { kernel->run(); });
 }
 
