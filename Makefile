@@ -85,13 +85,18 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-soak: install ## random traffic through our scheduler and runner and upstream's, engines of every kind, experts on the emulated card, in slices; soak.svg; MINUTES=30, SEED= to repeat one
-	$(PY) -m tests.scheduling $(SLICE) $(if $(SEED),--seed $(SEED))
-	$(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
-	$(PY) -m tests.soak $(SLICE) $(if $(SEED),--seed $(SEED))
-	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet --hazards error -- \
-	  $(PY) -m tests.differential $(SLICE) $(if $(SEED),--seed $(SEED))
-	$(PY) -m tests.resume.picture soak.svg
+# Each part runs, whatever the others found; Ctrl-C ends all of them.
+GO_ON = || { code=$$?; [ $$code -ne 130 ] || exit 130; failed=1; }
+EMULATED = NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet --hazards error
+soak: install ## random traffic through our scheduler and runner and upstream's, engines of every kind, on the emulated card, too, in slices; soak.svg; MINUTES=30, SEED= to repeat one
+	@failed=0; seed="$(if $(SEED),--seed $(SEED))"; \
+	$(PY) -m tests.scheduling $(SLICE) $$seed $(GO_ON); \
+	$(PY) -m tests.differential $(SLICE) $$seed $(GO_ON); \
+	$(PY) -m tests.soak $(SLICE) $$seed $(GO_ON); \
+	$(EMULATED) -- $(PY) -m tests.differential $(SLICE) $$seed $(GO_ON); \
+	$(EMULATED) --devices 2 --hang-seconds 300 -- $(PY) -m tests.soak $(SLICE) $$seed $(GO_ON); \
+	$(PY) -m tests.resume.picture soak.svg $(GO_ON); \
+	exit $$failed
 
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; RANDOM=50 draws them (SEED=); MINUTES=30, FRESH=1, RETRY=1
 	$(PY) -m tests.mutants$(if $(RANDOM),.random_mutants --count $(RANDOM) $(if $(SEED),--seed $(SEED))) $(SLICE)

@@ -1,5 +1,7 @@
 """Random serving traffic through our runner and upstream's, one engine and its traffic a seed.
 
+Ours is V1's, and V2's for every third seed; upstream's is V1's.
+
     python -m tests.differential [--minutes 30] [--fresh] [--retry]
     python -m tests.differential --seed N [--episodes N]
 
@@ -54,7 +56,8 @@ class Coverage:
         """Play an episode: its outcome, and what is recorded of it."""
         from tests.differential.episodes import Episode, play
 
-        episode = Episode.draw_for_device(seed) if self.on_device else Episode.draw(seed)
+        draw = Episode.draw_for_device if self.on_device else Episode.draw_for_soak
+        episode = draw(seed)
         try:
             traffic = play(episode, steps)
         except Exception as error:

@@ -19,12 +19,14 @@ from examples import quantize
 from examples.tiny_model import make_tokenizer
 from tests.differential.invariants import Invariants, hold
 from tests.differential.pair import Pair
+from tests.differential.slots import SlotPair
 from tests.differential.upstream import forget_unwritten_blocks
 from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.lora import make_adapter
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions
 
 VOCAB = 512
@@ -105,6 +107,8 @@ class Episode:
         Whether both runners put decodes first, as some backends ask for.
     int8
         Format in which the model's weights are quantised; empty if they are not.
+    runner
+        Which of ours is compared with upstream's V1: "V1" or "V2".
     """
 
     seed: int
@@ -112,6 +116,7 @@ class Episode:
     settings: dict[str, Any] = field(default_factory=dict)
     reordered: bool = False
     int8: str = ""
+    runner: str = "V1"
 
     @classmethod
     def draw(cls, seed: int) -> "Episode":
@@ -204,6 +209,19 @@ class Episode:
         int8 = str(rng.choice(["", "", *quantize.FORMATS]))
         return cls(seed, family, settings, int8=int8)
 
+    @classmethod
+    def draw_for_v2(cls, seed: int) -> "Episode":
+        """Draw an engine whose runner is our V2: without drafts and embeddings of prompts."""
+        drawn = cls.draw(seed)
+        left_out = ("speculative_config", "enable_prompt_embeds")
+        settings = {name: v for name, v in drawn.settings.items() if name not in left_out}
+        return cls(seed, drawn.family, settings, int8=drawn.int8, runner="V2")
+
+    @classmethod
+    def draw_for_soak(cls, seed: int) -> "Episode":
+        """Draw an engine of either runner: every third one has V2."""
+        return cls.draw_for_v2(seed) if seed % 3 == 2 else cls.draw(seed)
+
     @property
     def is_for_device(self) -> bool:
         """Whether `draw_for_device` has drawn it."""
@@ -224,6 +242,7 @@ class Episode:
             "asynchronous" if settings["async_scheduling"] else "synchronous",
             "chunked prefill" if settings["enable_chunked_prefill"] else "whole prompts",
             "prefix cache" if settings["enable_prefix_caching"] else "no prefix cache",
+            self.runner,
         }
         names = {
             "enable_prompt_embeds": "prompt embeddings",
@@ -326,7 +345,8 @@ class Traffic:
         ours = runner_of(llm)
         if episode.reordered:
             ours.reorder_batch_threshold = 1
-        self.pair = Pair(ours)
+        is_v2 = episode.runner == "V2"
+        self.pair = SlotPair(ours, self.scheduler) if is_v2 else Pair(ours)
         self.pair.on_step = self.after_forward
         self.pair.on_output = self.after_sampling
         engine_core.model_executor.driver_worker.worker.model_runner = self.pair
@@ -477,6 +497,9 @@ class Traffic:
         ours = self.pair.ours
         with self.pair.running(ours):
             ours._dummy_run(4)
+            if self.episode.runner == "V2":  # its tables are those of requests at any time
+                self.count["dummy run"] += 1
+                return
             # With attention it commits whole rows and then clears those of its padding.
             ours.block_tables.commit_block_table(ours.max_num_reqs)
             ours.block_tables.block_table_flat.zero_()
@@ -535,8 +558,9 @@ class Traffic:
                     self.features.pop(output.request_id, None)
                     self.count["finished"] += 1
         self.invariants.caches_agree()
-        self.count["images encoded"] += self.pair.ours.inputs.counts.encoded
-        self.count["images placed"] += self.pair.ours.inputs.counts.placed
+        if self.episode.runner == "V1":
+            self.count["images encoded"] += self.pair.ours.inputs.counts.encoded
+            self.count["images placed"] += self.pair.ours.inputs.counts.placed
         for kind, steps_of in self.pair.ours.padding.counts.by_kind.items():
             self.count[kind.partition(":")[0]] += steps_of
 
@@ -555,7 +579,8 @@ def play(episode: Episode, steps: int) -> Traffic:
     if episode.int8:
         model = int8_of(model, episode.int8)
     with (
-        engine(
+        engine_of(
+            episode.runner,
             model,
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=False,

@@ -177,14 +177,18 @@ class Pair:
     """
 
     def __init__(self, ours: Any) -> None:
-        self.ours, self.upstream = ours, UpstreamRunner(ours)
-        layers = ours.compilation_config.static_forward_context
+        self.ours = ours
+        self._begin(UpstreamRunner(ours), Watched(ours))
+
+    def _begin(self, upstream: UpstreamRunner, watched: Any) -> None:
+        """Take the other runner, and what is noted of ours."""
+        self.upstream = upstream
+        layers = self.ours.compilation_config.static_forward_context
         self.caches = {
-            runner: {name: layers[name].kv_cache for name in self.upstream.caches}
-            for runner in (ours,)
+            self.ours: {name: layers[name].kv_cache for name in upstream.caches},
+            upstream: upstream.caches,
         }
-        self.caches[self.upstream] = self.upstream.caches
-        self.watched = {runner: Watched(runner) for runner in (ours, self.upstream)}
+        self.watched = {self.ours: watched, upstream: Watched(upstream)}
         self.on_step: Any = lambda scheduler_output: None
         self.on_output: Any = lambda output, drafts: None
         self.drafts: dict[str, int] = {}  # of the last step, by request

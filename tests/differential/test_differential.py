@@ -22,6 +22,8 @@ from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.runner import model_runner
+from vllm_npu_prep.v2 import runner as runner_v2
+from vllm_npu_prep.v2.states import Samples
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 EPISODES = {
@@ -37,12 +39,27 @@ EPISODES = {
     250: {"cached prefix", "PrefillCacheHit"},
 }
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
+EPISODES_OF_V2 = {
+    36: {"resumed", "prefix cache reset", "preempted", "dummy run", "full graph", "aborted"},
+    10: {"resumed", "cached prefix", "preempted", "dummy run", "full graph", "piecewise graphs"},
+    7: {"cached prefix", "PrefillCacheHit"},
+    11: {"resumed", "preempted", "full graph", "piecewise graphs"},
+    29: {"resumed", "dummy run", "piecewise graphs", "aborted"},
+    39: {"cached prefix", "dummy run", "aborted"},
+    44: {"resumed", "preempted", "prefix cache reset", "dummy run"},
+}
+"""The same of engines on Model Runner V2."""
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 
 
 def test_the_episodes_cover_every_part_of_an_engine():
     covered = set().union(*(Episode.draw(seed).parts() for seed in EPISODES))
     assert covered == set().union(*(Episode.draw(seed).parts() for seed in range(300)))
+
+
+def test_the_episodes_of_v2_cover_every_part_of_its_engines():
+    covered = set().union(*(Episode.draw_for_v2(seed).parts() for seed in EPISODES_OF_V2))
+    assert covered == set().union(*(Episode.draw_for_v2(seed).parts() for seed in range(300)))
 
 
 @pytest.mark.parametrize("number", EPISODES)
@@ -54,6 +71,16 @@ def test_every_array_decision_and_sample_agrees(number):
     assert len(append_sampled_tokens.signatures) <= 1  # none where nothing is sampled
     happened = {what for what, times in (traffic.count + traffic.states).items() if times}
     assert happened >= EPISODES[number] | {"finished"}
+
+
+@pytest.mark.parametrize("number", EPISODES_OF_V2)
+def test_every_array_and_greedy_sample_of_v2_is_that_of_v1(number):
+    """By request, because each runner has an order of its own."""
+    traffic = play(Episode.draw_for_v2(number), STEPS)
+    print(number, dict(traffic.count), dict(traffic.states))
+    assert len(fill_step_at.signatures) == 1
+    happened = {what for what, times in (traffic.count + traffic.states).items() if times}
+    assert happened >= EPISODES_OF_V2[number] | {"finished"}
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
@@ -75,10 +102,11 @@ def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, o
     player = soak.Coverage(on_device)
     for seed in range(12):
         assert player.play(seed, 5)[0] == "failed"
-    draw = Episode.draw_for_device if on_device else Episode.draw
+    draw = Episode.draw_for_device if on_device else Episode.draw_for_soak
     assert played == [draw(seed) for seed in range(12)]
     kept = tmp_path / "device" if on_device else tmp_path
     assert Episode(**json.loads((kept / "3.json").read_text())) == draw(3)
+    assert {each.runner for each in played} == ({"V1"} if on_device else {"V1", "V2"})
     if on_device:
         assert {each.family for each in played} == set(MIXTURES)
         assert {bool(each.int8) for each in played} == {False, True}
@@ -134,6 +162,42 @@ def wrong_state(step):
 def wrong_draft(step):
     if step.batch.num_draft_tokens[: step.num_reqs].any():
         step.arrays.draft_token_ids[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (wrong_position, DisagreementError),
+        (slot_of_another_block, DisagreementError),
+        (other_samples_discarded, DisagreementError),
+        ("samples of other requests", DisagreementError),
+        ("samples of other requests", StepCheckError),
+    ],
+)
+def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
+    if callable(fault):
+        prepare = runner_v2.prepare_step
+
+        def planted(*args):
+            step = prepare(*args)
+            if step.num_reqs:
+                fault(step)
+            return step
+
+        monkeypatch.setattr(runner_v2, "prepare_step", planted)
+    else:
+        find = Samples.find
+
+        def find_others(*args):
+            found = find(*args)
+            return found._replace(rows=np.roll(found.rows, 1))
+
+        monkeypatch.setattr(Samples, "find", find_others)
+    episode = Episode.draw_for_v2(5)
+    check = "full" if error is StepCheckError else "off"
+    episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
+    with pytest.raises(error):
+        play(episode, STEPS)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ class UpstreamRunner(GPUModelRunner):
             self.lora_manager = ours.lora_manager
         with ours.prep_device.host_streams():
             self.initialize_kv_cache(ours.kv_cache_config)
-        self.reorder_batch_threshold = ours.reorder_batch_threshold
+        if hasattr(ours, "reorder_batch_threshold"):  # V2 has an order of its own
+            self.reorder_batch_threshold = ours.reorder_batch_threshold
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_attn_backend(*args, **kwargs)

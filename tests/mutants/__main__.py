@@ -10,43 +10,20 @@ With names: those bugs, now, and nothing is recorded. Exit code 1 if a bug went 
 import argparse
 import hashlib
 import os
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from pathlib import Path
+from dataclasses import astuple, replace
 
+from tests.mutants.bench import LIMIT, Bench, compiled_from
 from tests.mutants.planted import MUTANTS, Mutant
+from tests.mutants.suites import in_order
 from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
 
-ROOT = Path(__file__).parents[2]
 COMMAND = "make mutants"
-LIMIT = 20 * 60
-"""Seconds that the tests of a planted bug may take. A bug that never ends is caught by this."""
+SECONDS = {"NPU_PREP_TEST_SECONDS": "900"}
+"""That one test may take: some are whole suites on the emulated card."""
 SEED = int(os.environ.get("NPU_PREP_TEST_SEED", "20240607"))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a planted bug.
-
-    Attributes
-    ----------
-    outcome
-        ``caught``, ``missed``, ``stale`` if the line to change isn't there exactly once, or
-        ``broken`` if pytest could not run its tests.
-    by
-        The first test that failed; or what went wrong.
-    """
-
-    outcome: str
-    by: str = ""
 
 
 def version(mutant: Mutant) -> str:
@@ -54,78 +31,29 @@ def version(mutant: Mutant) -> str:
     return hashlib.sha256(repr(astuple(mutant)).encode()).hexdigest()[:8]
 
 
-def plant(mutant: Mutant, root: Path) -> bool:
-    """Copy the packages to `root` with the bug; False if its line isn't there exactly once."""
-    for name in ("vllm_npu_prep", "emulator", "tests", "examples", "benchmarks", "pyproject.toml"):
-        source = ROOT / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, root / name, ignore=ignored)
-        else:
-            shutil.copy(source, root / name)
-    path = root / "vllm_npu_prep" / mutant.path
-    text = path.read_text() if path.exists() else ""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.replace(mutant.before, mutant.after))
-    return text.count(mutant.before) == 1
+SLOW = ("benchmarks", "examples", "engine", "differential", "server", "npu")
+"""Folders of tests that take long, the longest last."""
+FIRST_FOLDERS = ("prep", "attention", "runner")
+"""Of the package: what every step passes through."""
 
 
-def run_tests(
-    mutant: Mutant,
-    kept: str,
-    limit: float = LIMIT,
-    options: Sequence[str] = (),
-    **variables: str,
-) -> Verdict:
-    """Plant a bug and run its tests.
+def ordered(mutant: Mutant) -> Mutant:
+    """The bug with the tests of its module first."""
+    return replace(mutant, tests=in_order(mutant.path, mutant.tests))
 
-    `kept` holds what tests of the NPU path compare with, made without a bug. `options` are further
-    words for pytest, `variables` are of its environment.
+
+def cost(mutant: Mutant) -> tuple[int, bool, int]:
+    """Sorts planted bugs: quick tests first, and of these the folders that matter most.
+
+    Compiled code is compiled anew for each bug in it, which takes longer than its tests.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        if not plant(mutant, Path(folder)):
-            return Verdict("stale", f"{mutant.before!r} is not once in {mutant.path}")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([folder, str(Path(folder) / "emulator")]),
-            "NPU_PREP_TEST_EXAMPLES": "200",
-            "NPU_PREP_TEST_REFERENCE": kept,
-            "NPU_PREP_DEVICE": os.environ.get("NPU_PREP_DEVICE", "cpu"),
-            **variables,
-        }
-        run = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *options, *mutant.tests],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # with all that its tests start, it can be ended
-        )
-        try:
-            output, _ = run.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return Verdict("caught", f"no end within {limit / 60:.0f} min")
-        finally:
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-                run.communicate()
-    return verdict_of(run.returncode, output)
+    folders = {test.split("/")[1] for test in mutant.tests}
+    slow = max((SLOW.index(each) + 1 for each in folders if each in SLOW), default=0)
+    order = [*FIRST_FOLDERS, mutant.path.split("/")[0]]
+    return slow, bool(compiled_from(mutant.path)), order.index(order[-1])
 
 
-def verdict_of(returncode: int, output: str) -> Verdict:
-    """What pytest said of a planted bug."""
-    if returncode == 0:
-        return Verdict("missed")
-    if returncode == -signal.SIGALRM:
-        return Verdict("caught", "a test did not end")
-    failure = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    if failure is None:
-        return Verdict("broken", output[-500:].strip())
-    return Verdict("caught", failure.group(1).removeprefix("tests/"))
-
-
-def narrow(names: list[str], kept: str) -> int:
+def narrow(names: list[str], bench: Bench) -> int:
     """Run the bugs whose name contains one of `names`; nothing is recorded."""
     mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in names)]
     if not mutants:
@@ -134,7 +62,7 @@ def narrow(names: list[str], kept: str) -> int:
     verdicts = []
     for number, mutant in enumerate(mutants, 1):
         start = time.perf_counter()
-        verdict = run_tests(mutant, kept)
+        verdict = bench.try_out(ordered(mutant), LIMIT, **SECONDS)
         verdicts.append(verdict)
         print(
             f"{number} of {len(mutants)}: {verdict.outcome} ({mutant.name}, {verdict.by}; "
@@ -146,15 +74,20 @@ def narrow(names: list[str], kept: str) -> int:
     return 1 if missed else 0
 
 
-def resume(part: Slice, kept: str) -> int:
+def resume(part: Slice, bench: Bench) -> int:
     """Run a slice of all planted bugs."""
     mutants = {mutant.name: mutant for mutant in MUTANTS}
     versions = {name: version(mutant) for name, mutant in mutants.items()}
-    todo = part.pending(versions)
+
+    def place(name: str) -> tuple[bool, tuple[int, bool, int]]:
+        known = part.latest.get(name)
+        return known is None or not known.failed, cost(mutants[name])
+
+    todo = sorted(part.pending(versions), key=place)
 
     def one(name: str) -> None:
         start = time.perf_counter()
-        verdict = run_tests(mutants[name], kept)
+        verdict = bench.try_out(ordered(mutants[name]), LIMIT, **SECONDS)
         seconds = time.perf_counter() - start
         part.record(name, verdict.outcome, seconds, by=verdict.by, version=versions[name])
 
@@ -169,24 +102,24 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("names", nargs="*", metavar="name", help="part of a planted bug's name")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="npu-prep-mutants-") as kept:
-        if args.names:
-            return narrow(args.names, kept)
-        try:
-            part = Slice(
-                RESULTS / "mutants.jsonl",
-                args.minutes,
-                default_seed=SEED,
-                settings={"NPU_PREP_TEST_EXAMPLES": 200},
-                fresh=args.fresh,
-                retry=args.retry,
-            )
-        except SliceError as error:
-            print(f"{COMMAND}: {error}", file=sys.stderr)
-            return 2
-        with part:
-            os.environ["NPU_PREP_TEST_SEED"] = str(part.seed)
-            return resume(part, kept)
+    if args.names:
+        with Bench() as bench:
+            return narrow(args.names, bench)
+    try:
+        part = Slice(
+            RESULTS / "mutants.jsonl",
+            args.minutes,
+            default_seed=SEED,
+            settings={"NPU_PREP_TEST_EXAMPLES": 200},
+            fresh=args.fresh,
+            retry=args.retry,
+        )
+    except SliceError as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
+        return 2
+    os.environ["NPU_PREP_TEST_SEED"] = str(part.seed)
+    with part, Bench() as bench:
+        return resume(part, bench)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,25 @@
-"""Plugin of pytest for random changes: the order of tests, and the time that each may take.
+"""Plugin of pytest for planted bugs: the order of tests, the time of each, and which one failed.
 
 Tests run in the order in which the command names their files and folders. One that does not end,
 even in compiled code, ends the process.
 """
 
+import os
 import signal
 
 import pytest
+from hypothesis import Phase, settings
 
-SECONDS = 240
+SECONDS = int(os.environ.get("NPU_PREP_TEST_SECONDS", "240"))
 """Of a test with its fixtures, on a loaded machine too."""
+_failed: list[str] = []
+
+
+def pytest_configure():
+    """Take any example that fails: to look for the smallest would take longer than all else."""
+    phases = [Phase.explicit, Phase.generate]
+    settings.register_profile("npu_prep_planted", settings(), phases=phases)
+    settings.load_profile("npu_prep_planted")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,3 +39,21 @@ def pytest_collection_modifyitems(config, items):
         return next(n for n, name in enumerate(named) if f"{file}/".startswith(f"{name}/"))
 
     items.sort(key=place)
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        _failed.append(report.nodeid)
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        _failed.append(report.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    from tests.mutants.bench import FIRST
+
+    for test in _failed[:1]:  # a line of its own: names of cases have spaces
+        print(f"\n{FIRST}{test}", flush=True)

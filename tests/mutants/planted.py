@@ -19,6 +19,10 @@ DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_states.py",)
 STATES_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[hybrids]",)
 STATE_LAYERS = ("tests/attention/test_gated_delta.py",)
+MORE_STATES_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[more hybrids]",)
+STATES_BY_TOKENS = "tests/npu/test_hybrids.py::test_tokens_equal_those_of_the_fallback"
+STATES_REUSED = (f"{STATES_BY_TOKENS}[9.1-Qwen3.5, preempted]",)
+STATES_OF_DRAFTS = (f"{STATES_BY_TOKENS}[9.1-Qwen3.5 MTP]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
 SHARDS = ("tests/prep/test_context_shards.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
@@ -34,6 +38,8 @@ GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
 OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[connectors]",)
+ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
+SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -58,10 +64,28 @@ INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int
 INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
+V2_DRAFT_MODEL = (
+    "tests/engine/test_speculation.py::test_a_draft_model_drafts_the_same_for_either_runner",
+)
+RANKS = "tests/engine/test_ranks.py::test_"
+V2_DRAFTING_ENGINES = (f"{RANKS}engines_that_share_experts_draft_together[DeepseekV3-graphs-V2]",)
+V2_ENGINES = (
+    f"{RANKS}engines_that_share_experts_step_together_and_an_idle_one_writes_nothing[experts-V2]",
+)
+V2_EPISODES = (
+    "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
+)
 V2_ENGINE = ("tests/engine/test_v2.py",)
+V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
+V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
+V2_SHARES = (
+    "tests/engine/test_context_parallel.py::test_tokens_are_those_of_transformers[pieces-V2]",
+)
+THINKING = ("tests/ops/test_thinking.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_slot_sampling.py",)
+DRAWN_DRAFTS = ("tests/ops/test_slot_rejection.py",)
 FAULTS = ("tests/engine/test_faults.py",)
 RESETS = ("tests/engine/test_weights_and_resets.py",)
 
@@ -1241,8 +1265,8 @@ MUTANTS = [
     Mutant(
         "embeddings of a prompt's start in every chunk",
         "prep/embeds.py",
-        "step.req_indices[token_indices], step.positions[token_indices]",
-        "step.req_indices[token_indices], step.query_pos[token_indices]",
+        "return token_indices, reqs[token_indices], positions[token_indices]",
+        "return token_indices, reqs[token_indices], step.query_pos[token_indices]",
         EMBEDS,
     ),
     Mutant(
@@ -1451,6 +1475,20 @@ MUTANTS = [
         STATES,
     ),
     Mutant(
+        "states are looked up at a request's place in the batch, not in its row",
+        "prep/states.py",
+        "row = first_entries[index] + slots[req] * widths[index]",
+        "row = first_entries[index] + req * widths[index]",
+        STATES,
+    ),
+    Mutant(
+        "states are checked at a request's place in the batch, not in its row",
+        "prep/checks.py",
+        "row = first_entries[index] + slots[req] * widths[index]",
+        "row = first_entries[index] + req * widths[index]",
+        STATES,
+    ),
+    Mutant(
         "a state index is shifted by one",
         "prep/states.py",
         "            state_indices[index, req] = block_table_flat[row + column]\n"
@@ -1492,6 +1530,20 @@ MUTANTS = [
         "runner/accepted.py",
         "counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)",
         "counts = np.where(computed == 0, np.int32(1), states.decode_threshold).astype(np.int32)",
+        ("tests/runner/test_accepted.py",),
+    ),
+    Mutant(
+        "a request that is resumed counts from where it was preempted",
+        "runner/accepted.py",
+        "starts[[req_id in begun for req_id in req_ids]] = UNKNOWN",
+        "pass",
+        ("tests/runner/test_accepted.py",),
+    ),
+    Mutant(
+        "accepted tokens are counted from the rows of the batch",
+        "runner/accepted.py",
+        "computed = tables.num_computed_tokens[tables.slots[:num_reqs]]",
+        "computed = tables.num_computed_tokens[:num_reqs]",
         ("tests/runner/test_accepted.py",),
     ),
     Mutant(
@@ -1584,6 +1636,34 @@ MUTANTS = [
         "alpha=self.rows_of_block)",
         "alpha=self.rows_of_block + 1)",
         STATES_ON_NPU,
+    ),
+    Mutant(
+        "on NPUs a prompt begins with the state that a block's last owner left",
+        "attention/kernels/fused_delta.py",
+        "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)",
+        "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)",
+        STATES_REUSED,
+    ),
+    Mutant(
+        "on NPUs the convolution begins with the inputs of a block's last owner",
+        "attention/kernels/fused_delta.py",
+        "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)",
+        "self.rows.read(metadata.rows_to_read)",
+        STATES_REUSED,
+    ),
+    Mutant(
+        "on NPUs accepted tokens are ignored: the first state is read",
+        "attention/kernels/fused_delta.py",
+        "metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)",
+        "metadata.accepted = torch.ones_like(counts)",
+        STATES_OF_DRAFTS,
+    ),
+    Mutant(
+        "on NPUs the delta rule keeps what it derived of old weights",
+        "attention/gated_delta.py",
+        "            self.fused.weights.refresh(self._fused_weights())",
+        "            self._fused_weights()",
+        MORE_STATES_ON_NPU,
     ),
     Mutant(
         "a shared state goes unnoticed",
@@ -1681,8 +1761,8 @@ MUTANTS = [
     Mutant(
         "K and V of stored blocks change places",
         "attention/kv_transfer.py",
-        "in zip(planes, stored",
-        "in zip(planes.flip(0), stored",
+        "in zip(planes, rows.split",
+        "in zip([*planes][::-1], rows.split",
         TRANSFER,
     ),
     Mutant(
@@ -1993,9 +2073,37 @@ MUTANTS = [
     Mutant(
         "a wake-up without memory leaves a half of it awake",
         "sleep.py",
-        "            for region in done:\n                region.release",
-        "            for region in ():\n                region.release",
+        "            self.release(done)\n",
+        "            self.release(())\n",
         ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
+        "a rank without memory to wake up leaves the other one awake",
+        "worker.py",
+        "                sleeping.release(mapped)\n",
+        "                sleeping.release(())\n",
+        SLEEP_ON_RANKS,
+    ),
+    Mutant(
+        "the first rank says that a wake-up failed: the others' answers are taken for later ones",
+        "ranks.py",
+        "parallel_config.rank == parallel_config.world_size - 1",
+        "parallel_config.rank == 0",
+        SLEEP_ON_RANKS,
+    ),
+    Mutant(
+        "the allocator keeps what long prompts left",
+        "worker.py",
+        "            self.prep_device.return_free_memory()\n",
+        "            self.prep_device.memory_in_use()\n",
+        ("tests/engine/test_long_context.py::test_memory_keeps_the_bound_that_start_up_states",),
+    ),
+    Mutant(
+        "the check takes a state that the host brought for what its block held before",
+        "observe/ledger.py",
+        "            self.states[block] = expected\n",
+        "            self.states.setdefault(block, expected)\n",
+        OFFLOADING,
     ),
     Mutant(
         "a level 1 sleep loses weights",
@@ -2300,6 +2408,20 @@ MUTANTS = [
         "while self._kept and self._kept[0][0].query():",
         "while self._kept:",
         ("tests/runner/test_outputs.py",),
+    ),
+    Mutant(
+        "who waits for an output in vain tells nobody",
+        "observe/watched_output.py",
+        "self._tell(error)",
+        "pass",
+        ("tests/runner/test_outputs.py",),
+    ),
+    Mutant(
+        "a server's log loses tracebacks of bugs",
+        "server/one_line.py",
+        "if type(error) is Exception and CALL_FAILED.match(str(error)):",
+        "if error is not None:",
+        ("tests/test_one_line.py",),
     ),
     Mutant(
         "HCCL takes a mode that it does not know",
@@ -2793,8 +2915,49 @@ MUTANTS = [
         V2,
     ),
     Mutant(
-        "V2: EAGLE-3 heads read the states of default layers",
+        "V2: pieces of draft passes read the positions of the pass before",
+        "v2/draft_passes.py",
+        "        inputs.positions[:num_tokens].copy_(positions)",
+        "        pass",
+        (
+            "tests/engine/test_mtp.py"
+            "::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",
+        ),
+    ),
+    Mutant(
+        "V2: later passes of a draft model attend to a token less",
         "v2/speculator.py",
+        "            seq_lens_np += np.int32(self.num_extra_query_per_req)",
+        "            pass",
+        V2_DRAFT_MODEL,
+    ),
+    Mutant(
+        "V2: a draft model's rows of rejected tokens write",
+        "v2/drafters.py",
+        "                is_rejected,\n                int(self.block_tables",
+        "                torch.zeros_like(is_rejected),\n                int(self.block_tables",
+        V2_DRAFT_MODEL,
+    ),
+    Mutant(
+        "states: requests that begin with drafts stay behind prompts",
+        "runner/model_runner.py",
+        "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)",
+        "pass",
+        (
+            "tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts_behind_a_longer_one[V1]",
+        ),
+    ),
+    Mutant(
+        "V2: graphs are captured over metadata that warming up has filled",
+        "v2/runner.py",
+        "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n"
+        "        self.prep_device.synchronize()\n",
+        "        in_flight = warm\n        self.prep_device.synchronize()\n",
+        ("tests/npu/test_hybrids.py::test_tokens_equal_those_of_the_fallback[9.1-Qwen3.5, V2]",),
+    ),
+    Mutant(
+        "V2: EAGLE-3 heads read the states of default layers",
+        "v2/drafters.py",
         "        setattr(of_head, key, named[key])",
         "        pass",
         V2,
@@ -2822,9 +2985,9 @@ MUTANTS = [
     ),
     Mutant(
         "V2: greedy rows get noise, random ones get none",
-        "v2/sampler.py",
-        "states.temperature.gpu[input_batch.expanded_idx_mapping] == 0",
-        "states.temperature.gpu[input_batch.expanded_idx_mapping] != 0",
+        "v2/drawing.py",
+        "(requests.temperature == 0)[:, None], 0)",
+        "(requests.temperature != 0)[:, None], 0)",
         V2_ENGINE,
     ),
     Mutant(
@@ -2840,6 +3003,76 @@ MUTANTS = [
         "first = batch.seq_lens  #",
         "first = batch.seq_lens + 1  #",
         V2_ENGINE,
+    ),
+    Mutant(
+        "V2: penalties count token 0 where a prompt has an embedding",
+        "v2/states.py",
+        "return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)",
+        "return ids",
+        V2,
+    ),
+    Mutant(
+        "V2: a slot keeps the places of an earlier request's embeddings",
+        "v2/states.py",
+        "            self.is_token_ids[slot] = True",
+        "            pass",
+        V2,
+    ),
+    Mutant(
+        "V2: embeddings are those of another slot",
+        "v2/prompt_embeds.py",
+        "prompts = {row: self._prompts[int(slots[row])] for row in rows}",
+        "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}",
+        V2,
+    ),
+    Mutant(
+        "V2: prompts of embeddings have log-probabilities",
+        "v2/runner.py",
+        "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False",
+        "            pass",
+        V2_EMBEDS,
+    ),
+    Mutant(
+        "budgets of thinking: drafts before a row don't count",
+        "ops/thinking.py",
+        "length = known + local_pos",
+        "length = known + 0 * local_pos",
+        THINKING,
+    ),
+    Mutant(
+        "budgets of thinking: one who has ended a thought is stopped again",
+        "ops/thinking.py",
+        "is_over = (start > end) & (budget >= 0)",
+        "is_over = (start >= 0) & (budget >= 0)",
+        THINKING,
+    ),
+    Mutant(
+        "budgets of thinking: markers are looked for in the last token alone",
+        "ops/thinking.py",
+        "length, length, most_new + markers.longest - 1)",
+        "length, length, markers.longest)",
+        THINKING,
+    ),
+    Mutant(
+        "V2: samples of requests with a budget are not noted",
+        "v2/kept_tokens.py",
+        "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()",
+        "pass",
+        V2_THINKING,
+    ),
+    Mutant(
+        "V2: a request has not begun to think in its prompt",
+        "v2/thinking.py",
+        "self._markers.last_of(token_ids)",
+        "[-1, -1]",
+        V2_THINKING,
+    ),
+    Mutant(
+        "V2: each rank keeps whole contexts",
+        "v2/runner.py",
+        "            dcp=find_context_shards(self.parallel_config),",
+        "            dcp=None,",
+        V2_SHARES,
     ),
     Mutant(
         "V2: tokens have the adapters of other requests",
@@ -2861,6 +3094,34 @@ MUTANTS = [
         "if adapter.load_inplace and adapter in adapters:",
         "if False:",
         V2_LORA,
+    ),
+    Mutant(
+        "V2: layers with windows share the builder of full attention",
+        "v2/runner.py",
+        "        if len(split) > len(groups):",
+        "        if False:",
+        V2_EPISODES,
+    ),
+    Mutant(
+        "V2: dummy steps of M-RoPE read positions at another address",
+        "v2/runner.py",
+        "            self.model_state.positions = arrays.mrope_positions",
+        "            pass",
+        V2_EPISODES,
+    ),
+    Mutant(
+        "V2: stages are not told what was sampled",
+        "v2/states.py",
+        "            self.token_ids[slot, start : start + len(tokens)] = tokens",
+        "            pass",
+        V2,
+    ),
+    Mutant(
+        "V2: an idle engine replays the graph that it would choose by itself",
+        "v2/engines.py",
+        "                manager.of_dummy_run = found[0]",
+        "                pass",
+        V2_ENGINES,
     ),
     Mutant(
         "V2: any batch replays a graph of decodes",
@@ -2914,7 +3175,7 @@ MUTANTS = [
     Mutant(
         "V2: drafts that a grammar forbids are accepted",
         "v2/verification.py",
-        "is_rejected.logical_or_(invalid_drafts[targets + 1])",
+        "is_rejected.logical_or_(is_forbidden)",
         "pass",
         V2,
     ),
@@ -2945,6 +3206,62 @@ MUTANTS = [
         "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)",
         "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)",
         V2,
+    ),
+    Mutant(
+        "V2: in place of a rejected draft comes any token of the target",
+        "ops/slot_rejection.py",
+        "torch.where(as_it_is, target_logits, excess)",
+        "target_logits",
+        (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py"),
+    ),
+    Mutant(
+        "V2: a drawn draft is accepted with the target's probability of it",
+        "ops/slot_rejection.py",
+        "of_target.gather(1, tokens) - of_drafter.gather(1, tokens)",
+        "of_target.gather(1, tokens)",
+        (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py"),
+    ),
+    Mutant(
+        "V2: drafts are verified by what the first one was drawn from",
+        "v2/sampler.py",
+        "num_steps + input_batch.expanded_local_pos[rows]",
+        "num_steps",
+        V2,
+    ),
+    Mutant(
+        "V2: logits of drafts are kept by row",
+        "v2/speculator.py",
+        "at = requests.idx_mapping * self",
+        "at = torch.arange(len(logits)) * self",
+        V2,
+    ),
+    Mutant(
+        "V2: a draft is verified by the number that drew it",
+        "v2/drawing.py",
+        "positions + DRAFTING",
+        "positions + VERIFYING",
+        V2,
+    ),
+    Mutant(
+        "V2: drafts are drawn at a temperature of 1",
+        "v2/drawing.py",
+        "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]",
+        "logits.float()",
+        V2,
+    ),
+    Mutant(
+        "V2: a draft that a grammar forbids is verified like any other",
+        "v2/verification.py",
+        "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)",
+        "pass",
+        V2,
+    ),
+    Mutant(
+        "V2: engines pad draft passes each for itself",
+        "v2/draft_passes.py",
+        "PassSize(0 if is_eager else found.num_tokens, ",
+        "PassSize(0 if is_eager else padded, ",
+        V2_DRAFTING_ENGINES,
     ),
     Mutant(
         "V2: the first draft pass reads tokens that are not shifted",

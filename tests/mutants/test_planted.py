@@ -1,11 +1,15 @@
 """The planted bugs can be planted: `make mutants` then tells whether they are caught."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.mutants.__main__ import Verdict, run_tests, verdict_of, version
+from tests.mutants import bench
+from tests.mutants.__main__ import cost, ordered, version
+from tests.mutants.bench import Bench, BenchError, Verdict, compiled_from, verdict_of
 from tests.mutants.planted import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +49,10 @@ HERE = "tests/mutants/test_planted.py"
         (0, "3 passed in 1.00s", Verdict("missed")),
         (
             1,
-            "1 passed\nFAILED tests/prep/test_a.py::test_b[c-1] - assert 0\nFAILED tests/d.py::e",
-            Verdict("caught", "prep/test_a.py::test_b[c-1]"),
+            "first failure: tests/npu/other.py::inner\nfirst failure: tests/prep/test_a.py::t[c 1]",
+            Verdict("caught", "prep/test_a.py::t[c 1]"),
         ),
-        (2, "ERROR tests/prep/test_a.py - KeyError: 1", Verdict("caught", "prep/test_a.py")),
+        (2, "1 error\nfirst failure: tests/prep/test_a.py", Verdict("caught", "prep/test_a.py")),
         (
             4,
             "ERROR: file or directory not found: tests/none.py\n",
@@ -56,27 +60,122 @@ HERE = "tests/mutants/test_planted.py"
         ),
         (-9, "", Verdict("broken")),
         (-14, "3 passed", Verdict("caught", "a test did not end")),
+        (None, "", Verdict("caught", "no end within 20 min")),
     ],
-    ids=["missed", "caught", "caught when imported", "no such test", "killed", "endless"],
+    ids=["missed", "caught", "caught when imported", "no such test", "killed", "endless", "late"],
 )
 def test_what_comes_of_a_bug_is_told_apart(code, output, verdict):
     assert verdict_of(code, output) == verdict
 
 
-def test_a_bug_is_planted_in_a_copy_and_caught_there(tmp_path):
-    """Once for real: the test that looks for its line finds it changed."""
-    test = "test_every_line_is_there_exactly_once"
-    verdict = run_tests(Mutant("n", **PAD, tests=(f"{HERE}::{test}",)), str(tmp_path))
-    assert verdict == Verdict("caught", f"mutants/test_planted.py::{test}")
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """A bench whose process has imported pytest only: its tests are those of this file."""
+    with Bench(tmp_path_factory.mktemp("bench"), kinds=("light",)) as made:
+        yield made
 
 
-def test_a_bug_whose_line_is_gone_is_stale(tmp_path):
+def mutant(test: str, **changed) -> Mutant:
+    return Mutant("n", **PAD | changed, tests=(f"{HERE}::{test}",))
+
+
+FINDS_IT = "test_every_line_is_there_exactly_once"
+
+
+def test_a_bug_is_planted_in_a_copy_and_caught_there(light):
+    """Once for real: the test that looks for its line finds it changed, and passes without."""
+    assert light.try_out(mutant(FINDS_IT)) == Verdict("caught", f"{HERE[6:]}::{FINDS_IT}")
+    assert light.passed == {f"{HERE}::{FINDS_IT}": True}
+    assert light.try_out(mutant("test_names_are_distinct")) == Verdict("missed")
+
+
+def test_a_bug_leaves_nothing_behind(light, monkeypatch):
+    path = "vllm_npu_prep/prep/arrays.py"
+    copied = light.tree / path
+    bytecode = copied.parent / "__pycache__"
+    asked = light._run
+
+    def run(*args):
+        bytecode.mkdir(exist_ok=True)
+        (bytecode / "arrays.cpython-311.pyc").touch()  # as a test that imports it leaves
+        return asked(*args)
+
+    monkeypatch.setattr(light, "_run", run)
+    light.try_out(mutant("test_names_are_distinct"))
+    assert copied.read_text() == (ROOT / path).read_text()
+    assert copied.stat().st_mtime == (ROOT / path).stat().st_mtime, "compiled code is kept by it"
+    assert list(copied.parent.glob("arrays.py?*")) == []
+    assert list(bytecode.glob("arrays.*")) == []
+    assert list(light.folder.glob("run-*")) == []
+
+
+def test_a_test_that_fails_without_the_bug_catches_nothing(light):
+    here = light.tree / HERE
+    text = here.read_text()
+    here.write_text(f"{text}\n\ndef test_never_passes():\n    assert MUTANTS == []\n")
+    try:
+        verdict = light.try_out(mutant("test_never_passes"))
+    finally:
+        here.write_text(text)
+    assert verdict == Verdict("broken", f"{HERE}::test_never_passes fails without the bug, too")
+
+
+def test_a_bug_whose_line_is_gone_is_stale(light):
     for change in ({"before": "no such line"}, {"path": "no_such_file.py"}):
-        verdict = run_tests(Mutant("n", **PAD | change, tests=(HERE,)), str(tmp_path))
+        verdict = light.try_out(mutant("test_names_are_distinct", **change))
         assert verdict.outcome == "stale"
         assert "is not once in" in verdict.by
 
 
-def test_a_bug_that_never_ends_is_caught_by_the_time_limit(tmp_path):
-    mutant = Mutant("n", **PAD, tests=(f"{HERE}::test_names_are_distinct",))
-    assert run_tests(mutant, str(tmp_path), limit=0.01) == Verdict("caught", "no end within 0 min")
+def test_a_bug_that_never_ends_is_caught_by_the_time_limit(light):
+    verdict = light.try_out(mutant("test_names_are_distinct"), limit=0.01)
+    assert verdict == Verdict("caught", "no end within 0 min")
+
+
+def test_a_file_that_came_with_imports_is_changed_where_it_did_not(light, monkeypatch):
+    """A child would not see it changed otherwise."""
+    full, empty = mock.Mock(files={"prep/mask.py"}), mock.Mock(files=set())
+    monkeypatch.setattr(light, "kinds", ("full", "empty"))
+    monkeypatch.setattr(light, "_started", {"full": full, "empty": empty}.get)
+    assert light._forks_for("prep/state.py") is full
+    assert light._forks_for("prep/mask.py") is empty
+    monkeypatch.setattr(light, "kinds", ("full",))
+    with pytest.raises(BenchError, match="is imported by every process"):
+        light._forks_for("prep/mask.py")
+
+
+def test_processes_that_fork_are_started_before_a_bug_is_there(light, monkeypatch):
+    """Their imports would keep it, for later bugs too."""
+    path = Path("vllm_npu_prep") / PAD["path"]
+    seen, asked = [], light._forks_for
+
+    def forks_for(changed):
+        seen.append((light.tree / path).read_text() == (ROOT / path).read_text())
+        return asked(changed)
+
+    monkeypatch.setattr(light, "_forks_for", forks_for)
+    light.try_out(mutant("test_names_are_distinct"))
+    assert seen == [True]
+
+
+def test_compiled_code_of_a_changed_file_is_not_taken_from_the_cache():
+    """Nor that of files that it is compiled into."""
+    assert compiled_from("attention/backend.py") == []
+    changed = {"prep/states.py", "prep/checks.py", "prep/fused_pass.py"}
+    assert changed <= set(compiled_from("prep/states.py"))
+    assert "prep/bookkeeping.py" not in compiled_from("prep/states.py")
+    assert set(compiled_from("prep/compiled.py")) == set(bench.compiled_files())
+
+
+def test_quick_tests_of_what_every_step_passes_through_come_first():
+    plain = replace(mutant("test_names_are_distinct"), path="prep/mrope.py")
+    python = replace(plain, path="attention/mask_cache.py")
+    slow = replace(plain, path="attention/mask_cache.py", tests=("tests/prep", "tests/npu/a.py"))
+    engine = replace(plain, path="attention/mask_cache.py", tests=("tests/engine/a.py",))
+    other = replace(plain, path="ops/lora.py")
+    assert sorted([slow, other, engine, plain, python], key=cost) == [
+        *(python, other, plain, engine, slow)
+    ]
+    assert ordered(slow).tests == slow.tests
+    core = replace(slow, tests=("tests/attention",))
+    assert ordered(core).tests == ("tests/attention/test_mask_cache.py", "tests/attention")

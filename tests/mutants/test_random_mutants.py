@@ -4,13 +4,15 @@ import ast
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from tests.mutants import random_mutants
-from tests.mutants.__main__ import ROOT, Verdict, verdict_of
-from tests.mutants.random_mutants import EQUIVALENT, mutant_of, resume, share, suite_for
+from tests.mutants.bench import ROOT, Verdict, verdict_of
+from tests.mutants.random_mutants import EQUIVALENT, FEWER, LIMIT, mutant_of, resume, share
 from tests.mutants.sites import PACKAGE, draw, every_site, sites_of
+from tests.mutants.suites import BY_NAME, suite_for
 from tests.resume.log import Results
 from tests.resume.slice import Slice
 from tests.resume.tree import TreeState
@@ -86,10 +88,10 @@ def test_keys_are_distinct_and_tests_exist():
     sites = list(every_site())
     assert len({site.key for site in sites}) == len(sites) > 4000
     named = {test for site in sites for test in suite_for(site.path)} | {
-        test for tests in random_mutants.BY_NAME.values() for test in tests
+        test for tests in BY_NAME.values() for test in tests
     }
     assert [each for each in named if not (ROOT / each.partition("::")[0]).exists()] == []
-    assert [each for each in random_mutants.BY_NAME if not (PACKAGE / each).exists()] == []
+    assert [each for each in BY_NAME if not (PACKAGE / each).exists()] == []
 
 
 def test_equivalent_changes_are_changes_of_the_package():
@@ -117,22 +119,19 @@ def test_a_run_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
     survivor, ran = keys[1], []
     monkeypatch.setattr(random_mutants, "EQUIVALENT", {keys[2]: "says nothing"})
 
-    def run(mutant, kept, limit, options, **variables):
+    def try_out(mutant, limit, **variables):
         ran.append(mutant.name)
-        assert options == ("-p", "tests.mutants.order")
-        compiled = mutant.path.startswith("prep/")
-        kept_code = {} if compiled else {"NUMBA_CACHE_DIR": "kept/numba"}
-        assert variables == random_mutants.FEWER | kept_code
+        assert (limit, variables) == (LIMIT, FEWER)
         return Verdict("missed") if mutant.name == survivor else Verdict("caught", "a test")
 
-    monkeypatch.setattr(random_mutants, "run_tests", run)
+    bench = mock.Mock(try_out=try_out)
     codes = []
     for state, count in (("one", 3), ("one", 4), ("two", 4)):
         tree = TreeState(state, dirty=False, source=state)
         with Slice(tmp_path / "m.jsonl", 30, default_seed=5, look=lambda tree=tree: tree) as part:
             if state == "two":
                 survivor = ""
-            codes.append(resume(part, count, "kept"))
+            codes.append(resume(part, count, bench))
     assert codes == [1, 1, 0]
     assert ran == [keys[0], keys[1], keys[3], keys[1]]
     out = capsys.readouterr().out

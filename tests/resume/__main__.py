@@ -14,6 +14,7 @@ RUNS = {
     "soak": "soak",
     "soak-device": "soak",
     "soak-engines": "soak",
+    "soak-engines-device": "soak",
     "scheduling": "soak",
 }
 """Files of results, and the command that adds to each."""

@@ -1,6 +1,7 @@
 """A command that plays random episodes seed by seed, in slices or as given."""
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -37,15 +38,24 @@ def seeds_of(part: Slice) -> Iterator[str]:
 def held() -> dict[str, int]:
     """What this process holds between two episodes: a leak grows from one to the next.
 
-    Resident memory in MiB, open descriptors, threads and child processes.
+    Resident memory in MiB, open descriptors, threads and child processes; of an NPU in use the
+    memory that is taken, in MiB.
     """
+    gc.collect()  # before the next engine freezes what is left of this one, for good
     process = psutil.Process()
-    return {
+    found = {
         "rss": process.memory_info().rss >> 20,
         "descriptors": process.num_fds(),
         "threads": process.num_threads(),
         "children": len(process.children()),
     }
+    npu = getattr(sys.modules.get("torch"), "npu", None)
+    if npu is not None and npu.is_initialized():
+        npu.synchronize()
+        npu.empty_cache()
+        free, total = npu.mem_get_info()
+        found["card"] = (total - free) >> 20
+    return found
 
 
 def resume(part: Slice, coverage: Player, steps: int) -> int:
@@ -108,6 +118,7 @@ def run(
     # Small products gain nothing from threads, and spinning ones disturb each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # which is a thread of each engine, for good
     if args.seed is not None and not args.fresh:
         return repeat(args.seed, args.episodes, player, args.steps)
     try:

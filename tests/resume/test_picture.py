@@ -44,14 +44,16 @@ def run(tmp_path, monkeypatch):
 def test_a_leak_and_a_failure_show(run, tmp_path, capsys):
     run("soak", [(500 + 10 * n, 40) for n in range(9)], fail={104})
     processes = run("soak", [(700, 41), (702, 41), (701, 41), (709, 44)])
-    assert [len(each) for each in processes] == [9, 4]
+    assert [len(each.episodes) for each in processes] == [9, 4]
     assert picture.main([str(tmp_path / "p.svg")], tmp_path) == 0
     out = capsys.readouterr().out
     assert "soak: 13 episodes, 91 steps, 1 failed ['104']; grew by at most 30 MiB and 2" in out
     tree = ET.parse(tmp_path / "p.svg").getroot()
     texts = ["".join(each.itertext()) for each in tree.iter() if each.tag.endswith("}text")]
-    assert texts[0].startswith("soak: resident memory in MiB (500 to 709, 13 episodes in 2")
-    assert texts[1].startswith("soak: open descriptors (40 to 44, 13 episodes in 2 processes")
+    assert "soak: resident memory in MiB" in texts and "soak: open descriptors" in texts
+    notes = [text for text in texts if "13 episodes in 2 processes; last third" in text]
+    assert [note.partition(";")[0] for note in notes] == ["500 to 709", "40 to 44"]
+    assert "in sum 91 steps" in out
     assert len([each for each in tree.iter() if each.get("class") == "failed"]) == 2
     assert len([each for each in tree.iter() if each.tag.endswith("}circle")]) == 26
 

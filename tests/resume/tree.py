@@ -7,7 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "results"
-PRODUCTS = ("tests/results", "tests/differential/seeds")
+PRODUCTS = (
+    "tests/results",
+    "tests/differential/seeds",
+    "tests/scheduling/seeds.txt",
+    "tests/soak/seeds.txt",
+    "tests/soak/seeds-device.txt",
+)
 """What long runs write themselves."""
 
 

@@ -1,149 +1,77 @@
-"""Random engines of every kind that the other parts of `make soak` can't pair with upstream's.
+"""Engines of every kind under random traffic, whose tokens are held against transformers.
 
-Their tokens are held against transformers instead, under the full check: states beside attention,
-latent attention, mixtures, Model Runner V2, either scheduler, adapters, sleep between waves of
-requests, a KV connector, two ranks.
+Those that `tests.differential` can't pair with upstream's runner are among them: states beside
+attention, Model Runner V2 with drafts, either scheduler, sleep between waves of requests, KV
+connectors, several ranks; on the CPU fallback and on NPUs. Every step passes the full check, and
+after each wave all blocks are free again.
 """
 
+import asyncio
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.engine import graphs, greedy, make_model
-from tests.helpers.huggingface import reference
-from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
-from tests.helpers.latent import LATENT, V3_EXPERTS
-from tests.helpers.lora import make_adapter, merge
-from tests.helpers.mixtures import MIXTURES
-from tests.helpers.prompts import prompts_of
+from tests.helpers.engine import greedy
+from tests.helpers.fused import forget_layers
 from tests.helpers.ranks import Ranks, serve_on_ranks
-from tests.helpers.v2 import RUNNERS, engine_of
-from tests.helpers.watch import count_preemptions
+from tests.helpers.v2 import asked_for, engine_of
+from tests.helpers.watch import count_preemptions, count_verified
+from tests.soak.kinds import FILES, Kind
+from tests.soak.models import (
+    ADAPTERS,
+    MAX_TOKENS,
+    adapter_of,
+    answers,
+    drafter_of,
+    int8_of,
+    model_of,
+    prompts,
+)
 
-MAX_MODEL_LEN = 128
-MAX_TOKENS = 16
-NUM_PROMPTS = 10
-ADAPTERS = 2
-HYBRIDS = {"Qwen3Next": QWEN3_NEXT, "Qwen3_5": GATED_DELTA}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {},
-    "DeepseekV3": {**LATENT, **V3_EXPERTS},
-    "Qwen3Moe": MIXTURES["Qwen3Moe"],
-    "Glm4Moe": MIXTURES["Glm4Moe"],
-    **HYBRIDS,
-}
+SECONDS = 600
+"""Time limit of an engine of several ranks."""
+PATIENCE = 50
+"""Empty steps in which a connector may finish what it stores."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One engine, a function of its seed.
+class Judge:
+    """Holds an engine's tokens against transformers.
 
     Attributes
     ----------
-    seed
-        What everything is drawn from.
-    family
-        Of transformers.
-    runner
-        vLLM's model runner: V1 or V2.
-    ranks
-        Of tensor parallelism; two are processes of their own.
-    adapters, sleeps, connected
-        Whether requests have adapters, the engine sleeps between waves, and prompts are stored and
-        loaded by a KV connector.
-    settings
-        Keyword arguments of the engine.
+    count
+        ``tokens`` that were looked at, and ``close calls``: answers that part from transformers'
+        where it hardly prefers one token.
+    margin
+        The largest that was met, in standard deviations.
     """
 
-    seed: int
-    family: str
-    runner: str = "V1"
-    ranks: int = 1
-    adapters: bool = False
-    sleeps: bool = False
-    connected: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.margin, self.count = kind, 0.0, Counter[str]()
+        numbers = range(1 + ADAPTERS * kind.adapters)
+        ranks = 2 if kind.layout == "tp2" else 1
+        self.readers = [answers(kind.device, kind.family, kind.int8, ranks, n) for n in numbers]
 
-    @classmethod
-    def draw(cls, seed: int) -> "Kind":
-        """Draw an engine that start-up accepts."""
-        rng = np.random.default_rng((seed, 33))
+    def look(self, prompt: int, adapter: int, tokens: list[int]) -> None:
+        """Look at an answer, whole or begun.
 
-        def pick(*values: Any) -> Any:
-            return values[rng.integers(len(values))]
-
-        family = pick("Qwen3", *FAMILIES)
-        hybrid = family in HYBRIDS
-        ranks = 2 if rng.random() < 0.15 else 1
-        # V2 serves plain dense models, which is where it is worth its time
-        runner = pick(*RUNNERS) if family == "Qwen3" and ranks == 1 else "V1"
-        adapters = family == "Qwen3" and ranks == 1 and bool(rng.random() < 0.4)
-        sleeps = not hybrid and runner == "V1" and ranks == 1 and bool(rng.random() < 0.4)
-        connected = family == "Qwen3" and runner == "V1" and ranks == 1 and not adapters
-        connected = connected and not sleeps and bool(rng.random() < 0.4)
-        block_size = 16 if hybrid or family == "DeepseekV3" else pick(4, 8, 16)
-        settings: dict[str, Any] = {
-            "block_size": block_size,
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": pick(4, 8),
-            "max_num_batched_tokens": pick(24, 48, 96),
-            "async_scheduling": bool(rng.random() < 0.6),
-            "enable_prefix_caching": connected or bool(rng.random() < 0.7),
-            "num_gpu_blocks_override": MAX_MODEL_LEN // block_size * pick(2, 3) + 4,
-        }
-        if hybrid:
-            settings["num_gpu_blocks_override"] = pick(40, 60)
-        options: dict[str, Any] = {"check": "full"}
-        if not hybrid:
-            options["scheduler"] = pick("batched", "batched", "upstream")
-        mode = pick("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-        if mode != "NONE" and not connected and ranks == 1:
-            settings |= graphs(mode, 1, 4, 8, 16)
-        if connected:
-            settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_LEN}
-        if adapters:
-            settings |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-        if sleeps:
-            settings["enable_sleep_mode"] = True
-        settings["additional_config"] = {"npu_prep": options}
-        return cls(seed, family, runner, ranks, adapters, sleeps, connected, settings)
-
-    def parts(self) -> set[str]:
-        """What of an engine it has, in a few words each."""
-        mode = self.settings.get("compilation_config", {}).get("cudagraph_mode", "NONE")
-        scheduler = self.settings["additional_config"]["npu_prep"].get("scheduler", "upstream")
-        parts = {self.family, self.runner, f"{self.ranks} rank", f"graphs {mode}"}
-        parts |= {f"{scheduler} scheduler"}
-        named = {"adapters": self.adapters, "sleep": self.sleeps, "a connector": self.connected}
-        return parts | {name for name, has in named.items() if has}
-
-
-@cache
-def family_of(family: str) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """A model, prompts that share beginnings, and transformers' tokens for them."""
-    folder = make_model(Path(tempfile.mkdtemp()) / family, family, **FAMILIES[family])
-    return folder, prompts(), reference(folder, prompts(), MAX_TOKENS)
-
-
-@cache
-def adapter_of(number: int) -> tuple[Path, list[list[int]]]:
-    """An adapter of the dense model, and transformers' tokens with it merged."""
-    model, root = family_of("Qwen3")[0], Path(tempfile.mkdtemp())
-    folder = make_adapter(root / "adapter", model, seed=number)
-    return folder, reference(merge(model, folder, root / "merged"), prompts(), MAX_TOKENS)
-
-
-def prompts() -> list[list[int]]:
-    """The same for all engines: half of them begin as the first one does."""
-    drawn = prompts_of(33, [70, 3, 1, 40, 17, 90, 28, 9, 55, 22])
-    return [
-        drawn[0][:48] + each if n % 2 and len(each) < 50 else each for n, each in enumerate(drawn)
-    ]
+        Raises
+        ------
+        AssertionError
+            If a token is none that the model would choose.
+        """
+        margin = self.readers[adapter].margin(prompt, tokens)
+        self.margin = max(margin, self.margin)
+        self.count["tokens"] += len(tokens)
+        self.count["close calls"] += margin > 0
+        expected = self.readers[adapter].tokens[prompt][: len(tokens)]
+        assert margin <= self.kind.bound, (
+            f"prompt {prompt}, adapter {adapter}: {tokens}, not {expected} "
+            f"({margin:.3f} standard deviations from the best)"
+        )
 
 
 def play(kind: Kind, steps: int) -> Counter:
@@ -154,77 +82,128 @@ def play(kind: Kind, steps: int) -> Counter:
     AssertionError
         If a token differs, or blocks or requests are left.
     """
+    forget_layers()
+    judge = Judge(kind)
     with tempfile.TemporaryDirectory() as stored:
-        settings = dict(kind.settings)
-        if kind.connected:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": stored},
-            }
-        model, asked, expected = family_of(kind.family)
-        if kind.ranks > 1:
-            waves = -(-steps // MAX_TOKENS)  # of as many steps at least
-            traffic = partial(_waves, asked, waves)
-            settings["tensor_parallel_size"] = kind.ranks
-            for got in serve_on_ranks(model, settings, traffic):
-                assert got == expected
-            return Counter(steps=waves * MAX_TOKENS, finished=waves * len(asked))
-        with engine_of(kind.runner, model, **settings) as llm:
-            return _Serving(kind, llm).serve(steps)
+        settings = settings_of(kind, stored)
+        model = model_of(kind.device, kind.family)
+        if kind.int8:
+            model = int8_of(kind.device, kind.family, kind.int8)
+        if kind.layout != "one rank":
+            count = serve_ranks(kind, model, settings, judge, steps)
+        else:
+            with engine_of(kind.runner, model, **settings) as llm:
+                count = _Serving(kind, llm, judge).serve(steps)
+    count["largest margin in thousandths"] = round(1000 * judge.margin)
+    return count + judge.count
 
 
-async def _waves(asked: list[list[int]], waves: int, ranks: Ranks) -> list[list[list[int]]]:
-    return [await ranks.generate(asked, MAX_TOKENS) for _ in range(waves)]
+def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
+    """Keyword arguments of the engine; `stored` is a folder for a connector."""
+    settings = dict(kind.settings)
+    if kind.connector == FILES:
+        settings["kv_transfer_config"] = {
+            "kv_connector": FILES,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": stored},
+        }
+    if kind.drafts not in ("", "ngram", "mtp"):
+        folder = drafter_of(kind.device, kind.family, kind.drafts)
+        drafts = settings["speculative_config"]
+        settings["speculative_config"] = {**drafts, "model": str(folder)}
+    return settings
+
+
+def adapters_of(kind: Kind) -> list[Any]:
+    """Adapters that requests choose from; None is none of them."""
+    if not kind.adapters:
+        return [None]
+    from vllm.lora.request import LoRARequest
+
+    numbers = range(1, ADAPTERS + 1)
+    folders = [str(adapter_of(kind.device, number)) for number in numbers]
+    return [None] + [LoRARequest(f"adapter {n}", n, f) for n, f in zip(numbers, folders)]
 
 
 class _Serving:
     """The traffic of one engine in this process."""
 
-    def __init__(self, kind: Kind, llm: Any) -> None:
-        self.kind, self.llm, self.core = kind, llm, llm.llm_engine
-        self.rng, self.count = np.random.default_rng((kind.seed, 34)), Counter[str]()
+    def __init__(self, kind: Kind, llm: Any, judge: Judge) -> None:
+        self.kind, self.llm, self.core, self.judge = kind, llm, llm.llm_engine, judge
+        self.rng, self.count = np.random.default_rng((kind.seed, 35)), Counter[str]()
         self.scheduler = self.core.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free = self.pool.get_num_free_blocks()
-        _, self.prompts, plain = family_of(kind.family)
-        self.expected, self.loras = [plain], [None]
-        if kind.adapters:
-            from vllm.lora.request import LoRARequest
+        self.prompts = prompts(kind.device, kind.family)
+        self.loras = adapters_of(kind)
+        self.preempted = count_preemptions(llm)
+        self.verified = count_verified(llm) if kind.drafts else Counter[str]()
+        if kind.connector:
+            self._count_loads(self.scheduler.connector)
 
-            for number in range(1, ADAPTERS + 1):
-                folder, tokens = adapter_of(number)
-                self.loras.append(LoRARequest(f"adapter {number}", number, str(folder)))
-                self.expected.append(tokens)
+    def _count_loads(self, connector: Any) -> None:
+        """Count the tokens that a connector has of requests."""
+        find = connector.get_num_new_matched_tokens
+
+        def counted(*args: Any) -> Any:
+            found = find(*args)
+            self.count["tokens that a connector had"] += found[0] or 0
+            return found
+
+        connector.get_num_new_matched_tokens = counted
 
     def serve(self, steps: int) -> Counter:
-        preempted = count_preemptions(self.llm)
         while self.count["steps"] < steps:
             self._wave(int(self.rng.integers(4, 20)))
             self.count["waves"] += 1
-            assert self.pool.get_num_free_blocks() == self.free, "blocks are kept"
-            assert not self.scheduler.requests and not self.core.output_processor.request_states
+            self._rest()
             if self.kind.sleeps and self.rng.random() < 0.5:
-                self.llm.sleep(level=1)
-                self.llm.wake_up()
-                self.count["sleeps"] += 1
-            elif self.rng.random() < 0.2:
+                self._sleep()
+            elif self.rng.random() < (0.6 if self.kind.connector else 0.2):
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
-        return self.count + Counter(preempted)
+        drafts = {f"drafts {what}": number for what, number in self.verified.items()}
+        return self.count + Counter(self.preempted) + Counter(drafts)
+
+    def _rest(self) -> None:
+        """Nothing is kept for anybody, once a connector has stored what it was to store."""
+        for _ in range(PATIENCE * bool(self.kind.connector)):
+            if self.pool.get_num_free_blocks() == self.free and not self.scheduler.requests:
+                break
+            self.core.engine_core.engine_core.step_fn()
+        assert self.pool.get_num_free_blocks() == self.free, "blocks are kept"
+        assert not self.scheduler.requests, "requests are kept by the scheduler"
+        assert not self.core.output_processor.request_states, "requests are kept"
+
+    def _sleep(self) -> None:
+        """At level 2, weights are read anew: those of the model, which adapters are not.
+
+        Beside a connector that is refused: it has keys and values of the old ones.
+        """
+        others = self.kind.adapters or self.kind.connector or self.kind.drafts not in ("", "ngram")
+        level = 1 if others or self.rng.random() < 0.6 else 2
+        self.llm.sleep(level=level)
+        self.llm.wake_up(tags=["weights"])
+        if level == 2:
+            path = self.core.vllm_config.model_config.model
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        self.llm.wake_up(tags=["kv_cache"])
+        self.count[f"sleeps at level {level}"] += 1
+        self.count["sleeps"] += 1
 
     def _wave(self, number: int) -> None:
         alive: dict[str, tuple[int, int]] = {}
+        said: dict[str, list[int]] = {}
         added = 0
         while added < number or self.core.has_unfinished_requests():
             while added < number and self.rng.random() < 0.6:
                 prompt, adapter = (
-                    int(self.rng.integers(n)) for n in (NUM_PROMPTS, len(self.loras))
+                    int(self.rng.integers(n)) for n in (len(self.prompts), len(self.loras))
                 )
                 name = f"{self.count['waves']}-{added}"
                 self.core.add_request(
                     name,
-                    {"prompt_token_ids": self.prompts[prompt]},
+                    self.prompts[prompt],
                     greedy(int(self.rng.integers(1, MAX_TOKENS + 1))),
                     lora_request=self.loras[adapter],
                 )
@@ -233,17 +212,62 @@ class _Serving:
             if alive and self.rng.random() < 0.05:
                 name = list(alive)[int(self.rng.integers(len(alive)))]
                 self.core.abort_request([name])
-                del alive[name]
+                self.judge.look(*alive.pop(name), said.get(name, []))
                 self.count["aborted"] += 1
             for output in self.core.step():
                 if output.request_id not in alive:
                     continue
-                prompt, adapter = alive[output.request_id]
-                got = list(output.outputs[0].token_ids)
-                wanted = self.expected[adapter][prompt][: len(got)]
-                assert got == wanted, f"prompt {prompt}, adapter {adapter}: {got}, not {wanted}"
-                self.count["tokens"] += 1
+                said[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
-                    del alive[output.request_id]
+                    self.judge.look(*alive.pop(output.request_id), said[output.request_id])
                     self.count["finished"] += 1
             self.count["steps"] += 1
+
+
+def serve_ranks(kind: Kind, model: Any, settings: dict[str, Any], judge: Judge, steps: int) -> Any:
+    """Serve waves by an engine of several ranks, as a server would."""
+    # At rest `serve_on_ranks` shuts an engine down; what it has then is asked for in the traffic
+    settings = {**settings, "distributed_executor_backend": "mp"}
+    asked, loras = prompts(kind.device, kind.family), adapters_of(kind)
+    traffic = partial(_waves, kind, asked, loras, steps)
+    with asked_for(kind.runner):
+        answered, count = serve_on_ranks(model, settings, traffic, seconds=SECONDS)
+    for answer in answered:
+        judge.look(*answer)
+    return count
+
+
+async def _waves(
+    kind: Kind, asked: list[Any], loras: list[Any], steps: int, ranks: Ranks
+) -> tuple[list[tuple[int, int, list[int]]], Counter]:
+    """Prompt, adapter and tokens of each request, and what happened how often."""
+    rng, count = np.random.default_rng((kind.seed, 35)), Counter[str]()
+    answered: list[tuple[int, int, list[int]]] = []
+
+    async def one(prompt: int, adapter: int, tokens: int, patience: float | None) -> None:
+        task = ranks.generate([asked[prompt]], tokens, loras=[loras[adapter]])
+        try:
+            (got,) = await asyncio.wait_for(task, patience)
+        except TimeoutError:
+            count["aborted"] += 1
+            return
+        assert len(got) == tokens
+        answered.append((prompt, adapter, got))
+        count["finished"] += 1
+
+    while count["steps"] < steps:
+        requests = []
+        for _ in range(int(rng.integers(4, 20))):
+            prompt, adapter = (int(rng.integers(n)) for n in (len(asked), len(loras)))
+            patience = float(rng.random()) / 5 if rng.random() < 0.05 else None
+            requests.append(one(prompt, adapter, int(rng.integers(1, MAX_TOKENS + 1)), patience))
+        await asyncio.gather(*requests)
+        count["waves"] += 1
+        if kind.sleeps and rng.random() < 0.5:
+            await ranks.llm.sleep(level=1)
+            await ranks.llm.wake_up()
+            count["sleeps"] += 1
+        counts = await ranks.ask("probe_counts")
+        count["steps"] = max(sum(of_rank.values()) for of_rank in counts)
+    assert await ranks.llm.reset_prefix_cache(), "blocks are kept"
+    return answered, count

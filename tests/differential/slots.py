@@ -1,0 +1,309 @@
+"""Every step run by our V2 runner and by upstream's V1; what they prepared is compared by request.
+
+Upstream's V2 prepares a step by kernels of Triton, which a CPU has not, so V1 says what is right.
+V2's requests have slots in place of rows and another order: nothing is compared by place. V2 draws
+in another way, so V1 goes on from what V2 has sampled; greedy samples have to be its own.
+"""
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from tests.differential.pair import Pair, Watched, check, flat, is_there
+from tests.differential.upstream import UpstreamRunner
+
+BY_TOKEN = ("positions", "input_ids", "inputs_embeds", "token_lora_indices")
+"""Arrays with a value for each token of a batch."""
+BY_REQUEST = ("seq_lens", "seq_lens_cpu", "num_computed_tokens", "discard_request_mask")
+BY_REQUEST += ("discard_request_mask_cpu", "sampler_indices")
+"""Arrays with a value for each request of a batch."""
+
+
+class WatchedSlots:
+    """What our V2 runner hands to its model in a step, by the names of `Watched`, on the host."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.seen: dict[str, Any] = {}
+        self.step: Any = None
+        self.attn_metadata: dict[str, Any] = {}  # of each layer
+        self.sampled: dict[str, int] = {}  # of the last step, by request
+        self._embeds: torch.Tensor | None = None
+        state, sample = runner.model_state, runner.sample
+        prepare = state.prepare_inputs
+
+        def prepare_inputs(batch: Any, req_states: Any) -> Any:
+            given = prepare(batch, req_states)
+            if runner.in_flight is not None and state.metadata is not None:  # no dummy run
+                self._see(batch, given)
+            return given
+
+        def sample_batch(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+            found = sample(hidden_states, batch, grammar_output)
+            tokens = found[0].sampled_token_ids
+            check("samples of a request", tokens.shape[1], 1)
+            self.sampled = dict(zip(batch.req_ids, tokens[:, 0].tolist(), strict=True))
+            return found
+
+        state.prepare_inputs = prepare_inputs
+        runner.sample = sample_batch
+        if runner.uses_inputs_embeds:
+            embed = state.prepare_inputs_embeds
+
+            def prepare_inputs_embeds(*args: Any, **kwargs: Any) -> Any:
+                self._embeds = embed(*args, **kwargs)
+                return self._embeds
+
+            state.prepare_inputs_embeds = prepare_inputs_embeds
+
+    def _see(self, batch: Any, given: dict[str, Any]) -> None:
+        """The step in flight, as its arrays are on the device."""
+        runner, in_flight = self.runner, self.runner.in_flight
+        self.step, staged = in_flight.step, in_flight.staged
+        self.attn_metadata = dict(runner.model_state.metadata)
+        step, arrays, reqs = self.step, staged.device, batch.num_reqs
+        total = step.total_num_scheduled_tokens
+        tables = runner.block_tables.device_rows(reqs)
+        owned = runner.block_tables.num_blocks[:, batch.idx_mapping_np]
+        computed = arrays.seq_lens[:reqs] - arrays.query_start_loc[: reqs + 1].diff()
+        seen = {
+            "req_ids": list(batch.req_ids),
+            "positions": given.get("positions", batch.positions)[..., :total].tolist(),
+            "query_start_loc": arrays.query_start_loc[: reqs + 1].tolist(),
+            "query_start_loc_cpu": staged.np.query_start_loc[: reqs + 1].tolist(),
+            "seq_lens": arrays.seq_lens[:reqs].tolist(),
+            "seq_lens_cpu": staged.np.seq_lens[:reqs].tolist(),
+            "num_computed_tokens": computed.tolist(),
+            "discard_request_mask": arrays.discard_request_mask[:reqs].tolist(),
+            "discard_request_mask_cpu": staged.np.discard_request_mask[:reqs].tolist(),
+            "logits_indices": batch.logits_indices.tolist(),
+            "block_table": [
+                [row[:count].tolist() for row, count in zip(rows, counts.tolist())]
+                for rows, counts in zip(tables, owned, strict=True)
+            ],
+            "slot_mapping": {
+                name: slots[:total].tolist()
+                for name, slots in runner.preparer.slot_mappings(staged)[1].items()
+            },
+        }
+        if runner.lora_config is not None:
+            (wrapper,) = Watched.lora_wrappers(runner)
+            seen["token_lora_indices"] = wrapper.token_lora_indices[:total].tolist()
+            seen["sampler_indices"] = wrapper.sampler_indices.tolist()
+        if runner.uses_inputs_embeds:
+            assert self._embeds is not None
+            seen["inputs_embeds"] = self._embeds[:total].tolist()
+        else:
+            seen["input_ids"] = arrays.input_ids[:total].tolist()
+        self.seen = seen
+
+
+class FollowingRunner(UpstreamRunner):
+    """Upstream's V1 runner, which goes on from the samples of our V2 runner.
+
+    Attributes
+    ----------
+    sampled
+        What V2 sampled for each request of the step.
+    own
+        What V1 sampled by itself.
+    """
+
+    def __init__(self, ours: Any) -> None:
+        self.sampled: dict[str, int] = {}
+        self.own: dict[str, int] = {}
+        super().__init__(ours)
+
+    def _sample(self, logits: torch.Tensor | None, *args: Any) -> Any:
+        found, req_ids = super()._sample(logits, *args), self.input_batch.req_ids
+        tokens = found.sampled_token_ids
+        self.own = dict(zip(req_ids, tokens[:, 0].tolist(), strict=True))
+        tokens[:, 0] = torch.tensor([self.sampled[req_id] for req_id in req_ids])
+        return found
+
+    def as_for_v1(self, output: Any, requests: dict[str, Any]) -> Any:
+        """A scheduler's output for V2 as the scheduler would have made it for V1.
+
+        To V2, a request that comes back after preemption is a new one.
+
+        Parameters
+        ----------
+        output
+            A copy, which is changed.
+        requests
+            The scheduler's, by name.
+        """
+        cached, arrived = output.scheduled_cached_reqs, []
+        here, left = (
+            self.requests.keys() - output.finished_req_ids,
+            self.input_batch.req_id_to_index,
+        )
+        for req_id in cached.req_ids:
+            if req_id not in left:
+                cached.all_token_ids[req_id] = list(requests[req_id].all_token_ids)
+        for new in output.scheduled_new_reqs:
+            if new.req_id not in here:
+                arrived.append(new)
+                continue
+            cached.req_ids.append(new.req_id)
+            cached.resumed_req_ids.add(new.req_id)
+            cached.new_block_ids.append(new.block_ids)
+            cached.num_computed_tokens.append(new.num_computed_tokens)
+            cached.num_output_tokens.append(len(new.prefill_token_ids) - new.prompt_len)
+            cached.all_token_ids[new.req_id] = list(new.prefill_token_ids)
+        output.scheduled_new_reqs = arrived
+        return output
+
+
+class SlotPair(Pair):
+    """A worker's V2 runner beside upstream's V1, which is fed the same steps.
+
+    Parameters
+    ----------
+    ours
+        The V2 runner.
+    scheduler
+        What V1 is told of requests that V2 knows already comes from its books.
+    """
+
+    def __init__(self, ours: Any, scheduler: Any) -> None:
+        self.ours, self.scheduler = ours, scheduler
+        self._begin(FollowingRunner(ours), WatchedSlots(ours))
+        self.logits: dict[Any, torch.Tensor] = {}
+        self._running: Any = None
+        self._pooled: Any = None
+        model, compute = ours.model, ours.model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            if self._running is not None:  # first of a step; later ones are of prompts
+                self.logits.setdefault(self._running, logits.clone())
+            return logits
+
+        model.compute_logits = compute_logits
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fault is not None:  # of sampling, which vLLM only looks at later
+            raise self.fault
+        self.steps += 1
+        self.logits.clear()
+        v1s = self.upstream.as_for_v1(copy.deepcopy(scheduler_output), self.scheduler.requests)
+        seen_by_traffic = copy.deepcopy(v1s)  # runners keep and extend its lists
+        theirs = self._run(self.upstream, "execute_model", v1s, *args, **kwargs)
+        ours = self._run(self.ours, "execute_model", scheduler_output, *args, **kwargs)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return ours
+        self._compare_step()
+        self.on_step(seen_by_traffic)
+        check("result of execute_model", ours, None)
+        self._pooled = theirs
+        return None
+
+    def _run(self, runner: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self.running(runner):
+            self._running = runner
+            try:
+                return getattr(runner, method)(*args, **kwargs)
+            finally:
+                self._running = None
+
+    def _compare_step(self) -> None:
+        ours, theirs = (by_request(self.watched[each].seen) for each in (self.ours, self.upstream))
+        for name in sorted(ours.keys() | theirs.keys()):
+            check(name, ours.get(name), theirs.get(name))
+
+    def _sample_both(self, grammar_output: Any) -> Any:
+        self.watched[self.ours].sampled = {}
+        ours = self._run(self.ours, "sample_tokens", grammar_output)
+        self.upstream.sampled = self.watched[self.ours].sampled
+        theirs = self._run(self.upstream, "sample_tokens", grammar_output)
+        self._compare_logits()
+        self._compare_samples()
+        return SlotPairOutput(self, ours, theirs)
+
+    def pool(self) -> Any:
+        """What a step of a pooling model returns; V1 has it from `execute_model`."""
+        return SlotPairOutput(self, self._run(self.ours, "pool"), self._pooled)
+
+    def _compare_logits(self) -> None:
+        rows = []
+        for runner in (self.ours, self.upstream):
+            req_ids = self.watched[runner].seen["req_ids"]
+            order = np.argsort(req_ids)
+            check("rows of logits", len(self.logits[runner]), len(order))
+            rows.append(flat([self.logits[runner][torch.from_numpy(order)]]))
+        self.close("logits", *rows)
+
+    def _compare_samples(self) -> None:
+        """Samples of greedy requests; those by chance are drawn in another way."""
+        seen = self.watched[self.ours].seen
+        for req_id, discarded in zip(seen["req_ids"], seen["discard_request_mask"], strict=True):
+            params = self.upstream.requests[req_id].sampling_params
+            if not discarded and params.temperature == 0:
+                sampled = self.upstream.sampled[req_id], self.upstream.own[req_id]
+                check("greedy sample", (req_id, sampled[0]), (req_id, sampled[1]))
+
+    def compare_outputs(
+        self, ours: ModelRunnerOutput, theirs: ModelRunnerOutput, drafts: dict[str, int]
+    ) -> None:
+        """What both return, by request. Log-probabilities of samples by chance are others."""
+        check("requests", sorted(ours.req_ids), sorted(theirs.req_ids))
+        places = [theirs.req_id_to_index[req_id] for req_id in ours.req_ids]
+        check("places", ours.req_id_to_index, {name: n for n, name in enumerate(ours.req_ids)})
+        if ours.pooler_output is not None:
+            others = [theirs.pooler_output[place] for place in places]
+            check("pooled", is_there(ours.pooler_output), is_there(others))
+            self.close("pooled", flat(ours.pooler_output), flat(others))
+            return
+        others = [theirs.sampled_token_ids[place] for place in places]
+        check("sampled_token_ids", ours.sampled_token_ids, others)
+        self.on_output(ours, drafts)
+
+
+class SlotPairOutput(AsyncModelRunnerOutput):
+    """Both runners' outputs; V2's is asynchronous always."""
+
+    def __init__(self, pair: SlotPair, ours: Any, theirs: Any) -> None:
+        self.pair, self.ours, self.theirs = pair, ours, theirs
+
+    def get_output(self) -> ModelRunnerOutput:
+        ours, theirs = self.ours.get_output(), self.theirs
+        if isinstance(theirs, AsyncModelRunnerOutput):
+            theirs = theirs.get_output()
+        self.pair.compare_outputs(ours, theirs, {})
+        return ours
+
+    def get_kv_connector_output(self) -> None:
+        """What vLLM 0.33.0 asks of a step that failed; pairs have no connector."""
+
+
+def by_request(seen: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Arrays of a batch by name, each by request: in whatever order and place these are."""
+    req_ids, starts = seen["req_ids"], seen["query_start_loc"]
+    check("query_start_loc on the host", seen["query_start_loc_cpu"], starts)
+    spans = {req_id: slice(*span) for req_id, span in zip(req_ids, itertools.pairwise(starts))}
+
+    def of_tokens(values: list[Any]) -> dict[str, Any]:
+        return {req_id: values[span] for req_id, span in spans.items()}
+
+    def of_requests(values: list[Any]) -> dict[str, Any]:
+        return dict(zip(req_ids, values, strict=True))
+
+    found = {name: of_requests(seen[name]) for name in BY_REQUEST if name in seen}
+    for name in BY_TOKEN:
+        if name in seen:
+            values = seen[name]
+            if name == "positions" and isinstance(values[0], list):  # M-RoPE's, by dimension
+                values = list(zip(*values))
+            found[name] = of_tokens(values)
+    ends = of_requests(seen["logits_indices"])
+    found["rows of logits"] = {req_id: ends[req_id] - spans[req_id].start for req_id in req_ids}
+    for group, rows in enumerate(seen["block_table"]):
+        found[f"block table {group}"] = of_requests(rows)
+    for name, slots in seen["slot_mapping"].items():
+        found[f"slots of {name}"] = of_tokens(slots)
+    return found
