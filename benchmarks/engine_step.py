@@ -183,6 +183,7 @@ class Bench:
         )
         self.sides = {}
         runners = (runner, twin_of(runner))
+        runners[1].recorder = None  # for which the worker of both asks
         for name, kind, each in zip(("ours", "upstream"), kinds, runners, strict=True):
             each.model = StubModel(each.max_num_tokens)
             each.sampler = ConstantSampler()

@@ -79,6 +79,7 @@ def instant_worker() -> type:
             self.tasks = runner.get_supported_tasks()
             if os.environ[SIDE_VARIABLE] == "vllm":
                 runner = twin_of(runner)
+                runner.recorder = None  # the worker asks for it
             runner.model = StubModel(runner.max_num_tokens)
             runner.sampler = ConstantSampler()
             self.model_runner = runner
@@ -158,12 +159,20 @@ class Server:
         sys.exit(f"the server of {self.side} did not start:\n{self.log.read_text()[-3000:]}")
 
     def engine_seconds(self) -> float:
-        """Processor time of its engine process, and of its ranks, until now."""
+        """Processor time of its engine process, and of its ranks, until now.
+
+        Raises
+        ------
+        SystemExit
+            If there is none any more.
+        """
         for child in psutil.Process(self.process.pid).children(recursive=True):
             if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
                 times = [each.cpu_times() for each in (child, *child.children(recursive=True))]
                 return sum(each.user + each.system for each in times)
-        raise RuntimeError(f"the server of {self.side} has no engine process")
+        told = self.log.read_text()
+        first = told.find("Traceback")  # the last ones are the API server's
+        sys.exit(f"the engine of {self.side} ended:\n{told[max(first, 0) :][:3000]}")
 
     def stop(self) -> None:
         """End it and wait until it has."""

@@ -103,8 +103,11 @@ TOOLS = [
 
 
 def call_pattern(name: str, keys: list[str]) -> str:
-    """Regular expression of a call of a tool, as the Hermes format has it."""
-    values = ", ".join(f'"{key}": [0-9]{{1,4}}' for key in keys)
+    """Regular expression of a call of a tool, as the Hermes format has it.
+
+    Numbers begin with no zero, which JSON allows for 0 alone.
+    """
+    values = ", ".join(f'"{key}": (0|[1-9][0-9]{{0,3}})' for key in keys)
     return f'\\{{"name": "{name}", "arguments": \\{{{values}\\}}\\}}'
 
 
