@@ -28,6 +28,9 @@ def main() -> int:
     uses = Uses.of_environment()
     if options.write:
         snapshot = changes.snapshot_of(uses)
+        if unknown := changes.unknown(snapshot, uses):
+            print(*unknown, sep="\n")
+            return 1
         changes.write(snapshot, version)
         print(f"{len(snapshot)} seams of vLLM {version} in {changes.SNAPSHOT.name}")
         print(f"{bodies.write(version)} functions of vLLM {version} in {bodies.FILE.name}")
@@ -42,7 +45,7 @@ def main() -> int:
         return 0
     snapshot, functions = others.of_installed(version)
     found = changes.changes(snapshot, uses)
-    rewritten = bodies.changed(functions)
+    rewritten = [*changes.unknown(snapshot, uses), *bodies.changed(functions)]
     failures = start_apart(options.start, options.log) if options.start else []
     needs = [
         f"needs    {requirement}, and {there or 'nothing'} is installed"

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path(__file__).with_name("bodies.txt")
+RUN = {
+    "scheduling/": "pytest tests/scheduling and python -m tests.scheduling",
+    "quantization/": "pytest tests/quantization",
+    "": "pytest tests/ops tests/v2 tests/prep",
+}
+"""What to run for the code that relies on a function, by what its place contains."""
 HEAD = """\
 # Functions of vLLM {version} whose rules the plugin repeats or relies on: a digest of the code, the
 # name, and after "in" what to look at when the code changes. Digests by `make seams`.
@@ -73,9 +79,10 @@ def changed(bodies: list[Body], texts: dict[str, str] | None = None) -> list[str
         now = digest_of(body, texts)
         if now != body.digest:
             what = "gone" if now is None else "rewritten"
+            runs = next(said for part, said in RUN.items() if part in body.look_at)
             lines.append(
-                f"{what:9} {body.module}:{body.name}; look at {body.look_at}, run "
-                "pytest tests/scheduling and python -m tests.scheduling, then make seams"
+                f"{what:9} {body.module}:{body.name}; look at {body.look_at}, run {runs}, "
+                "then make seams"
             )
     return lines
 

@@ -93,14 +93,29 @@ def version_of(path: Path = SNAPSHOT) -> str:
 
 
 def stale(snapshot: Snapshot, uses: Uses) -> list[str]:
-    """Seams that the snapshot lacks, and those that nothing uses any more."""
+    """Seams that the snapshot lacks, those that nothing uses any more, and names of nothing."""
     used = set(uses.signatures)
     return [
+        *unknown(snapshot, uses),
         *(
             f"new      {seam}  in {', '.join(sorted(uses.files[seam]))}"
             for seam in sorted(used - set(snapshot))
         ),
         *(f"unused   {seam}" for seam in sorted(set(snapshot) - used)),
+    ]
+
+
+def unknown(snapshot: Snapshot, uses: Uses) -> list[str]:
+    """Full names in strings and imports that mean nothing in vLLM and are no seams of it.
+
+    Parts of a string that only the running program knows are a question mark: such a name has to
+    be written so that it can be read.
+    """
+    known = set(map(str, snapshot))
+    return [
+        f"unknown  {name}  in {', '.join(sorted(files))}"
+        for name, files in sorted(uses.unknown.items())
+        if name not in known
     ]
 
 

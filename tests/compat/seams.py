@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,11 @@ PLUGIN = "vllm_npu_prep"
 UPSTREAM = "vllm"
 PATCHED = "torch"
 """Of this package, a seam is what the plugin assigns."""
-FULL_NAME = re.compile(rf"{UPSTREAM}(\.\w+)+")
+UNKNOWN = "?"
+"""Stands for a part of a string that only the running program knows."""
+FULL_NAME = re.compile(rf"{UPSTREAM}(\.[\w{UNKNOWN}]+)+")
+NOT_NAMES = re.compile(rf"{UPSTREAM}\.({PLUGIN}|{re.escape(UNKNOWN)}$|platform_plugins$)")
+"""Loggers of the plugin, and a group of entry points."""
 
 
 @dataclass(frozen=True, order=True)
@@ -68,6 +72,8 @@ class Uses:
         self.files: dict[Seam, set[str]] = defaultdict(set)
         """Files of the plugin by seam."""
         self.signatures: dict[Seam, str] = {}
+        self.unknown: dict[str, set[str]] = defaultdict(set)
+        """Files of the plugin by strings that look like full names and name nothing in vLLM."""
         for self._module, path in modules(PLUGIN, sources.packages[PLUGIN]):
             self._file = path.relative_to(sources.packages[PLUGIN]).as_posix()
             self._read(ast.parse(path.read_text()))
@@ -87,7 +93,7 @@ class Uses:
         return found
 
     def _read(self, tree: ast.Module) -> None:
-        constants, self._by_name = _constants(tree), _modules_by_name(tree)
+        texts, self._by_name = dict(_texts(tree)), _modules_by_name(tree)
         for node in ast.walk(tree):
             match node:
                 case ast.Import(names=names):
@@ -107,18 +113,33 @@ class Uses:
                 ):
                     if isinstance(name, ast.Constant):
                         self._members(of, str(name.value))
+                case ast.Call(
+                    func=ast.Attribute(attr="override_triton_kernels"), args=[ast.Dict(keys=keys)]
+                ):
+                    for key in filter(None, keys):
+                        self._replaced(_put_together(key, {}) if key not in texts else texts[key])
                 case ast.Call(func=function):
                     self._constructed(function, [each.arg for each in node.keywords])
                 case ast.Constant(value=str(text)):
                     self._named(text)
                 case ast.JoinedStr():
-                    self._named(_folded(node, constants))
+                    self._named(texts[node])
 
     def _named(self, name: str) -> None:
         """A full name in a string or an import."""
         if FULL_NAME.fullmatch(name):
             owner, _, last = name.rpartition(".")
-            self._member(self.sources.find(owner), last)
+            found = self.sources.find(owner)
+            self._member(found, last)
+            # A member that can't be followed is another package's.
+            is_there = self.sources.find(name) or (found is not None and last in found.members)
+            if not is_there and not NOT_NAMES.match(name):
+                self.unknown[name].add(self._file)
+
+    def _replaced(self, kernel: str) -> None:
+        """A kernel of vLLM, which has to be named in full."""
+        if not FULL_NAME.fullmatch(kernel):
+            self.unknown[kernel].add(self._file)
 
     def _patched(self, name: str) -> None:
         """An assignment that may be to a name of torch."""
@@ -174,7 +195,7 @@ class Uses:
         """Count a member of a class, of which the plugin's bases come first."""
         for owner in mro:
             found = self.sources.member(owner, name) if is_upstream(owner) else None
-            if found is not None:
+            if found is not None and is_upstream(found):
                 self._add(Seam(owner.path, name), found)
                 return
             if name in owner.members:
@@ -213,25 +234,40 @@ def _modules_by_name(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def _constants(tree: ast.Module) -> dict[str, str]:
-    """Names of strings."""
-    return {
-        target.id: node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
-    }
+def _texts(
+    scope: ast.AST, known: Mapping[str, str] | None = None
+) -> Iterator[tuple[ast.JoinedStr, str]]:
+    """Strings that are put together, each with what is known of it.
+
+    Variables are those of a scope (a module, a class or a function) and of the scopes around it.
+    One that gets two values in a scope has none that is known.
+    """
+    here: dict[str, str] = {}
+    known, inner = dict(known or {}), []
+    left = list(ast.iter_child_nodes(scope))
+    while left:
+        node = left.pop(0)
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                inner.append(node)
+                continue
+            case ast.JoinedStr():
+                yield node, _put_together(node, known)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                text = _put_together(value, known)
+                known[name] = here[name] = UNKNOWN if here.get(name, text) != text else text
+        left[:0] = ast.iter_child_nodes(node)
+    for each in inner:
+        yield from _texts(each, known)
 
 
-def _folded(node: ast.JoinedStr, constants: dict[str, str]) -> str:
-    """A string, put together where its parts are known."""
-
-    def parts() -> Iterator[str]:
-        for each in node.values:
-            if isinstance(each, ast.Constant):
-                yield str(each.value)
-            elif isinstance(each, ast.FormattedValue):
-                yield constants.get(ast.unparse(each.value), "?")
-
-    return "".join(parts())
+def _put_together(node: ast.expr, known: Mapping[str, str]) -> str:
+    """A string, with `UNKNOWN` for whatever isn't known of it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_put_together(each, known) for each in parts)
+        case ast.FormattedValue(value=ast.Name(id=name)):
+            return known.get(name, UNKNOWN)
+    return UNKNOWN

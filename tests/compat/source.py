@@ -6,6 +6,7 @@ vLLM's 2,600; and of attributes that instances have, it knows those of ``__init_
 """
 
 import ast
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +83,20 @@ class Sources(griffe.ModulesCollection):
         for end in range(1, len(parts) + 1):
             if self.module(".".join(parts[:end])) is None:
                 break
-        return super().get_member(parts)
+        try:
+            return super().get_member(parts)
+        except KeyError:
+            return self._imported_with_all(".".join(parts[:-1]), parts[-1])
+
+    def _imported_with_all(self, module: str, name: str) -> Any:
+        """What ``from ... import *`` at the top of a module gives it, which griffe leaves out."""
+        found = self.module(module)
+        aliases = found.members.values() if found is not None and name[0] != "_" else ()
+        for alias in list(aliases):
+            if alias.is_alias and alias.wildcard:
+                with contextlib.suppress(*UNKNOWN):
+                    return self.get_member(f"{alias.wildcard}.{name}")
+        raise KeyError(name)
 
     def module(self, name: str) -> griffe.Module | None:
         """The module of that full name."""

@@ -3222,6 +3222,20 @@ MUTANTS = [
         (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py"),
     ),
     Mutant(
+        "V2: NaNs are counted in what sampling parameters leave of logits",
+        "v2/sampler.py",
+        "self._num_nans(logits,",
+        "self._num_nans(processed,",
+        V2,
+    ),
+    Mutant(
+        "V2: NaNs of a request's drafts go to the requests after it",
+        "v2/sampler.py",
+        "if len(row_slots) == len(slots):",
+        "if True:",
+        V2,
+    ),
+    Mutant(
         "V2: drafts are verified by what the first one was drawn from",
         "v2/sampler.py",
         "num_steps + input_batch.expanded_local_pos[rows]",

@@ -209,3 +209,39 @@ def test_greedy_steps_draw_nothing_and_keep_nothing():
     before = torch.get_rng_state()
     assert torch.equal(draw_drafts(logits, requests, torch.zeros(2)), logits.argmax(-1))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def rows_with_nans(logits):
+    """A scalar reading of ``_num_nans_kernel``: NaNs of each row, as float32."""
+    return [sum(value != value for value in row) for row in logits.float().tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("drafts", [[0, 0, 0, 0], [2, 0, 3, 1]], ids=["plain", "drafts"])
+def test_nans_of_logits_are_counted_before_they_are_sampled_from(seed, drafts, dtype):
+    """By request, as upstream's ranks that share a batch do it; its runner names rows by requests,
+    of which there are fewer."""
+    rng, num_drafts = np.random.default_rng(seed), np.array(drafts, np.int32)
+    slots, ends = np.array([4, 2, 3, 0]), np.cumsum(1 + num_drafts)
+    of_rows = slots.repeat(1 + num_drafts)
+    for _ in range(20):
+        logits = torch.from_numpy(rng.standard_normal((len(of_rows), VOCAB))).to(dtype)
+        logits[torch.from_numpy(rng.random(logits.shape) < 0.2)] = torch.nan
+        logits[rng.integers(len(of_rows))] = torch.inf
+        sampler = sampler_of(states_of(5))
+        sampler.compute_nans = True
+        sampler.apply_sampling_params = lambda logits, *_, **__: logits.float() * torch.nan
+        batch = SimpleNamespace(
+            idx_mapping_np=slots,
+            idx_mapping=torch.from_numpy(slots),
+            expanded_idx_mapping=torch.from_numpy(of_rows),
+            expanded_local_pos=None,
+            num_draft_tokens_per_req=num_drafts if num_drafts.any() else None,
+            positions=torch.arange(len(of_rows)),
+            logits_indices=torch.arange(len(of_rows)),
+            input_ids=torch.zeros(len(of_rows), dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.ones(4, dtype=torch.int32),
+        )
+        expected = [sum(part) for part in np.split(rows_with_nans(logits), ends[:-1])]
+        assert sampler(logits, batch).num_nans.tolist() == expected
+        assert sum(expected) < logits.numel()

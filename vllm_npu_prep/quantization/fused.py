@@ -6,7 +6,7 @@ known to do nothing else with these results.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,53 +28,53 @@ from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MODELS = "vllm.model_executor.models."
+MODELS = "vllm.model_executor.models"
 DECODERS = {
-    "deepseek_v2.DeepseekV2DecoderLayer",
-    "gemma.GemmaDecoderLayer",
-    "gemma2.Gemma2DecoderLayer",
-    "gemma3.Gemma3DecoderLayer",
-    "glm4.Glm4DecoderLayer",
-    "glm4_moe.Glm4MoeDecoderLayer",
-    "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
-    "llama.LlamaDecoderLayer",
-    "minimax_m2.MiniMaxM2DecoderLayer",
-    "mistral.MistralDecoderLayer",
-    "mixtral.MixtralDecoderLayer",
-    "qwen2.Qwen2DecoderLayer",
-    "qwen2_moe.Qwen2MoeDecoderLayer",
-    "qwen3.Qwen3DecoderLayer",
-    "qwen3_moe.Qwen3MoeDecoderLayer",
+    f"{MODELS}.deepseek_v2.DeepseekV2DecoderLayer.forward",
+    f"{MODELS}.gemma.GemmaDecoderLayer.forward",
+    f"{MODELS}.gemma2.Gemma2DecoderLayer.forward",
+    f"{MODELS}.gemma3.Gemma3DecoderLayer.forward",
+    f"{MODELS}.glm4.Glm4DecoderLayer.forward",
+    f"{MODELS}.glm4_moe.Glm4MoeDecoderLayer.forward",
+    f"{MODELS}.glm4_moe_lite.Glm4MoeLiteDecoderLayer.forward",
+    f"{MODELS}.llama.LlamaDecoderLayer.forward",
+    f"{MODELS}.minimax_m2.MiniMaxM2DecoderLayer.forward",
+    f"{MODELS}.mistral.MistralDecoderLayer.forward",
+    f"{MODELS}.mixtral.MixtralDecoderLayer.forward",
+    f"{MODELS}.qwen2.Qwen2DecoderLayer.forward",
+    f"{MODELS}.qwen2_moe.Qwen2MoeDecoderLayer.forward",
+    f"{MODELS}.qwen3.Qwen3DecoderLayer.forward",
+    f"{MODELS}.qwen3_moe.Qwen3MoeDecoderLayer.forward",
 }
 ATTENTIONS = {
-    "gemma.GemmaAttention",
-    "gemma2.Gemma2Attention",
-    "gemma3.Gemma3Attention",
-    "glm4.Glm4Attention",
-    "glm4_moe.Glm4MoeAttention",
-    "llama.LlamaAttention",
-    "minimax_m2.MiniMaxM2Attention",
-    "mistral.MistralAttention",
-    "mixtral.MixtralAttention",
-    "qwen2.Qwen2Attention",
-    "qwen2_moe.Qwen2MoeAttention",
-    "qwen3.Qwen3Attention",
-    "qwen3_moe.Qwen3MoeAttention",
+    f"{MODELS}.gemma.GemmaAttention.forward",
+    f"{MODELS}.gemma2.Gemma2Attention.forward",
+    f"{MODELS}.gemma3.Gemma3Attention.forward",
+    f"{MODELS}.glm4.Glm4Attention.forward",
+    f"{MODELS}.glm4_moe.Glm4MoeAttention.forward",
+    f"{MODELS}.llama.LlamaAttention.forward",
+    f"{MODELS}.minimax_m2.MiniMaxM2Attention.forward",
+    f"{MODELS}.mistral.MistralAttention.forward",
+    f"{MODELS}.mixtral.MixtralAttention.forward",
+    f"{MODELS}.qwen2.Qwen2Attention.forward",
+    f"{MODELS}.qwen2_moe.Qwen2MoeAttention.forward",
+    f"{MODELS}.qwen3.Qwen3Attention.forward",
+    f"{MODELS}.qwen3_moe.Qwen3MoeAttention.forward",
 }
-LATENT_ATTENTIONS = {"deepseek_v2.DeepseekV2MLAAttention"}
+LATENT_ATTENTIONS = {f"{MODELS}.deepseek_v2.DeepseekV2MLAAttention.forward"}
 MLPS = {
-    "deepseek_v2.DeepseekV2MLP",
-    "gemma.GemmaMLP",
-    "gemma2.Gemma2MLP",
-    "gemma3.Gemma3MLP",
-    "glm4_moe.Glm4MoeMLP",
-    "llama.LlamaMLP",
-    "mistral.MistralMLP",
-    "qwen2.Qwen2MLP",
-    "qwen2_moe.Qwen2MoeMLP",
-    "qwen3_moe.Qwen3MoeMLP",
+    f"{MODELS}.deepseek_v2.DeepseekV2MLP.forward",
+    f"{MODELS}.gemma.GemmaMLP.forward",
+    f"{MODELS}.gemma2.Gemma2MLP.forward",
+    f"{MODELS}.gemma3.Gemma3MLP.forward",
+    f"{MODELS}.glm4_moe.Glm4MoeMLP.forward",
+    f"{MODELS}.llama.LlamaMLP.forward",
+    f"{MODELS}.mistral.MistralMLP.forward",
+    f"{MODELS}.qwen2.Qwen2MLP.forward",
+    f"{MODELS}.qwen2_moe.Qwen2MoeMLP.forward",
+    f"{MODELS}.qwen3_moe.Qwen3MoeMLP.forward",
 }
-"""Classes whose ``forward`` is known; subclasses that have their own are not among them. GELU has
+"""Methods whose code is known; subclasses that have their own are not among them. GELU has
 no operator that rounds."""
 
 
@@ -354,14 +354,12 @@ def _order_rows(parts: ProjectionParts) -> None:
     layer.ordered = layer.int8
 
 
-def _is_known(module: Any, classes: Iterable[str]) -> bool:
-    """Whether a module runs the ``forward`` of one of these classes."""
+def _is_known(module: Any, methods: Container[str]) -> bool:
+    """Whether the ``forward`` that a module runs is one of these."""
     if not isinstance(module, nn.Module):
         return False
     forward = type(module).forward
-    return f"{forward.__module__}.{forward.__qualname__}" in {
-        f"{MODELS}{name}.forward" for name in classes
-    }
+    return f"{forward.__module__}.{forward.__qualname__}" in methods
 
 
 def _fuse_norm(owner: nn.Module, name: str, *projections: nn.Module) -> None:

@@ -38,7 +38,7 @@ class BatchedMixin(Scheduler):
     ``update_from_output`` appends the tokens of plain rows in one loop and hands upstream's method
     the others in their places (`outputs.Rows`).
 
-    What may change in a release of vLLM is guarded by ``tests/compat/sources.py``.
+    What may change in a release of vLLM is guarded by ``tests/compat/bodies.txt``.
 
     Attributes
     ----------
