@@ -2839,15 +2839,29 @@ MUTANTS = [
     Mutant(
         "V2: the sample of a request that sat a step out is another slot's",
         "v2/states.py",
-        "np.where(is_awaited, slots, NO_PREVIOUS_ROW)",
-        "np.where(is_awaited, slots - 1, NO_PREVIOUS_ROW)",
+        "left_out = left_out[np.argsort(self.rows[left_out])]",
+        "left_out = left_out[np.argsort(-self.rows[left_out])]",
         V2,
     ),
     Mutant(
         "V2: samples of requests that sit a step out are not put aside",
         "v2/states.py",
-        "                self.by_slot.index_copy_(0, self._latest_slots, self._latest)",
-        "                pass",
+        "        self.rows[slots] = NO_PREVIOUS_ROW\n        left_out",
+        "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out",
+        V2,
+    ),
+    Mutant(
+        "V2: an older row of samples is taken for one of the last step",
+        "v2/states.py",
+        "self.samples.rows[slots] - self.samples.num_older",
+        "self.samples.rows[slots]",
+        V2,
+    ),
+    Mutant(
+        "V2: synchronous samples are entered a place too late",
+        "v2/states.py",
+        "places = self.num_computed_tokens_np[slots] + num_scheduled",
+        "places = self.num_computed_tokens_np[slots] + num_scheduled + 1",
         V2,
     ),
     Mutant(
