@@ -54,6 +54,7 @@ from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
@@ -283,6 +284,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             samples.rows,
             samples.num_rows,
             samples.num_drafts,
+            check_limits=NO_LIMITS if self.step_check is None else self.step_check.limits_in_pass,
             num_accepted_tokens=self.accepted.count(
                 preparer.tables,
                 now.req_ids,
