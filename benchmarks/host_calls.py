@@ -2,16 +2,17 @@
 
     python benchmarks/host_calls.py [--json] [--steps 20] [--case step-256]
 
-A step of `host_step.py` runs under `sys.setprofile`. For each case, medians over steps:
+A step of `host_step.py`, or of `host_step_v2.py` in cases whose names begin with v2, runs under
+`sys.setprofile`. For each case, medians over steps:
 
 =============  =====================================================================================
 column         what is counted
 =============  =====================================================================================
-prepare        calls of Python functions in `_prepare_inputs`, itself included
+prepare        calls of Python functions in `_prepare_inputs` (V2: `_prepare_step`), itself included
 prepare_c      calls of functions in C there; numba's and numpy's operators are not among them
 step           calls of Python functions from `execute_model` to the end of `sample_tokens`
 step_c         calls of functions in C there
-upstream       as step, of upstream's runner
+upstream       as step, of upstream's V1 runner; not beside V2
 =============  =====================================================================================
 
 After `_prepare_inputs` most of the calls are upstream's, in our runner, too. A call in a loop over
@@ -29,8 +30,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import host_step_v2
 from host_step import WARM_UP, as_rows, compare, runners, stub, whole_step
 from workloads import CASES, Case, Schedule
+
+V2 = "v2-"
 
 
 class Calls:
@@ -56,7 +60,8 @@ class Calls:
 
 def counted(runner: Any, run: Callable[[], Any]) -> tuple[dict[str, int], Any]:
     """Calls of one step, and its result."""
-    calls = Calls(type(runner)._prepare_inputs.__code__)
+    prepare = getattr(type(runner), "_prepare_inputs", None) or type(runner)._prepare_step
+    calls = Calls(prepare.__code__)
     sys.setprofile(calls)
     try:
         result = run()
@@ -85,10 +90,28 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int) -> dict[str, int]:
     return row | {"upstream": int(statistics.median(each["step"] for each in upstreams))}
 
 
+def measure_v2(case: Case, folder: Path, steps: int) -> dict[str, int]:
+    """Medians of a case on Model Runner V2."""
+    schedule, seen = Schedule(case), []
+    with host_step_v2.runner_for(case, host_step_v2.model_in(folder)) as runner:
+        host_step_v2.stub(runner)
+        for step in range(WARM_UP + steps):
+            output = host_step_v2.told_to_v2(schedule.step())
+            runner.sampler.sampled_token_ids = as_rows(schedule.sampled()).long()
+            each, _ = counted(
+                runner,
+                lambda: (runner.execute_model(output), runner.sample_tokens(None)),  # noqa: B023
+            )
+            if step >= WARM_UP:
+                seen.append(each)
+    return {name: int(statistics.median(each[name] for each in seen)) for name in seen[0]}
+
+
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     whole = [name for name, case in CASES.items() if case.whole_step]
+    whole += [f"{V2}{name}" for name in host_step_v2.CASES]
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--steps", type=int, default=20, help="counted steps of each case")
     parser.add_argument("--case", action="append", choices=whole, help="one case; may be repeated")
@@ -96,6 +119,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in args.case or whole:
+            if name.startswith(V2):
+                case = host_step_v2.CASES[name.removeprefix(V2)]
+                row = {"case": name, **measure_v2(case, Path(folder) / name, args.steps)}
+                print(json.dumps(row) if args.json else row, flush=True)
+                continue
             options = Path(folder), args.async_scheduling and not CASES[name].num_drafts
             with runners(CASES[name], *options, {"check": "cheap"}, 1) as both:
                 row = {"case": name, **measure(CASES[name], *both, args.steps)}

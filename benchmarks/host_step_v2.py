@@ -28,6 +28,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from gc import collect, freeze, unfreeze
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,18 @@ def stub(runner: Any) -> None:
         runner.step_check.limits[1:] = np.iinfo(np.int32).max  # blocks are made up
 
 
+def told_to_v2(output: Any) -> Any:
+    """A scheduler's output as its schedulers make it for V2."""
+    for new in output.scheduled_new_reqs:
+        new.prefill_token_ids = new.prompt_token_ids
+    return output
+
+
+def model_in(folder: Path) -> Path:
+    """A small model."""
+    return make_model(folder, vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=4096)
+
+
 def run(runner: Any, output: Any, sampled: dict[str, list[int]], clock: Clock) -> tuple[float, Any]:
     """Microseconds of one step, and what the model got of each request."""
     is_v1 = hasattr(runner, "_model_forward")
@@ -161,9 +174,7 @@ def measure(case: Case, runners: dict[str, Any], steps: int, clock: Clock) -> di
     schedule = Schedule(case)
     times: dict[str, list[float]] = {name: [] for name in runners}
     for step in range(WARM_UP + steps):
-        output, given = schedule.step(), {}
-        for new in output.scheduled_new_reqs:
-            new.prefill_token_ids = new.prompt_token_ids
+        output, given = told_to_v2(schedule.step()), {}
         sampled = schedule.sampled()
         names = list(runners)
         for name in names[step % len(names) :] + names[: step % len(names)]:
@@ -175,10 +186,9 @@ def measure(case: Case, runners: dict[str, Any], steps: int, clock: Clock) -> di
     return {f"{name}_us": round(float(np.median(each)), 1) for name, each in times.items()}
 
 
-def of_case(case: Case, folder: Path, steps: int, clock: Clock) -> dict[str, float]:
-    """Medians of the three runners on an engine of the case's size."""
-    from vllm.v1.worker.gpu import async_utils
-
+@contextlib.contextmanager
+def runner_for(case: Case, folder: Path) -> Iterator[Any]:
+    """Our runner, of an engine of the case's size."""
     with engine_of(
         "V2",
         folder,
@@ -191,18 +201,26 @@ def of_case(case: Case, folder: Path, steps: int, clock: Clock) -> dict[str, flo
         ours = runner_of(llm)
         with torch.inference_mode(), ours.prep_device.host_streams():
             torch.set_num_threads(1)
-            runners = {"ours": ours, "v1": v1_of(ours), "stock": stock_of(ours)}
-            free_kernels()
-            free_streams: Any = lambda *_: contextlib.nullcontext()  # noqa: E731
-            async_utils.stream = free_streams  # upstream's knows CUDA's alone
-            for runner in runners.values():
-                stub(runner)
-            collect()
-            freeze()  # as vLLM's worker does once it is made
-            try:
-                return measure(case, runners, steps, clock)
-            finally:
-                unfreeze()
+            yield ours
+
+
+def of_case(case: Case, folder: Path, steps: int, clock: Clock) -> dict[str, float]:
+    """Medians of the three runners on an engine of the case's size."""
+    from vllm.v1.worker.gpu import async_utils
+
+    with runner_for(case, folder) as ours:
+        runners = {"ours": ours, "v1": v1_of(ours), "stock": stock_of(ours)}
+        free_kernels()
+        free_streams: Any = lambda *_: contextlib.nullcontext()  # noqa: E731
+        async_utils.stream = free_streams  # upstream's knows CUDA's alone
+        for runner in runners.values():
+            stub(runner)
+        collect()
+        freeze()  # as vLLM's worker does once it is made
+        try:
+            return measure(case, runners, steps, clock)
+        finally:
+            unfreeze()
 
 
 def main() -> None:
@@ -211,12 +229,7 @@ def main() -> None:
     rows = []
     v2.let_it_run_without_triton()
     with tempfile.TemporaryDirectory() as name:
-        model = make_model(
-            Path(name) / "model",
-            vocab_size=VOCAB,
-            num_hidden_layers=1,
-            max_position_embeddings=4096,
-        )
+        model = model_in(Path(name) / "model")
         for name in args.case or CASES:
             print(f"{name} ...", file=sys.stderr, flush=True)
             try:

@@ -12,6 +12,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.attention.fused_calls import rules_of
+from vllm_npu_prep.compat import v2
 from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.config import (
     Decisions,
@@ -243,6 +244,10 @@ class NPUPlatform(Platform):
             from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
             refuse_non_finite(processed_inputs["prompt_embeds"])
+        if v2.is_asked_for():
+            from vllm_npu_prep.v2.limits import refuse_long_lists
+
+            refuse_long_lists(params)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -19,9 +19,11 @@ CASES = ["step-256"]
 CALLS = {
     "step-256": {"prepare": 31, "prepare_c": 13, "step": 225, "step_c": 635},
     "drafts-step": {"prepare": 47, "prepare_c": 20, "step": 277, "step_c": 923},
+    "v2-step-256": {"prepare": 44, "prepare_c": 25, "step": 196, "step_c": 132},
 }
-"""Function calls of a step of 256 requests, as `benchmarks/host_calls.py` counts them. One more
-call for each request adds 256. Write down what it prints when a change is worth its calls."""
+"""Function calls of a step of 256 requests, as `benchmarks/host_calls.py` counts them on V1 and V2.
+One more call for each request adds 256. Write down what it prints when a change is worth its
+calls."""
 ALLOWANCE = 0.1
 """By this share, counts may be above `CALLS`. If they are as far below, `CALLS` is out of date."""
 
@@ -184,4 +186,5 @@ def test_a_step_makes_no_more_calls_than_it_did():
         expected = CALLS[row["case"]]
         counts = {name: row[name] for name in expected}
         assert counts == pytest.approx(expected, rel=ALLOWANCE, abs=2), row["case"]
-        assert row["step"] < row["upstream"] / 2, row["case"]
+        if "upstream" in row:  # V1's
+            assert row["step"] < row["upstream"] / 2, row["case"]

@@ -211,9 +211,9 @@ class Episode:
 
     @classmethod
     def draw_for_v2(cls, seed: int) -> "Episode":
-        """Draw an engine whose runner is our V2: without drafts and embeddings of prompts."""
+        """Draw an engine whose runner is our V2: without drafts."""
         drawn = cls.draw(seed)
-        left_out = ("speculative_config", "enable_prompt_embeds")
+        left_out = ("speculative_config",)
         settings = {name: v for name, v in drawn.settings.items() if name not in left_out}
         return cls(seed, drawn.family, settings, int8=drawn.int8, runner="V2")
 

@@ -47,6 +47,7 @@ EPISODES_OF_V2 = {
     29: {"resumed", "dummy run", "piecewise graphs", "aborted"},
     39: {"cached prefix", "dummy run", "aborted"},
     44: {"resumed", "preempted", "prefix cache reset", "dummy run"},
+    126: {"resumed", "preempted", "aborted", "full graph", "piecewise graphs"},
 }
 """The same of engines on Model Runner V2."""
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))

@@ -1,15 +1,14 @@
 """End to end through vLLM's engine: greedy tokens are those of Hugging Face transformers."""
 
-from collections import Counter
-
 import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
-from tests.helpers.watch import count_preemptions, count_states
+from tests.helpers.v2 import ALSO_V2, engine_of
+from tests.helpers.watch import count_preemptions, count_states, count_verified
 from vllm_npu_prep.attention.mask_cache import MaskCache
 
 
@@ -18,14 +17,16 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"), "Qwen3")
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("mask", ["dense", "compressed"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("block_size", [7, 128])
 def test_short_and_long_prompts_with_a_budget_below_a_prompt(
-    model, seed, mask, asynchronous, block_size
+    model, seed, mask, asynchronous, block_size, runner_name
 ):
     prompts = prompts_of(seed, [3, 1, 150, 40, 90, 17, 2, 64, 65, 33])
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         block_size=block_size,
         async_scheduling=asynchronous,
@@ -41,13 +42,15 @@ def test_short_and_long_prompts_with_a_budget_below_a_prompt(
     assert {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"} <= set(states)
 
 
-def test_one_engine_passes_through_every_state(model, seed):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_one_engine_passes_through_every_state(model, seed, runner_name):
     """Chunked prefill off, prefix caching on, ngram drafts: all five states in one run."""
     shared = prompts_of(seed, [48])[0]
     tails = prompts_of(seed + 1, [5, 9, 12])
     loops = [p * 6 for p in prompts_of(seed + 2, [4, 3])]  # repeats, for ngram to find
     prompts = [shared + tails[0], *(shared + tail for tail in tails), *loops]
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         block_size=16,
         enable_chunked_prefill=False,
@@ -71,49 +74,45 @@ def test_one_engine_passes_through_every_state(model, seed):
     expected += reference(model, prompts, 16)
     assert got == expected
     print(dict(states))
-    assert set(states) == {
+    without_drafts = {"DecodeOnly"} if runner_name == "V1" else set()  # V2's ngram always drafts
+    assert set(states) == without_drafts | {
         "PrefillNoCache",
         "PrefillCacheHit",
         "ChunkedPrefill",
-        "DecodeOnly",
         "SpecDecoding",
     }
 
 
-def test_ngram_drafts_are_accepted_and_rejected_without_changing_tokens(tmp_path_factory, seed):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_ngram_drafts_are_accepted_and_rejected_without_changing_tokens(
+    tmp_path_factory, seed, runner_name
+):
     """A model that falls into loops, so that drafts are right often and wrong sometimes."""
     model = make_model(tmp_path_factory.mktemp("loops"), spread=0.1)
     prompts = prompts_of(seed, [20, 9, 30])
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    with engine(model, speculative_config=ngram) as llm:
-        runner, sampled = runner_of(llm), Counter()
-        bookkeeping = runner._bookkeeping_sync
-
-        def counted(output, *args):
-            result = bookkeeping(output, *args)
-            for req_id, tokens in zip(runner.input_batch.req_ids, result[3]):
-                drafts = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
-                if drafts:
-                    sampled["all" if len(tokens) > drafts else min(len(tokens), 2)] += 1
-            return result
-
-        runner._bookkeeping_sync = counted
+    with engine_of(runner_name, model, speculative_config=ngram) as llm:
+        verified = count_verified(llm)
         got = generate(llm, prompts, greedy(60))
-    print("accepted: all", sampled["all"], "some", sampled[2], "none", sampled[1])
+    print(dict(verified))
     assert got == reference(model, prompts, 60)
-    assert sampled["all"] > 0
-    assert sampled[1] + sampled[2] > 0
+    assert verified["accepted"] > 0
+    assert verified["partly"] + verified["rejected"] > 0
 
 
-def test_preempted_requests_come_back_with_the_same_tokens(model, seed):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_preempted_requests_come_back_with_the_same_tokens(model, seed, runner_name):
     prompts = prompts_of(seed, [30, 28, 25, 31, 22, 29])
-    with engine(model, block_size=4, num_gpu_blocks_override=40, max_model_len=96) as llm:
+    with engine_of(
+        runner_name, model, block_size=4, num_gpu_blocks_override=40, max_model_len=96
+    ) as llm:
         count = count_preemptions(llm)
         got = generate(llm, prompts, greedy(40))
     assert count["preempted"] > 0
     assert got == reference(model, prompts, 40)
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -133,10 +132,11 @@ def test_preempted_requests_come_back_with_the_same_tokens(model, seed):
     ],
 )
 @pytest.mark.parametrize("mask", ["dense", "compressed"])
-def test_windows_and_soft_caps(tmp_path_factory, seed, family, settings, mask):
+def test_windows_and_soft_caps(tmp_path_factory, seed, family, settings, mask, runner_name):
     folder = make_model(tmp_path_factory.mktemp(family), family, **settings)
     prompts = prompts_of(seed, [5, 70, 30, 12, 14])
-    with engine(
+    with engine_of(
+        runner_name,
         folder,
         max_num_batched_tokens=32,
         block_size=16,
@@ -153,11 +153,12 @@ BF16_TOLERANCE = 0.15
 same sums in another order, with eight bits of mantissa."""
 
 
-def test_bf16_log_probabilities_stay_within_tolerance(model, seed):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_bf16_log_probabilities_stay_within_tolerance(model, seed, runner_name):
     from transformers import AutoModelForCausalLM
 
     prompts = prompts_of(seed, [5, 60, 33, 90])
-    with engine(model, dtype="bfloat16", max_num_batched_tokens=48) as llm:
+    with engine_of(runner_name, model, dtype="bfloat16", max_num_batched_tokens=48) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": p} for p in prompts],
             greedy(1, prompt_logprobs=0),
@@ -187,9 +188,10 @@ def test_bf16_log_probabilities_stay_within_tolerance(model, seed):
     assert (got - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_seeded_request_draws_the_same_tokens_however_its_prompt_is_cut(
-    model, seed, asynchronous
+    model, seed, asynchronous, runner_name
 ):
     """A chunk's sample is thrown away, and its generator must not have advanced."""
     prompts = prompts_of(seed, [60, 5, 33])
@@ -198,14 +200,17 @@ def test_a_seeded_request_draws_the_same_tokens_however_its_prompt_is_cut(
     )
     drawn = []
     for budget in (16, 256):
-        with engine(model, max_num_batched_tokens=budget, async_scheduling=asynchronous) as llm:
+        with engine_of(
+            runner_name, model, max_num_batched_tokens=budget, async_scheduling=asynchronous
+        ) as llm:
             drawn.append(generate(llm, prompts, params))
     assert drawn[0] == drawn[1]
     check_varied(drawn[0])
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("mask", ["dense", "compressed"])
-def test_a_wrong_mask_gives_wrong_tokens(model, seed, mask, monkeypatch):
+def test_a_wrong_mask_gives_wrong_tokens(model, seed, mask, monkeypatch, runner_name):
     """The mask in the metadata is the mask that attention applies."""
     maker = "build" if mask == "dense" else "constant"
     make = getattr(MaskCache, maker)
@@ -216,6 +221,6 @@ def test_a_wrong_mask_gives_wrong_tokens(model, seed, mask, monkeypatch):
 
     monkeypatch.setattr(MaskCache, maker, planted)
     prompts = prompts_of(seed, [20, 33])
-    with engine(model, additional_config={"npu_prep": {"mask": mask}}) as llm:
+    with engine_of(runner_name, model, additional_config={"npu_prep": {"mask": mask}}) as llm:
         got = generate(llm, prompts, greedy(8))
     assert got != reference(model, prompts, 8)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.record_file import record_files
 from vllm_npu_prep.ops import experts
@@ -21,8 +22,9 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
+def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch, runner_name):
     """Chunks, and steps whose padding no expert works for; one rank of expert parallelism."""
     folder = make_model(tmp_path, family, **MIXTURES[family])
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
@@ -34,7 +36,8 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
 
     monkeypatch.setattr(experts, "apply_experts", counted)
     settings = SETTINGS.get(family, {})
-    with engine(folder, max_num_batched_tokens=48, max_num_seqs=7, **settings) as llm:
+    settings = {"max_num_batched_tokens": 48, "max_num_seqs": 7, **settings}
+    with engine_of(runner_name, folder, **settings) as llm:
         calls.clear()
         got = generate(llm, prompts, greedy(16))
         counts = runner_of(llm).padding.counts.by_kind
@@ -48,8 +51,11 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
     print(family, len(calls), "calls,", sum(calls), "with padding", dict(counts))
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("steps", ["0:40", "last 40"])
-def test_explain_tells_how_many_tokens_each_expert_got(tmp_path, seed, steps, capsys, monkeypatch):
+def test_explain_tells_how_many_tokens_each_expert_got(
+    tmp_path, seed, steps, capsys, monkeypatch, runner_name
+):
     """As counted where experts get their tokens: in graphs, too, whose padding is sent to none."""
     computed, of_steps, apply_experts = [], [], experts.apply_experts
 
@@ -62,7 +68,8 @@ def test_explain_tells_how_many_tokens_each_expert_got(tmp_path, seed, steps, ca
     folder = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
     record = {"dir": str(tmp_path / "records"), "steps": steps, "expert_tokens": True}
     options = {"additional_config": {"npu_prep": {"record": record}}, **GRAPHS}
-    with engine(folder, max_num_batched_tokens=48, max_num_seqs=7, **options) as llm:
+    sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 7}
+    with engine_of(runner_name, folder, **sizes, **options) as llm:
         runner = runner_of(llm)
         execute_model = runner.execute_model
 

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
+from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.checks import NOT_CHECKED
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.runner import model_runner
+from vllm_npu_prep.v2 import runner as v2_runner
+from vllm_npu_prep.v2.order import BatchOrder
 
 BLOCK_SIZE = 16
 PROMPT_A, PROMPT_B = list(range(2, 22)), list(range(30, 40))
@@ -34,21 +37,42 @@ def settings(**others):
     }
 
 
-@pytest.fixture(scope="module")
-def llm(model):
-    with engine(model, async_scheduling=False, **settings()) as llm:
+@pytest.fixture(scope="module", params=ALSO_V2)
+def llm(model, request):
+    with engine_of(request.param, model, async_scheduling=False, **settings()) as llm:
         yield llm
 
 
 class Steps:
     """Two requests on a runner whose check begins anew: A owns blocks 1 and 2, B block 3."""
 
+    updates, adds_row, appends = "_update_states", "add_row", "append_row"
+
     def __init__(self, runner):
         self.runner = runner
-        runner._update_states(scheduler_output({}, finished=set(runner.requests)))
-        runner.block_tables.clear()
+        self.tables = runner.preparer.tables
+        self.clear()
         runner.step_check = make_check("full", runner)
-        self.ids = {}
+
+    def clear(self):
+        """Forget the requests of earlier tests."""
+        self.runner._update_states(scheduler_output({}, finished=set(self.runner.requests)))
+        self.runner.block_tables.clear()
+
+    def run(self, output):
+        """A step in which each request samples 7."""
+        prepare(self.runner, output)
+        bookkeep(self.runner, output, dict.fromkeys(output.num_scheduled_tokens, 7))
+
+    def row(self, req_id):
+        """Of a request in the tables."""
+        return self.runner.input_batch.req_id_to_index[req_id]
+
+    def resumed(self, output):
+        """A after preemption, with new blocks."""
+        cached = output.scheduled_cached_reqs
+        cached.resumed_req_ids, cached.new_block_ids[0] = {"A"}, ([5, 6],)
+        return output
 
     def first(self):
         """Both prompts."""
@@ -57,15 +81,11 @@ class Steps:
         return self
 
     def step(self, counts, **others):
-        output = scheduler_output(counts, **others)
-        prepare(self.runner, output)
-        bookkeep(self.runner, output, dict.fromkeys(counts, 7))
+        self.run(scheduler_output(counts, **others))
 
     def decode(self, **others):
         """Each samples once more."""
-        output = self.decoded(**others)
-        prepare(self.runner, output)
-        bookkeep(self.runner, output, dict.fromkeys(output.num_scheduled_tokens, 7))
+        self.run(self.decoded(**others))
 
     def decoded(self, *, without=(), **others):
         lengths = {"A": ([], 20, 1), "B": ([], 10, 1)}
@@ -74,18 +94,55 @@ class Steps:
         return scheduler_output(counts, cached=cached | others.pop("cached", {}), **others)
 
     def table(self):
-        return self.runner.input_batch.block_table[0].block_table.np
+        return self.tables.block_table(0)
+
+
+class SlotSteps(Steps):
+    """The same on Model Runner V2, whose steps are whole ones of a small model."""
+
+    updates, adds_row, appends = "update_requests", "append_block_ids", "append_block_ids"
+
+    def clear(self):
+        runner, sample = self.runner, type(self.runner).sample
+
+        def sevens(*args):
+            found = sample(runner, *args)
+            found[0].sampled_token_ids.fill_(7)
+            return found
+
+        runner.sample = sevens
+        self.run(scheduler_output({}, finished=set(runner.req_states.req_id_to_index)))
+        runner.order = BatchOrder()
+
+    def run(self, output):
+        self.runner.execute_model(output)
+        self.runner.sample_tokens(None)
+
+    def row(self, req_id):
+        return self.runner.req_states.req_id_to_index[req_id]
+
+    def resumed(self, output):
+        """To V2, it is new."""
+        new = new_request("A", PROMPT_A, [5, 6])
+        new.prefill_token_ids.append(7)
+        counts = output.num_scheduled_tokens
+        return scheduler_output(counts, new=[new], cached={"B": ([], 11, 2)})
+
+
+def steps_of(llm):
+    """`Steps` of an engine's runner."""
+    runner = runner_of(llm)
+    return (Steps if hasattr(runner, "_prepare_inputs") else SlotSteps)(runner)
 
 
 def another_ones_block(steps, monkeypatch):
-    steps.first().table()[0, 1] = 3
+    steps.first().table()[steps.row("A"), 1] = 3
     steps.decode()
 
 
 def freed_block(steps, monkeypatch):
     steps.first().decode(without=["A"], finished={"A"})
-    row = steps.runner.input_batch.req_id_to_index["B"]
-    steps.table()[row, 0] = 2
+    steps.table()[steps.row("B"), 0] = 2
     steps.step({"B": 1}, cached={"B": ([], 11, 2)})
 
 
@@ -93,38 +150,35 @@ def block_from_before_preemption(steps, monkeypatch):
     steps.first()
     output = steps.decoded(without=["A"])
     output.preempted_req_ids = {"A"}
-    prepare(steps.runner, output)
-    bookkeep(steps.runner, output, {"B": 7})
+    steps.run(output)
     output = scheduler_output({"A": 21, "B": 1}, cached={"A": ([], 0, 1), "B": ([], 11, 2)})
-    cached = output.scheduled_cached_reqs
-    cached.resumed_req_ids, cached.new_block_ids[0] = {"A"}, ([5, 6],)
-    add_row = steps.runner.block_tables.add_row
+    add_row = getattr(steps.runner.block_tables, steps.adds_row)
 
-    def add_old_row(block_ids, row):
-        add_row(([1, 2],) if block_ids == ([5, 6],) else block_ids, row)
+    def add_old_row(*args, **kwargs):
+        add_row(*(([1, 2],) if each == ([5, 6],) else each for each in args), **kwargs)
 
-    monkeypatch.setattr(steps.runner.block_tables, "add_row", add_old_row)
-    prepare(steps.runner, output)
+    monkeypatch.setattr(steps.runner.block_tables, steps.adds_row, add_old_row)
+    steps.run(steps.resumed(output))
 
 
 def null_block(steps, monkeypatch):
-    steps.first().table()[0, 0] = 0
+    steps.first().table()[steps.row("A"), 0] = 0
     steps.decode()
 
 
 def block_of_nobody(steps, monkeypatch):
-    steps.first().table()[0, 1] = 33
+    steps.first().table()[steps.row("A"), 1] = 33
     steps.decode()
 
 
 def blocks_in_another_order(steps, monkeypatch):
-    steps.first().table()[0, :2] = [2, 1]
+    steps.first().table()[steps.row("A"), :2] = [2, 1]
     steps.decode()
 
 
 def forgotten_block(steps, monkeypatch):
     steps.first()
-    monkeypatch.setattr(steps.runner.block_tables, "append_row", lambda *_: None)
+    monkeypatch.setattr(steps.runner.block_tables, steps.appends, lambda *_: None)
     steps.decode(cached={"A": ([4], 20, 1)})
 
 
@@ -151,6 +205,7 @@ def cached_block_with_other_tokens(steps, monkeypatch):
 def cached_block_that_was_written_over(steps, monkeypatch):
     """B gets a block of A, which is gone; then C is told to find A's tokens there."""
     steps.first().decode(without=["A"], finished={"A"}, cached={"B": ([1], 10, 1)})
+    steps.tables.token_ids[steps.row("B"), 11:18] = 7
     steps.step({"B": 7}, cached={"B": ([], 11, 2)})
     new = [new_request("C", [*PROMPT_A[:16], 5], [1, 8], 16)]
     steps.step({"B": 1, "C": 1}, cached={"B": ([], 18, 3)}, new=new)
@@ -173,18 +228,20 @@ def block_twice_in_a_row(steps, monkeypatch):
 
 
 def counted_one_more(steps, monkeypatch):
-    update = steps.first().runner._update_states
+    def add_one():
+        steps.tables.num_computed_tokens[steps.row("B")] += 1
+        steps.tables.token_ids[steps.row("B"), 11] = 7
 
-    def updated(output):
-        update(output)
-        steps.runner.input_batch.num_computed_tokens_cpu[1] += 1
-
-    monkeypatch.setattr(steps.runner, "_update_states", updated)
+    steps.first()
+    in_tables(steps, monkeypatch, add_one)
     steps.decode()
 
 
 def prompt_changed(steps, monkeypatch):
-    in_batch(steps, monkeypatch, lambda batch: batch.token_ids_cpu.__setitem__((1, 4), 77))
+    def change():
+        steps.tables.token_ids[steps.row("B"), 4] = 77
+
+    in_tables(steps, monkeypatch, change)
     steps.first()
 
 
@@ -219,9 +276,11 @@ def copied_in_part(steps, monkeypatch):
 
 
 def buffer_written_too_early(steps, monkeypatch):
+    staging, sent = steps.runner.preparer.staging, []
+    acquire = staging.acquire
+    monkeypatch.setattr(staging, "acquire", lambda *args: sent.append(acquire(*args)) or sent[-1])
     steps.first()
-    sent = steps.runner.in_flight.staged.np
-    in_step(monkeypatch, lambda step: sent.positions.__setitem__(0, 5))
+    in_step(monkeypatch, lambda step: sent[0].np.positions.__setitem__(0, 5))
     steps.decode()
 
 
@@ -240,18 +299,19 @@ def in_step(monkeypatch, fault):
         step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
         return step
 
-    monkeypatch.setattr(model_runner, "prepare_step", planted)
+    for module in (model_runner, v2_runner):
+        monkeypatch.setattr(module, "prepare_step", planted)
 
 
-def in_batch(steps, monkeypatch, fault):
-    """Plant a fault in the batch that upstream made."""
-    update = steps.runner._update_states
+def in_tables(steps, monkeypatch, fault):
+    """Plant a fault in the tables of requests, when these have a step."""
+    update = getattr(steps.runner, steps.updates)
 
     def updated(output):
         update(output)
-        fault(steps.runner.input_batch)
+        fault()
 
-    monkeypatch.setattr(steps.runner, "_update_states", updated)
+    monkeypatch.setattr(steps.runner, steps.updates, updated)
 
 
 def in_metadata(change):
@@ -319,7 +379,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: getattr(plant, "__name__", "fault"))
 def test_a_planted_fault_is_named(llm, monkeypatch, plant):
-    steps = Steps(runner_of(llm))
+    steps = steps_of(llm)
     with pytest.raises(StepCheckError) as raised:
         plant(steps, monkeypatch)
     rule, request, values = FAULTS[plant]
@@ -332,53 +392,52 @@ def test_a_planted_fault_is_named(llm, monkeypatch, plant):
 
 def test_steps_without_a_fault_are_silent(llm):
     """Also those that share, resume, grow, and begin where another one ended."""
-    steps = Steps(runner_of(llm)).first()
+    steps = steps_of(llm).first()
     new = [new_request("C", [*PROMPT_A[:16], 5], [1, 8], 16)]
-    output = steps.decoded(counts={"C": 1}, new=new)
-    prepare(steps.runner, output)
-    bookkeep(steps.runner, output, dict.fromkeys("ABC", 7))
+    steps.decode(counts={"C": 1}, new=new)
     steps.step({"C": 1, "D": 17}, cached={"C": ([], 17, 1)}, finished={"A", "B"},
                new=[new_request("D", PROMPT_A[:17], [2, 3], 0)])  # fmt: skip
 
 
 def test_blocks_of_a_preempted_request_may_go_to_another_at_once(llm):
-    steps = Steps(runner_of(llm)).first()
+    steps = steps_of(llm).first()
     output = steps.decoded(
         without=["A"], counts={"E": 17}, new=[new_request("E", PROMPT_A[:17], [1, 2], 0)]
     )
     output.preempted_req_ids = {"A"}
-    prepare(steps.runner, output)
-    bookkeep(steps.runner, output, dict.fromkeys("BE", 7))
+    steps.run(output)
 
 
-def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch, runner_name):
     """Under asynchronous scheduling, where it never was on the host."""
-    with engine(model, async_scheduling=True, **settings()) as llm:
-        steps = Steps(runner_of(llm)).first()
-        speculation = steps.runner.speculation
-        samples = speculation.last_samples
-
-        def wrong(*args):
-            right = samples(*args)
-            return right._replace(token_ids=right.token_ids.flip(0) + 1)
-
-        monkeypatch.setattr(speculation, "last_samples", wrong)
+    with engine_of(runner_name, model, async_scheduling=True, **settings()) as llm:
+        steps = steps_of(llm).first()
+        staging = steps.runner.preparer.staging
+        send = staging.send
+        monkeypatch.setattr(staging, "send", lambda step, ids: send(step, ids.flip(0) + 1))
         with pytest.raises(StepCheckError, match="request A, token 0: given 8, allowed 7"):
             steps.decode()
         monkeypatch.undo()
-        steps = Steps(runner_of(llm)).first()
-        steps.runner.block_tables.previous_rows[:2] = [1, 0]
+        steps = steps_of(llm).first()
+        if runner_name == "V1":
+            steps.runner.block_tables.previous_rows[:2] = [1, 0]
+        else:
+            rows = steps.runner.req_states.samples.rows
+            rows[[steps.row("A"), steps.row("B")]] = [1, 0]
         with pytest.raises(StepCheckError, match="request A: given 1, allowed 0"):
             steps.decode()
 
 
-def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch, runner_name):
     """The cheap check is on unless it is switched off."""
     prompts, params = [PROMPT_A, PROMPT_B], greedy(4)
     in_step(monkeypatch, lambda step: step.arrays.input_ids.__setitem__(0, 1 << 20))
-    with engine(model, additional_config={"npu_prep": {"check": "off"}}) as llm:
+    unchecked = {"additional_config": {"npu_prep": {"check": "off"}}}
+    with engine_of(runner_name, model, **unchecked) as llm:
         assert runner_of(llm).step_check is None
-    with engine(model, additional_config={}) as llm:
+    with engine_of(runner_name, model, additional_config={}) as llm:
         assert type(runner_of(llm).step_check) is StepCheck
         with pytest.raises(StepCheckError, match=r'"vocabulary".*token 0: given 1048576') as raised:
             generate(llm, prompts, params)

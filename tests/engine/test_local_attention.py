@@ -7,7 +7,6 @@ from tests.helpers.cache import FreeBlocksPoison
 from tests.helpers.engine import (
     LLAMA4,
     REPLAYED,
-    engine,
     generate,
     graphs,
     greedy,
@@ -16,6 +15,7 @@ from tests.helpers.engine import (
 )
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
 
 LENGTHS = [5, 90, 32, 31, 33, 64, 17, 120]
@@ -39,13 +39,15 @@ def settings(**more):
     return {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 4, **more}
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
     ("mask", "hybrid", "asynchronous"),
     [("dense", True, True), ("compressed", False, True), ("compressed", True, False)],
 )
-def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous):
+def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous, runner_name):
     prompts = prompts_of(SEED, LENGTHS)
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         **settings(
             additional_config={"npu_prep": {"mask": mask}},
@@ -69,9 +71,11 @@ def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous):
     assert hits < fresh
 
 
-def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected, runner_name):
     prompts = prompts_of(SEED, LENGTHS)
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         **settings(
             enable_prefix_caching=False,
@@ -87,6 +91,7 @@ def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected):
     assert count["preempted"] > 0
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
     ("mode", "hybrid", "asynchronous"),
     [
@@ -95,7 +100,7 @@ def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected):
         ("FULL", True, False),
     ],
 )
-def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous):
+def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous, runner_name):
     """Full ones too: rows of virtual requests are as many as there can be."""
     prompts = prompts_of(SEED, LENGTHS)
     more = {
@@ -103,15 +108,17 @@ def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous):
         "async_scheduling": asynchronous,
         "max_num_seqs": 5,
     }
-    with engine(model, **settings(**more), **graphs(mode, 1, 2, 4, 8, 40)) as llm:
+    sizes = graphs(mode, 1, 2, 4, 8, 40)
+    with engine_of(runner_name, model, **settings(**more), **sizes) as llm:
         got = generate(llm, prompts, greedy(40))
         counts = runner_of(llm).padding.counts.by_kind
     assert got == expected
     assert set(counts) >= REPLAYED[mode]
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_over_the_border_of_a_chunk(tmp_path, seed, method):
+def test_drafts_over_the_border_of_a_chunk(tmp_path, seed, method, runner_name):
     """A decode and its drafts are two virtual requests there."""
     model = make_model(tmp_path / "target", **LLAMA4, spread=0.1)
     speculation = {"method": method, "num_speculative_tokens": 3}
@@ -120,8 +127,12 @@ def test_drafts_over_the_border_of_a_chunk(tmp_path, seed, method):
     else:
         speculation["model"] = str(make_model(tmp_path / "drafter", num_hidden_layers=1))
     prompts = prompts_of(seed, [20, 9, 61])
-    with engine(
-        model, **settings(max_num_seqs=3), speculative_config=speculation, **graphs("FULL", 4, 12)
+    with engine_of(
+        runner_name,
+        model,
+        **settings(max_num_seqs=3),
+        speculative_config=speculation,
+        **graphs("FULL", 4, 12),
     ) as llm:
         states, border = count_states(llm), []
 

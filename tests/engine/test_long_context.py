@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.long_context import held_bytes, model_for, prompt_of, settings_for
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.long_context import check_bound, expected_tokens
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.watch import count_states
 from vllm_npu_prep import worker
 from vllm_npu_prep.attention.mask_cache import MaskCache
@@ -34,8 +35,11 @@ class LargestTensors(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("longest", [24576, 32768])
-def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monkeypatch, longest):
+def test_long_prompts_take_no_dense_mask_and_little_memory(
+    tmp_path, seed, monkeypatch, longest, runner_name
+):
     from transformers import AutoModelForCausalLM
 
     model = make_model(
@@ -48,7 +52,8 @@ def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monke
     )
     (prompt,) = prompts_of(seed, [longest - TOKENS])
     monkeypatch.setattr(MaskCache, "_matrix", None)  # whoever makes a dense mask fails
-    with engine(model, max_model_len=longest, max_num_batched_tokens=BUDGET, max_num_seqs=2) as llm:
+    sizes = {"max_model_len": longest, "max_num_batched_tokens": BUDGET, "max_num_seqs": 2}
+    with engine_of(runner_name, model, **sizes) as llm:
         states, largest = count_states(llm), LargestTensors()
         execute_model = runner_of(llm).execute_model
 
@@ -82,12 +87,15 @@ def test_long_prompts_take_no_dense_mask_and_little_memory(tmp_path, seed, monke
     assert len(set(got)) > 3
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
     ("longest", "others"),
     [(16384, ()), (131072, ()), (16384, (8192, 16384, 4096, 12288))],
     ids=["16384", "131072", "16384-after-others"],
 )
-def test_memory_keeps_the_bound_that_start_up_states(tmp_path, monkeypatch, longest, others):
+def test_memory_keeps_the_bound_that_start_up_states(
+    tmp_path, monkeypatch, longest, others, runner_name
+):
     """Resident pages, with those of the KV cache that are taken on their first use.
 
     What other prompts leave behind is returned: objects of Python stay, and no holes of the heap.
@@ -95,7 +103,7 @@ def test_memory_keeps_the_bound_that_start_up_states(tmp_path, monkeypatch, long
     model = model_for(tmp_path / "model", longest, head_size=16)
     said: list[str] = []  # vLLM's first engine configures loggers anew, without those of pytest
     monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
-    with engine(model, **settings_for(longest, BUDGET, "float32")) as llm:
+    with engine_of(runner_name, model, **settings_for(longest, BUDGET, "float32")) as llm:
         (stated,) = re.findall(r"a step takes at most ([\d,]+) MiB", "\n".join(said))
         step_bytes = llm.llm_engine.model_executor.driver_worker.worker.step_bytes
         assert int(stated.replace(",", "")) == -(-step_bytes // (1 << 20))

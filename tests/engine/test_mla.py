@@ -20,7 +20,7 @@ from tests.helpers.latent import (
     as_kimi_k2,
 )
 from tests.helpers.prompts import prompts_of
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import ALSO_V2, RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
 from vllm_npu_prep.cli import main
 
@@ -101,8 +101,9 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     assert runner == "V1" or not runs["short prefills"], "on V2 all short ones are decodes"
 
 
+@pytest.mark.parametrize("runner", ALSO_V2)
 @pytest.mark.parametrize("name", ["Kimi K2", "GLM-4.7-Flash"])
-def test_models_of_the_same_layers(tmp_path, seed, name):
+def test_models_of_the_same_layers(tmp_path, seed, name, runner):
     """Kimi K2 stretches positions by YaRN; GLM-4.7-Flash has five heads and wide values."""
     is_kimi = name == "Kimi K2"
     family, config = ("DeepseekV3", KIMI_K2) if is_kimi else ("Glm4MoeLite", GLM_FLASH)
@@ -110,7 +111,7 @@ def test_models_of_the_same_layers(tmp_path, seed, name):
     folder = make_model(tmp_path / "model", family, **{**sizes, **config})
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     with engine_of(
-        "V1",
+        runner,
         as_kimi_k2(folder) if is_kimi else folder,
         block_size=16,
         max_num_batched_tokens=48,
@@ -158,8 +159,9 @@ def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, ma
     assert (counts["full graph"] > 20) == (mask == "compressed")
 
 
+@pytest.mark.parametrize("runner", ALSO_V2)
 @pytest.mark.parametrize("prefill", ["projected", "absorbed"])
-def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys):
+def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys, runner):
     """A cache too small for the batch; ngram drafts, verified in one step.
 
     The absorbed path of all requests gives the same tokens: prefills are held against it. Core,
@@ -173,7 +175,7 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
     )
     prompts = prompts_of(seed, [30, 28, 25, 31, 22, 29])
     with engine_of(
-        "V1",
+        runner,
         folder,
         block_size=4,
         num_gpu_blocks_override=40,
@@ -195,7 +197,8 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
     print(dict(states), dict(count))
     assert got == reference(folder, prompts, 40)
     assert count["preempted"] > 0
-    assert {"DecodeOnly", "SpecDecoding"} <= set(states)
+    assert "SpecDecoding" in states
+    assert "DecodeOnly" in states or runner == "V2", "on V2, ngram drafts in every step"
     assert bool(runs["prefills"]) == (prefill == "projected")
     assert bool(runs["several chunks"]) == (prefill == "projected"), dict(runs)
 

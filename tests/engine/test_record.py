@@ -14,7 +14,6 @@ from tests.conftest import SEED
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import (
     LLAMA4,
-    engine,
     generate,
     graphs,
     greedy,
@@ -22,6 +21,7 @@ from tests.helpers.engine import (
     runner_of,
 )
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.vision import chat, make_image, serve
 from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
@@ -37,6 +37,10 @@ from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep import batch, oracle
 from vllm_npu_prep.prep.checks import NOT_CHECKED
 from vllm_npu_prep.runner import model_runner
+from vllm_npu_prep.v2 import runner as v2_runner
+
+PREPARED_BY = {"V1": model_runner, "V2": v2_runner}
+"""Where each runner names `prepare_step`."""
 
 
 def recording(folder: Path, steps: str, check: str = "cheap", **options) -> dict:
@@ -95,11 +99,15 @@ def gemma3(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("gemma3"), "Gemma3", **THREE_GROUPS)
 
 
-def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_path, capsys):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_groups_with_windows_in_graphs_are_recorded_as_they_come(
+    gemma3, tmp_path, capsys, runner_name
+):
     """Chunks, a prefix cache, preemption, graph padding; then a value in a file is changed."""
     first, *others = prompts_of(SEED, [70, 5, 30, 12, 14, 40, 1])
     prompts = [first, first[:61], first[:48] + others[0], *others]
-    with engine(
+    with engine_of(
+        runner_name,
         gemma3,
         max_num_batched_tokens=32,
         block_size=4,
@@ -169,13 +177,18 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(gemma3, tmp_pat
     assert main(["replay", str(tmp_path), "--step", "99"]) == 2
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, asynchronous):
-    """Drafts of an EAGLE head; under async scheduling the last samples are on the device."""
+def test_the_last_steps_are_written_when_asked(
+    tmp_path_factory, tmp_path, asynchronous, runner_name
+):
+    """Drafts of an EAGLE head; under async scheduling, and on V2, samples are on the device."""
     model = make_model(tmp_path_factory.mktemp("qwen3"), spread=0.1, embedding_scale=20)
     drafter = make_eagle_head(tmp_path_factory.mktemp("eagle"), model, "eagle")
     drafts = {"method": "eagle", "num_speculative_tokens": 3, "model": str(drafter)}
-    with engine(
+    samples_are_on_device = asynchronous or runner_name == "V2"
+    with engine_of(
+        runner_name,
         model,
         max_num_seqs=5,
         max_model_len=128,
@@ -200,8 +213,8 @@ def test_the_last_steps_are_written_when_asked(tmp_path_factory, tmp_path, async
     assert any(record.settings.req_ids[0].startswith("0") for record in records)
     assert any(record.batch.num_draft_tokens.any() for record in records)
     on_device = [r for r in records if "is_on_device" in r.prepared]
-    assert bool(on_device) == asynchronous
-    if asynchronous:
+    assert bool(on_device) == samples_are_on_device
+    if samples_are_on_device:
         assert any(record.prepared["is_on_device"].any() for record in on_device)
         assert any(record.batch.token_ids.min() < 0 for record in on_device)
         check(records, "is_on_device", "sampled_token_targets", *DRAFT_ARRAYS)
@@ -231,8 +244,9 @@ def change_targets(records: list) -> None:
     assert changed == set(range(7))  # a row has a sample, three drafts, the drafts once more
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
-    tmp_path_factory, tmp_path, capsys
+    tmp_path_factory, tmp_path, capsys, runner_name
 ):
     """A bug in preparation is recorded, and found beside neither device nor model."""
     model = make_model(tmp_path_factory.mktemp("llama4"), **LLAMA4)
@@ -255,7 +269,8 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
                 said[f"{name}_padded"][place] += 1
         return said
 
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         block_size=16,
         max_num_batched_tokens=48,
@@ -269,17 +284,18 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
         assert len(chunked) >= 7
         check(records, *chunked, "local_seq_lens_padded", "local_query_start_loc_padded")
         runner = runner_of(llm)
-        sample = runner._sample
+        name = "_sample" if runner_name == "V1" else "sample"
+        sample = getattr(runner, name)
 
         def fail(*args, **kwargs):
             if (runner.in_flight.step.seq_lens > 62).any():
                 raise RuntimeError("gone wrong")
             return sample(*args, **kwargs)
 
-        runner._sample = fail
+        setattr(runner, name, fail)
         prompts = prompts_of(SEED + 1, [57, 59, 3])
         with (
-            mock.patch.object(model_runner, "prepare_step", wrong),
+            mock.patch.object(PREPARED_BY[runner_name], "prepare_step", wrong),
             pytest.raises(Exception, match="gone wrong"),
         ):
             generate(llm, prompts, greedy(12))
@@ -310,8 +326,11 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
     assert told[1].endswith(f"recorded {found.recorded}, upstream says {found.expected}")
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("level", ["cheap", "full"])
-def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(tmp_path_factory, tmp_path, level):
+def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(
+    tmp_path_factory, tmp_path, level, runner_name
+):
     model = make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
     prepare_step = model_runner.prepare_step
 
@@ -323,9 +342,10 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(tmp_path_factory, t
         return step
 
     options = recording(tmp_path, "last 8", check=level, request_ids="plain")
-    with engine(model, block_size=4, max_model_len=64, additional_config=options) as llm:
+    sizes = {"block_size": 4, "max_model_len": 64}
+    with engine_of(runner_name, model, **sizes, additional_config=options) as llm:
         with (
-            mock.patch.object(model_runner, "prepare_step", wrong),
+            mock.patch.object(PREPARED_BY[runner_name], "prepare_step", wrong),
             pytest.raises(StepCheckError, match="token 1, KV-cache group 0: given") as raised,
         ):
             generate(llm, prompts_of(SEED, [7, 12, 3]), greedy(24))
@@ -340,8 +360,10 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(tmp_path_factory, t
     assert main(["explain", str(tmp_path), "--step", str(last)]) == 0
 
 
-def test_images_and_mrope_positions_are_recorded(vision_models, tmp_path, seed):
-    with engine(
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_images_and_mrope_positions_are_recorded(vision_models, tmp_path, seed, runner_name):
+    with engine_of(
+        runner_name,
         vision_models / "qwen2_5_vl",
         skip_tokenizer_init=False,
         max_num_batched_tokens=32,
@@ -351,8 +373,10 @@ def test_images_and_mrope_positions_are_recorded(vision_models, tmp_path, seed):
         requests = [chat(make_image(seed), "What is it?"), chat("And?"), chat(make_image(seed + 1))]
         serve(llm, requests, greedy(4))
     records = records_in(tmp_path)
-    assert {record.settings.takes_embeds for record in records} == {True, False}
-    assert {name for record in records for name in record.settings.modalities} == {"image"}
+    embeds = {record.settings.takes_embeds for record in records}
+    assert embeds == ({True, False} if runner_name == "V1" else {False})
+    named = {name for record in records for name in record.settings.modalities}
+    assert named == ({"image"} if runner_name == "V1" else set()), "records of V2 mark no images"
     assert any(
         (record.prepared["mrope_positions"][0] != record.prepared["mrope_positions"][2]).any()
         for record in records

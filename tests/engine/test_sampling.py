@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from examples.tiny_model import make_tokenizer
 from tests.helpers import huggingface
-from tests.helpers.engine import engine, make_model
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.prompts import VOCAB, prompts_of
 from tests.helpers.statistics import check_distribution
+from tests.helpers.v2 import ALSO_V2, engine_of
 
 SAMPLES = 2000
 EOS = 7
@@ -27,9 +29,10 @@ def logits_of(model):
     return huggingface.logits_of(model)
 
 
-@pytest.fixture(scope="module")
-def llm(model):
-    with engine(
+@pytest.fixture(scope="module", params=ALSO_V2)
+def llm(model, request):
+    with engine_of(
+        request.param,
         model,
         skip_tokenizer_init=False,
         max_num_seqs=256,
@@ -141,7 +144,7 @@ def presence_and_frequency(logits, prompt, outputs):
 
 def not_the_end_yet(logits, prompt, outputs):
     if len(outputs) < 6:
-        logits[[EOS, 11, *range(100, 300)]] = -np.inf
+        logits[[EOS, 11, *range(100, 210)]] = -np.inf
     return logits
 
 
@@ -156,7 +159,7 @@ GREEDY = {
         {"presence_penalty": 0.9, "frequency_penalty": 0.6},
         presence_and_frequency,
     ),
-    "min tokens": ({"min_tokens": 6, "stop_token_ids": [11, *range(100, 300)]}, not_the_end_yet),
+    "min tokens": ({"min_tokens": 6, "stop_token_ids": [11, *range(100, 210)]}, not_the_end_yet),
     "bias": ({"logit_bias": {33: 1.5, 44: -50.0}}, biased),
     "plain": ({}, lambda logits, prompt, outputs: logits),
 }
@@ -172,9 +175,34 @@ def test_processors_of_one_batch_leave_each_other_alone(llm, logits_of, seed):
     got = tokens_of(run(llm, prompts, params))
     for name, prompt, ours in zip(GREEDY, prompts, got):
         expected = decode(logits_of, prompt, 12, GREEDY[name][1])
-        ends = [EOS] + ([11, *range(100, 300)] if name == "min tokens" else [])
+        ends = [EOS] + ([11, *range(100, 210)] if name == "min tokens" else [])
         first = next((i for i, token in enumerate(expected) if token in ends), 11)
         assert ours == expected[: first + 1], name
+
+
+LONG_LISTS = {
+    "allowed_token_ids": ({"allowed_token_ids": [5] * 1025}, 1024),
+    "stop_token_ids": ({"stop_token_ids": list(range(2, 123)), "min_tokens": 1}, 120),
+}
+
+
+@pytest.mark.parametrize("name", LONG_LISTS)
+def test_lists_that_v2_has_no_room_for_are_refused_before_the_engine(model, seed, llm, name):
+    """There they would end it. V1 takes them."""
+    params, allowed = LONG_LISTS[name]
+    prompts = prompts_of(seed, [9, 20])
+    asked = [
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **given)
+        for given in (params, {})
+    ]
+    if "V2" not in type(runner_of(llm)).__name__:
+        assert len(run(llm, prompts, asked)) == 2
+        return
+    with pytest.raises(VLLMValidationError, match=rf"{name}.*may have {allowed} tokens"):
+        run(llm, prompts, asked)
+    assert tokens_of(run(llm, prompts[1:], asked[1:])) == huggingface.reference(
+        model, prompts[1:], 4
+    )
 
 
 def test_bad_words_never_appear(llm, logits_of, seed):

@@ -6,8 +6,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.conftest import SEED
 from tests.helpers.drafters import make_eagle_head
-from tests.helpers.engine import engine, make_model
+from tests.helpers.engine import make_model
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.watch import count_preemptions
 from vllm_npu_prep.scheduling.outputs import Rows
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler
@@ -65,7 +66,10 @@ def serve(llm) -> tuple[list, int]:
     return told, steps
 
 
-def test_outputs_of_each_step_equal_those_of_vllm_s_scheduler(model, speculation, monkeypatch):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_outputs_of_each_step_equal_those_of_vllm_s_scheduler(
+    model, speculation, monkeypatch, runner_name
+):
     rows, items = {}, Rows.items
 
     def counted(self):
@@ -75,7 +79,8 @@ def test_outputs_of_each_step_equal_those_of_vllm_s_scheduler(model, speculation
     monkeypatch.setattr(Rows, "items", counted)
     told, preempted = {}, {}
     for name, kind in SCHEDULERS.items():
-        with engine(
+        with engine_of(
+            runner_name,
             model,
             block_size=4,
             num_gpu_blocks_override=60,

@@ -4,14 +4,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.compat import __main__ as command
 from tests.compat.start import PREFIX, failing_imports, failing_start
+from tests.helpers.v2 import ALSO_V2, asked_for
 from vllm_npu_prep.attention import kv_transfer
 
 
-def test_every_module_imports_and_an_engine_with_graphs_generates(demo_model):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_every_module_imports_and_an_engine_with_graphs_generates(demo_model, runner_name):
     assert failing_imports() == []
-    assert failing_start(demo_model) == []
+    with asked_for(runner_name):
+        assert failing_start(demo_model) == []
 
 
 def test_a_module_that_does_not_import_is_named_with_the_reason(monkeypatch):

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.conftest import SEED
-from tests.helpers.engine import engine, generate, greedy, make_model
+from tests.helpers.engine import generate, greedy, make_model
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.watch import count_preemptions
 from vllm_npu_prep.errors import PrepError
 
@@ -22,11 +23,12 @@ def expected(model):
     return reference(model, prompts_of(SEED, LENGTHS), 20)
 
 
-def test_new_weights_and_a_sleep_that_is_refused(model, expected, tmp_path):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_new_weights_and_a_sleep_that_is_refused(model, expected, tmp_path, runner_name):
     """Whoever loads new weights has to reset the prefix cache, which knows the old ones."""
     prompts = prompts_of(SEED, LENGTHS)
     other = make_model(tmp_path / "other", seed=1)
-    with engine(model, block_size=8) as llm:
+    with engine_of(runner_name, model, block_size=8) as llm:
         for action in (llm.sleep, llm.release_kv_cache_memory):
             if action == llm.release_kv_cache_memory:
                 llm.sleep(level=0)
@@ -44,12 +46,14 @@ def test_new_weights_and_a_sleep_that_is_refused(model, expected, tmp_path):
         assert generate(llm, prompts, greedy(20)) == new
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_reset_takes_running_requests_back_and_they_come_again(model, expected, asynchronous):
+def test_a_reset_takes_running_requests_back_and_they_come_again(
+    model, expected, asynchronous, runner_name
+):
     """During chunks, at the first tokens, and among decodes; what is running refuses otherwise."""
-    with engine(
-        model, block_size=8, max_num_batched_tokens=32, async_scheduling=asynchronous
-    ) as llm:
+    sizes = {"block_size": 8, "max_num_batched_tokens": 32}
+    with engine_of(runner_name, model, **sizes, async_scheduling=asynchronous) as llm:
         core, count, tokens = llm.llm_engine, count_preemptions(llm), {}
         for index, prompt in enumerate(prompts_of(SEED, LENGTHS)):
             core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(20))

@@ -6,10 +6,10 @@ Groups overlay each other in one region of bytes; `Poison` spoils what nobody ma
 import pytest
 
 from tests.conftest import SEED
-from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import REPLAYED, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
-from tests.helpers.v2 import engine_of, on_both
+from tests.helpers.v2 import ALSO_V2, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS, WINDOW, Poison
 
@@ -72,11 +72,16 @@ def test_three_groups_never_read_outside_of_their_windows(
     assert set(counts) >= REPLAYED.get(mode, set())
 
 
-def test_windows_in_one_group_with_full_attention(model, mixed):
+@pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_windows_in_one_group_with_full_attention(model, mixed, runner_name):
     """Without the hybrid manager, or beside a KV connector, all layers have one block table."""
     prompts, expected = mixed
-    with engine(
-        model, max_num_batched_tokens=32, block_size=16, disable_hybrid_kv_cache_manager=True
+    with engine_of(
+        runner_name,
+        model,
+        max_num_batched_tokens=32,
+        block_size=16,
+        disable_hybrid_kv_cache_manager=True,
     ) as llm:
         runner = runner_of(llm)
         assert len(runner.kv_cache_config.kv_cache_groups) == 1
@@ -86,12 +91,14 @@ def test_windows_in_one_group_with_full_attention(model, mixed):
         assert generate(llm, prompts, greedy(24)) == expected
 
 
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize("mode", [None, "FULL"])
-def test_layers_that_share_k_and_v(tmp_path_factory, seed, mode):
+def test_layers_that_share_k_and_v(tmp_path_factory, seed, mode, runner_name):
     """Gemma 3n: the last layers read what the last ones of their kind before them have cached."""
     model = make_model(tmp_path_factory.mktemp("gemma3n"), "Gemma3n", **SHARED_LAYERS)
     prompts = prompts_of(seed, [5, 70, 30, 12, 14, 40])
-    with engine(
+    with engine_of(
+        runner_name,
         model,
         block_size=4,
         max_num_batched_tokens=32,
@@ -101,11 +108,12 @@ def test_layers_that_share_k_and_v(tmp_path_factory, seed, mode):
         runner = runner_of(llm)
         layers = runner.compilation_config.static_forward_context
         places = [layer.kv_cache.data_ptr() for layer in layers.values()]
+        targets = [layer.kv_sharing_target_layer_name for layer in layers.values()]
         poison = Poison(llm)
         got = generate(llm, prompts, greedy(24))
     expected = reference(model, prompts, 24)
     assert got == expected
     check_varied(expected)
-    assert len(runner.shared_kv_cache_layers) == 2
+    assert [target is not None for target in targets] == [False, False, True, True]
     assert places[:2] == places[2:]
     assert poison.left_behind > 0

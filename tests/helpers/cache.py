@@ -55,16 +55,14 @@ class FreeBlocksPoison:
         self.pool = core.scheduler.kv_cache_manager.block_pool
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.poisoned = 0
-        self._forward = self.runner._model_forward
-        self.runner._model_forward = self._poisoning
+        around_forward(self.runner, self._poison, lambda _: None)
 
-    def _poisoning(self, *args: Any, **kwargs: Any) -> Any:
+    def _poison(self) -> None:
         free = [block.block_id for block in self.pool.blocks if block.ref_cnt == 0]
         planes = self.runner.kv_caches
         self.poisoned += int(planes[0][free].flatten(1).nan_to_num(0).any(1).sum())
         for plane in planes:
             plane[free] = float("nan")
-        return self._forward(*args, **kwargs)
 
 
 class SharedBlocksWatch:

@@ -32,6 +32,7 @@ def new_request(
         block_ids=(list(block_ids),),
         num_computed_tokens=num_computed_tokens,
         lora_request=None,
+        prefill_token_ids=list(prompt),
     )
 
 

@@ -13,6 +13,8 @@ from vllm_npu_prep.compat import v2
 
 RUNNERS = ("V1", "V2")
 """vLLM's model runners, by which tests of an engine are parametrised."""
+ALSO_V2 = (pytest.param("V1", id=pytest.HIDDEN_PARAM), "V2")
+"""The same, without V1 in ids; above other parameters, -V2 comes last."""
 
 
 def on_both(cases: dict[str, Any]) -> list[Any]:
@@ -38,8 +40,10 @@ def on_both(cases: dict[str, Any]) -> list[Any]:
 def asked_for(runner: str) -> Iterator[None]:
     """Engines that begin here, and their processes, have the runner "V1" or "V2"."""
     asked = {v2.RUNNER_ENV_VAR: str(int(runner == "V2"))}
+    from vllm import envs
     from vllm.config import vllm as config
 
+    envs.disable_envs_cache()  # which an engine that is still alive has begun
     # Later engines of this process get V1 unless they ask for V2, as they do in one of their own
     found = mock.patch.object(config, "HAS_TRITON", config.HAS_TRITON)
     with mock.patch.dict("os.environ", asked), found:

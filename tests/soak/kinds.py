@@ -169,7 +169,7 @@ class _Draw:
     def draw_drafts(self) -> str:
         if not self.chance(0.35) or self.layout == "pp2":
             return ""
-        if self.v2 and (self.sees or self.layout == "dp2"):
+        if self.v2 and self.sees:
             return ""
         method = str(self.pick(*DRAFTERS[self.family]))
         if self.connector and method != "ngram":  # the KV cache of drafters is not stored

@@ -56,6 +56,7 @@ def test_everything_is_drawn(device):
         assert set().union(*drawn) >= features, runner
         with_states = set().union(*(parts for parts in drawn if "hybrid" in parts))
         assert with_states >= {"drafts by mtp", "sleep", HOST, "tp2", "graphs FULL_AND_PIECEWISE"}
+        assert any({"dp2", "drafts by ngram"} <= parts for parts in drawn), runner
     options = [kind.settings["additional_config"]["npu_prep"] for kind in DRAWN[device]]
     assert all(each["check"] == "full" for each in options)
 
@@ -65,7 +66,6 @@ def test_what_start_up_refuses_is_not_drawn():
         drafts, on_v2 = bool(kind.drafts), kind.runner == "V2"
         assert not (drafts and kind.connector) or kind.drafts == "ngram"
         assert not (on_v2 and kind.family in VISION and drafts)
-        assert not (on_v2 and kind.layout == "dp2" and drafts)
         assert not (kind.layout == "pp2" and (drafts or kind.settings["async_scheduling"]))
         assert not (kind.drafts == "ngram" and kind.settings["async_scheduling"])
         assert not (kind.connector == FILES and (kind.adapters or "Qwen3_5" in kind.family))

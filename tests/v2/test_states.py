@@ -16,7 +16,7 @@ class Drawn:
     """Samples of steps, and each request's last one kept beside them."""
 
     def __init__(self, num_slots: int) -> None:
-        self.samples, self.last = Samples(num_slots, CPU), {}
+        self.samples, self.last = Samples(num_slots), {}
         self.token = 0
 
     def step(self, slots: list[int], prompts: set[int] = frozenset(), discard: set[int] = ()):
@@ -31,8 +31,7 @@ class Drawn:
         tokens = list(range(self.token, self.token + len(slots)))
         self.token += len(slots)
         thrown = np.array([slot in discard for slot in slots])
-        mapping = torch.tensor(slots)
-        self.samples.keep(torch.tensor(tokens, dtype=torch.int32), mapping, batch, thrown)
+        self.samples.keep(torch.tensor(tokens, dtype=torch.int32), batch, thrown)
         self.last.update({s: t for s, t in zip(slots, tokens) if s not in discard})
         return found
 
@@ -68,8 +67,8 @@ def test_a_slot_forgets_the_sample_of_its_former_request():
     drawn = Drawn(3)
     drawn.step([0, 1], prompts={0, 1})
     drawn.samples.forget(1)
-    found = drawn.step([0])
-    assert found.num_rows == 2  # nothing had to be put aside
+    drawn.step([0])
+    assert drawn.samples.num_older == 0, "nothing is kept of the former request"
     drawn.step([1, 0], prompts={1})
     drawn.step([0, 1])
 
@@ -209,7 +208,7 @@ def test_values_are_copied_when_they_have_changed(monkeypatch):
 
 def test_drafts_follow_their_sample():
     """Also those of a request that sits a step out; each twice, as the fused pass scatters them."""
-    samples, last = Samples(5, CPU, 2), {}
+    samples, last = Samples(5, 2), {}
 
     def step(slots, discard=()):
         batch = np.array(slots)
@@ -222,18 +221,17 @@ def test_drafts_follow_their_sample():
         tokens = torch.tensor(slots, dtype=torch.int32) + 10 * len(last)
         drafts = torch.stack((tokens + 100, tokens + 200), 1)
         thrown = np.array([slot in discard for slot in slots])
-        samples.keep(tokens, torch.tensor(slots), batch, thrown, drafts)
+        samples.keep(tokens, batch, thrown, drafts)
         for slot, token in zip(slots, tokens.tolist()):
             if slot not in discard:
                 last[slot] = [token, token + 100, token + 200, token + 100, token + 200]
-        return found.is_by_slot
+        return samples.num_older
 
-    assert not step([0, 1, 2], discard={1})
-    assert not step([0, 2, 1])
-    assert not step([2, 1, 0])
-    assert step([0, 2])
-    assert step([2, 1])
-    assert step([0, 1, 2])
+    assert step([0, 1, 2], discard={1}) == 0
+    assert step([0, 2, 1]) == step([2, 1, 0]) == 0
+    assert step([0, 2]) == 1
+    assert step([2, 1]) == step([3]) - 2 == 1
+    assert step([0, 1, 2, 3]) == 0
 
 
 class Counts:
@@ -253,8 +251,7 @@ def test_counts_of_the_scheduler_lose_rejected_drafts():
     states.num_computed_tokens_np[slots] = 20, 30, 40
     scheduled, drafts = np.array([4, 1, 3]), np.array([3, 0, 2], np.int32)
     states.begin_step(slots, scheduled, drafts)
-    mapping = torch.tensor(slots)
-    kept = torch.zeros(3, dtype=torch.int32), mapping, slots, np.zeros(3, bool)
+    kept = torch.zeros(3, dtype=torch.int32), slots, np.zeros(3, bool)
     states.samples.keep(*kept, torch.zeros(3, 3, dtype=torch.int32))
     valid = Counts(2, 1, 3)  # one draft of three, none of none, both
     assert states.exact_counts(slots, [24, 31, 43], valid).tolist() == [22, 31, 43]
@@ -266,3 +263,26 @@ def test_counts_of_the_scheduler_lose_rejected_drafts():
     assert states.exact_counts(np.array([2]), [24], valid).tolist() == [24], "another request"
     states.begin_step(np.array([0]), np.ones(1), None)
     assert states.exact_counts(np.array([1]), [43], valid).tolist() == [43], "an older step"
+
+
+def test_counts_are_those_of_the_last_step_where_it_left_a_request_out():
+    states = SlotStates(4, 64, 32, 1, 100, CPU)
+    keep, slots = states.samples.keep, np.array([1])
+    keep(torch.zeros(2, dtype=torch.int32), np.array([0, 2]), np.zeros(2, bool), torch.zeros(2, 1))
+    states.num_computed_tokens_np[slots] = 20
+    states.begin_step(slots, np.array([2]), np.array([1], np.int32))
+    keep(torch.zeros(1, dtype=torch.int32), slots, np.zeros(1, bool), torch.zeros(1, 1))
+    assert states.samples.num_older == 2
+    assert states.exact_counts(slots, [22], Counts(1)).tolist() == [21]
+
+
+def test_the_host_enters_samples_for_which_it_has_waited():
+    states = SlotStates(3, 8, 32, 0, 100, CPU)
+    states.num_computed_tokens_np[:] = 2, 7, 0
+    slots, discard = np.array([1, 2, 0]), np.array([False, True, False])
+    states.append_samples(slots, discard, np.array([1, 3, 4]), np.array([5, 6, 7]))
+    known = {
+        tuple(place): int(states.token_ids[tuple(place)])
+        for place in np.argwhere(states.token_ids != UNKNOWN_TOKEN).tolist()
+    }
+    assert known == {(0, 6): 7}, "neither a chunk's sample nor one past the end of the context"

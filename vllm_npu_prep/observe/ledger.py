@@ -147,7 +147,10 @@ class SlotLedger:
         self._empty(output)
         for new in output.scheduled_new_reqs:
             self._release(new.req_id)
-            self.requests[new.req_id] = self._arrived(new)
+            before, arrived = self.requests.get(new.req_id), self._arrived(new)
+            if before is not None:  # preempted, by Model Runner V2
+                arrived.former = before.former
+            self.requests[new.req_id] = arrived
             self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for req_id, new_block_ids, computed in zip(

@@ -119,8 +119,9 @@ class SlotBlockTables:
             int ``[num_reqs]``: slot of each request of the batch.
         """
         wanted, rows = self._of_slot[slots], self._of_row[: len(slots)]
-        if not np.array_equal(wanted, rows):
-            self.num_synced_blocks[:, : len(slots)][:, wanted != rows] = 0
+        are_others = wanted != rows
+        if are_others.any():
+            self.num_synced_blocks[:, : len(slots)][:, are_others] = 0
             rows[:] = wanted
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:

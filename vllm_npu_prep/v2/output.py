@@ -31,6 +31,11 @@ class StepOutput(AsyncModelRunnerOutput):
         bool ``[num_reqs]``: requests whose sample doesn't count.
     copy_stream
         On which to copy.
+
+    Attributes
+    ----------
+    samples
+        Those of `sampler_output` on the host, complete when `get_output` returns.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class StepOutput(AsyncModelRunnerOutput):
         main_stream = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
             copy_stream.wait_stream(main_stream)
-            self._samples = self._sampled_token_ids.to("cpu", non_blocking=True)
+            self.samples = self._sampled_token_ids.to("cpu", non_blocking=True)
             self._num_nans: torch.Tensor | None = None
             if sampler_output.num_nans is not None:
                 self._num_nans = sampler_output.num_nans.to("cpu", non_blocking=True)
@@ -66,9 +71,9 @@ class StepOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copies, and fill in what they brought."""
         self.async_copy_ready_event.synchronize()
-        sampled: list[list[int]] = self._samples.tolist()
-        if self._samples.shape[1] > 1:  # drafts were verified
-            kept = (self._samples >= 0).sum(1).tolist()
+        sampled: list[list[int]] = self.samples.tolist()
+        if self.samples.shape[1] > 1:  # drafts were verified
+            kept = (self.samples >= 0).sum(1).tolist()
             sampled = [tokens[:count] for tokens, count in zip(sampled, kept)]
         for req in self._discard:
             sampled[req].clear()

@@ -50,9 +50,11 @@ from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import models_of, replace_modules
+from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
@@ -136,11 +138,17 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.use_async_spec_decode = bool(
             num_drafts and vllm_config.scheduler_config.async_scheduling
         )
+        # The scheduler tells samples to stages; synchronous steps without drafts wait for theirs
+        self._host_has_samples = self.use_pp or not (
+            num_drafts or vllm_config.scheduler_config.async_scheduling
+        )
         self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
         self.input_batch = WatchedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
+        self.expert_counts: ExpertCounts | None = None
         self.step_check: StepCheck | None = None
+        self._checks_fully = False
         self.cache_memory: Memory = prep_device
         parallel = vllm_config.parallel_config
         self.shared_decisions = SharedDecisions(parallel) if self.dp_size > 1 else None
@@ -263,8 +271,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         rope = self.model_state.rope_state
         if rope is not None:
             rope.follow(slots)
-        # Between stages, the scheduler tells samples as it tells prompts
-        is_awaited = ~now.is_prefilling_np if not self.use_pp else np.zeros(num_reqs, bool)
+        is_on_host = self._host_has_samples
+        is_awaited = np.zeros(num_reqs, bool) if is_on_host else ~now.is_prefilling_np
         samples = states.samples.find(slots, is_awaited)
         num_drafts = now.num_draft_tokens_np
         states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
@@ -276,6 +284,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             samples.rows,
             samples.num_rows,
             samples.num_drafts,
+            check_limits=NO_LIMITS if self.step_check is None else self.step_check.limits_in_pass,
             num_accepted_tokens=self.accepted.count(
                 preparer.tables,
                 now.req_ids,
@@ -408,7 +417,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         output = ModelRunnerOutput.with_kv_conn_output_only(of_connector)
         return output
 
-    def _sample_step(self, state: Any, grammar_output: Any) -> StepOutput:
+    def _sample_step(self, state: Any, grammar_output: Any) -> StepOutput | ModelRunnerOutput:
         assert self.in_flight is not None
         batch, hidden_states = state.input_batch, state.hidden_states
         step, staged = self.in_flight.step, self.in_flight.staged
@@ -426,7 +435,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         discarded = staged.device.discard_request_mask[: step.num_reqs]
         assert self.sampler is not None
         note_samples(self.sampler, self.req_states, batch, sampled, discarded)
-        kept = batch.idx_mapping, batch.idx_mapping_np, discard
+        kept = batch.idx_mapping_np, discard
+        if self._checks_fully:
+            self.input_batch.follow(batch.req_ids, discard)
         if self.speculator is not None:
             accepted = count_accepted(sampled, step, staged.device, self.vocab_size)
             if self.use_async_spec_decode or self.num_speculative_steps > 1:
@@ -439,10 +450,15 @@ class NPUModelRunnerV2(GPUModelRunner):
                 copy_stream=self.output_copy_stream,
             )
             self.req_states.samples.keep(accepted.next_token_ids, *kept, drafts)
-        elif not self.use_pp:
+        elif not self._host_has_samples:
             self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
         output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)
-        return returned
+        if self.use_pp or not self._host_has_samples:
+            return returned
+        output = returned.get_output()
+        samples = returned.samples[:, 0].numpy()
+        self.req_states.append_samples(*kept, batch.num_scheduled_tokens, samples)
+        return output
 
     def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
         """Drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
@@ -666,6 +682,9 @@ class NPUModelRunnerV2(GPUModelRunner):
         for model in models_of(self.get_model(), self.speculator):
             replace_modules(model, self.vllm_config)
             fuse_rounding(model, self.vllm_config)
+        record = parse_config(self.vllm_config.additional_config).record
+        if record is not None and record.expert_tokens:
+            self.expert_counts = ExpertCounts(self.get_model(), self.device)
         layers = self.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
@@ -732,7 +751,10 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.recorder = make_recorder(
             self.vllm_config, tables, builders, kv_cache_config.num_blocks, self.recorder
         )
-        self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
+        if self.recorder is not None and self.expert_counts is not None:
+            self.recorder.count_experts = self.expert_counts.read
+        level = parse_config(self.vllm_config.additional_config).check
+        self.step_check, self._checks_fully = make_check(level, self), level == "full"
 
     def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
         """Groups of one window each; upstream has made builders for the unsplit ones already."""

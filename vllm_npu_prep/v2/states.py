@@ -87,7 +87,7 @@ class SlotStates:
         self.keeps_all_tokens = use_dense_all_token_ids
         self.have_ids: dict[str, Sequence[bool]] = {}
         self.is_token_ids: np.ndarray | None = None
-        self.samples = Samples(max_num_reqs, device, num_speculative_steps)
+        self.samples = Samples(max_num_reqs, num_speculative_steps)
         # Of the last step: where it ends, and how many drafts it verifies
         self._ends = np.zeros(max_num_reqs, np.int32)
         self._num_drafts = np.zeros(max_num_reqs, np.int32)
@@ -214,7 +214,8 @@ class SlotStates:
             int32 ``[n]``.
         """
         counts = np.asarray(num_computed_tokens, np.int32)
-        rows, drafts = self.samples.rows[slots], self._num_drafts[slots]
+        rows = self.samples.rows[slots] - self.samples.num_older  # in the last step
+        drafts = self._num_drafts[slots]
         verified = np.flatnonzero((rows >= 0) & (drafts > 0))
         if len(verified):
             rejected = drafts[verified] + 1 - num_valid_tokens.read()[rows[verified]]
@@ -252,6 +253,18 @@ class SlotStates:
             start = self.num_computed_tokens_np[slot]
             self.token_ids[slot, start : start + len(tokens)] = tokens
 
+    def append_samples(
+        self,
+        slots: np.ndarray,  # [num_reqs] int
+        discard: np.ndarray,  # [num_reqs] bool
+        num_scheduled: np.ndarray,  # [num_reqs] int
+        token_ids: np.ndarray,  # [num_reqs] int
+    ) -> None:
+        """Enter the samples of a step for which the host has waited, but for those discarded."""
+        places = self.num_computed_tokens_np[slots] + num_scheduled
+        kept = ~discard & (places < self.max_model_len)  # a context's end is never computed
+        self.token_ids[slots[kept], places[kept]] = token_ids[kept]
+
 
 class Found(NamedTuple):
     """Where samples are that a step needs."""
@@ -262,11 +275,10 @@ class Found(NamedTuple):
     num_rows: int
     rows: np.ndarray  # [num_reqs] int64: row of each request, -1 for those whose tokens are known
     num_drafts: int = 0  # after each sample
-    is_by_slot: bool = False  # rows are slots
 
     @property
     def by_row(self) -> torch.Tensor:
-        """A row for each request of the last step, or for each slot: its sample comes first."""
+        """A row for each request that has a sample on the device: the sample comes first."""
         assert self.token_ids is not None
         return self.token_ids.view(-1, targets_per_row(self.num_drafts))
 
@@ -274,36 +286,37 @@ class Found(NamedTuple):
 class Samples:
     """Each request's last sample. The host doesn't know it when the next step is prepared.
 
-    A step continues from the last step's samples, in the order in which they were drawn, as on V1.
-    Samples of requests that a step leaves out are put aside by slot, and taken from there when
-    they are wanted: two launches more in such steps, and none in others.
+    Samples are in the order in which they were drawn, as on V1. Those of requests that a step left
+    out come before the step's own: one launch more after such a step, and none when any step is
+    prepared.
 
     Parameters
     ----------
     max_num_reqs
         Slots.
-    device
-        Where samples are.
     num_drafts
         Drafts that are made after each sample.
+
+    Attributes
+    ----------
+    rows
+        int64 ``[max_num_reqs]``: row of each slot's sample; `NO_PREVIOUS_ROW` if it has none.
+    num_older
+        Rows before those of the last step.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device, num_drafts: int = 0) -> None:
+    def __init__(self, max_num_reqs: int, num_drafts: int = 0) -> None:
         self.num_drafts = num_drafts
-        shape = (max_num_reqs, targets_per_row(num_drafts)) if num_drafts else (max_num_reqs,)
-        with torch.inference_mode(False):
-            self.by_slot = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # in the last samples
-        self._latest: torch.Tensor | None = None  # as `by_slot`, of the last step's requests
-        self._latest_slots: torch.Tensor | None = None  # [num_reqs] int64, on the device
-        self._in_batch = np.zeros(max_num_reqs, bool)
+        self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)
+        self.num_older = 0
+        self._by_row: torch.Tensor | None = None  # [num_rows], or as `Found.by_row` with drafts
 
     def forget(self, slot: int) -> None:
         """A slot lost its request."""
         self.rows[slot] = NO_PREVIOUS_ROW
 
     def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> Found:
-        """The samples from which a step continues; call it before the step is copied.
+        """The samples from which a step continues.
 
         Parameters
         ----------
@@ -313,25 +326,14 @@ class Samples:
             bool ``[num_reqs]``: whether a request continues from a sample.
         """
         rows = np.where(is_awaited, self.rows[slots], NO_PREVIOUS_ROW)
-        self._in_batch[:] = False
-        self._in_batch[slots] = True
-        are_missing = (rows < 0) & is_awaited
-        if ((self.rows >= 0) & ~self._in_batch).any() or are_missing.any():
-            if self._latest is not None and self._latest_slots is not None:
-                self.by_slot.index_copy_(0, self._latest_slots, self._latest)
-            rows = np.where(is_awaited, slots, NO_PREVIOUS_ROW).astype(np.int64)
-            return self._found(self.by_slot, rows, is_by_slot=True)
-        if self._latest is None or not is_awaited.any():
+        if self._by_row is None or not is_awaited.any():
             return Found(None, 0, rows)
-        return self._found(self._latest, rows)
-
-    def _found(self, samples: torch.Tensor, rows: np.ndarray, *, is_by_slot: bool = False) -> Found:
-        return Found(samples.view(-1), len(samples), rows, self.num_drafts, is_by_slot)
+        num_rows = self._by_row.shape[0]  # `len` of a tensor asks for tracing first
+        return Found(self._by_row.view(-1), num_rows, rows, self.num_drafts)
 
     def keep(
         self,
         sampled_token_ids: torch.Tensor,  # [num_reqs] int32: the last one of each request
-        idx_mapping: torch.Tensor,  # [num_reqs] int64, unchanged until the next step is copied
         slots: np.ndarray,  # [num_reqs] int
         discard: np.ndarray,  # [num_reqs] bool
         drafts: torch.Tensor | None = None,  # [num_reqs, num_drafts] int32
@@ -339,6 +341,22 @@ class Samples:
         """Take note of a step's samples, but for requests whose sample doesn't count."""
         if drafts is not None:
             sampled_token_ids = torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)
-        self._latest, self._latest_slots = sampled_token_ids, idx_mapping
-        self.rows[:] = NO_PREVIOUS_ROW
-        self.rows[slots] = np.where(discard, NO_PREVIOUS_ROW, np.arange(len(slots)))
+        self.rows[slots] = NO_PREVIOUS_ROW
+        left_out = np.flatnonzero(self.rows >= 0)
+        self.num_older = len(left_out)
+        if len(left_out):
+            assert self._by_row is not None
+            left_out = left_out[np.argsort(self.rows[left_out])]
+            older = _runs_of(self._by_row, self.rows[left_out])
+            sampled_token_ids = torch.cat((*older, sampled_token_ids))
+            self.rows[left_out] = np.arange(self.num_older)
+        self._by_row = sampled_token_ids
+        ends = self.num_older + np.arange(len(slots))
+        self.rows[slots] = np.where(discard, NO_PREVIOUS_ROW, ends)
+
+
+def _runs_of(by_row: torch.Tensor, rows: np.ndarray) -> list[torch.Tensor]:
+    """Ascending rows as views: indices would have to be copied to the device."""
+    borders = np.flatnonzero(np.diff(rows) > 1) + 1
+    runs = np.split(rows, borders)
+    return [by_row[run[0] : run[-1] + 1] for run in runs]

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
@@ -9,6 +10,9 @@ from vllm_npu_prep.v2.states import Found, SlotStates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+NOBODY = ""
+"""In place of a request whose sample was discarded."""
 
 
 class WatchedBatch:
@@ -29,6 +33,21 @@ class WatchedBatch:
 
     def __init__(self, states: SlotStates) -> None:
         self._states = states
+        self._sampled: list[str] = []  # request of each row of samples, in the full check
+
+    def follow(self, req_ids: list[str], discard: np.ndarray) -> None:
+        """Take note of who sampled in a step, by name, where `Samples` does by slot.
+
+        Parameters
+        ----------
+        req_ids
+            Of the batch.
+        discard
+            bool ``[num_reqs]``: requests whose sample doesn't count.
+        """
+        known = self._states.req_id_to_index.keys() - req_ids
+        sampled = [NOBODY if thrown else name for name, thrown in zip(req_ids, discard)]
+        self._sampled = [name for name in self._sampled if name in known] + sampled
 
     @property
     def req_ids(self) -> list[str]:
@@ -43,11 +62,11 @@ class WatchedBatch:
     @property
     def prev_req_id_to_index(self) -> "Mapping[str, int]":
         """Row of each request past its prompt in `prev_sampled_token_ids`."""
-        batch, samples = self.now
-        states, found = self._states, {}
-        takes_slots = samples.is_by_slot
-        for req_id in batch.req_ids:
-            slot = states.req_id_to_index[req_id]
-            if states.num_computed_tokens_np[slot] >= states.prefill_len.np[slot]:
-                found[req_id] = slot if takes_slots else int(states.samples.rows[slot])
-        return found
+        states, batch = self._states, set(self.req_ids)
+        found = {req_id: row for row, req_id in enumerate(self._sampled) if req_id in batch}
+        slots = {req_id: states.req_id_to_index[req_id] for req_id in found}
+        return {
+            req_id: found[req_id]
+            for req_id, slot in slots.items()
+            if states.num_computed_tokens_np[slot] >= states.prefill_len.np[slot]
+        }

@@ -1,0 +1,50 @@
+"""What Model Runner V2 takes of a request's sampling parameters.
+
+Upstream's V2 has a row of fixed length for each list, and its runner raises where one is longer:
+that would end the engine, and all requests with it. V1 takes lists of any length.
+"""
+
+from vllm.exceptions import VLLMValidationError
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.logit_bias import (
+    MAX_NUM_ALLOWED_TOKEN_IDS,
+    MAX_NUM_LOGIT_BIAS_TOKENS,
+    MAX_NUM_STOP_TOKEN_IDS,
+)
+
+END_TOKENS = 8
+"""Most end tokens of a model that vLLM adds to a request's stop tokens, with room to spare."""
+
+
+def refuse_long_lists(params: SamplingParams | PoolingParams) -> None:
+    """Refuse a request whose lists V2 has no room for.
+
+    Parameters
+    ----------
+    params
+        As the request came.
+
+    Raises
+    ------
+    VLLMValidationError
+        Names the list, its length, what is allowed and what to do. Servers answer it with status
+        400.
+    """
+    if isinstance(params, PoolingParams):
+        return
+    stop_tokens = set(params.stop_token_ids or ()) if params.min_tokens else ()
+    limits = {
+        "allowed_token_ids": (params.allowed_token_ids or (), MAX_NUM_ALLOWED_TOKEN_IDS),
+        "logit_bias": (params.logit_bias or (), MAX_NUM_LOGIT_BIAS_TOKENS),
+        "stop_token_ids": (stop_tokens, MAX_NUM_STOP_TOKEN_IDS - END_TOKENS),
+    }
+    for name, (given, allowed) in limits.items():
+        if len(given) > allowed:
+            beside = " beside `min_tokens`" if name == "stop_token_ids" else ""
+            raise VLLMValidationError(
+                f"`{name}`{beside} may have {allowed} tokens on Model Runner V2, and has "
+                f"{len(given)}: shorten it, or start the server without "
+                "VLLM_USE_V2_MODEL_RUNNER",
+                parameter=name,
+            )
