@@ -206,6 +206,27 @@ MUTANTS = [
         INT8_MTP,
     ),
     Mutant(
+        "int8: layers of Qwen3.5 that draft are known by their numbers alone",
+        "quantization/checkpoint.py",
+        "return module.startswith(MTP) or ",
+        "return ",
+        INT8_MTP,
+    ),
+    Mutant(
+        "int8: experts in one tensor of layers that draft are taken for int8",
+        "quantization/checkpoint.py",
+        'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:',
+        "if True:",
+        INT8_MTP,
+    ),
+    Mutant(
+        "int8: a model that drafts forgets which of its modules are fused",
+        "quantization/modules.py",
+        'getattr(self, "_fused", FUSED_MODULES)',
+        "FUSED_MODULES",
+        INT8_MTP,
+    ),
+    Mutant(
         "int8: layers of MiMo that draft begin at the first layer",
         "quantization/checkpoint.py",
         "layers.{num_decoder_layers + int(found[1])}.",
