@@ -49,6 +49,7 @@ RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
 RUN_KEYS = ("tests/inspect/test_run_keys.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+CHECKS_OF_STATES = ("tests/engine/test_full_check_of_states.py",)
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
 SCHEDULING = ("tests/scheduling/test_outputs.py", "tests/scheduling/test_twin.py")
@@ -2352,6 +2353,27 @@ MUTANTS = [
         "            self._release(req_id)\n",
         "",
         CHECKS,
+    ),
+    Mutant(
+        "any state that was written once may be read",
+        "observe/ledger.py",
+        "if self.states.get(block) == expected:",
+        "if block in self.states:",
+        CHECKS_OF_STATES,
+    ),
+    Mutant(
+        "K and V leave the state that was in their block",
+        "observe/ledger.py",
+        "            self.states.pop(block, None)\n            self.writers[block] = req_id\n",
+        "            self.writers[block] = req_id\n",
+        CHECKS_OF_STATES,
+    ),
+    Mutant(
+        "a state that is another request's, too, may be written",
+        "observe/ledger.py",
+        "others = [other for other in owners.get(block, {}) if other != req_id]",
+        "others: list[str] = []",
+        CHECKS_OF_STATES,
     ),
     Mutant(
         "a block that was given back is nobody's",
