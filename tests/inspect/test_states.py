@@ -1,0 +1,52 @@
+"""What `explain` shows of the states that a step reads and writes: as text, JSON and a page."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.inspect.test_page import Page
+from vllm_npu_prep.inspect.explain import explain_json, explain_text
+from vllm_npu_prep.inspect.page import explain_html
+from vllm_npu_prep.inspect.scenario import parse_scenario
+from vllm_npu_prep.inspect.view import StepView
+
+SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "states.json"
+
+# Blocks of four tokens. a had 9 tokens, whose state is in its block 8 // 4 = 2, and where the tenth
+# belongs, too; b had 4, in block 3 // 4 = 0, and has 7 then, in block 6 // 4 = 1.
+ROWS = [
+    ["a", "decode", "9", "11", "10", "11"],
+    ["b", "prefill", "4", "12", "7", "13"],
+    ["c", "prefill", "0", "empty", "3", "14"],
+]
+NAMES = ["req_id", "half", "tokens before", "reads state", "tokens after", "writes state"]
+
+
+def view() -> StepView:
+    return StepView.of_scenario(parse_scenario(json.loads(SCENARIO.read_text())))
+
+
+def test_text_says_which_states_are_read_and_written():
+    console = Console(width=120, file=io.StringIO())
+    explain_text(view(), console)
+    lines = console.file.getvalue().splitlines()
+    (title,) = [n for n, line in enumerate(lines) if line.strip() == "states of group 1"]
+    table = [line for line in lines[title + 1 : title + 7] if line.strip()]
+    assert table[0].split() == " ".join(NAMES).split()
+    assert [line.split() for line in table[2:5]] == ROWS
+
+
+def test_json_says_which_states_are_read_and_written():
+    (states,) = explain_json(view())["states"]
+    assert states["initial_state_indices"] == [11, 12, 0]
+    assert states["state_indices"] == [11, 13, 14]
+    assert states["has_initial_state"] == [True, True, False]
+    assert states["prefill_query_start_loc"] == [0, 3, 6]
+    halves = [states[name] for name in ("num_decodes", "num_decode_tokens", "num_prefills")]
+    assert halves == [1, 1, 2]
+
+
+def test_the_page_says_which_states_are_read_and_written():
+    assert [NAMES, *ROWS] in Page(explain_html(view())).tables
