@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.inspect.test_page import Page
+from vllm_npu_prep.inspect import png
+from vllm_npu_prep.inspect.drawing import state_map
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.page import explain_html
 from vllm_npu_prep.inspect.scenario import parse_scenario
@@ -46,6 +48,47 @@ def test_json_says_which_states_are_read_and_written():
     assert states["prefill_query_start_loc"] == [0, 3, 6]
     halves = [states[name] for name in ("num_decodes", "num_decode_tokens", "num_prefills")]
     assert halves == [1, 1, 2]
+
+
+HALVES = {  # of each request's blocks: which are read, and which are written
+    "a": {11: ["computed", "written"]},
+    "b": {12: ["computed"], 13: ["written"]},
+    "c": {14: ["written"]},
+}
+
+
+def test_states_are_drawn_as_halves_of_blocks():
+    drawn = state_map(view(), 1, [0, 1, 2])
+    got = {
+        line.req_id: {cell.number: [bar.kind for bar in cell.bars] for cell in line.cells}
+        for line in drawn.lines
+    }
+    assert got == HALVES
+    for cell in (cell for line in drawn.lines for cell in line.cells):
+        assert [(b.kind, b.low, b.high) for b in cell.bars] == [
+            (b.kind, int(b.kind == "written"), 1 + int(b.kind == "written")) for b in cell.bars
+        ]
+
+
+def test_the_picture_and_the_page_show_the_drawing(monkeypatch):
+    words = []
+    text = png._Sheet.text
+    monkeypatch.setattr(
+        png._Sheet, "text", lambda sheet, *args: words.append(args[2]) or text(sheet, *args)
+    )
+    png.explain_png(view())
+    shown = words[words.index("States of group 1") :]
+    assert [word for word in shown if word in (*"abc", "11", "12", "13", "14")] == [
+        *("a", "11", "b", "12", "13", "c", "14")
+    ]
+    page = Page(explain_html(view()))
+    titles = [attrs["title"] for tag, attrs in page.elements if "data-at" in attrs]
+    assert titles[-4:] == [
+        "block 11: state read and state written",
+        "block 12: state read",
+        "block 13: state written",
+        "block 14: state written",
+    ]
 
 
 def test_the_page_says_which_states_are_read_and_written():
