@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         "which the run's page opens",
     )
     explain.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw mask and blocks into a PNG file"
+        "--png", type=Path, metavar="FILE", help="draw masks, blocks and states into a PNG file"
     )
     explain.add_argument(
         "--diff",

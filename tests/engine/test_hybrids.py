@@ -17,7 +17,7 @@ from tests.engine.test_speculation import named
 from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
-from tests.helpers.mtp import make_mtp_model
+from tests.helpers.mtp import add_mtp_layer, make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
@@ -238,9 +238,12 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys, ru
     assert "states of group" in capsys.readouterr().out
 
 
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 SEES = {
     # family, its config, whether it gets images, other settings
     "Qwen3_5-images": ("Qwen3_5", {}, True, graphs("FULL_AND_PIECEWISE", 4, 16, 32)),
+    "Qwen3_5-images-MTP": ("Qwen3_5", {}, True, graphs("FULL_AND_PIECEWISE", 4, 16, 32) | MTP),
+    "Qwen3_5Moe-images": ("Qwen3_5Moe", EXPERTS, True, {}),
     "Qwen3_5-text": ("Qwen3_5", {}, False, {"language_model_only": True}),
     "Qwen3_5Moe-text": (
         "Qwen3_5Moe",
@@ -257,6 +260,9 @@ def test_published_checkpoints_name_a_model_that_sees(tmp_path, seed, name):
     """With images and videos, cut across chunks and cached; or as a language model only."""
     family, config, sees, settings = SEES[name]
     folder = make_model_that_sees(tmp_path / "model", family, **config)
+    drafts = "speculative_config" in settings
+    if drafts:
+        add_mtp_layer(folder, family)
     requests = requests_of(seed)
     if not sees:
         texts = ("A slot", "Of a slot mapping. " * 6, "Which blocks does a state take here? " * 2)
@@ -267,6 +273,7 @@ def test_published_checkpoints_name_a_model_that_sees(tmp_path, seed, name):
     with engine_of(runner_name, folder, **{**READS_IMAGES, **checked, **settings}) as llm:
         runner, states = runner_of(llm), runner_of(llm).preparer.tables.states
         watched = watch(llm) if runner_name == "V1" else None  # the full check has V2's positions
+        verified = count_verified(llm)
         first = serve(llm, requests, greedy(OF_IMAGES))
         if watched is not None:
             watched.check_positions(first, answers)
@@ -274,6 +281,7 @@ def test_published_checkpoints_name_a_model_that_sees(tmp_path, seed, name):
     assert tokens_of(first) == tokens_of(again) == [answer.tokens for answer in answers]
     assert len({tuple(answer.tokens) for answer in answers}) > len(answers) // 2
     assert max(output.num_cached_tokens for output in again) > 0
-    assert len(states.groups) == 3
+    assert len(states.groups) == (2 if drafts else 3)  # as many layers each, with one that drafts
+    assert (verified["rejected"] > 0) == drafts  # its tokens are hard to guess
     if watched is not None:
         assert (watched.cut_items > 1) == sees == (runner.inputs.counts.encoded > 0)

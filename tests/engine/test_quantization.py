@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from tests.engine.test_speculation import named
 from tests.helpers.drafters import disturb_model, make_eagle_head
@@ -204,6 +205,16 @@ MTP = {  # family, format, static, modules that stay float
     "int8 layers of GLM": ("Glm4Moe", "compressed-tensors", False, ()),
     "int8 layers of MiMo": ("MiMo", "modelslim", False, ()),
     "float layers of MiMo": ("MiMo", "compressed-tensors", False, ("mtp_layers",)),
+    "int8 layers of Qwen3.5": ("Qwen3_5", "modelslim", False, ()),
+    "float layers of Qwen3.5": ("Qwen3_5", "compressed-tensors", False, ("mtp",)),
+    "int8 layers of Qwen3-Next": ("Qwen3Next", "compressed-tensors", False, ()),
+    "float layers of Qwen3-Next": ("Qwen3Next", "modelslim", True, ("mtp",)),
+    "float layers of Qwen3.5 MoE, experts in one": (
+        "Qwen3_5Moe",
+        "compressed-tensors",
+        False,
+        ("mtp",),
+    ),
 }
 
 
@@ -216,6 +227,8 @@ def test_mtp_layers_draft_for_an_int8_model(tmp_path, seed, name):
     QUANTIZE(model, folder, form, static, keep)
     for pattern in keep:
         forget(folder, pattern)
+    if "experts in one" in name:
+        change_tensors(folder, fuse_experts_that_draft)
     plain = rounded_drafter(model, folder, drafter)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
@@ -228,6 +241,19 @@ def test_mtp_layers_draft_for_an_int8_model(tmp_path, seed, name):
     check_varied(expected)
     check_accepted(plain, records, [a + b for a, b in zip(prompts, expected)])
     assert verified["accepted"] and verified["rejected"]
+
+
+def fuse_experts_that_draft(tensors):
+    """As Qwen3.5's files have them: one tensor for what all experts project up, one for down."""
+    experts = "mtp.layers.0.mlp.experts"
+    parts = {
+        part: torch.stack(
+            [tensors.pop(f"{experts}.{i}.{part}.weight") for i in range(EXPERTS["num_experts"])]
+        )
+        for part in ("gate_proj", "up_proj", "down_proj")
+    }
+    tensors[f"{experts}.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+    tensors[f"{experts}.down_proj"] = parts["down_proj"]
 
 
 def forget(folder, pattern):

@@ -125,8 +125,10 @@ DRAFTING = {
     "DeepseekV3-sync": TP2 | EXPERTS | {"async_scheduling": False},
     "Glm4Moe-sync": TP2 | GRAPHS | {"async_scheduling": False},
     "MiMo-async": TP2 | GRAPHS,
+    "Qwen3_5-async": TP2 | GRAPHS | {"enable_prefix_caching": True},
+    "Qwen3Next-sync": TP2 | EXPERTS | {"async_scheduling": False},
 }
-DRAFTING |= {f"MiMo-async{ON_V2}": TP2 | GRAPHS}
+DRAFTING |= {f"{which}{ON_V2}": DRAFTING[which] for which in ("MiMo-async", "Qwen3_5-async")}
 
 
 @pytest.mark.parametrize("which", DRAFTING)

@@ -326,6 +326,33 @@ def make_mtp_model(
     return folder, drafters[0]
 
 
+def add_mtp_layer(folder: Path, family: str) -> None:
+    """Give a saved model that sees a layer that drafts, most of whose drafts are rejected.
+
+    Parameters
+    ----------
+    folder
+        Of the model, as `tests.helpers.hybrids.make_model_that_sees` saves it.
+    family
+        ``Qwen3_5`` or ``Qwen3_5Moe``.
+    """
+    import transformers
+
+    whole = getattr(transformers, f"{family}ForConditionalGeneration").from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    target = getattr(transformers, f"{family}ForCausalLM")(whole.config.text_config)
+    target.model, target.lm_head = whole.model.language_model, whole.lm_head
+    target.requires_grad_(False)
+    drafter = PlainDrafter(family, target.eval()).requires_grad_(False)
+    _fit(drafter, torch.Generator().manual_seed(0), 0.01)
+    weights = load_file(folder / "model.safetensors")
+    save_weights(weights | _checkpoint(drafter, family, 0), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"][FAMILIES[family].counts_layers] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 class Verified(NamedTuple):
     """What became of a request's drafts in a step."""
 

@@ -152,8 +152,11 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
     """
     rounded = copy.deepcopy(drafter)
     rounded.target = rounded_model(model, int8)
-    index = rounded.target.config.num_hidden_layers
-    prefix = "model.mtp_layers.0." if drafter.is_mimo else f"model.layers.{index}."
+    prefix = f"model.layers.{rounded.target.config.num_hidden_layers}."
+    if drafter.family.is_qwen:
+        prefix = "mtp.layers.0."
+    elif drafter.is_mimo:
+        prefix = "model.mtp_layers.0."
     round_modules(rounded.block, tensors_in(int8), prefix)
     return rounded
 

@@ -49,6 +49,7 @@ RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
 RUN_KEYS = ("tests/inspect/test_run_keys.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+CHECKS_OF_STATES = ("tests/engine/test_full_check_of_states.py",)
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
 SCHEDULING = ("tests/scheduling/test_outputs.py", "tests/scheduling/test_twin.py")
@@ -203,6 +204,27 @@ MUTANTS = [
         "quantization/compressed.py",
         "*float_modules_that_draft(headers, decoders)]",
         "*float_modules_that_draft(headers, decoders)[:0]]",
+        INT8_MTP,
+    ),
+    Mutant(
+        "int8: layers of Qwen3.5 that draft are known by their numbers alone",
+        "quantization/checkpoint.py",
+        "return module.startswith(MTP) or ",
+        "return ",
+        INT8_MTP,
+    ),
+    Mutant(
+        "int8: experts in one tensor of layers that draft are taken for int8",
+        "quantization/checkpoint.py",
+        'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:',
+        "if True:",
+        INT8_MTP,
+    ),
+    Mutant(
+        "int8: a model that drafts forgets which of its modules are fused",
+        "quantization/modules.py",
+        'getattr(self, "_fused", FUSED_MODULES)',
+        "FUSED_MODULES",
         INT8_MTP,
     ),
     Mutant(
@@ -2331,6 +2353,27 @@ MUTANTS = [
         "            self._release(req_id)\n",
         "",
         CHECKS,
+    ),
+    Mutant(
+        "any state that was written once may be read",
+        "observe/ledger.py",
+        "if self.states.get(block) == expected:",
+        "if block in self.states:",
+        CHECKS_OF_STATES,
+    ),
+    Mutant(
+        "K and V leave the state that was in their block",
+        "observe/ledger.py",
+        "            self.states.pop(block, None)\n            self.writers[block] = req_id\n",
+        "            self.writers[block] = req_id\n",
+        CHECKS_OF_STATES,
+    ),
+    Mutant(
+        "a state that is another request's, too, may be written",
+        "observe/ledger.py",
+        "others = [other for other in owners.get(block, {}) if other != req_id]",
+        "others: list[str] = []",
+        CHECKS_OF_STATES,
     ),
     Mutant(
         "a block that was given back is nobody's",

@@ -51,7 +51,7 @@ BY_NAME: dict[str, tuple[str, ...]] = {
     "attention/kv_transfer.py": ("tests/engine/test_kv_transfer.py",),
     "attention/latent_releases.py": ("tests/attention/test_fused_limits.py",),
     "attention/metadata.py": ("tests/engine/test_graphs.py",),
-    "attention/state_pages.py": ("tests/attention/test_state_groups.py",),
+    "attention/state_pages.py": ("tests/attention/test_state_pages.py",),
     "attention/states.py": ("tests/attention/test_state_groups.py", "tests/engine/test_hybrids.py"),
     "attention/kernels/atb.py": (ON_ATB,),
     "attention/kernels/fia.py": ("tests/attention/test_fused_limits.py", ON_FIA),

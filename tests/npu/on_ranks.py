@@ -40,6 +40,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "latent": {"enable_expert_parallel": True},
     "states": {},
     "states-experts": {"enable_expert_parallel": True},
+    "states-mtp": {},
     "mtp": {"enable_expert_parallel": True},
     "one-head": {},
 }

@@ -60,6 +60,7 @@ CASES = [
     "bfloat16/dp2/async/FULL_AND_PIECEWISE/mtp",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states",
     "bfloat16/tp2/async/FULL_AND_PIECEWISE/states-experts",
+    "bfloat16/tp2/async/FULL_AND_PIECEWISE/states-mtp",
     "float16/tp2/async-v2/FULL_AND_PIECEWISE/eagle",
     "float16/pp2/sync-v2/FULL_AND_PIECEWISE",
     "float16/dp2/async-v2/FULL_AND_PIECEWISE/experts",
@@ -154,6 +155,12 @@ def states_experts(folder):
 
 
 @pytest.fixture(scope="module")
+def states_mtp(folder):
+    """The same as `states`, and a layer that drafts."""
+    return make_mtp_model(folder / "states-mtp", "Qwen3_5", **{**ON_NPUS, "head_dim": 128})[0]
+
+
+@pytest.fixture(scope="module")
 def int8(request, folder, model, latent):
     """Folders of int8 models and of their float ones, by feature; files are written once."""
     # Which token follows is clearer than in `mixture`: a level more moves routers, too.
@@ -192,7 +199,7 @@ def model_of(request, model):
     def find(feature: str) -> Path:
         if feature == "images":
             return request.getfixturevalue("vision_models") / "qwen2_5_vl"
-        if feature in ("latent", "mtp", "states", "states-experts", "one-head"):
+        if feature in ("latent", "mtp", "states", "states-experts", "states-mtp", "one-head"):
             return request.getfixturevalue(feature.replace("-", "_"))
         if feature in INT8:
             return request.getfixturevalue("int8")(feature)[0]

@@ -56,7 +56,7 @@ class StatePage:
     token_bytes
         K and V of one token in one layer.
     parts
-        Bytes of both parts of a state.
+        Bytes of both parts of a state, the convolution's and the rule's.
     """
 
     asked: int
@@ -77,10 +77,11 @@ class StatePage:
     def describe(self) -> str:
         """The line that tells at start-up what blocks hold, and why they have their size."""
         state, page = sum(self.parts), self.page_bytes
+        larger = "rule" if self.parts[1] == max(self.parts) else "convolution"
         why = f"asked for: {self.asked}; " if self.block_size != self.asked else ""
         return (
             f"a state of {state:,} bytes in a block of {self.block_size} tokens ({page:,} bytes; "
-            f"{why}half a block holds the rule's {max(self.parts):,} bytes)"
+            f"{why}half a block holds the {larger}'s {max(self.parts):,} bytes)"
         )
 
 

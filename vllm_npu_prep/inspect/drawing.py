@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_npu_prep.inspect.explain import Selection, group_title
+from vllm_npu_prep.inspect.explain import Selection, group_title, states_of
 from vllm_npu_prep.inspect.pictures import (
     Block,
     BlockRow,
@@ -40,6 +40,9 @@ LEGEND = (
     ("empty", "empty"),
 )
 """What the slots of a block hold (`Bar.kind`), in words."""
+
+STATE_LEGEND = {"computed": "state read", "written": "state written"}
+"""What the halves of a block with a state tell, likewise."""
 
 
 # ----------------------------------------------------------------- masks
@@ -345,12 +348,16 @@ class BlockMap:
         Kinds of bars that the step can have, and what they mean.
     lines
         One for each request.
+    has_states
+        Whether blocks have a state each in place of slots: the left half of a block tells that the
+        step reads it, the right half that the step writes it.
     """
 
     title: str
     num_slots: int
     legend: list[tuple[str, str]]
     lines: list[BlockLine]
+    has_states: bool = False
 
 
 def block_map(view: StepView, index: int, requests: list[int]) -> BlockMap:
@@ -363,6 +370,23 @@ def block_map(view: StepView, index: int, requests: list[int]) -> BlockMap:
         legend=[(kind, text) for kind, text in LEGEND if kind != "picture" or has_items],
         lines=[_block_line(view, line, size) for line in block_rows(view, index, requests)],
     )
+
+
+def state_map(view: StepView, group: int, requests: list[int]) -> BlockMap:
+    """The states that some requests read and write, in a KV-cache group that holds states."""
+    lines = []
+    for row in requests:
+        read, written = states_of(view, group, row)
+        cells: list[BlockDrawing | BlockFold] = []
+        for place, number in enumerate(dict.fromkeys([*read, *written])):
+            bars = [Bar("computed", 0, 1)] if number in read else []
+            bars += [Bar("written", 1, 2)] if number in written else []
+            does = " and ".join(STATE_LEGEND[bar.kind] for bar in bars)
+            words = f"block {number}: {does}"
+            cells.append(BlockDrawing(number, place, 2, bars, True, False, words))
+        lines.append(BlockLine(row, view.requests[row].req_id, cells, ""))
+    legend = list(STATE_LEGEND.items())
+    return BlockMap(f"States of group {group}", 2, legend, lines, has_states=True)
 
 
 def _block_line(view: StepView, line: BlockRow, size: int) -> BlockLine:

@@ -363,18 +363,25 @@ def state_halves(view: StepView) -> str:
     )
 
 
+def states_of(view: StepView, group: int, row: int) -> tuple[list[int], list[int]]:
+    """Blocks whose states a request reads, one or none, and those that it writes, in one group."""
+    step, found = view.step, state_variables(view.step, group)
+    reads, writes = (int(found[name][row]) for name in STATE_BLOCKS)
+    written = [writes]
+    if len(found[TOKEN_STATES]) and row < int(found["num_decodes"]):
+        start, end = step.query_start_loc[row : row + 2].tolist()
+        written = found[TOKEN_STATES][start:end].tolist()
+    return [reads] if found["has_initial_state"][row] else [], written
+
+
 def state_table(view: StepView, selection: Selection, group: int) -> StepTable:
     """The state that each request reads and the one that it writes, in one group."""
     step, found = view.step, state_variables(view.step, group)
     rows: list[list[object]] = []
     for row in selection.requests:
-        reads, writes = (int(found[name][row]) for name in STATE_BLOCKS)
-        written = [writes]
-        if len(found[TOKEN_STATES]) and row < int(found["num_decodes"]):
-            start, end = step.query_start_loc[row : row + 2].tolist()
-            written = found[TOKEN_STATES][start:end].tolist()
+        read, written = states_of(view, group, row)
         kind = "decode" if row < int(found["num_decodes"]) else "prefill"
-        from_ = str(reads) if found["has_initial_state"][row] else "empty"
+        from_ = " ".join(map(str, read)) or "empty"
         computed, length = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
         states = " ".join(map(str, written))
         rows.append([view.requests[row].req_id, kind, computed, from_, length, states])

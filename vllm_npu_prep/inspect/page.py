@@ -16,7 +16,14 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from vllm_npu_prep.inspect.drawing import BlockMap, MaskScale, block_map, mask_drawings, visible
+from vllm_npu_prep.inspect.drawing import (
+    BlockMap,
+    MaskScale,
+    block_map,
+    mask_drawings,
+    state_map,
+    visible,
+)
 from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,
@@ -390,9 +397,10 @@ def _token_lines(view: StepView, table: StepTable) -> Iterator[Line]:
 
 
 def _block_maps(view: StepView, selection: Selection) -> tuple[int, list[BlockMap]]:
-    """The KV blocks of each group, and how many requests are left out."""
+    """The KV blocks or states of each group, and how many requests are left out."""
     requests = selection.requests
     hidden = max(len(requests) - MAX_REQUESTS, 0)
     if hidden:
         requests = [*requests[: MAX_REQUESTS // 2], *requests[-MAX_REQUESTS // 2 :]]
-    return hidden, [block_map(view, index, requests) for index in view.tables]
+    maps = [block_map(view, index, requests) for index in view.tables]
+    return hidden, maps + [state_map(view, group, requests) for group in view.state_groups]

@@ -1,4 +1,4 @@
-"""``vllm-npu-prep explain --png``: masks and KV blocks of a step as one picture.
+"""``vllm-npu-prep explain --png``: masks, KV blocks and states of a step as one picture.
 
 Renders `vllm_npu_prep.inspect.drawing` with Pillow and the font that Pillow contains, so that
 pictures are the same on every machine.
@@ -19,9 +19,10 @@ from vllm_npu_prep.inspect.drawing import (
     MaskScale,
     block_map,
     mask_drawings,
+    state_map,
     visible,
 )
-from vllm_npu_prep.inspect.explain import Selection, select, summary
+from vllm_npu_prep.inspect.explain import select, summary
 from vllm_npu_prep.inspect.pictures import ITEM_COLOUR, Colour, png_bytes, request_colour
 from vllm_npu_prep.inspect.view import StepView
 
@@ -115,7 +116,7 @@ class _Sheet:
 def explain_png(
     view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
 ) -> bytes:
-    """Masks and block maps of a step as a PNG file.
+    """Masks, KV blocks and states of a step as a PNG file.
 
     Parameters
     ----------
@@ -139,8 +140,10 @@ def explain_png(
     for drawing in masks:
         if not _draw_mask(sheet, drawing):
             break
-    for index in view.tables:
-        if not _draw_blocks(sheet, view, index, selection):
+    maps = [block_map(view, index, selection.requests) for index in view.tables]
+    maps += [state_map(view, group, selection.requests) for group in view.state_groups]
+    for each in maps:
+        if not _draw_blocks(sheet, each):
             break
     return sheet.png()
 
@@ -188,15 +191,14 @@ def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
     return True
 
 
-def _draw_blocks(sheet: _Sheet, view: StepView, index: int, selection: Selection) -> bool:
+def _draw_blocks(sheet: _Sheet, blocks: BlockMap) -> bool:
     """Draw a KV-cache group's blocks, a line for each request; False if they don't fit."""
-    blocks = block_map(view, index, selection.requests)
     sheet.y += 14
     sheet.lines(blocks.title)
     numbers = [c.number for line in blocks.lines for c in line.cells if isinstance(c, BlockDrawing)]
     widest = str((max(numbers, default=0) + 1) * blocks.num_slots - 1)
     slot_width = (BLOCK_WIDTH - 6) / blocks.num_slots
-    numbered = sheet.fonts[11].getlength(widest) + 4 <= slot_width
+    numbered = not blocks.has_states and sheet.fonts[11].getlength(widest) + 4 <= slot_width
     _draw_legend(sheet, blocks, numbered)
     per_line = (WIDTH - 2 * MARGIN - sheet.label_width) // BLOCK_WIDTH
     for line in blocks.lines:

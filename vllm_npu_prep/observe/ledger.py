@@ -459,18 +459,8 @@ class SlotLedger:
     def _read_state(self, step: "PreparedStep", row: int, req_id: str, index: int) -> None:
         """Check that a request reads the state of its own last computed token, or none."""
         computed, request = int(step.num_computed_tokens[row]), self.requests[req_id]
-        begins = not bool(step.has_initial_state[row])
-        if begins != (computed == 0):
-            raise given_allowed(
-                "initial state",
-                "a state is read if tokens are computed already",
-                "an empty state" if begins else "a state",
-                "an empty state" if computed == 0 else f"the state after {computed} tokens",
-                request=req_id,
-                group=index,
-            )
-        if begins:
-            return
+        if not computed:
+            return  # nothing is read, as the cheap check has found
         expected = request.chain[computed - 1] + index
         block = self._state_of(step, row, index, "initial_state_indices")
         if computed <= request.loaded:

@@ -26,6 +26,12 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 MTP_LAYER = re.compile(r"\bmtp_layers\.(\d+)\.")
 """MiMo's layers that draft, which its files count from 0."""
 
+MTP = "mtp."
+"""What the names of Qwen3-Next's and Qwen3.5's modules that draft begin with, in files and here."""
+
+FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parts of tensors ``[experts, ...]`` that hold all experts of a layer, as Qwen3.5's files do."""
+
 NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
 """Modules that vLLM makes without a look at how they were quantised."""
 
@@ -93,10 +99,11 @@ def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[
     Tools that quantise a model often copy its MTP layers as they are, and don't name them.
     """
     found = []
-    for name in _weights(headers):
-        module = served_name(name.removesuffix(".weight"), num_decoder_layers)
-        if headers[name].dtype != "I8" and _layer_of(module) >= num_decoder_layers:
-            found.append(module)
+    for name, entry in headers.items():
+        for module in _modules_in(name, entry):
+            module = served_name(module, num_decoder_layers)
+            if entry.dtype != "I8" and _drafts(module, num_decoder_layers):
+                found.append(module)
     return found
 
 
@@ -182,7 +189,7 @@ def check_compressed(
     for name in _weights(headers):
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
-        if _layer_of(served_name(module, num_decoder_layers)) >= num_decoder_layers:
+        if _drafts(served_name(module, num_decoder_layers), num_decoder_layers):
             continue  # drafts, and is served as it is
         if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
             raise PrepError(
@@ -199,6 +206,16 @@ def _weights(headers: Headers) -> Iterator[str]:
     return (name for name in headers if name.endswith(".weight"))
 
 
+def _modules_in(name: str, entry: Entry) -> list[str]:
+    """Modules of which a tensor is the weight: each expert's, if it holds those of all."""
+    if name.endswith(".weight"):
+        return [name.removesuffix(".weight")]
+    layer, _, last = name.rpartition(".")
+    if not layer.endswith(".experts") or last not in FUSED_EXPERTS:
+        return []
+    return [f"{layer}.{i}.{part}" for i in range(entry.shape[0]) for part in FUSED_EXPERTS[last]]
+
+
 def _matches(module: str, pattern: str) -> bool:
     """Whether "ignore" of compressed-tensors leaves a module out."""
     if pattern.startswith("re:"):
@@ -210,6 +227,11 @@ def _layer_of(module: str) -> int:
     """Index of a module's decoder layer; -1 outside of them."""
     found = LAYER.search(module)
     return int(found[1]) if found else -1
+
+
+def _drafts(module: str, num_decoder_layers: int) -> bool:
+    """Whether a module, by its name in vLLM, belongs to an MTP layer."""
+    return module.startswith(MTP) or _layer_of(module) >= num_decoder_layers
 
 
 def _refuse_where_unserved(module: str, path: Path) -> None:

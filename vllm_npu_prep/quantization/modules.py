@@ -32,12 +32,13 @@ class KnowsModules:
 
     @property
     def packed_modules_mapping(self) -> MutableMapping[str, list[str]]:
-        """Parts of each fused module: what the model says, then the usual ones."""
+        """Parts of each fused module: what the model says, its drafter's first, then the usual."""
         return self._fused
 
     @packed_modules_mapping.setter
     def packed_modules_mapping(self, given: dict[str, list[str]]) -> None:
-        self._fused = ChainMap(given, FUSED_MODULES)  # models add to what they gave
+        # Models add to what they gave. A model's own MTP layers share its config, and give theirs.
+        self._fused = ChainMap(given, getattr(self, "_fused", FUSED_MODULES))
 
     def expect(self, files: dict[str, str]) -> None:
         """Say which modules are int8, by their names in vLLM, and what names each."""

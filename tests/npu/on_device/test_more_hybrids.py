@@ -29,6 +29,22 @@ OF_OTHER_DRAFTS = {"Qwen3Next": (36, 8, 4), "Qwen3_5": (31, 8, 8)}
 """Where requests have different numbers of drafts: launches, those of each request, and copies."""
 
 
+OF_INTERLEAVED = {"launches": 33, "hidden_copies": 1}
+"""Of such a layer of Qwen3-Next in a step of decodes: its projection interleaves heads."""
+
+
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_a_layer_whose_projection_interleaves_heads_stays_within_its_budget(tmp_path, runner_name):
+    """In the last step, three requests decode: one call of each operator for all of them."""
+    model = make_model(tmp_path, "Qwen3Next", **{**ON_NPUS, **EXPERTS, "head_dim": 256})
+    forget_layers()
+    with engine_of(runner_name, model, **settings("bfloat16")) as llm:
+        counted = ModuleCounts(runner_of(llm).get_model(), [LINEAR])
+        generate(llm, [[5, 6, 7], [8, 4], [9, 10]], greedy(3))
+    print(counted.counts)
+    assert counted.counts[LINEAR] == OF_INTERLEAVED, "no other copies and no syncs"
+
+
 @pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize("family", OF_DRAFTS)
 def test_a_layer_of_drafts_stays_within_its_budget(tmp_path, family, runner_name):

@@ -1,0 +1,95 @@
+"""What `explain` shows of the states that a step reads and writes: as text, JSON and a page."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.inspect.test_page import Page
+from vllm_npu_prep.inspect import png
+from vllm_npu_prep.inspect.drawing import state_map
+from vllm_npu_prep.inspect.explain import explain_json, explain_text
+from vllm_npu_prep.inspect.page import explain_html
+from vllm_npu_prep.inspect.scenario import parse_scenario
+from vllm_npu_prep.inspect.view import StepView
+
+SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "states.json"
+
+# Blocks of four tokens. a had 9 tokens, whose state is in its block 8 // 4 = 2, and where the tenth
+# belongs, too; b had 4, in block 3 // 4 = 0, and has 7 then, in block 6 // 4 = 1.
+ROWS = [
+    ["a", "decode", "9", "11", "10", "11"],
+    ["b", "prefill", "4", "12", "7", "13"],
+    ["c", "prefill", "0", "empty", "3", "14"],
+]
+NAMES = ["req_id", "half", "tokens before", "reads state", "tokens after", "writes state"]
+
+
+def view() -> StepView:
+    return StepView.of_scenario(parse_scenario(json.loads(SCENARIO.read_text())))
+
+
+def test_text_says_which_states_are_read_and_written():
+    console = Console(width=120, file=io.StringIO())
+    explain_text(view(), console)
+    lines = console.file.getvalue().splitlines()
+    (title,) = [n for n, line in enumerate(lines) if line.strip() == "states of group 1"]
+    table = [line for line in lines[title + 1 : title + 7] if line.strip()]
+    assert table[0].split() == " ".join(NAMES).split()
+    assert [line.split() for line in table[2:5]] == ROWS
+
+
+def test_json_says_which_states_are_read_and_written():
+    (states,) = explain_json(view())["states"]
+    assert states["initial_state_indices"] == [11, 12, 0]
+    assert states["state_indices"] == [11, 13, 14]
+    assert states["has_initial_state"] == [True, True, False]
+    assert states["prefill_query_start_loc"] == [0, 3, 6]
+    halves = [states[name] for name in ("num_decodes", "num_decode_tokens", "num_prefills")]
+    assert halves == [1, 1, 2]
+
+
+HALVES = {  # of each request's blocks: which are read, and which are written
+    "a": {11: ["computed", "written"]},
+    "b": {12: ["computed"], 13: ["written"]},
+    "c": {14: ["written"]},
+}
+
+
+def test_states_are_drawn_as_halves_of_blocks():
+    drawn = state_map(view(), 1, [0, 1, 2])
+    got = {
+        line.req_id: {cell.number: [bar.kind for bar in cell.bars] for cell in line.cells}
+        for line in drawn.lines
+    }
+    assert got == HALVES
+    for cell in (cell for line in drawn.lines for cell in line.cells):
+        assert [(b.kind, b.low, b.high) for b in cell.bars] == [
+            (b.kind, int(b.kind == "written"), 1 + int(b.kind == "written")) for b in cell.bars
+        ]
+
+
+def test_the_picture_and_the_page_show_the_drawing(monkeypatch):
+    words = []
+    text = png._Sheet.text
+    monkeypatch.setattr(
+        png._Sheet, "text", lambda sheet, *args: words.append(args[2]) or text(sheet, *args)
+    )
+    png.explain_png(view())
+    shown = words[words.index("States of group 1") :]
+    assert [word for word in shown if word in (*"abc", "11", "12", "13", "14")] == [
+        *("a", "11", "b", "12", "13", "c", "14")
+    ]
+    page = Page(explain_html(view()))
+    titles = [attrs["title"] for tag, attrs in page.elements if "data-at" in attrs]
+    assert titles[-4:] == [
+        "block 11: state read and state written",
+        "block 12: state read",
+        "block 13: state written",
+        "block 14: state written",
+    ]
+
+
+def test_the_page_says_which_states_are_read_and_written():
+    assert [NAMES, *ROWS] in Page(explain_html(view())).tables
