@@ -212,7 +212,7 @@ def _emulate(arguments: list[str]) -> NoReturn:
 
 
 def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -> int:
-    """Write the page of a whole run and, unless there are too many, of its steps; say what is there.
+    """Write the page of a whole run and, unless they are many, of its steps; say what is there.
 
     `steps` is what ``--step-pages`` says: of all, of these, of none, or nothing.
     """
@@ -225,9 +225,9 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
     run = read_run(path)
     number = sum(len(rank.index) for rank in run.ranks)
     too_many = steps is None and number > MOST_UNASKED
-    pages = StepPages(html, steps if isinstance(steps, tuple) else None)
-    if steps is False or too_many:
-        pages = None
+    pages = None
+    if steps is not False and not too_many:
+        pages = StepPages(html, steps if isinstance(steps, tuple) else None)
     written = 0 if pages is None else pages.write(run)
     page = run_html(run, pages).encode()
     write_whole(html, page)
