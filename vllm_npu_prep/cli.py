@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
@@ -168,7 +168,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A:B",
         type=_tokens,
         help="with --html of a folder: a page of each step beside it, or of steps A to B - 1, "
-        "which the run's page opens",
+        "which the run's page opens; without it, of runs of up to 500 steps",
+    )
+    explain.add_argument(
+        "--no-step-pages",
+        action="store_const",
+        const=False,
+        dest="step_pages",
+        help="with --html of a folder: no page of any step",
     )
     explain.add_argument(
         "--png", type=Path, metavar="FILE", help="draw masks, blocks and states into a PNG file"
@@ -204,16 +211,23 @@ def _emulate(arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
-def _explain_run(path: Path, html: Path, steps: Literal[True] | tuple[int, int] | None) -> int:
-    """Write the page of a whole run, and say what is on it."""
+def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -> int:
+    """Write the page of a whole run and, unless they are many, of its steps; say what is there.
+
+    `steps` is what ``--step-pages`` says: of all, of these, of none, or nothing.
+    """
     from vllm_npu_prep.inspect.files import write_whole
     from vllm_npu_prep.inspect.run import read_run
     from vllm_npu_prep.inspect.run_page import run_html
-    from vllm_npu_prep.inspect.run_steps import StepPages
+    from vllm_npu_prep.inspect.run_steps import MOST_UNASKED, StepPages
     from vllm_npu_prep.wording import counted
 
     run = read_run(path)
-    pages = None if steps is None else StepPages(html, None if steps is True else steps)
+    number = sum(len(rank.index) for rank in run.ranks)
+    too_many = steps is None and number > MOST_UNASKED
+    pages = None
+    if steps is not False and not too_many:
+        pages = StepPages(html, steps if isinstance(steps, tuple) else None)
     written = 0 if pages is None else pages.write(run)
     page = run_html(run, pages).encode()
     write_whole(html, page)
@@ -224,6 +238,8 @@ def _explain_run(path: Path, html: Path, steps: Literal[True] | tuple[int, int] 
     )
     if pages is not None:
         print(f"{pages.folder}: {counted(written, 'page')} of steps")
+    elif too_many:
+        print(f"no pages of {number:,} steps: --step-pages writes them, --step-pages A:B some")
     for name in run.older:
         print(f"not shown: {name}, an older run in {path}; give its folder to see it")
     return 0

@@ -52,6 +52,18 @@ def folder(request, tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_an_engine_that_has_ended_keeps_its_counts_and_no_descriptor(folder):
+    """Whoever holds its runner still."""
+    before = len(os.listdir("/proc/self/fd"))
+    counts = StepMetrics(CONFIG)
+    counts.add(step(AttentionState.DecodeOnly, 5, 8), "full graph", 0, perf_counter())
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+    counts.close()
+    counts.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert scraped(folder)[f"tokens_total {OWN}"] == 5
+
+
 def test_other_ranks_of_an_engine_count_for_themselves_only(folder):
     parallel = SimpleNamespace(data_parallel_index=3, rank=1)
     config = SimpleNamespace(model_config=CONFIG.model_config, parallel_config=parallel)

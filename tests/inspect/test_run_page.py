@@ -12,6 +12,7 @@ from tests.helpers.browser import needs_browser, opened
 from tests.helpers.recorded_runs import Request, Traffic
 from tests.inspect.test_page import Page
 from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect import run_steps
 from vllm_npu_prep.inspect.record_file import read_outline, read_record, record_files
 from vllm_npu_prep.inspect.run import RankRun, Run, Step, read_run
 from vllm_npu_prep.inspect.run_data import run_json
@@ -65,7 +66,7 @@ def recorded(tmp_path_factory):
         recorder.close()
         traffics.append(traffic)
     page = folder / "run.html"
-    assert main(["explain", str(folder), "--html", str(page)]) == 0
+    assert main(["explain", str(folder), "--html", str(page), "--no-step-pages"]) == 0
     return folder, traffics[0], page.read_text()
 
 
@@ -178,11 +179,42 @@ def test_the_last_of_several_runs_is_shown_and_the_others_are_named(tmp_path, ca
         recorder.folder.rename(tmp_path / name)
     page = tmp_path / "run.html"
     assert main(["explain", str(tmp_path), "--html", str(page)]) == 0
-    shown, not_shown = capsys.readouterr().out.splitlines()
+    shown, of_steps, not_shown = capsys.readouterr().out.splitlines()
     assert shown.startswith(f"{page}: 5 steps of 1 rank, ")
     assert shown.endswith(f"; {page.stat().st_size:,} bytes")
+    assert of_steps == f"{tmp_path / 'run-steps'}: 5 pages of steps"
     assert not_shown.startswith("not shown: 20260101-000000-1, an older run in ")
     assert data_of(page.read_text())["older"] == ["20260101-000000-1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "most", "pages", "says"),
+    [
+        ([], 6, 6, "run-steps: 6 pages of steps"),
+        ([], 5, 0, "no pages of 6 steps: --step-pages writes them, --step-pages A:B some"),
+        (["--step-pages"], 5, 6, "run-steps: 6 pages of steps"),
+        (["--no-step-pages"], 6, 0, None),
+    ],
+    ids=["by itself", "too many", "forced", "off"],
+)
+def test_pages_of_steps_are_written_unless_there_are_too_many(
+    tmp_path, capsys, monkeypatch, words, most, pages, says
+):
+    """Of all ranks together; the page of the run links to those that are there."""
+    monkeypatch.setattr(run_steps, "MOST_UNASKED", most)
+    for rank in range(2):
+        traffic = Traffic(5)
+        recorder = traffic.recorder(tmp_path, suffix=f"-rank{rank}")
+        traffic.record(recorder, 3)
+        recorder.dump("asked for")
+        recorder.close()
+    assert main(["explain", str(tmp_path), "--html", str(tmp_path / "run.html"), *words]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in lines] == ([says] if says else [])
+    assert len([*tmp_path.glob("run-steps/step-*.html")]) == pages
+    ranks = data_of((tmp_path / "run.html").read_text())["ranks"]
+    expected = [[0, 3]] if pages else None
+    assert [rank["pages"] and rank["pages"]["steps"] for rank in ranks] == [expected] * 2
 
 
 @pytest.mark.parametrize(

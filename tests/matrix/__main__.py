@@ -54,7 +54,10 @@ def ask(matrix: Matrix) -> None:
             continue
         for model in matrix.models(table):
             config = matrix.config_of(model, device)
-            matrix.answers[table, model] = answers(config, names, device, runner)
+            if config is None:
+                matrix.answers.pop((table, model), None)
+            else:
+                matrix.answers[table, model] = answers(config, names, device, runner)
 
 
 def fill(part: Slice, processes: str, chosen: list[str]) -> int:

@@ -71,6 +71,7 @@ DRAFTER = "a drafter of the model's size"
 QUANTISED = "int8 weights and inputs"
 """Among settings: not an engine's own, but a model of this kind."""
 STRUCTURED = "structured output"
+MTP = "MTP"
 
 FEATURES = (
     Feature("without graphs", "eager", _graphs("NONE"), {"enforce_eager": True}),
@@ -123,7 +124,7 @@ FEATURES = (
     Feature("draft model", "draft", _method("draft_model"), _drafts("draft_model", model=DRAFTER)),
     Feature("EAGLE", "EAGLE", _method("eagle"), _drafts("eagle", model=DRAFTER)),
     Feature("EAGLE-3", "EAGLE-3", _method("eagle3"), _drafts("eagle3", model=DRAFTER)),
-    Feature("MTP", "MTP", _method("mtp"), _drafts("mtp")),
+    Feature(MTP, "MTP", _method("mtp"), _drafts("mtp")),
     Feature(
         "int8 weights and inputs (W8A8)",
         "W8A8",

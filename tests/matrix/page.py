@@ -108,9 +108,9 @@ def section(table: Table, models: list[str], marks: dict[tuple[Table, str, str],
         empty = [model for model in models if marks[table, model, feature.name] == EMPTY]
         if not empty:
             continue
-        why = "start-up accepts it, and no test starts it"
+        why = "no recorded test"
         if feature.name == STRUCTURED:
-            why = "it comes with requests, start-up has no say, and no test asks for it"
+            why = "it comes with requests, start-up has no say, and no recorded test asks for it"
         beside = f"; {counted(ran, 'other model')} ran" if ran else ""
         which = ", ".join(f"`{model}`" for model in empty)
         if len(empty) == len(models):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.matrix.cells import MTP
 from tests.matrix.collect import ROOT
 
 RESULTS = ROOT / "tests" / "results" / "matrix.jsonl"
@@ -48,7 +49,7 @@ class Matrix:
     engines
         Lines of engines, the newest last.
     configs
-        ``config.json`` of a model, by model and device.
+        ``config.json`` of a model, by model and device; with MTP layers, if an engine used them.
     answers
         What start-up said, by table and model: for each feature what `tests.matrix.asked.answer`
         returned.
@@ -111,10 +112,12 @@ class Matrix:
                 found.setdefault(cell, line)
         return found
 
-    def config_of(self, model: str, device: str) -> dict[str, Any]:
-        """A model's config, as it ran on a device or, if it never did, on another."""
-        devices = [device, *(other for name, other in self.configs if name == model)]
-        return next(self.configs[model, each] for each in devices if (model, each) in self.configs)
+    def config_of(self, model: str, device: str) -> dict[str, Any] | None:
+        """A model's config, as it ran on a device; None if it never did without int8 weights.
+
+        That of another device doesn't do: its sizes may be refused here.
+        """
+        return self.configs.get((model, device))
 
     def merge(self, collected: Iterable[dict[str, Any]], package: str) -> None:
         """Take in what was collected, and keep as many engines as fill the cells.
@@ -131,7 +134,10 @@ class Matrix:
             config = line.get("config")
             line = {name: value for name, value in line.items() if name != "config"}
             if config and "quantization_config" not in config:
-                self.configs.setdefault((line["model"], line["device"]), config)
+                key = line["model"], line["device"]
+                if MTP in line["features"]:  # what lacks such layers is refused with MTP
+                    self.configs[key] = config
+                self.configs.setdefault(key, config)
             names = ("test", "release", "device", "runner", "model", "features")
             latest[json.dumps([line[name] for name in names])] = line
         exist = [line for line in latest.values() if exists(line["test"])]

@@ -2404,6 +2404,13 @@ MUTANTS = [
         ("tests/inspect/test_metrics.py", "tests/server/test_server.py"),
     ),
     Mutant(
+        "an engine that has ended keeps the files of its metrics open",
+        "observe/metrics.py",
+        "            file.close()\n        self._files = {}",
+        "            pass\n        self._files = {}",
+        ("tests/inspect/test_metrics.py",),
+    ),
+    Mutant(
         "who waits for another host is not woken",
         "compat/hosts.py",
         "                if self.shutting_down:\n",

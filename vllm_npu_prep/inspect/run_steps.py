@@ -1,7 +1,7 @@
 """Pages of a run's steps, in a folder beside the page of the run: one links to the other.
 
-The page of a run holds no step's arrays, which is why 10,000 steps open at once. Whoever asks for
-them gets a file for each step, which the browser reads when it is opened.
+The page of a run holds no step's arrays, which is why 10,000 steps open at once. They are in a file
+for each step, which the browser reads when it is opened.
 """
 
 import os
@@ -17,6 +17,9 @@ from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX
 from vllm_npu_prep.inspect.run import MOST_PROCESSES, RankRun, Run
 from vllm_npu_prep.inspect.view import view_of_record
 
+MOST_UNASKED = 500
+"""Steps, those of all ranks together, whose pages are written though nobody asked for them: some
+25 MB, and some 25 s of processor time."""
 SHARED_OUT = 64
 """Pages from which on several processes write them."""
 

@@ -871,6 +871,7 @@ class NPUModelRunner(GPUModelRunner):
             )
         if self.recorder is not None:
             self.recorder.close()
+        self.metrics.close()
         self.padding.counts.log_summary()
         self.inputs.log_summary()
         super().shutdown()  # waits for the device first

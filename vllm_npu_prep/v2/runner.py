@@ -822,6 +822,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             )
         if self.recorder is not None:
             self.recorder.close()
+        self.metrics.close()
         self.padding.counts.log_summary()
         self.prep_device.synchronize()
         super().shutdown()
