@@ -1,9 +1,11 @@
 """Bugs that nobody planned: one operator or constant of the package changed at random.
 
     python -m tests.mutants.random_mutants [--count 50] [--seed N] [--minutes 30] [--fresh]
+                                           [--pool scheduling]
     python -m tests.mutants.random_mutants --show "part of a change's name"
 
-A slice of the run in tests/results/random-mutants.jsonl. Each change is planted in a copy of the
+A slice of the run in tests/results/random-mutants.jsonl; of another pool of folders than that of
+steps, in a file of its own. Each change is planted in a copy of the
 packages, as planned bugs are; the tests of its module run until one fails, the fast ones first. A
 survivor either gets a test that kills it, or a line in tests/mutants/equivalent.txt that says why
 no test can. Exit code 1 while a change survives. With --show: nothing runs, changes are listed.
@@ -18,12 +20,13 @@ from pathlib import Path
 from tests.mutants.__main__ import SEED
 from tests.mutants.bench import Bench
 from tests.mutants.planted import Mutant
-from tests.mutants.sites import Site, draw, every_site
+from tests.mutants.sites import POOLS, Site, draw, every_site
 from tests.mutants.suites import suite_for
 from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
 
 COMMAND = "make mutants RANDOM={count}"
+STEPS = next(iter(POOLS))
 COUNT = 50
 FEWER = {"NPU_PREP_TEST_EXAMPLES": "100"}
 """Examples of a property, of which `make test` has more. Episodes need all of their steps: tests
@@ -61,9 +64,9 @@ def version(mutant: Mutant) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
 
 
-def resume(part: Slice, count: int, bench: Bench) -> int:
-    """Run a slice of the changes that the run's seed draws."""
-    mutants = {site.key: mutant_of(site) for site in draw(part.seed, count)}
+def resume(part: Slice, count: int, bench: Bench, pool: str = STEPS) -> int:
+    """Run a slice of the changes of a pool that the run's seed draws."""
+    mutants = {site.key: mutant_of(site) for site in draw(part.seed, count, pool)}
     versions = {key: version(mutant) for key, mutant in mutants.items()}
     for key in mutants:
         known = part.latest.get(key)
@@ -80,9 +83,14 @@ def resume(part: Slice, count: int, bench: Bench) -> int:
 
     whole = part.play(todo, one, len(todo))
     left = len(part.pending(versions))
-    failed = part.finish(left, COMMAND.format(count=count))
+    failed = part.finish(left, command(count, pool))
     print(share({key: result.outcome for key, result in part.latest.items() if key in versions}))
     return failed if whole else 130
+
+
+def command(count: int, pool: str) -> str:
+    """What runs the next slice."""
+    return COMMAND.format(count=count) + f" POOL={pool}" * (pool != STEPS)
 
 
 def share(outcomes: dict[str, str]) -> str:
@@ -107,6 +115,7 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--count", type=int, default=COUNT, help="how many changes a run has")
     parser.add_argument("--seed", type=int, help=f"of a run that begins; {SEED} without it")
+    parser.add_argument("--pool", choices=POOLS, default=STEPS, help="of folders")
     parser.add_argument("--show", metavar="PART", help="list changes with this in their names")
     args = parser.parse_args()
     if args.show is not None:
@@ -114,7 +123,7 @@ def main() -> int:
         return 0
     try:
         part = Slice(
-            RESULTS / "random-mutants.jsonl",
+            RESULTS / f"random-mutants{'' if args.pool == STEPS else '-' + args.pool}.jsonl",
             args.minutes,
             seed=args.seed,
             default_seed=SEED,
@@ -123,10 +132,10 @@ def main() -> int:
             retry=args.retry,
         )
     except SliceError as error:
-        print(f"{COMMAND.format(count=args.count)}: {error}", file=sys.stderr)
+        print(f"{command(args.count, args.pool)}: {error}", file=sys.stderr)
         return 2
     with part, Bench() as bench:
-        return resume(part, args.count, bench)
+        return resume(part, args.count, bench, args.pool)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_npu_prep"
-FOLDERS = ("prep", "attention", "attention/kernels", "runner")
-"""Of the package: where changes are drawn."""
+POOLS = {
+    "steps": ("prep", "attention", "attention/kernels", "runner"),
+    "scheduling": ("scheduling",),
+}
+"""Folders of the package from which changes are drawn. A new folder gets a pool of its own, so that
+the draws of others stay as they are."""
 
 COMPARED = {
     ast.Lt: ("<", "<="),
@@ -241,15 +246,15 @@ def sites_of(path: str, source: bytes) -> list[Site]:
     return sites
 
 
-def every_site() -> Iterator[Site]:
-    """All changes of the folders."""
-    for folder in FOLDERS:
+def every_site(*pools: str) -> Iterator[Site]:
+    """All changes of some pools' folders; of all of them, if none is named."""
+    for folder in chain(*(POOLS[pool] for pool in pools or POOLS)):
         for path in sorted((PACKAGE / folder).glob("*.py")):
             yield from sites_of(path.relative_to(PACKAGE).as_posix(), path.read_bytes())
 
 
-def draw(seed: int, count: int) -> list[Site]:
-    """Changes drawn at random; the first ones of a longer draw.
+def draw(seed: int, count: int, pool: str = "steps") -> list[Site]:
+    """Changes of a pool drawn at random; the first ones of a longer draw.
 
     Each change has a place of its own in the order, which other code does not move.
     """
@@ -257,4 +262,4 @@ def draw(seed: int, count: int) -> list[Site]:
     def place(site: Site) -> bytes:
         return hashlib.sha256(f"{seed} {site.key}".encode()).digest()
 
-    return sorted(every_site(), key=place)[:count]
+    return sorted(every_site(pool), key=place)[:count]

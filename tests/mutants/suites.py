@@ -15,10 +15,11 @@ FOLDER_TESTS = {
     "attention": ("tests/attention", "tests/runner"),
     "attention/kernels": ("tests/attention", "tests/graph"),
     "runner": ("tests/runner",),
+    "scheduling": ("tests/scheduling",),
 }
 """Tests of any module of a folder; those of the module itself, which `BY_NAME` adds, come first."""
 LAST = ("tests/differential",)
-"""What runs when no other test has failed."""
+"""What runs when no other test has failed, for folders that it passes through."""
 BY_NAME: dict[str, tuple[str, ...]] = {
     "prep/batch.py": ("tests/prep/test_against_oracle.py", "tests/prep/test_graph_padding.py"),
     "prep/bookkeeping.py": ("tests/runner/test_books.py", "tests/runner/test_bookkeeping.py"),
@@ -95,4 +96,6 @@ def in_order(path: str, tests: tuple[str, ...]) -> tuple[str, ...]:
 
 def suite_for(path: str) -> tuple[str, ...]:
     """Tests of a module, in the order in which they run."""
-    return tuple(dict.fromkeys((*own_tests(path), *FOLDER_TESTS[path.rpartition("/")[0]], *LAST)))
+    folder = path.rpartition("/")[0]
+    last = () if folder == "scheduling" else LAST
+    return tuple(dict.fromkeys((*own_tests(path), *FOLDER_TESTS[folder], *last)))

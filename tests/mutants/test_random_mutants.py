@@ -11,7 +11,7 @@ import pytest
 from tests.mutants import random_mutants
 from tests.mutants.bench import ROOT, Verdict, verdict_of
 from tests.mutants.random_mutants import EQUIVALENT, FEWER, LIMIT, mutant_of, resume, share
-from tests.mutants.sites import PACKAGE, draw, every_site, sites_of
+from tests.mutants.sites import PACKAGE, POOLS, draw, every_site, sites_of
 from tests.mutants.suites import BY_NAME, suite_for
 from tests.resume.log import Results
 from tests.resume.slice import Slice
@@ -74,6 +74,16 @@ def test_changes_of_the_package_can_be_planted():
         assert source.count(before) == 1, site.key
         changed = source.replace(before, after)
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), site.key
+
+
+def test_each_pool_is_drawn_by_itself():
+    """Units of a run that has begun stay what they are when a folder gets a pool."""
+    folders = {
+        pool: {site.path.split("/")[0] for site in draw(seed=1, count=60, pool=pool)}
+        for pool in POOLS
+    }
+    assert folders == {"steps": {"prep", "attention", "runner"}, "scheduling": {"scheduling"}}
+    assert suite_for("scheduling/running.py")[-1] == "tests/scheduling"
 
 
 def test_a_draw_is_the_seed_s_and_a_longer_one_begins_with_it():

@@ -11,6 +11,7 @@ RUNS = {
     "compat": "test-all",
     "mutants": "mutants",
     "random-mutants": "mutants RANDOM=50",
+    "random-mutants-scheduling": "mutants RANDOM=50 POOL=scheduling",
     "soak": "soak",
     "soak-device": "soak",
     "soak-engines": "soak",

@@ -1,11 +1,13 @@
-"""How many Python functions a step calls: a regression guard that holds on a busy machine."""
+"""What a step calls, and whom it looks at: regression guards that hold on a busy machine."""
 
 import sys
 from collections import Counter, deque
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -15,6 +17,28 @@ REQUESTS = 256
 BUDGETS = {"asynchronous": (75, 50), "synchronous": (75, 50), "drafts": (75, 50)}
 """Most calls that ``schedule`` and ``update_from_output`` may make in a step where no request gets
 a block, for 256 decodes."""
+
+
+LOOKED_AT: list[str] = []
+"""Requests that wait, and of which something was read: code in C, which calls no Python function
+for each of them, reads attributes, too."""
+
+
+class Waiting(Request):
+    """A request that waits, and notes when something of it is read."""
+
+    def __getattribute__(self, name):
+        LOOKED_AT.append(super().__getattribute__("request_id"))
+        return super().__getattribute__(name)
+
+
+class Queue(FCFSRequestQueue):
+    """A queue of requests that notes who is gone through."""
+
+    def __iter__(self):
+        for request in super().__iter__():
+            LOOKED_AT.append(request.request_id)
+            yield request
 
 
 def steady(
@@ -47,6 +71,9 @@ def steady(
         prompt = [10 + index % 300] * 20
         request = Request(f"r{index}", prompt, params, None, block_hasher=hasher(128))
         scheduler.add_request(request)
+        if index >= number:
+            request.__class__ = Waiting
+    scheduler.waiting.__class__ = Queue
     flight = deque()
 
     def step(count):
@@ -64,6 +91,7 @@ def steady(
             )
             count("update_from_output", lambda: scheduler.update_from_output(output, result))
 
+    step.scheduler = scheduler
     return step
 
 
@@ -131,3 +159,27 @@ def test_calls_do_not_grow_with_requests():
             step(uncounted)
         counts[number] = calls_of(step)
     assert counts[64] == counts[4096]
+
+
+def looked_at(step) -> set[str]:
+    """Requests that wait and that a step looks at."""
+    for _ in range(6):
+        step(uncounted)
+    LOOKED_AT.clear()
+    step(uncounted)
+    return set(LOOKED_AT)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_step_looks_at_no_request_that_waits(asynchronous):
+    step = steady(ours=True, asynchronous=asynchronous, number=64, waiting=10_000)
+    assert len(looked_at(step)) <= 1
+
+
+@pytest.mark.parametrize("scan", [list, lambda queue: any(map(attrgetter("priority"), queue))])
+def test_a_scan_of_those_who_wait_is_seen_even_if_c_makes_it(scan):
+    step = steady(ours=True, asynchronous=True, number=64, waiting=1000)
+    scheduler = step.scheduler
+    end_of_prefix = scheduler._end_of_prefix
+    scheduler._end_of_prefix = lambda *args: (scan(scheduler.waiting), end_of_prefix(*args))[1]
+    assert len(looked_at(step)) == 1000

@@ -1,13 +1,21 @@
-"""The order of outputs, and which decodes have nothing to compute: what traffic rarely shows."""
+"""What traffic rarely shows: the order of outputs, decodes with nothing to compute, odd rows."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduling.engines import draw, make
 from vllm_npu_prep.scheduling.outputs import Handed, Rows
+from vllm_npu_prep.scheduling.requests import SPECIAL, note
+from vllm_npu_prep.scheduling.running import Taken
 
 NOT_READ: Any = None
 
@@ -58,3 +66,61 @@ def test_the_last_decode_with_something_to_compute_is_found():
     running: Any = [goes_on, goes_on, has_all, at_the_end, prompt]
     assert decodes.last_to_schedule(running) == 1
     assert decodes.last_to_schedule([has_all, at_the_end]) == 0
+
+
+def test_a_decode_that_is_kept_apart_has_nothing_to_compute_yet():
+    decodes = make(replace(draw(2), asynchronous=True, v2=True), ours=True).decodes
+    assert decodes._staggers
+    now, later = decode(10, 1, last_length=40), decode(10, 1, last_length=40)
+    now.next_decode_eligible_step = decodes.scheduler.current_step + 1
+    later.next_decode_eligible_step = decodes.scheduler.current_step + 2
+    assert [decodes.waits(each) for each in (now, later)] == [False, True]  # type: ignore[arg-type]
+
+
+def test_tokens_of_requests_that_upstream_resumed_stay_beside_those_of_taken_ones():
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs.all_token_ids = {"resumed": [1]}
+    Taken(all_token_ids={"taken": [2]}).join(step)
+    assert list(step.scheduled_cached_reqs.all_token_ids.items()) == [
+        ("taken", [2]),
+        ("resumed", [1]),
+    ]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.PREEMPTED, RequestStatus.FINISHED_ABORTED])
+def test_a_row_of_a_request_that_does_not_run_is_upstream_s(status):
+    """One that was aborted stays in the books while a connector sends its blocks."""
+    plain = {"num_stale_output_tokens": 0, "prefill_stats": None, "events": [], "traits": 0}
+    request = SimpleNamespace(status=status, client_index=0, **plain)
+    books = make(draw(2), ours=True).books
+    books.requests["r"] = request  # type: ignore[assignment]
+    step = SchedulerOutput.make_empty()
+    step.num_scheduled_tokens = {"r": 1}
+    sampled: Any = SimpleNamespace(req_id_to_index={"r": 0}, sampled_token_ids=[[7]])
+    assert list(Rows(books, step, sampled).items()) == [("r", 1)]
+
+
+def test_a_request_that_has_ended_gets_no_drafts():
+    scheduler = make(draw(2), ours=True)
+    request = Request("r", [1, 2, 3], SamplingParams(), None)
+    scheduler.add_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    request.is_prefill_chunk = False
+    scheduler.update_draft_token_ids(DraftTokenIds(["r"], [[4, 5]]))
+    assert request.spec_token_ids == []
+
+
+@pytest.mark.parametrize(
+    ("options", "pooling", "special"),
+    [
+        ({}, False, 0),
+        ({}, True, SPECIAL),
+        ({"logprobs": 1}, False, SPECIAL),
+        ({"prompt_logprobs": 1}, False, SPECIAL),
+    ],
+    ids=["plain", "pooled", "log-probabilities", "of the prompt"],
+)
+def test_requests_whose_rows_are_upstream_s_are_noted(options, pooling, special):
+    params = SamplingParams(max_tokens=4, **options)
+    task = PoolingParams(task="embed") if pooling else None
+    assert note(Request("r", [1, 2, 3], params, task), 100).traits & SPECIAL == special

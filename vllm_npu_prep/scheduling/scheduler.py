@@ -266,7 +266,6 @@ class BatchedMixin(Scheduler):
             or self.counts_nans
             or len(scheduler_output.num_scheduled_tokens) < self.fewest
             or not result.sampled_token_ids
-            or result.pooler_output
         ):
             return super().update_from_output(scheduler_output, model_runner_output)
         rows = Rows(self.books, scheduler_output, model_runner_output)
