@@ -1320,7 +1320,7 @@ MUTANTS = [
         "experts of other ranks are taken for the last one here",
         "ops/experts.py",
         "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])",
-        "expert_map.long()[experts] % len(w13)",
+        "expert_map.long()[experts] % num_local_experts",
         ("tests/ops/test_experts.py",),
     ),
     Mutant(
