@@ -1384,6 +1384,23 @@ MUTANTS = [
         ("tests/engine/test_experts.py::test_explain_tells_how_many_tokens_each_expert_got",),
     ),
     Mutant(
+        "an idle engine's dummy run counts for its last step",
+        "runner/model_runner.py",
+        "self.recorder.read_experts()  # an idle",
+        "pass  # an idle",
+        (
+            "tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_"
+            "one_writes_nothing[experts]",
+        ),
+    ),
+    Mutant(
+        "a step that did not run has the counts of the one before",
+        "observe/recorder.py",
+        "                self.expert_counters.clear()\n",
+        "                pass\n",
+        RECORDS,
+    ),
+    Mutant(
         "padding reaches an expert",
         "ops/fused_routing.py",
         "ids.masked_fill_(is_padding[:, None], NO_EXPERT)",

@@ -671,6 +671,8 @@ class NPUModelRunner(GPUModelRunner):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
+        if self.recorder is not None:
+            self.recorder.read_experts()  # an idle engine's pass counts the others' tokens
         self.buffers.restore()
         self.dummy_run = DummyRun(kwargs.get("force_attention", False))
         try:
@@ -821,7 +823,7 @@ class NPUModelRunner(GPUModelRunner):
             self.recorder,
         )
         if self.recorder is not None and self.expert_counts is not None:
-            self.recorder.count_experts = self.expert_counts.read
+            self.recorder.expert_counters = self.expert_counts
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
     def initialize_kv_cache_tensors(
