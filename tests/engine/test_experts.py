@@ -8,6 +8,7 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model, r
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of, on_both
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.record_file import record_files
 from vllm_npu_prep.ops import experts
@@ -48,8 +49,12 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch):
     print(family, len(calls), "calls,", sum(calls), "with padding", dict(counts))
 
 
-@pytest.mark.parametrize("steps", ["0:40", "last 40"])
-def test_explain_tells_how_many_tokens_each_expert_got(tmp_path, seed, steps, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("steps", "runner"), on_both({steps: steps for steps in ("0:40", "last 40")})
+)
+def test_explain_tells_how_many_tokens_each_expert_got(
+    tmp_path, seed, steps, runner, capsys, monkeypatch
+):
     """As counted where experts get their tokens: in graphs, too, whose padding is sent to none."""
     computed, of_steps, apply_experts = [], [], experts.apply_experts
 
@@ -62,9 +67,10 @@ def test_explain_tells_how_many_tokens_each_expert_got(tmp_path, seed, steps, ca
     folder = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
     record = {"dir": str(tmp_path / "records"), "steps": steps, "expert_tokens": True}
     options = {"additional_config": {"npu_prep": {"record": record}}, **GRAPHS}
-    with engine(folder, max_num_batched_tokens=48, max_num_seqs=7, **options) as llm:
-        runner = runner_of(llm)
-        execute_model = runner.execute_model
+    settings = {"max_num_batched_tokens": 48, "max_num_seqs": 7, **options}
+    with engine_of(runner, folder, **settings) as llm:
+        model_runner = runner_of(llm)
+        execute_model = model_runner.execute_model
 
         def followed(scheduled, *args, **kwargs):
             result = execute_model(scheduled, *args, **kwargs)
@@ -72,9 +78,9 @@ def test_explain_tells_how_many_tokens_each_expert_got(tmp_path, seed, steps, ca
                 of_steps.append(computed[-1])
             return result
 
-        runner.execute_model = followed
+        model_runner.execute_model = followed
         generate(llm, prompts_of(seed, [3, 1, 90, 17]), greedy(5))
-        runner.recorder.dump("the test")
+        model_runner.recorder.dump("the test")
     capsys.readouterr()
     shown = []
     (run,) = (tmp_path / "records").iterdir()

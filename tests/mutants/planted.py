@@ -1394,6 +1394,16 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "an idle engine's dummy run counts for its last step on V2",
+        "v2/runner.py",
+        "self.recorder.read_experts()  # an idle",
+        "pass  # an idle",
+        (
+            "tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_"
+            "one_writes_nothing[experts-V2]",
+        ),
+    ),
+    Mutant(
         "a step that did not run has the counts of the one before",
         "observe/recorder.py",
         "                self.expert_counters.clear()\n",

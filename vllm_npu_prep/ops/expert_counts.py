@@ -4,8 +4,11 @@ from functools import partial
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from vllm_npu_prep.config import parse_config
 
 
 class ExpertCounts:
@@ -34,6 +37,14 @@ class ExpertCounts:
         self._counts = dict(zip(routers, self._all.split(sizes), strict=True))
         for name, router in routers.items():
             router.set_capture_fn(partial(_count, self._counts[name]))
+
+    @classmethod
+    def asked_for(
+        cls, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> "ExpertCounts | None":
+        """Counters, if the plugin's options ask for tokens of experts."""
+        record = parse_config(vllm_config.additional_config).record
+        return cls(model, device) if record is not None and record.expert_tokens else None
 
     def clear(self) -> None:
         """Forget what was counted, so that `read` tells whether anything was counted since."""

@@ -732,9 +732,8 @@ class NPUModelRunner(GPUModelRunner):
         for model in models_of(self.get_model(), getattr(self, "drafter", None)):
             replace_modules(model, self.vllm_config)
             fuse_rounding(model, self.vllm_config)
-        record = parse_config(self.vllm_config.additional_config).record
-        if record is not None and record.expert_tokens:
-            self.expert_counts = ExpertCounts(self.get_model(), self.device)
+        counters = ExpertCounts.asked_for(self.get_model(), self.vllm_config, self.device)
+        self.expert_counts = counters
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
         layers = self.compilation_config.static_forward_context
@@ -822,7 +821,7 @@ class NPUModelRunner(GPUModelRunner):
             kv_cache_config.num_blocks,
             self.recorder,
         )
-        if self.recorder is not None and self.expert_counts is not None:
+        if self.recorder is not None:
             self.recorder.expert_counters = self.expert_counts
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 

@@ -50,6 +50,7 @@ from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import models_of, replace_modules
+from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
@@ -140,6 +141,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.input_batch = WatchedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
         self.recorder: StepRecorder | None = None
+        self.expert_counts: ExpertCounts | None = None
         self.step_check: StepCheck | None = None
         self.cache_memory: Memory = prep_device
         parallel = vllm_config.parallel_config
@@ -574,6 +576,8 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; a graph replays a step that is all padding."""
+        if self.recorder is not None:
+            self.recorder.read_experts()  # an idle engine's pass counts the others' tokens
         try:
             return super()._dummy_run(*args, **kwargs)
         finally:
@@ -666,6 +670,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         for model in models_of(self.get_model(), self.speculator):
             replace_modules(model, self.vllm_config)
             fuse_rounding(model, self.vllm_config)
+        counters = ExpertCounts.asked_for(self.get_model(), self.vllm_config, self.device)
+        self.expert_counts = counters
         layers = self.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
@@ -732,6 +738,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.recorder = make_recorder(
             self.vllm_config, tables, builders, kv_cache_config.num_blocks, self.recorder
         )
+        if self.recorder is not None:
+            self.recorder.expert_counters = self.expert_counts
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
     def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
