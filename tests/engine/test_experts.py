@@ -70,8 +70,8 @@ def test_explain_tells_how_many_tokens_each_expert_got(
     options = {"additional_config": {"npu_prep": {"record": record}}, **GRAPHS}
     sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 7}
     with engine_of(runner_name, folder, **sizes, **options) as llm:
-        runner = runner_of(llm)
-        execute_model = runner.execute_model
+        model_runner = runner_of(llm)
+        execute_model = model_runner.execute_model
 
         def followed(scheduled, *args, **kwargs):
             result = execute_model(scheduled, *args, **kwargs)
@@ -79,9 +79,9 @@ def test_explain_tells_how_many_tokens_each_expert_got(
                 of_steps.append(computed[-1])
             return result
 
-        runner.execute_model = followed
+        model_runner.execute_model = followed
         generate(llm, prompts_of(seed, [3, 1, 90, 17]), greedy(5))
-        runner.recorder.dump("the test")
+        model_runner.recorder.dump("the test")
     capsys.readouterr()
     shown = []
     (run,) = (tmp_path / "records").iterdir()

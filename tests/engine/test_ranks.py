@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,7 +170,8 @@ async def one_engine_idles(ranks: Ranks, prompts: list[list[int]]) -> dict[str, 
     alone = await ranks.generate(prompts[1:], NUM_TOKENS, engine=0)
     after = await ranks.ask("probe_cache")
     again = await ranks.generate(prompts[:1], NUM_TOKENS, engine=1)
-    told = {name: await ranks.ask(f"probe_{name}") for name in ("facts", "noted")}
+    asked = ("facts", "noted", "expert_tokens")
+    told = {name: await ranks.ask(f"probe_{name}") for name in asked}
     return {
         "tokens": {"both": both, "cached": cached, "alone": alone, "again": again},
         "caches": {"before": before, "after": after},
@@ -186,6 +188,12 @@ ENGINES = {
 ENGINES |= {f"{name}{ON_V2}": settings for name, settings in ENGINES.items()}
 
 
+def recording(folder: Path) -> dict[str, Any]:
+    """Settings with which each rank records its steps, and the tokens of each expert."""
+    record = {"dir": str(folder), "steps": "last 400", "expert_tokens": True}
+    return {"additional_config": {"npu_prep": {"check": "full", "record": record}}}
+
+
 @pytest.mark.parametrize("layout", ENGINES)
 def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing(
     tmp_path, seed, layout
@@ -194,9 +202,9 @@ def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing
 
     Engines of two ranks show at once what tensor and data parallelism do together.
     """
-    settings = ENGINES[layout]
+    settings = ENGINES[layout] | recording(tmp_path / "records")
     model = DEEPSEEK if "latent" in layout else {"family": "Mixtral", **MIXTRAL}
-    folder = make_model(tmp_path, **model)
+    folder = make_model(tmp_path / "model", **model)
     prompts = prompts_of(seed, [140, 3, 60, 17])
     with asked_for("V2" if layout.endswith(ON_V2) else "V1"):
         got = serve_on_ranks(folder, settings, partial(one_engine_idles, prompts=prompts))
@@ -226,6 +234,11 @@ def test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing
     for a, b in zip(working[0], idle[0]):
         pairs = k * (a["num_real_tokens"] + b["num_real_tokens"])
         assert a["num_pairs"] == b["num_pairs"] == pairs, "padding goes to no expert"
+    for steps, counted in zip(got["noted"], got["expert_tokens"], strict=True):
+        real = [step for step in steps if not step["is_dummy"]]
+        assert all(counted), "no step is without counts, the last one before an idle time either"
+        for step, layers in zip(real, counted, strict=True):
+            assert {sum(tokens) for tokens in layers.values()} == {step["num_pairs"]}
     if "compilation_config" in settings:
         kinds_of_graphs = set(settings["compilation_config"]["cudagraph_mode"].split("_AND_"))
         assert kinds_of_graphs <= {mode for mode, _ in decided[0]}

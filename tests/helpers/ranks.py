@@ -19,6 +19,8 @@ from tests.helpers.v2 import asked_for
 from tests.helpers.watch import preparation_of
 from tests.matrix.collect import add, note
 from vllm_npu_prep.compat import v2
+from vllm_npu_prep.inspect.expert_counts import read_expert_counts
+from vllm_npu_prep.inspect.record_file import record_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
@@ -279,8 +281,13 @@ class RankProbe:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, MoERunner):
                 num_experts = module.router.global_num_experts
+                counting = module.router.capture_fn  # the plugin's, if tokens are recorded
 
-                def note(ids: Any, num_experts: int = num_experts) -> None:
+                def note(
+                    ids: Any, num_experts: int = num_experts, counting: Any = counting
+                ) -> None:
+                    if counting is not None:
+                        counting(ids)
                     is_pair = (ids >= 0) & (ids < num_experts)
                     if self.probe_steps:
                         self.probe_steps[-1]["num_pairs"] = int(is_pair.sum())
@@ -290,6 +297,14 @@ class RankProbe:
     def probe_noted(self) -> list[dict[str, Any]]:
         """What was noted."""
         return self.probe_steps
+
+    def probe_expert_tokens(self) -> list[dict[str, list[int]]]:
+        """Tokens of each expert of each layer in each recorded step, in order."""
+        if self.model_runner.recorder is None:
+            return []
+        self.dump_steps()
+        files = record_files(self.model_runner.recorder.folder)
+        return [read_expert_counts(file) for file in files]
 
     def probe_draft_passes(self) -> list[tuple[int, list[int]]]:
         """Draft passes of engines that share experts, on Model Runner V2."""

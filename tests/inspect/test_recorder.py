@@ -17,6 +17,7 @@ from tests.helpers.records import EAGER
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.expert_counts import read_expert_counts
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
@@ -194,6 +195,50 @@ def test_a_signal_that_somebody_listens_to_is_left_alone(make, caplog):
         assert heard == [1, 1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class Counters:
+    """Counters of one layer of three experts; a forward pass overwrites them."""
+
+    def __init__(self) -> None:
+        self.counted: list[int] = []
+
+    def clear(self) -> None:
+        self.counted = []
+
+    def read(self) -> dict[str, list[int]]:
+        return {"layer": self.counted} if self.counted else {}
+
+
+@pytest.mark.parametrize("steps", ["0:9", "last 9"])
+def test_counts_are_those_of_a_steps_own_forward_pass(make, steps):
+    """A signal or a failure comes before it; dummy runs of an idle engine come after it."""
+    recorder, decodes = make(steps)
+    recorder.expert_counters = counters = Counters()
+
+    def read() -> dict[int, list[int]]:
+        found = [(file, read_expert_counts(file)) for file in record_files(recorder.folder)]
+        return {int(file.stem[5:]): told["layer"] for file, told in found if told}
+
+    decodes.record(recorder, 1)
+    recorder.dump("a signal")
+    assert read() == {}, "its forward pass is still to come"
+    counters.counted = [1, 0, 5]
+    recorder.read_experts()
+    assert read() == {0: [1, 0, 5]}
+    counters.counted = [9, 9, 9]  # a dummy run
+    recorder.read_experts()
+    decodes.record(recorder, 1)
+    recorder.dump("the step failed")
+    decodes.record(recorder, 1)
+    counters.counted = [2, 2, 2]
+    recorder.dump("asked for")
+    assert read() == {0: [1, 0, 5], 2: [2, 2, 2]}
+    decodes.record(recorder, 1)
+    counters.counted = [0, 3, 3]
+    recorder.close()
+    recorder.dump("asked for")
+    assert read() == {0: [1, 0, 5], 2: [2, 2, 2], 3: [0, 3, 3]}
 
 
 def test_memory_of_the_ring_is_bounded(make):

@@ -1342,7 +1342,7 @@ MUTANTS = [
         "experts of other ranks are taken for the last one here",
         "ops/experts.py",
         "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])",
-        "expert_map.long()[experts] % len(w13)",
+        "expert_map.long()[experts] % num_local_experts",
         ("tests/ops/test_experts.py",),
     ),
     Mutant(
@@ -1404,6 +1404,33 @@ MUTANTS = [
         "topk_ids.flatten().remainder(len(counts))",
         "(topk_ids.flatten() - 1).remainder(len(counts))",
         ("tests/engine/test_experts.py::test_explain_tells_how_many_tokens_each_expert_got",),
+    ),
+    Mutant(
+        "an idle engine's dummy run counts for its last step",
+        "runner/model_runner.py",
+        "self.recorder.read_experts()  # an idle",
+        "pass  # an idle",
+        (
+            "tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_"
+            "one_writes_nothing[experts]",
+        ),
+    ),
+    Mutant(
+        "an idle engine's dummy run counts for its last step on V2",
+        "v2/runner.py",
+        "self.recorder.read_experts()  # an idle",
+        "pass  # an idle",
+        (
+            "tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_"
+            "one_writes_nothing[experts-V2]",
+        ),
+    ),
+    Mutant(
+        "a step that did not run has the counts of the one before",
+        "observe/recorder.py",
+        "                self.expert_counters.clear()\n",
+        "                pass\n",
+        RECORDS,
     ),
     Mutant(
         "padding reaches an expert",

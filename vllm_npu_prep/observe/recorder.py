@@ -12,18 +12,18 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import write_expert_counts
+from vllm_npu_prep.inspect.expert_counts import ExpertTokens, write_expert_counts
 from vllm_npu_prep.inspect.files import write_whole
 from vllm_npu_prep.inspect.record import FORMAT
 from vllm_npu_prep.inspect.record_settings import RecordGroup
@@ -74,6 +74,16 @@ class Written(NamedTuple):
             return f"{self.why}; those of this run are in {self.folder}"
         verb = "is" if self.steps == 1 else "are"
         return f"{counted(self.steps, 'step')} {verb} in {self.folder} ({self.why})"
+
+
+class ExpertCounters(Protocol):
+    """Tokens of each expert in the last forward pass."""
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+
+    def read(self) -> ExpertTokens:
+        """Counts of the last forward pass since `clear`; none if there was none."""
 
 
 class StepRecorder:
@@ -128,9 +138,9 @@ class StepRecorder:
         # may hold the lock: they write later then.
         self._lock = threading.RLock()
         self._salt = os.urandom(16)
-        self.count_experts: Callable[[], dict[str, list[int]]] | None = None  # in the last step
+        self.expert_counters: ExpertCounters | None = None
         self._uncounted: int | None = None  # step whose counts are not read yet
-        self._experts: dict[int, dict[str, list[int]]] = {}  # counts of the ring's steps
+        self._experts: dict[int, ExpertTokens] = {}  # counts of the ring's steps
         if self._span is None:
             self._listen()
 
@@ -165,7 +175,7 @@ class StepRecorder:
         waits
             Waits of the staging ring so far.
         """
-        self._read_experts()
+        self.read_experts()
         number, times = self.steps, None
         self.steps = number + 1
         if started is not None:
@@ -192,7 +202,7 @@ class StepRecorder:
                 )
                 self._ring.append(snapshot)
                 self._ring_bytes += snapshot.nbytes
-                self._uncounted = number
+                self._await_experts(number)
                 if self._span is None:
                     while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
                         self._forget_oldest()
@@ -227,7 +237,7 @@ class StepRecorder:
         """
         with self._lock:
             self._is_busy = True
-            self._read_experts()
+            self.read_experts()
             try:
                 count = self._write_new(reason)
             except Exception as error:
@@ -276,20 +286,38 @@ class StepRecorder:
     def _path(self, number: int) -> Path:
         return self.folder / f"step-{number:06d}.npz"
 
-    def _read_experts(self) -> None:
-        """Read what the last step that was noted counted, now that its forward was launched."""
-        number, self._uncounted = self._uncounted, None
-        if number is None or self.count_experts is None:
+    def _await_experts(self, number: int) -> None:
+        """Count the forward pass of a step that was just prepared, and no earlier one."""
+        self._uncounted = number
+        try:
+            if self.expert_counters is not None:
+                self.expert_counters.clear()
+        except Exception as error:
+            self._count_no_more(error)
+
+    def read_experts(self) -> None:
+        """Read what the last step that was noted has counted, if its forward pass was launched.
+
+        To be called before any other forward pass, which would count in its place.
+        """
+        number = self._uncounted
+        if number is None or self.expert_counters is None:
             return
         try:
-            counts = self.count_experts()
-            if self._span is None:
+            counts = self.expert_counters.read()
+            if not counts:  # a signal came before the forward pass, or the step failed
+                return
+            self._uncounted = None
+            if self._ring and self._ring[-1].number == number:
                 self._experts[number] = counts
-            else:
+            if number <= self._last_written:
                 write_expert_counts(self._path(number), counts)
         except Exception as error:  # the device may be what failed
-            self.count_experts = None
-            logger.warning("Tokens of experts are no longer recorded: %s.", error)
+            self._count_no_more(error)
+
+    def _count_no_more(self, error: Exception) -> None:
+        self.expert_counters = None
+        logger.warning("Tokens of experts are no longer recorded: %s.", error)
 
     def _begin_folder(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -350,7 +378,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Stop listening."""
-        self._read_experts()
+        self.read_experts()
         if signal.getsignal(signal.SIGUSR1) == self._on_signal:
             signal.signal(signal.SIGUSR1, self._before)
 

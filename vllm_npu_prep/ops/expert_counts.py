@@ -1,11 +1,14 @@
-"""How many tokens each expert got in the last step, counted where routers choose."""
+"""How many tokens each expert got in the last forward pass, counted where routers choose."""
 
 from functools import partial
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from vllm_npu_prep.config import parse_config
 
 
 class ExpertCounts:
@@ -23,20 +26,40 @@ class ExpertCounts:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._counts: dict[str, torch.Tensor] = {}  # int32 [num_experts + 1]; last: no expert
-        for name, module in model.named_modules():
-            if isinstance(module, MoERunner) and isinstance(module.router, BaseRouter):
-                size = module.router.global_num_experts + 1
-                counts = torch.zeros(size, dtype=torch.int32, device=device)
-                self._counts[name] = counts
-                module.router.set_capture_fn(partial(_count, counts))
+        routers = {
+            name: module.router
+            for name, module in model.named_modules()
+            if isinstance(module, MoERunner) and isinstance(module.router, BaseRouter)
+        }
+        sizes = [router.global_num_experts + 1 for router in routers.values()]
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        # int32 [num_experts + 1] of each layer; last: no expert
+        self._counts = dict(zip(routers, self._all.split(sizes), strict=True))
+        for name, router in routers.items():
+            router.set_capture_fn(partial(_count, self._counts[name]))
+
+    @classmethod
+    def asked_for(
+        cls, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> "ExpertCounts | None":
+        """Counters, if the plugin's options ask for tokens of experts."""
+        record = parse_config(vllm_config.additional_config).record
+        return cls(model, device) if record is not None and record.expert_tokens else None
+
+    def clear(self) -> None:
+        """Forget what was counted, so that `read` tells whether anything was counted since."""
+        self._all.zero_()
 
     def read(self) -> dict[str, list[int]]:
-        """Tokens of each expert by layer; waits for the device."""
-        return {name: counts.tolist()[:-1] for name, counts in self._counts.items()}
+        """Tokens of each expert by layer, or nothing if none was counted; waits for the device."""
+        counted = self._all.cpu()
+        if not counted.any():
+            return {}
+        of_layers = counted.split([len(counts) for counts in self._counts.values()])
+        return {name: counts.tolist()[:-1] for name, counts in zip(self._counts, of_layers)}
 
 
 def _count(counts: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Count a step; ids of no expert, -1 and the number of experts, count in the last entry."""
+    """Count a pass; ids of no expert, -1 and the number of experts, count in the last entry."""
     experts = topk_ids.flatten().remainder(len(counts))
     counts.zero_().index_add_(0, experts, torch.ones_like(experts, dtype=counts.dtype))

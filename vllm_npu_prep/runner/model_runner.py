@@ -671,6 +671,8 @@ class NPUModelRunner(GPUModelRunner):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Dummy runs use upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
+        if self.recorder is not None:
+            self.recorder.read_experts()  # an idle engine's pass counts the others' tokens
         self.buffers.restore()
         self.dummy_run = DummyRun(kwargs.get("force_attention", False))
         try:
@@ -730,9 +732,8 @@ class NPUModelRunner(GPUModelRunner):
         for model in models_of(self.get_model(), getattr(self, "drafter", None)):
             replace_modules(model, self.vllm_config)
             fuse_rounding(model, self.vllm_config)
-        record = parse_config(self.vllm_config.additional_config).record
-        if record is not None and record.expert_tokens:
-            self.expert_counts = ExpertCounts(self.get_model(), self.device)
+        counters = ExpertCounts.asked_for(self.get_model(), self.vllm_config, self.device)
+        self.expert_counts = counters
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
         layers = self.compilation_config.static_forward_context
@@ -820,8 +821,8 @@ class NPUModelRunner(GPUModelRunner):
             kv_cache_config.num_blocks,
             self.recorder,
         )
-        if self.recorder is not None and self.expert_counts is not None:
-            self.recorder.count_experts = self.expert_counts.read
+        if self.recorder is not None:
+            self.recorder.expert_counters = self.expert_counts
         self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
 
     def initialize_kv_cache_tensors(

@@ -590,6 +590,8 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's; a graph replays a step that is all padding."""
+        if self.recorder is not None:
+            self.recorder.read_experts()  # an idle engine's pass counts the others' tokens
         try:
             return super()._dummy_run(*args, **kwargs)
         finally:
@@ -682,9 +684,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         for model in models_of(self.get_model(), self.speculator):
             replace_modules(model, self.vllm_config)
             fuse_rounding(model, self.vllm_config)
-        record = parse_config(self.vllm_config.additional_config).record
-        if record is not None and record.expert_tokens:
-            self.expert_counts = ExpertCounts(self.get_model(), self.device)
+        counters = ExpertCounts.asked_for(self.get_model(), self.vllm_config, self.device)
+        self.expert_counts = counters
         layers = self.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
@@ -751,8 +752,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.recorder = make_recorder(
             self.vllm_config, tables, builders, kv_cache_config.num_blocks, self.recorder
         )
-        if self.recorder is not None and self.expert_counts is not None:
-            self.recorder.count_experts = self.expert_counts.read
+        if self.recorder is not None:
+            self.recorder.expert_counters = self.expert_counts
         level = parse_config(self.vllm_config.additional_config).check
         self.step_check, self._checks_fully = make_check(level, self), level == "full"
 
