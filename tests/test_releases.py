@@ -104,6 +104,7 @@ def sleeper(monkeypatch):
         sleep_mode_backend=memory,
         _sleeping=memory,
         _sleep_saved_parameters={},
+        _prepare_sleep=lambda level: None,
         parallel_config=SimpleNamespace(world_size=1, rank=0),
         model_config=SimpleNamespace(quantization=None),
         prep_device=SimpleNamespace(memory_info=lambda: (0, 0), synchronize=lambda: None),

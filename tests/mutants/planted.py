@@ -40,6 +40,9 @@ OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[connectors]",)
 ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
 SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
+REFUSALS_ON_RANKS = (
+    "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
+)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -2090,6 +2093,20 @@ MUTANTS = [
         "parallel_config.rank == parallel_config.world_size - 1",
         "parallel_config.rank == 0",
         SLEEP_ON_RANKS,
+    ),
+    Mutant(
+        "all ranks say that they don't sleep: their answers are taken for those to the next call",
+        "worker.py",
+        "with all_or_none(self.parallel_config, lambda: self._prepare_sleep(level)) as can:\n",
+        "with contextlib.nullcontext(self._prepare_sleep(level) is None) as can:\n",
+        REFUSALS_ON_RANKS,
+    ),
+    Mutant(
+        "all ranks refuse new weights: their answers are taken for those to the next call",
+        "worker.py",
+        "    @refused_once\n    def reload_weights(",
+        "    def reload_weights(",
+        REFUSALS_ON_RANKS,
     ),
     Mutant(
         "the allocator keeps what long prompts left",
