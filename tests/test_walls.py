@@ -330,7 +330,7 @@ WALLS: dict[str, set[str]] = {
         "driver",
         "inspect.doctor",
     },
-    "inspect.upstream_runner": {"compat", "device", "ops"},
+    "inspect.upstream_runner": {"compat", "device", "ops", "prep.context_shards"},
 }
 """What each folder, or a file that differs from its folder, may import of the plugin."""
 

@@ -2109,6 +2109,20 @@ MUTANTS = [
         REFUSALS_ON_RANKS,
     ),
     Mutant(
+        "replay --upstream takes each rank for the first of those that share contexts",
+        "inspect/upstream_runner.py",
+        "table.dcp_world_size, table.dcp_rank = shards.world_size, shards.rank",
+        "table.dcp_world_size, table.dcp_rank = shards.world_size, 0",
+        ("tests/inspect/test_upstream.py",),
+    ),
+    Mutant(
+        "replay --upstream expects blocks as without shared contexts",
+        "inspect/upstream.py",
+        "tokens_per_block(settings.shards, settings.block_sizes[group.group])",
+        "tokens_per_block(None, settings.block_sizes[group.group])",
+        ("tests/inspect/test_upstream.py",),
+    ),
+    Mutant(
         "the allocator keeps what long prompts left",
         "worker.py",
         "            self.prep_device.return_free_memory()\n",
