@@ -453,7 +453,7 @@ class NPUWorker(Worker):
         ------
         PrepError
             Without ``--enable-sleep-mode``, or if the host has no room for the weights of a rank;
-            all ranks are awake then.
+            what was awake is awake then, on all ranks.
         """
         with all_or_none(self.parallel_config, lambda: self._prepare_sleep(level)) as can:
             if not can:
@@ -461,9 +461,10 @@ class NPUWorker(Worker):
         memory = self.sleep_mode_backend
         before = self.prep_device.memory_info()[0]
         connectors.forget_caches()
-        with all_or_none(self.parallel_config, lambda: memory.suspend(level)) as done:
+        slept: list[Region] = []
+        with all_or_none(self.parallel_config, lambda: slept.extend(memory.unmap(level))) as done:
             if not done:
-                memory.resume()
+                memory.restore(slept)
                 connectors.restore_caches()
                 return
         logger.info(

@@ -43,6 +43,9 @@ SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
 REFUSALS_ON_RANKS = (
     "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
 )
+BOUND_ON_MEMORY = (
+    "tests/engine/test_long_context.py::test_memory_keeps_the_bound_that_start_up_states"
+)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -2123,11 +2126,18 @@ MUTANTS = [
         ("tests/inspect/test_upstream.py",),
     ),
     Mutant(
+        "a sleep that failed also wakes what slept before it",
+        "worker.py",
+        "                memory.restore(slept)\n",
+        "                memory.resume()\n",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
         "the allocator keeps what long prompts left",
         "worker.py",
         "            self.prep_device.return_free_memory()\n",
         "            self.prep_device.memory_in_use()\n",
-        ("tests/engine/test_long_context.py::test_memory_keeps_the_bound_that_start_up_states",),
+        (f"{BOUND_ON_MEMORY}[16384-after-others]",),
     ),
     Mutant(
         "the check takes a state that the host brought for what its block held before",
