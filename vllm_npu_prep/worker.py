@@ -406,7 +406,8 @@ class NPUWorker(Worker):
         Raises
         ------
         PrepError
-            Beside a KV connector, or if the new weights don't fit where the old ones lie.
+            Beside a KV connector that can't forget, or if the new weights don't fit where the old
+            ones lie.
         """
         super().reload_weights(*args, **kwargs)
 
