@@ -96,14 +96,15 @@ def sleeper(monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", Connector(told))
     memory = SimpleNamespace(
-        suspend=lambda level: told.append("suspend"),
-        resume=lambda: told.append("resume"),
+        unmap=lambda level: [told.append("unmap")],
+        restore=lambda regions: told.append("restore memory"),
         map=lambda tags: [told.append("map")],
     )
     worker = SimpleNamespace(
         sleep_mode_backend=memory,
         _sleeping=memory,
         _sleep_saved_parameters={},
+        _prepare_sleep=lambda level: None,
         parallel_config=SimpleNamespace(world_size=1, rank=0),
         model_config=SimpleNamespace(quantization=None),
         prep_device=SimpleNamespace(memory_info=lambda: (0, 0), synchronize=lambda: None),
@@ -122,8 +123,8 @@ def test_connectors_are_told_when_the_cache_sleeps_and_wakes(version, sleeper, m
     worker.wake_up(["kv_cache"])
     worker.wake_up(None)
     tells = {
-        "0.32.0": ["suspend", "map", "map", "map"],
-        "0.33.0": ["unregister", "suspend", "map"] + ["map", "restore"] * 2,
+        "0.32.0": ["unmap", "map", "map", "map"],
+        "0.33.0": ["unregister", "unmap", "map"] + ["map", "restore"] * 2,
     }
     assert told == tells[version]
 
@@ -135,7 +136,7 @@ def test_a_connector_has_its_cache_again_if_the_engine_could_not_sleep(sleeper, 
     def fail(level: int) -> None:
         raise PrepError("no room")
 
-    worker.sleep_mode_backend.suspend = fail
+    worker.sleep_mode_backend.unmap = fail
     with pytest.raises(PrepError, match="no room"):
         worker.sleep(1)
-    assert told == ["unregister", "resume", "restore"]
+    assert told == ["unregister", "restore memory", "restore"]

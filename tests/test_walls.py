@@ -330,7 +330,7 @@ WALLS: dict[str, set[str]] = {
         "driver",
         "inspect.doctor",
     },
-    "inspect.upstream_runner": {"compat", "device", "ops"},
+    "inspect.upstream_runner": {"compat", "device", "ops", "prep.context_shards"},
 }
 """What each folder, or a file that differs from its folder, may import of the plugin."""
 
@@ -448,6 +448,7 @@ LONG = {
     "inspect/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
     "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
+    "worker.py": "the same of upstream's worker",
     "v2/runner.py": "the same of upstream's V2 runner",
 }
 """Files of more than 500 lines: what their one job is."""

@@ -1,10 +1,14 @@
 """Which rank a worker is, how many there are, and what they do together."""
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_npu_prep.errors import PrepError
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
 def rank_across_engines(parallel_config: Any) -> int:
@@ -38,34 +42,61 @@ def ranks_on_host(parallel_config: Any) -> int:
 def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator[bool]:
     """Let all ranks of an engine do something; whether all did, which else each has to undo.
 
+    Whatever all ranks of an engine may refuse goes through this, even if all refuse alike: vLLM's
+    executor reads their answers in order up to the first error, and takes those after it for
+    answers to its next call.
+
     Parameters
     ----------
     parallel_config
         vLLM's `ParallelConfig`, in the worker.
     attempt
-        Raises `PrepError` if this rank can't, and leaves everything as it was.
+        Raises if this rank can't, and leaves everything as it was.
 
     Raises
     ------
     PrepError
-        At the end, on the last rank alone: what the first rank said that could not. vLLM's executor
-        reads the answers in order up to the first error; it would take those behind it for answers
-        to its next call.
+        At the end, on the last rank alone: what the first rank said that could not. An error of
+        the last rank that is no `PrepError` is raised as it is; other ranks log theirs.
     """
-    failure, unforeseen = None, None
+    failure: str | None = None
+    unforeseen: Exception | None = None
     try:
         attempt()
     except PrepError as error:
         failure = str(error)
-    except Exception as error:  # the other ranks wait to be told
-        failure, unforeseen = str(error), error
+    except Exception as error:
+        failure, unforeseen = str(error) or type(error).__name__, error
+    is_last = parallel_config.rank == parallel_config.world_size - 1
     if parallel_config.world_size > 1:
+        if unforeseen is not None and not is_last:
+            logger.error("Rank %d failed.", parallel_config.rank, exc_info=unforeseen)
         failure = _first_of_ranks(failure)
-    if unforeseen is not None:
-        raise unforeseen
     yield failure is None
-    if failure is not None and parallel_config.rank == parallel_config.world_size - 1:
-        raise PrepError(failure)
+    if failure is not None and is_last:
+        raise unforeseen or PrepError(failure)
+
+
+def refused_once(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what all ranks may refuse an error of one: see `all_or_none`.
+
+    Parameters
+    ----------
+    method
+        Of a worker. It raises before anything has changed, or has nothing to undo.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        returned: list[Any] = []
+
+        def attempt() -> None:
+            returned.append(method(self, *args, **kwargs))
+
+        with all_or_none(self.parallel_config, attempt) as done:
+            return returned[0] if done else None
+
+    return call
 
 
 def _first_of_ranks(mine: str | None) -> str | None:

@@ -96,26 +96,45 @@ class SleepingMemory(SleepModeBackend):
         self._device.memory_info()  # so that torch_npu's allocator returns what is free now
 
     def suspend(self, level: int = 1) -> None:
+        """Release everything; see `unmap`."""
+        self.unmap(level)
+
+    def unmap(self, level: int = 1) -> list[Region]:
         """Release everything; at level 1 the host keeps the weights.
+
+        Returns
+        -------
+        list of Region
+            What was awake and is asleep now, for `restore`.
 
         Raises
         ------
         PrepError
-            If the host has no room for them; everything is awake again then.
+            If the host has no room for them. What was awake is awake then.
         """
         self._device.synchronize()
-        released = self._regions[WEIGHTS] + self._regions[KV_CACHE]
         done: list[Region] = []
         try:
-            for region in released:
+            for region in self._regions[WEIGHTS] + self._regions[KV_CACHE]:
                 if region.is_mapped:
                     region.release(keep=level == 1 and region in self._regions[WEIGHTS])
                     done.append(region)
         except PrepError:
-            for region in done:
-                region.map()
+            self.restore(done)
             raise
         self._state = "SUSPENDED"
+        return done
+
+    def restore(self, regions: Iterable[Region]) -> None:
+        """Map again what `unmap` released; what slept before it sleeps on."""
+        for region in regions:
+            region.map()
+        if self._is_awake:
+            self._state = "RUNNING"
+
+    @property
+    def _is_awake(self) -> bool:
+        return all(region.is_mapped for tag in TAGS for region in self._regions[tag])
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         """Map memory again; see `map`."""
@@ -152,7 +171,7 @@ class SleepingMemory(SleepModeBackend):
         except PrepError:
             self.release(done)
             raise
-        if all(region.is_mapped for tag in TAGS for region in self._regions[tag]):
+        if self._is_awake:
             self._state = "RUNNING"
         return done
 

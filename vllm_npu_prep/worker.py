@@ -31,7 +31,7 @@ from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
-from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
+from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host, refused_once
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs import OutputsInFlight
@@ -353,6 +353,7 @@ class NPUWorker(Worker):
         if self.model_runner.recorder is not None:
             self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
 
+    @refused_once
     def dump_steps(self) -> str:
         """Write the last steps, for ``collective_rpc``; returns one line that says where they are.
 
@@ -398,8 +399,27 @@ class NPUWorker(Worker):
             self._save_steps(error)
         super().shutdown()
 
+    @refused_once
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's.
+
+        Raises
+        ------
+        PrepError
+            Beside a KV connector that can't forget, or if the new weights don't fit where the old
+            ones lie.
+        """
+        super().reload_weights(*args, **kwargs)
+
+    @refused_once
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Weights from a transfer engine: as upstream's, at the addresses that graphs read."""
+        """Weights from a transfer engine: as upstream's, at the addresses that graphs read.
+
+        Raises
+        ------
+        PrepError
+            As `reload_weights`.
+        """
         self.model_runner.refuse_new_weights()
         with kept_addresses(self.model_runner.get_model()):
             super().update_weights(*args, **kwargs)
@@ -433,16 +453,19 @@ class NPUWorker(Worker):
         Raises
         ------
         PrepError
-            If the host has no room for the weights of a rank; all ranks are awake then.
+            Without ``--enable-sleep-mode``, or if the host has no room for the weights of a rank;
+            what was awake is awake then, on all ranks.
         """
+        with all_or_none(self.parallel_config, lambda: self._prepare_sleep(level)) as can:
+            if not can:
+                return
         memory = self.sleep_mode_backend
         before = self.prep_device.memory_info()[0]
-        if level == 2:
-            self._save_sleep_parameters(self.model_runner.get_model())
         connectors.forget_caches()
-        with all_or_none(self.parallel_config, lambda: memory.suspend(level)) as done:
+        slept: list[Region] = []
+        with all_or_none(self.parallel_config, lambda: slept.extend(memory.unmap(level))) as done:
             if not done:
-                memory.resume()
+                memory.restore(slept)
                 connectors.restore_caches()
                 return
         logger.info(
@@ -457,6 +480,23 @@ class NPUWorker(Worker):
                 "next request.",
                 kept,
             )
+
+    def _prepare_sleep(self, level: int) -> None:
+        """Whatever can be refused before memory is released."""
+        self.sleep_mode_backend  # noqa: B018 (refuses without the flag)
+        if level == 2:
+            self._save_sleep_parameters(self.model_runner.get_model())
+
+    @refused_once
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Release memory without a copy.
+
+        Raises
+        ------
+        PrepError
+            Without ``--enable-sleep-mode``.
+        """
+        super().discard(tags)
 
     def _save_sleep_parameters(self, model: torch.nn.Module) -> None:
         """As upstream's, which takes what is on the CPU for safe."""

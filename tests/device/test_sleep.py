@@ -3,6 +3,7 @@
 import os
 import resource
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 from tests.conftest import SEED
+from vllm_npu_prep import ranks
 from vllm_npu_prep.device import regions
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.runner.new_weights import kept_addresses
-from vllm_npu_prep.sleep import SleepingMemory
+from vllm_npu_prep.sleep import TAGS, SleepingMemory
+from vllm_npu_prep.worker import NPUWorker
 
 WIDTH = 512  # a megabyte of float32
 
@@ -148,6 +151,39 @@ def test_a_sleep_without_room_for_the_weights_leaves_everything_awake(memory, ro
     assert memory.state() == "RUNNING"
     assert torch.equal(layer.weight, before)
     assert (cache == 7).all()
+
+
+def test_a_sleep_without_room_leaves_a_released_cache_released(memory):
+    layer, cache, before = awake_with_a_cache(memory, 1 << 20)
+    memory.discard(("kv_cache",))
+    with largest_file(0), pytest.raises(PrepError, match="do not fit"):
+        memory.suspend(level=1)
+    assert memory.state() == "SUSPENDED"
+    assert torch.equal(layer.weight, before)
+    assert [each.is_mapped for each in memory._regions["kv_cache"]] == [False]
+    memory.resume(["kv_cache"])
+    assert memory.state() == "RUNNING"
+    assert not cache.any()
+
+
+def test_a_rank_wakes_what_it_put_to_sleep_if_another_could_not(memory, monkeypatch):
+    """Its weights alone: the cache had been released before."""
+    layer, _, before = awake_with_a_cache(memory, 1 << 20)
+    memory.discard(("kv_cache",))
+    said = iter([None, "the other rank has no room"])  # when asked, and when asleep
+    monkeypatch.setattr(ranks, "_first_of_ranks", lambda mine: next(said))
+    worker = SimpleNamespace(
+        sleep_mode_backend=memory,
+        _prepare_sleep=lambda level: None,
+        parallel_config=SimpleNamespace(world_size=2, rank=0),
+        prep_device=CPUDevice(),
+    )
+    NPUWorker.sleep(worker, 1)  # the last rank raises, which this is not
+    mapped = {tag: [each.is_mapped for each in memory._regions[tag]] for tag in TAGS}
+    assert mapped == {"weights": [True], "kv_cache": [False]}
+    assert torch.equal(layer.weight, before)
+    assert memory.state() == "SUSPENDED"
+    assert next(said, None) is None
 
 
 @pytest.mark.parametrize("failure", ["an error", "the end of the file"])

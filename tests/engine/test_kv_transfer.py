@@ -155,7 +155,7 @@ def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, se
     files[1].unlink()
     with engine(model, **connected(tmp_path)) as llm:
         assert run(llm) == everything
-        with pytest.raises(PrepError, match="with a KV connector"):
+        with pytest.raises(PrepError, match="ExampleConnector, which has no reset_cache"):
             llm.collective_rpc("reload_weights")
     assert files[1].exists()
 

@@ -113,8 +113,7 @@ def test_memory_keeps_the_bound_that_start_up_states(
         for other in others:
             generate(llm, [prompt_of(other)], greedy(2))
         generate(llm, [prompt_of(BUDGET)], greedy(2))  # ends of requests are told by a step
-        kept = in_use() - before - held_bytes(runner_of(llm))
-        print("kept after others", kept)
-        assert kept < 32 << 20
+        if others:
+            assert in_use() - before - held_bytes(runner_of(llm)) < 32 << 20
         row = check_bound(llm, longest)
     assert row["got"] == expected_tokens(model, longest)

@@ -111,6 +111,24 @@ def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed,
     assert left <= again + drafts and again <= left + drafts
 
 
+def test_new_weights_find_nothing_of_the_old_ones_on_the_host(tmp_path, seed):
+    """A sleep at level 2 has upstream's connector forget; then its blocks are stored anew."""
+    old, new = (make_model(tmp_path / str(each), seed=each) for each in (0, 1))
+    prompts, others = prompts_of(seed, LENGTHS), prompts_of(seed + 1, OTHERS)
+    before, after = (reference(each, prompts, 6) for each in (old, new))
+    assert before != after
+    with engine(old, enable_sleep_mode=True, **offloading(async_scheduling=True)) as llm:
+        computed_again(llm, prompts, others, before)
+        computed = count_tokens(llm)
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm, prompts, greedy(6)) == after
+        assert computed["scheduled"] >= sum(LENGTHS), "nothing was known"
+        computed_again(llm, prompts, others, after)
+
+
 def test_ranks_offload_their_own_heads(tmp_path, seed):
     """Two ranks, each with its part of the host's memory, whose cache holds one prompt."""
     model = make_model(tmp_path / "model")

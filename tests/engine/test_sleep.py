@@ -113,6 +113,48 @@ def test_all_ranks_sleep_and_wake(model, expected, runner):
     assert slept == (tokens, tokens)
 
 
+REFUSED_BY_RANKS = {
+    "sleep": "sleep needs --enable-sleep-mode",
+    "release": "sleep needs --enable-sleep-mode",
+    "record": "no steps are recorded",
+    "no folder": "/no/such/folder",
+    "other shape": "new weights: derived of Qwen3ForCausalLM was",
+}
+"""What every rank refuses, and words of what it says."""
+
+
+async def refuse_everything(model, ranks):
+    """What calls that all ranks refuse say, and which ranks answer the next question."""
+    reload = partial(ranks.llm.collective_rpc, "reload_weights")
+    calls = {
+        "sleep": ranks.llm.sleep,
+        "release": ranks.llm.release_kv_cache_memory,
+        "record": partial(ranks.llm.collective_rpc, "dump_steps"),
+        "no folder": partial(reload, kwargs={"weights_path": "/no/such/folder"}),
+        "other shape": partial(reload, kwargs={"weights_path": str(model)}),
+    }
+    said, answered = {}, {}
+    for name, call in calls.items():
+        if name == "other shape":
+            await ranks.ask("probe_reshape")
+        with pytest.raises(Exception) as error:  # noqa: PT011 (vLLM's client makes its own)
+            await call()
+        said[name] = str(error.value)
+        answered[name] = [facts["rank"] for facts in await ranks.ask("probe_facts")]
+    return said, answered
+
+
+def test_answers_of_ranks_belong_to_their_questions_after_a_refusal(model):
+    """vLLM reads answers up to the first error; one of a later rank would be the next call's."""
+    said, answered = serve_on_ranks(
+        model, {"tensor_parallel_size": 2}, partial(refuse_everything, model)
+    )
+    assert answered == {name: [0, 1] for name in REFUSED_BY_RANKS}
+    assert not any("\n" in each for each in said.values())
+    for name, words in REFUSED_BY_RANKS.items():
+        assert words in said[name]
+
+
 def test_released_caches_and_weights_that_level_2_spares(model, expected, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     prompts = prompts_of(SEED, LENGTHS)

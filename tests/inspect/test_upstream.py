@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from tests.helpers import worked_examples
 from tests.helpers.batches import random_batches
 from tests.helpers.records import record_of
-from tests.inspect.test_record import GROUPS, several_groups
+from tests.inspect.test_record import GROUPS, several_groups, shared_context
 from vllm_npu_prep import device
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.compat import activation, releases
@@ -55,11 +55,26 @@ def test_groups_chunks_and_mrope_are_prepared_alike_in_padding_too(upstream):
     assert upstream.first_difference(record) is None
 
 
-def test_each_array_that_is_wrong_is_named(upstream):
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shared_contexts_are_prepared_alike_on_every_rank(upstream, rank, size):
+    shards = {"world_size": 3, "rank": rank, "interleave_size": size}
+    record = made_up(shared_context() | {"dcp": shards})
+    assert upstream.first_difference(record) is None
+    lengths = {"dcp.dcp_local_seq_lens", "dcp.dcp_local_context_lens"}
+    assert {"slot_mapping", "block_table", *lengths} <= upstream.prepare(record).keys()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "groups"),
+    [(several_groups, GROUPS), (shared_context, GROUPS[:1])],
+    ids=["groups", "shared"],
+)
+def test_each_array_that_is_wrong_is_named(upstream, scenario, groups):
     """With padding and without; what is padding is not upstream's."""
-    record = made_up(several_groups(), GROUPS)
+    record = made_up(scenario(), groups)
     said = upstream.prepare(record)
-    assert len(said) > 40
+    assert len(said) > (40 if scenario is several_groups else 25)
     for name, array in said.items():
         if not array.size:
             continue

@@ -40,6 +40,12 @@ OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[connectors]",)
 ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
 SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
+REFUSALS_ON_RANKS = (
+    "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
+)
+BOUND_ON_MEMORY = (
+    "tests/engine/test_long_context.py::test_memory_keeps_the_bound_that_start_up_states"
+)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -2141,11 +2147,46 @@ MUTANTS = [
         SLEEP_ON_RANKS,
     ),
     Mutant(
+        "all ranks say that they don't sleep: their answers are taken for those to the next call",
+        "worker.py",
+        "with all_or_none(self.parallel_config, lambda: self._prepare_sleep(level)) as can:\n",
+        "with contextlib.nullcontext(self._prepare_sleep(level) is None) as can:\n",
+        REFUSALS_ON_RANKS,
+    ),
+    Mutant(
+        "all ranks refuse new weights: their answers are taken for those to the next call",
+        "worker.py",
+        "    @refused_once\n    def reload_weights(",
+        "    def reload_weights(",
+        REFUSALS_ON_RANKS,
+    ),
+    Mutant(
+        "replay --upstream takes each rank for the first of those that share contexts",
+        "inspect/upstream_runner.py",
+        "table.dcp_world_size, table.dcp_rank = shards.world_size, shards.rank",
+        "table.dcp_world_size, table.dcp_rank = shards.world_size, 0",
+        ("tests/inspect/test_upstream.py",),
+    ),
+    Mutant(
+        "replay --upstream expects blocks as without shared contexts",
+        "inspect/upstream.py",
+        "tokens_per_block(settings.shards, settings.block_sizes[group.group])",
+        "tokens_per_block(None, settings.block_sizes[group.group])",
+        ("tests/inspect/test_upstream.py",),
+    ),
+    Mutant(
+        "a sleep that failed also wakes what slept before it",
+        "worker.py",
+        "                memory.restore(slept)\n",
+        "                memory.resume()\n",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
         "the allocator keeps what long prompts left",
         "worker.py",
         "            self.prep_device.return_free_memory()\n",
         "            self.prep_device.memory_in_use()\n",
-        ("tests/engine/test_long_context.py::test_memory_keeps_the_bound_that_start_up_states",),
+        (f"{BOUND_ON_MEMORY}[16384-after-others]",),
     ),
     Mutant(
         "the check takes a state that the host brought for what its block held before",

@@ -317,7 +317,6 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
         assert got["rounds"][0] == got["rounds"][1]
         assert got["loaded"] >= 4 * 128, "tokens that came from the host"
     if layout.endswith("cp2") and mode == "eager":
-        print(case, got["launched"])
         assert got["launched"] == [OF_SHARED_CONTEXTS[feature]] * num_ranks, "and no syncs"
         for asked in got["asked"]:
             launches = [step.get("launches", 0) for step in asked]

@@ -178,9 +178,10 @@ class _Serving:
     def _sleep(self) -> None:
         """At level 2, weights are read anew: those of the model, which adapters are not.
 
-        Beside a connector that is refused: it has keys and values of the old ones.
+        Beside files that is refused: they have keys and values of the old ones.
         """
-        others = self.kind.adapters or self.kind.connector or self.kind.drafts not in ("", "ngram")
+        stay = self.kind.adapters or self.kind.connector == FILES
+        others = stay or self.kind.drafts not in ("", "ngram")
         level = 1 if others or self.rng.random() < 0.6 else 2
         self.llm.sleep(level=level)
         self.llm.wake_up(tags=["weights"])

@@ -23,6 +23,7 @@ from vllm_npu_prep.inspect.upstream_runner import (
     make_runner,
 )
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
+from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 from vllm_npu_prep.prep.layout import targets_per_row
 
 if TYPE_CHECKING:
@@ -143,11 +144,14 @@ def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
         said["mrope_positions"] = runner.mrope_positions.gpu[:, :total].numpy()
     if drafts is not None:
         said |= {name: vars(drafts)[name].numpy() for name in STEP_ARRAYS if name in vars(drafts)}
+    if settings.shards is not None:
+        said |= _kept_lengths(settings.shards, runner, reqs)
     out = _without_samples(record, said, first_sample)
     for index, group in enumerate(settings.groups):
         if group.group >= len(settings.block_sizes):
             continue  # encoder-only: neither blocks nor slots
-        columns = -(-settings.max_model_len // settings.block_sizes[group.group])
+        block_tokens = tokens_per_block(settings.shards, settings.block_sizes[group.group])
+        columns = -(-settings.max_model_len // block_tokens)
         table = runner.input_batch.block_table[group.group].get_device_tensor(reqs)
         blocks = table[:, :columns].numpy()
         arrays = {"slot_mapping": slots[group.group].numpy(), "block_table": blocks}
@@ -161,6 +165,19 @@ def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
         if group.attention_chunk_size is not None:
             out |= _local_requests(settings, group, prefix, runner, table)
     return _with_rest(record, out)
+
+
+def _kept_lengths(shards: ContextShards, runner: Any, num_reqs: int) -> dict[str, np.ndarray]:
+    """What the rank keeps of each request, as upstream's builders of metadata count it."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    out: dict[str, np.ndarray] = {}
+    lengths = {"seq_lens": runner.seq_lens, "context_lens": runner.num_computed_tokens}
+    for name, lens in lengths.items():
+        of_rank = shards.world_size, shards.rank, shards.interleave_size
+        kept = get_dcp_local_seq_lens(lens[:num_reqs], *of_rank).numpy()
+        out |= {f"{prefix}dcp_local_{name}": kept for prefix in ("", "dcp.")}
+    return out
 
 
 def _states(table: Any, seq_lens: Any, block_size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RunnerSizes:
     max_num_tokens: int
     block_sizes: tuple[int, ...]
     mrope_dims: int
+    shards: ContextShards | None
 
     @classmethod
     def of(cls, settings: "RecordSettings") -> "RunnerSizes":
@@ -45,12 +47,14 @@ class RunnerSizes:
             most,
             tuple(settings.block_sizes),
             settings.mrope_dims,
+            settings.shards,
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tables, which vLLM zero-fills: ids, which of them are set, and blocks."""
-        blocks = sum(-(-self.max_model_len // size) for size in self.block_sizes)
+        sizes = (tokens_per_block(self.shards, size) for size in self.block_sizes)
+        blocks = sum(-(-self.max_model_len // size) for size in sizes)
         return self.max_num_reqs * (5 * self.max_model_len + 8 * blocks)
 
 
@@ -123,7 +127,13 @@ def make_runner(sizes: RunnerSizes) -> Any:
     with no_op_cuda_streams():
         runner = GPUModelRunner(config, torch.device("cpu"))
     runner.kv_cache_config = KVCacheConfig(1, [], groups)
+    shards = sizes.shards or ContextShards(1, 0)
+    parallel = config.parallel_config  # only now: the runner asks process groups for its rank
+    parallel.decode_context_parallel_size = shards.world_size
+    parallel.cp_kv_cache_interleave_size = shards.interleave_size
     runner.may_reinitialize_input_batch(runner.kv_cache_config)
+    for table in runner.input_batch.block_table.block_tables:
+        table.dcp_world_size, table.dcp_rank = shards.world_size, shards.rank
     return runner
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_npu_prep.compat.models import name_weight_loaders
 from vllm_npu_prep.errors import PrepError
@@ -15,17 +17,23 @@ from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear
 
 
 def refuse(vllm_config: VllmConfig) -> None:
-    """Refuse new weights beside a KV connector.
+    """Refuse new weights beside a KV connector that can't forget keys and values of the old ones.
 
     Raises
     ------
     PrepError
-        If there is a connector, which has stored K and V of the old weights.
+        If there is a connector without a ``reset_cache`` of its own, which vLLM calls when an
+        engine sleeps or is asked to reset its prefix cache and its connector.
     """
-    if vllm_config.kv_transfer_config is not None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if connector.reset_cache is KVConnectorBase_V1.reset_cache:
         raise PrepError(
-            "new weights are not supported with a KV connector, which would still load keys "
-            "and values of the old weights: start another engine with an empty folder"
+            f"new weights are not supported with KV connector {transfer.kv_connector}, which has "
+            "no reset_cache and would still load keys and values of the old weights: start another "
+            "engine with an empty store"
         )
 
 
