@@ -29,7 +29,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from host_step import WARM_UP, as_rows, compare, runners, stub, whole_step
+from host_step import WARM_UP, compare, give, proposed, runners, stub, whole_step
 from workloads import CASES, Case, Schedule
 
 
@@ -67,14 +67,14 @@ def counted(runner: Any, run: Callable[[], Any]) -> tuple[dict[str, int], Any]:
 
 def measure(case: Case, ours: Any, upstream: Any, steps: int) -> dict[str, int]:
     """Medians of a case; both runners must leave the same."""
-    schedule, seen, upstreams = Schedule(case), [], []
+    schedule, seen, upstreams = Schedule(case, ours.use_async_scheduling), [], []
     for runner in (ours, upstream):
         stub(runner)
     for step in range(WARM_UP + steps):
         output = schedule.step()
-        sampled, left = as_rows(schedule.sampled()), []
+        sampled, drafts, left = schedule.sampled(), proposed(schedule), []
         for runner, counts in ((ours, seen), (upstream, upstreams)):
-            runner.sampler.sampled_token_ids = sampled
+            give(runner, sampled, drafts)
             own = copy.deepcopy(output)
             each, result = counted(runner, lambda: whole_step(runner, own))  # noqa: B023
             left.append(result[1])
@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in args.case or whole:
-            options = Path(folder), args.async_scheduling and not CASES[name].num_drafts
+            options = Path(folder), args.async_scheduling
             with runners(CASES[name], *options, {"check": "cheap"}, 1) as both:
                 row = {"case": name, **measure(CASES[name], *both, args.steps)}
             print(json.dumps(row) if args.json else row, flush=True)
