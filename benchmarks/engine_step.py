@@ -16,13 +16,14 @@ decode-32        32 decodes
 decode-256       256 decodes
 decode-1024      1024 decodes
 arrivals-256     256 requests; in each step a prompt of 128 tokens arrives, and a request ends
+drafts-256       256 decodes with three drafts each, of which one is accepted
 decode-4096      4096 decodes
 waiting-10000    256 decodes, and 10,000 requests that wait
 preempting-256   256 requests in a cache that is too small: requests are preempted and resumed
 abort-256        as arrivals-256, and every step four requests are aborted and replaced
 ===============  ==================================================================================
 
-The first four are run unless cases are named. Columns: ``ours_us``, ``upstream_us`` and their
+The first five are run unless cases are named. Columns: ``ours_us``, ``upstream_us`` and their
 ``ratio``; with ``--parts`` also where each side's time goes: in ``schedule``, in the runner, in
 ``update_from_output``, and in the rest of the engine's loop; ``max_us`` and
 ``upstream_max_us`` are the longest steps. ``--parts --markdown`` prints the rows of the table of
@@ -58,7 +59,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.request import Request, RequestStatus
-from workloads import VOCAB
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from workloads import VOCAB, speculation
 
 from tests.helpers.engine import engine, make_model, runner_of
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
@@ -85,6 +87,8 @@ class Case:
         Requests that are aborted in each step, and as many that arrive.
     blocks
         Blocks of the KV cache for each request that runs.
+    drafts
+        That each request has to verify in a step.
     """
 
     running: int
@@ -92,6 +96,7 @@ class Case:
     waiting: int = 0
     aborts: int = 0
     blocks: int = 16
+    drafts: int = 0
 
 
 CASES = {
@@ -99,17 +104,19 @@ CASES = {
     "decode-256": Case(256),
     "decode-1024": Case(1024),
     "arrivals-256": Case(256, arrivals=1),
+    "drafts-256": Case(256, drafts=3),
     "decode-4096": Case(4096),
     "waiting-10000": Case(256, waiting=10_000),
     "preempting-256": Case(256, arrivals=1, blocks=2),
     "abort-256": Case(256, arrivals=1, aborts=4),
 }
-SHOWN = ("decode-32", "decode-256", "decode-1024", "arrivals-256")
+SHOWN = ("decode-32", "decode-256", "decode-1024", "arrivals-256", "drafts-256")
 TITLES = {
     "decode-32": "32 decodes",
     "decode-256": "256 decodes",
     "decode-1024": "1024 decodes",
     "arrivals-256": "256, one in and one out",
+    "drafts-256": "256 decodes with three drafts each",
 }
 """Of cases in the guide's table."""
 
@@ -121,6 +128,31 @@ class ConstantSampler(torch.nn.Module):
         """No sampling."""
         tokens = torch.full((len(logits), 1), TOKEN, dtype=torch.int32)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+
+class ConstantVerifier(torch.nn.Module):
+    """Accepts the first draft of each request that has some."""
+
+    def forward(self, metadata: SpecDecodeMetadata, *_: Any, **__: Any) -> SamplerOutput:
+        """No sampling."""
+        has_drafts = torch.tensor(metadata.num_draft_tokens) > 0
+        tokens = torch.full((len(has_drafts), 1 + metadata.max_spec_len), -1, dtype=torch.int32)
+        tokens[:, 0] = TOKEN
+        tokens[has_drafts, 1:2] = TOKEN
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+
+def proposer(runner: Any) -> Any:
+    """A drafter's `propose` that returns at once, in the form of the runner's method."""
+    num_drafts, asynchronous = runner.num_spec_tokens, runner.use_async_scheduling
+
+    def propose(*_: Any, **__: Any) -> torch.Tensor | list[list[int]]:
+        count = runner.input_batch.num_reqs
+        if asynchronous:
+            return torch.full((count, num_drafts), TOKEN, dtype=torch.int32)
+        return [[TOKEN] * num_drafts for _ in range(count)]
+
+    return propose
 
 
 @dataclasses.dataclass
@@ -183,10 +215,12 @@ class Bench:
         )
         self.sides = {}
         runners = (runner, twin_of(runner))
-        runners[1].recorder = None  # for which the worker of both asks
         for name, kind, each in zip(("ours", "upstream"), kinds, runners, strict=True):
             each.model = StubModel(each.max_num_tokens)
             each.sampler = ConstantSampler()
+            if case.drafts:
+                each.rejection_sampler = ConstantVerifier()
+                each.drafter.propose = proposer(each)
             size = self.core.batch_queue_size
             queue = None if self.core.batch_queue is None else deque(maxlen=size)
             side = Side(self.scheduler(kind), each, queue)
@@ -317,6 +351,7 @@ def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
             max_model_len=2048,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(8192, max_num_seqs),
+            **speculation(case.drafts, model, not synchronous),
             kv_cache_memory_bytes=4 << 20,
             async_scheduling=not synchronous,
             skip_tokenizer_init=True,

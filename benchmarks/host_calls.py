@@ -31,7 +31,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import host_step_v2
-from host_step import WARM_UP, as_rows, compare, runners, stub, whole_step
+from host_step import WARM_UP, as_rows, compare, give, proposed, runners, stub, whole_step
 from workloads import CASES, Case, Schedule
 
 V2 = "v2-"
@@ -72,14 +72,14 @@ def counted(runner: Any, run: Callable[[], Any]) -> tuple[dict[str, int], Any]:
 
 def measure(case: Case, ours: Any, upstream: Any, steps: int) -> dict[str, int]:
     """Medians of a case; both runners must leave the same."""
-    schedule, seen, upstreams = Schedule(case), [], []
+    schedule, seen, upstreams = Schedule(case, ours.use_async_scheduling), [], []
     for runner in (ours, upstream):
         stub(runner)
     for step in range(WARM_UP + steps):
         output = schedule.step()
-        sampled, left = as_rows(schedule.sampled()), []
+        sampled, drafts, left = schedule.sampled(), proposed(schedule), []
         for runner, counts in ((ours, seen), (upstream, upstreams)):
-            runner.sampler.sampled_token_ids = sampled
+            give(runner, sampled, drafts)
             own = copy.deepcopy(output)
             each, result = counted(runner, lambda: whole_step(runner, own))  # noqa: B023
             left.append(result[1])
@@ -124,7 +124,7 @@ def main() -> None:
                 row = {"case": name, **measure_v2(case, Path(folder) / name, args.steps)}
                 print(json.dumps(row) if args.json else row, flush=True)
                 continue
-            options = Path(folder), args.async_scheduling and not CASES[name].num_drafts
+            options = Path(folder), args.async_scheduling
             with runners(CASES[name], *options, {"check": "cheap"}, 1) as both:
                 row = {"case": name, **measure(CASES[name], *both, args.steps)}
             print(json.dumps(row) if args.json else row, flush=True)

@@ -33,6 +33,9 @@ a part of the fused pass: ``check_us`` is only what is left of it afterwards.
 ``--thread-time`` counts the time that the thread ran instead of the time that passed: for machines
 on which others work, too. It leaves out waiting for torch's other threads.
 
+With ``--async-scheduling`` drafts stay on the device, as an EAGLE head's do; without it they come
+from n-grams, which asynchronous scheduling does not have. The drafter itself never runs.
+
 ``--threads 1`` pins torch to one thread in both runners. Upstream's preparation calls torch where
 ours does not, and these calls wait for threads on a busy machine: not pinned, ratios flatter us.
 With several numbers each case is measured with each. ``--threads 1 2 --markdown`` prints the rows
@@ -65,7 +68,8 @@ from rich.table import Column, Table
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
-from workloads import CASES, VOCAB, Case, Schedule, growth_cases
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from workloads import CASES, VOCAB, Case, Schedule, growth_cases, speculation
 
 from tests.helpers.demo import make_demo
 from tests.helpers.engine import engine, make_model, runner_of
@@ -213,7 +217,8 @@ def whole_step(
     left["sampled_token_ids"] = result.sampled_token_ids
     left["req_ids"] = result.req_ids
     left["outputs"] = [len(runner.requests[r].output_token_ids) for r in result.req_ids]
-    left["num_tokens"] = runner.input_batch.num_tokens_no_spec[: len(result.req_ids)].tolist()
+    if not runner.use_async_spec_decode:  # upstream's then count rejected drafts, too
+        left["num_tokens"] = runner.input_batch.num_tokens_no_spec[: len(result.req_ids)].tolist()
     return elapsed, left
 
 
@@ -260,7 +265,12 @@ def stub(runner: Any) -> None:
     runner.model = StubModel(runner.max_num_tokens)
     runner.sampler = runner.rejection_sampler = StubSampler()
     if runner.speculative_config is not None:
-        runner.drafter.propose = lambda *_, **__: [[] for _ in runner.input_batch.req_ids]
+        runner.drafter.drafts = None  # `give` may set those of a device
+        runner.drafter.propose = lambda *_, **__: (
+            [[] for _ in runner.input_batch.req_ids]
+            if runner.drafter.drafts is None
+            else runner.drafter.drafts
+        )
     runner.execute_model_state = None
 
 
@@ -268,6 +278,9 @@ def twin_of(runner: Any) -> Any:
     """Upstream's runner with a metadata builder that costs nothing."""
     twin = upstream_twin(runner)
     twin.model = runner.model  # it knows what M-RoPE positions are
+    twin.recorder = None  # for which our worker asks
+    if isinstance(getattr(twin, "drafter", None), SpecDecodeBaseProposer):
+        twin.drafter.kv_cache_gid = runner.drafter.kv_cache_gid  # of layers that it hasn't loaded
     twin.attn_groups = [
         [dataclasses.replace(group, metadata_builders=[CommonBuilder()]) for group in groups]
         for groups in runner.attn_groups
@@ -304,7 +317,7 @@ def measure(
     clock: Clock = time.perf_counter_ns,
 ) -> Timing:
     """Run one schedule through both runners; with `looks`, time what looks at our steps, too."""
-    schedule = Schedule(case)
+    schedule = Schedule(case, ours.use_async_scheduling)
     runners = {"ours": ours, "upstream": upstream}
     if case.whole_step:
         for runner in runners.values():
@@ -314,20 +327,34 @@ def measure(
     for step in range(WARM_UP + steps):
         output = schedule.step()
         left = {}
-        sampled = schedule.sampled()
+        sampled, drafts = schedule.sampled(), proposed(schedule)
         for name in sorted(runners, reverse=bool(step % 2)):
             runner, own = runners[name], copy.deepcopy(output)
             if case.whole_step:
-                runner.sampler.sampled_token_ids = as_rows(sampled)
+                give(runner, sampled, drafts)
                 elapsed, left[name] = whole_step(runner, own, clock)
             else:
                 elapsed, left[name] = prepare(runner, own, clock)
-                bookkeep(runner, own, sampled)
+                bookkeep(runner, own, sampled, drafts)
             if step >= WARM_UP:
                 times[name].append(elapsed)
         compare(left["ours"], left["upstream"])
     shares = {name: np.array(each[WARM_UP:]) for name, each in looking.items()}
     return Timing(np.array(times["ours"]), np.array(times["upstream"]), shares)
+
+
+def proposed(schedule: Schedule) -> torch.Tensor | None:
+    """Drafts for the next step, int32 ``[num_reqs, num_drafts]``, if a device would have them."""
+    if not schedule.ahead:
+        return None
+    return torch.tensor(list(schedule.proposed.values()), dtype=torch.int32)
+
+
+def give(runner: Any, sampled: dict[str, list[int]], drafts: torch.Tensor | None) -> None:
+    """What the sampler and the drafter of a `stub` return next."""
+    runner.sampler.sampled_token_ids = as_rows(sampled)
+    if drafts is not None:
+        runner.drafter.drafts = drafts
 
 
 def as_rows(tokens: dict[str, list[int]]) -> torch.Tensor:
@@ -365,6 +392,7 @@ def runners(
             # As NPUs get it. A dense mask is gathered on the device, which here is this processor.
             additional_config={"npu_prep": {"mask": "compressed", **options}},
             **case.engine_settings(),
+            **speculation(case.num_drafts, model, async_scheduling),
         ) as llm,
         torch.inference_mode(),
     ):

@@ -79,7 +79,6 @@ def instant_worker() -> type:
             self.tasks = runner.get_supported_tasks()
             if os.environ[SIDE_VARIABLE] == "vllm":
                 runner = twin_of(runner)
-                runner.recorder = None  # the worker asks for it
             runner.model = StubModel(runner.max_num_tokens)
             runner.sampler = ConstantSampler()
             self.model_runner = runner

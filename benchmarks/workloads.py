@@ -1,11 +1,13 @@
 """What the host benchmark runs: schedules of steps, and the cases that it measures."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
+from tests.helpers.drafters import make_eagle_head
 from tests.helpers.stepping import new_request, scheduler_output
 
 SEED = 20240607
@@ -19,9 +21,18 @@ class Schedule:
     """Decodes that stay and prompts that come and go, as a scheduler would give them.
 
     Decodes begin at random lengths, so that a few of them get a new block in each step.
+
+    Parameters
+    ----------
+    case
+        What its steps hold.
+    asynchronous
+        Whether a step with drafts is scheduled before the last one is verified: then all drafts of
+        that one count as computed, and the new ones are still on the device.
     """
 
-    def __init__(self, case: "Case") -> None:
+    def __init__(self, case: "Case", asynchronous: bool = False) -> None:
+        self.ahead = asynchronous and case.num_drafts > 0
         self.rng = np.random.default_rng(SEED)
         self.num_prompts, self.prompt_len = case.num_prompts, case.prompt_len
         self.num_drafts = case.num_drafts
@@ -30,6 +41,7 @@ class Schedule:
         }  # tokens computed before the next step
         self.num_blocks = {name: -(-(n + 1) // BLOCK_SIZE) for name, n in self.lengths.items()}
         self.outputs = dict.fromkeys(self.lengths, 0)
+        self.rejected = dict.fromkeys(self.lengths, 0)  # drafts of the last step
         self.prompts: list[str] = []
         self.next_block = 1
         self.steps = 0
@@ -58,6 +70,7 @@ class Schedule:
             if name in self.lengths:
                 self.lengths[name] += 1 + kept
                 self.outputs[name] += 1 + kept
+                self.rejected[name] = len(drafts) - kept
         return tokens
 
     def step(self) -> SchedulerOutput:
@@ -66,17 +79,14 @@ class Schedule:
         if self.steps == 0:
             new = [self._prompt(name, n + 1, n) for name, n in self.lengths.items()]
         else:
-            cached = {
-                name: (
-                    self._grow(name, length + 1 + self.num_drafts),
-                    length,
-                    self.outputs[name],
+            for name, length in self.lengths.items():
+                more = self.rejected[name] if self.ahead else 0
+                cached[name] = (
+                    self._grow(name, length + more + 1 + self.num_drafts),
+                    length + more,
+                    self.outputs[name] + more,
                 )
-                for name, length in self.lengths.items()
-            }
-            if self.num_drafts:
-                rows = self.rng.integers(2, VOCAB, (len(self.lengths), self.num_drafts))
-                self.drafts = dict(zip(self.lengths, rows.tolist()))
+            self.drafts = self.proposed
         finished = set(self.prompts)
         self.prompts = [f"p{self.steps}-{i}" for i in range(self.num_prompts)]
         new += [self._prompt(name, self.prompt_len, 0) for name in self.prompts]
@@ -85,7 +95,30 @@ class Schedule:
         self.steps += 1
         output = scheduler_output(counts, new=new, cached=cached, finished=finished)
         output.scheduled_spec_decode_tokens = self.drafts
+        if self.ahead:
+            unknown = [-1] * self.num_drafts
+            output.scheduled_spec_decode_tokens = {name: list(unknown) for name in self.drafts}
+        self.proposed = {}
+        if self.num_drafts:
+            rows = self.rng.integers(2, VOCAB, (len(self.lengths), self.num_drafts))
+            self.proposed = dict(zip(self.lengths, rows.tolist()))
         return output
+
+
+def speculation(num_drafts: int, model: Path, asynchronous: bool) -> dict[str, Any]:
+    """Settings of an engine with drafts: of n-grams, which asynchronous scheduling doesn't have,
+    or of an EAGLE head, which is made beside the model."""
+    if not num_drafts:
+        return {}
+    drafts: dict[str, Any] = {"num_speculative_tokens": num_drafts}
+    if asynchronous:
+        head = model.with_name(f"{model.name}-eagle")
+        if not head.exists():
+            make_eagle_head(head, model)
+        drafts |= {"method": "eagle", "model": str(head)}
+    else:
+        drafts |= {"method": "ngram", "prompt_lookup_max": 2}
+    return {"speculative_config": drafts}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +143,7 @@ class Case:
     def engine_settings(self) -> dict[str, Any]:
         """Engine of just this size, unless `settings` says otherwise."""
         num_tokens = self.num_decodes * (1 + self.num_drafts) + self.num_prompts * self.prompt_len
-        drafts = {
-            "method": "ngram",
-            "num_speculative_tokens": self.num_drafts,
-            "prompt_lookup_max": 2,
-        }
         return {
-            **({"speculative_config": drafts} if self.num_drafts else {}),
             "max_num_seqs": max(self.num_reqs, 256),
             "max_num_batched_tokens": max(8192, num_tokens),
             "max_model_len": 2048,
@@ -124,9 +151,10 @@ class Case:
         }
 
     def kv_cache_bytes(self) -> int:
-        """Enough for one request of the longest kind; nothing is written to it."""
+        """Enough for one request of the longest kind, drafter included; nothing is written."""
         max_model_len = self.engine_settings()["max_model_len"]
-        return 256 * max_model_len * self.num_layers * 2 * (2 if self.mrope else 1)
+        num_layers = self.num_layers + (self.num_drafts > 0)
+        return 256 * max_model_len * num_layers * 2 * (2 if self.mrope else 1)
 
 
 CASES = {

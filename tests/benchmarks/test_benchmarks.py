@@ -87,6 +87,21 @@ def test_host_step_prints_one_object_a_line():
         assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
 
 
+def test_host_step_measures_drafts_that_stay_on_the_device():
+    cases = [word for case in ("drafts-256", "drafts-step") for word in ("--case", case)]
+    result = run("host_step.py", "--json", "--steps", "3", "--async-scheduling", *cases)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["case"] for row in rows] == ["drafts-256", "drafts-step"]
+
+
+def test_engine_step_has_drafts_on_both_sides():
+    result = run("engine_step.py", "--json", "--steps", "3", "--case", "drafts-256")
+    assert result.returncode == 0, result.stderr[-2000:]
+    (row,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert row["case"] == "drafts-256" and row["ratio"] > 0
+
+
 def test_host_step_v2_measures_three_runners():
     result = run("host_step_v2.py", "--json", "--steps", "3", "--case", "step-256")
     assert result.returncode == 0, result.stderr[-2000:]

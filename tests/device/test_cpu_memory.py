@@ -1,8 +1,13 @@
 """Memory of the CPU fallback's process: what the C library keeps is returned."""
 
 import ctypes
+from unittest.mock import Mock
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.worker import RETURN_TOKENS, NPUWorker
 
 SIZE, COUNT = 64 << 10, 1600
 """Below glibc's threshold for mappings of their own: so they are holes in its heap."""
@@ -28,3 +33,20 @@ def test_free_memory_between_what_is_in_use_is_returned():
         libc.free(address)
     assert kept > 0.9 * SIZE * COUNT, "glibc keeps holes"
     assert left < 0.2 * SIZE * COUNT
+
+
+def test_free_memory_is_returned_while_nobody_waits_for_a_token(monkeypatch):
+    """It takes milliseconds for each 100 MB."""
+    monkeypatch.setattr(Worker, "execute_model", lambda *_: None)
+    worker, step = NPUWorker.__new__(NPUWorker), SchedulerOutput.make_empty()
+    worker.prep_device, worker.parallel_config = device, _ = Mock(), Mock(world_size=1)
+    step.total_num_scheduled_tokens = RETURN_TOKENS + 1
+    worker.execute_model(step)  # a prompt
+    step.total_num_scheduled_tokens = 1
+    step.scheduled_cached_reqs.req_ids = ["goes on"]
+    step.finished_req_ids = {"another"}
+    worker.execute_model(step)
+    device.return_free_memory.assert_not_called()
+    worker.execute_model(SchedulerOutput.make_empty())
+    worker.execute_model(SchedulerOutput.make_empty())  # few tokens since
+    device.return_free_memory.assert_called_once_with()

@@ -119,9 +119,14 @@ def _as_lists(record: Any) -> dict[str, Any]:
 
 
 def bookkeep(
-    runner: Any, output: SchedulerOutput, tokens: dict[str, int] | dict[str, list[int]]
+    runner: Any,
+    output: SchedulerOutput,
+    tokens: dict[str, int] | dict[str, list[int]],
+    drafts: torch.Tensor | None = None,
 ) -> list[list[int]]:
     """Let the runner book sampled tokens as if its sampler had chosen `tokens`.
+
+    With `drafts`, int32 ``[num_reqs, num_drafts]``, as if a drafter on the device had made them.
 
     Returns
     -------
@@ -136,6 +141,14 @@ def bookkeep(
     with torch.inference_mode():
         if runner.use_async_scheduling:
             runner.input_batch.prev_sampled_token_ids = None  # as `sample_tokens` does
+        if drafts is not None:
+            batch, discarded = runner.input_batch, runner.discard_request_mask.gpu
+            counted = runner.drafter.prepare_next_token_ids_padded(
+                sampled, runner.requests, batch, discarded
+            )
+            runner._copy_valid_sampled_token_count(*counted)
+            runner._draft_token_ids = drafts
+            runner._copy_draft_token_ids_to_cpu(output)
         *_, valid, _, _, _, _ = runner._bookkeeping_sync(
             output,
             SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None),

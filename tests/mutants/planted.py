@@ -2182,6 +2182,13 @@ MUTANTS = [
         ("tests/device/test_sleep.py",),
     ),
     Mutant(
+        "tokens wait while free memory is returned",
+        "worker.py",
+        "if nobody_runs and self._tokens_since_return",
+        "if self._tokens_since_return",
+        ("tests/device/test_cpu_memory.py",),
+    ),
+    Mutant(
         "the allocator keeps what long prompts left",
         "worker.py",
         "            self.prep_device.return_free_memory()\n",
