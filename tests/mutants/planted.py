@@ -2482,7 +2482,7 @@ MUTANTS = [
         "an engine that has ended keeps the files of its metrics open",
         "observe/metrics.py",
         "            file.close()\n        self._files = {}",
-        "            pass\n        self._files = {}",
+        "            pass",
         ("tests/inspect/test_metrics.py",),
     ),
     Mutant(
