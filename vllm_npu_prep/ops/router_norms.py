@@ -4,6 +4,9 @@ MiniMax-M2 and GLM-4.5 keep the weights of their routers in float32, so a layer 
 launch. ``npu_add_rms_norm_cast`` gives the norm's result in both dtypes; the first is handed to the
 router and the second to the experts. This is done for layers whose code is known to do nothing else
 with the norm's result.
+
+DeepSeek V3 and Kimi K2 add a float32 bias to scores, for which logits are cast, a launch. Their
+routers' weights become float32, exactly; logits are then rounded no more, as in transformers' code.
 """
 
 from collections.abc import Mapping
@@ -17,6 +20,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_npu_prep.ops.fused_norms import DTYPES
+from vllm_npu_prep.ops.fused_routing import GatingRouter
 
 
 @dataclass
@@ -54,14 +58,24 @@ def _forward(self: Any, hidden_states: CastRows) -> torch.Tensor:
     return self.experts(hidden_states=hidden_states.values, router_logits=logits)
 
 
+def _forward_deepseek(
+    self: Any, hidden_states: CastRows, already_sequence_parallel: bool = False
+) -> torch.Tensor:
+    """As ``DeepseekV2MoE.forward`` of vLLM, for rows that are this rank's own."""
+    del already_sequence_parallel
+    return _forward(self, hidden_states)
+
+
 def _known() -> Mapping[type[nn.Module], tuple[str, type[nn.Module]]]:
     """By decoder layer: where its mixture of experts is, and what that has to be."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2MoE
     from vllm.model_executor.models.glm4_moe import Glm4MoE, Glm4MoeDecoderLayer
     from vllm.model_executor.models.minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2MoE
 
     return {
         MiniMaxM2DecoderLayer: ("block_sparse_moe", MiniMaxM2MoE),
         Glm4MoeDecoderLayer: ("mlp", Glm4MoE),
+        DeepseekV2DecoderLayer: ("mlp", DeepseekV2MoE),
     }
 
 
@@ -73,12 +87,36 @@ def cast_for_routers(model: nn.Module) -> None:
         name, kind = known.get(type(layer), ("", nn.Module))
         mixture: Any = getattr(layer, name, None) if name else None
         if type(mixture) is kind and _may_cast(layer.post_attention_layernorm, mixture.gate):
-            layer.post_attention_layernorm.__class__ = CastingNorm
-            mixture.__class__ = type(f"Casting{kind.__name__}", (kind,), {"forward": _forward})
+            _cast_in(layer, mixture, kind)
+
+
+def _cast_in(layer: Any, mixture: Any, kind: type[nn.Module]) -> None:
+    """Let the norm of a layer cast for the router of its mixture."""
+    forward: Any = _forward
+    if mixture.gate.weight.dtype != torch.float32:
+        if not _may_widen(layer, mixture):
+            return
+        mixture.gate.weight.data = mixture.gate.weight.data.float()
+        mixture.experts.gate = None  # the layer gives it logits now
+        forward = _forward_deepseek
+    layer.post_attention_layernorm.__class__ = CastingNorm
+    mixture.__class__ = type(f"Casting{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _may_widen(layer: Any, mixture: Any) -> bool:
+    """Whether logits are cast for a bias, and the norm gives this rank's rows, as DeepSeek's."""
+    bias = getattr(mixture.gate, "e_score_correction_bias", None)
+    return (
+        isinstance(mixture.experts.router, GatingRouter)
+        and mixture.experts.gate is mixture.gate
+        and bias is not None
+        and bias.dtype == torch.float32
+        and mixture.is_sequence_parallel == layer.use_sequence_parallel_moe
+    )
 
 
 def _may_cast(norm: Any, gate: Any) -> bool:
-    """Whether the operator takes what the norm gets, and the router wants float32 alone."""
+    """Whether the operator takes what the norm gets, and the router is a plain product."""
     return (
         type(norm) is RMSNorm
         and norm.variance_size_override is None
@@ -86,5 +124,5 @@ def _may_cast(norm: Any, gate: Any) -> bool:
         and norm.weight.dtype in DTYPES
         and type(gate) is GateLinear
         and type(gate.quant_method) is UnquantizedLinearMethod
-        and gate.weight.dtype == torch.float32
+        and gate.out_dtype in (None, torch.float32)
     )

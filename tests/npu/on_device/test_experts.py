@@ -19,9 +19,21 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 import ascend_emulator
 from ascend_emulator import operators
 from tests.helpers.counting import ModuleCounts
-from tests.helpers.engine import engine, engine_config, generate, greedy, make_model, runner_of
+from tests.helpers.engine import (
+    REPLAYED,
+    engine,
+    engine_config,
+    generate,
+    graphs,
+    greedy,
+    make_model,
+    runner_of,
+)
 from tests.helpers.fused import settings
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.prompts import prompts_of
+from vllm_npu_prep.inspect.expert_counts import read_expert_counts
+from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.ops import experts, fused_experts, register_fused
 from vllm_npu_prep.ops.experts import activation_of, apply_experts
 from vllm_npu_prep.ops.fused_experts import (
@@ -323,6 +335,27 @@ def test_a_switch_leaves_routers_to_vllm(switch):
     given = {} if switch == "gating_softmax" else {"scoring_func": "sigmoid"}
     assert isinstance(fused_router(make_router(**given), SWITCHES), SoftmaxRouter | GatingRouter)
     assert not isinstance(fused_router(make_router(**given), others), SoftmaxRouter | GatingRouter)
+
+
+def test_padding_of_replayed_graphs_reaches_no_expert(tmp_path, seed):
+    """Each record's tokens of experts are those of its scheduled tokens, in every kind of step."""
+    mode, (k, experts_of_layer) = "FULL_AND_PIECEWISE", (2, 6)
+    model = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
+    record = {"dir": str(tmp_path / "records"), "expert_tokens": True}
+    with engine(model, **settings(record=record) | graphs(mode, 8, 48)) as llm:
+        generate(llm, prompts_of(seed, [3, 1, 140, 7, 9]), greedy(5))
+        recorder, kinds = runner_of(llm).recorder, runner_of(llm).padding.counts.by_kind
+        recorder.dump("the test")
+    assert REPLAYED[mode] <= set(kinds)
+    padded = set()
+    for path in record_files(recorder.folder):
+        step = read_record(path)
+        scheduled = int(step.batch.num_scheduled_tokens.sum())
+        (tokens,) = read_expert_counts(path).values()
+        assert len(tokens) == experts_of_layer and sum(tokens) == k * scheduled
+        if step.settings.num_input_tokens > scheduled:
+            padded.add(step.settings.kind)
+    assert REPLAYED[mode] <= padded, "steps of both kinds of graphs had padding"
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_a_step_copies_once_and_reads_back_no_more_than_it_must(
 EXPERTS_OF_DRAFTERS = {
     "MiMo": [],
     "Glm4Moe": [11],
-    "DeepseekV3": [12],
+    "DeepseekV3": [11],
     "Qwen3_5": [],
     "Qwen3Next": [13],  # two for its gates, as in the model
 }
