@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import demo
 
 from tests.helpers.examples import run_client
+from tests.helpers.hybrids import make_model_that_sees
+from tests.helpers.mtp import add_mtp_layer
 from tests.helpers.vision import FPS, Reference, chat, make_image, make_video
 from tests.server.test_server import Server
 
@@ -158,9 +160,16 @@ def check_forged_items(
 FEATURES = ("mm_hashes", "mm_placeholders", "kwargs_data")
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5 with its MTP layer"])
 def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
     model, one = vision_models / name, make_image(seed)
+    drafts = name.startswith("qwen3_5")
+    if drafts:  # a hybrid, as published
+        model = make_model_that_sees(tmp_path / "qwen3_5")
+        add_mtp_layer(model, "Qwen3_5")
     other, question = make_image(seed + 1, 64, 32), {"type": "text", "text": "What is this?"}
     frames = [encoded(Image.fromarray(frame), "JPEG") for frame in make_video(seed)]
     video = np.stack([decoded(frame) for frame in frames])  # JPEG loses some
@@ -182,7 +191,9 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
         name: reference.answer(each, MAX_TOKENS).tokens for name, (_, each) in asked.items()
     }
     io_kwargs = json.dumps({"video": {"fps": FPS}})
-    flags = ("--media-io-kwargs", io_kwargs, "--enable-scale-out")
+    flags = ["--media-io-kwargs", io_kwargs, "--enable-scale-out"]
+    if drafts:
+        flags += ["--block-size", "16", "--speculative-config", json.dumps(DRAFTS)]
     server = Server(model, tmp_path / "log", *flags)
     try:
 
@@ -214,5 +225,6 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
         assert tokens("two images") == expected["two images"]
         assert server.stop(signal.SIGTERM) == 0
         assert "Encoder: " in server.log()
+        assert ("a state of " in server.log()) == drafts
     finally:
         server.kill()
