@@ -9,6 +9,7 @@ int8 model, or what memory does (sleep, offload). Prompts and settings are those
 """
 
 import argparse
+import asyncio
 import json
 import os
 import traceback
@@ -136,7 +137,12 @@ def image_requests() -> list[Any]:
 
 
 async def traffic(
-    ranks: Ranks, inputs: list[Any], loras: list[Any] | None, feature: str, model: Path
+    ranks: Ranks,
+    inputs: list[Any],
+    loras: list[Any] | None,
+    layout: str,
+    feature: str,
+    model: Path,
 ) -> dict[str, Any]:
     """Tokens, undisturbed; then copies of some steps, then their arrays; then what memory does."""
     tokens = await ranks.generate(inputs[:1], 4)  # without an adapter, as the reference
@@ -148,7 +154,11 @@ async def traffic(
     told |= {"asked": await ranks.ask("probe_asked"), "kept": await ranks.ask("probe_kept")}
     told["launched"] = await ranks.ask("probe_launched")
     await ranks.ask("probe_watch")
-    await ranks.generate(inputs[:3], 8, loras=loras and loras[:3])
+    if layout.startswith("dp") and feature == "experts":  # which know of each other
+        longer = ranks.generate(inputs[:2], 8, engine=0)
+        await asyncio.gather(longer, ranks.generate(inputs[2:3], 4, engine=1))
+    else:
+        await ranks.generate(inputs[:3], 8, loras=loras and loras[:3])
     told |= {"tokens": tokens, "noted": await ranks.ask("probe_noted")}
     if feature == "sleep":
         told["slept"] = await slept(ranks, inputs, model)
@@ -223,7 +233,7 @@ def run(model: Path, case: str) -> dict[str, Any]:
         inputs: list[Any] = [each.prompt() for each in image_requests()]
     else:
         inputs = prompts(scheduling)
-    talk = partial(traffic, inputs=inputs, loras=loras, feature=feature, model=model)
+    talk = partial(traffic, inputs=inputs, loras=loras, layout=layout, feature=feature, model=model)
     with asked_for("V2" if scheduling.endswith("-v2") else "V1"):
         return serve_on_ranks(model, settings, talk, seconds=SECONDS)
 

@@ -311,6 +311,8 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
             steps = [[without_shares(step) for step in rank] for rank in steps]
         for other in steps[1:]:
             assert other == steps[0], differing(steps[0], other)
+    if layout.startswith("dp") and feature == "experts":
+        check_engines(*got["noted"][::per_engine])
     if feature == "sleep":
         check_sleep(expected, **got["slept"])
     elif feature == "offload":
@@ -331,6 +333,28 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
             assert min(copies) == 1
         else:
             assert set(copies) == {1}
+
+
+def check_engines(steps: list[dict], others: list[dict]) -> None:
+    """Two engines that share experts step together, with the same tokens of both for experts.
+
+    The first one gets two requests, the other one gets one with half as many tokens. Routers of
+    replayed graphs tell nothing: what these count is in `tests/npu/on_device/test_experts.py`.
+    """
+    together = list(zip(steps, others))  # one may have had a last dummy run more
+    assert any(other["is_dummy"] for _, other in together), "the other engine was idle"
+    assert any(not other["is_dummy"] for _, other in together), "and had a request"
+    sizes: dict[bool, set[int]] = {True: set(), False: set()}
+    for mine, other in together:
+        assert (mine["mode"], mine["across"]) == (other["mode"], other["across"])
+        is_eager = mine["mode"] == "NONE"
+        sizes[is_eager].add(len(set(mine["across"])))
+        if is_eager:
+            tokens = mine["num_real_tokens"] + other["num_real_tokens"]
+            pairs = MIXTURE["num_experts_per_tok"] * tokens
+            assert mine["num_pairs"] == other["num_pairs"] == pairs, "padding goes to no expert"
+    assert 2 in sizes[True], "without a graph, engines had unequal pieces"
+    assert sizes[False] <= {1}, "graphs pad to one size"
 
 
 def check_sleep(
