@@ -239,7 +239,8 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
     if pages is not None:
         print(f"{pages.folder}: {counted(written, 'page')} of steps")
     elif too_many:
-        print(f"no pages of {number:,} steps: --step-pages writes them, --step-pages A:B some")
+        steps = counted(number, "step")
+        print(f"no pages of {steps}: --step-pages writes them, --step-pages A:B some")
     for name in run.older:
         print(f"not shown: {name}, an older run in {path}; give its folder to see it")
     return 0

@@ -265,15 +265,16 @@ class SlotPair(Pair):
 
 
 class SlotPairOutput(AsyncModelRunnerOutput):
-    """Both runners' outputs; V2's is asynchronous always."""
+    """Both runners' outputs; V2's is not asynchronous where its host has waited for samples."""
 
     def __init__(self, pair: SlotPair, ours: Any, theirs: Any) -> None:
         self.pair, self.ours, self.theirs = pair, ours, theirs
 
     def get_output(self) -> ModelRunnerOutput:
-        ours, theirs = self.ours.get_output(), self.theirs
-        if isinstance(theirs, AsyncModelRunnerOutput):
-            theirs = theirs.get_output()
+        ours, theirs = (
+            each.get_output() if isinstance(each, AsyncModelRunnerOutput) else each
+            for each in (self.ours, self.theirs)
+        )
         self.pair.compare_outputs(ours, theirs, {})
         return ours
 

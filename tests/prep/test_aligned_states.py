@@ -24,6 +24,10 @@ MAX_MODEL_LEN, NUM_REQS, NUM_STEPS = 60, 3, 16
 NUM_BLOCKS = 2200  # ids of the second group are the first's plus 1000
 
 
+preprocess_mamba = mamba_utils.preprocess_mamba
+"""vLLM's: an engine with states that starts later in this process replaces it there."""
+
+
 class Upstream:
     """`preprocess_mamba` over the requests of a batch, whose copies of states are noted."""
 
@@ -55,7 +59,7 @@ class Upstream:
     ) -> list[dict[int, int]]:
         """Blocks that are copied before a step, by the block that they are copied to, by group."""
         blocks = {req_id: _by_group(request) for req_id, request in batch.items()}
-        mamba_utils.preprocess_mamba(
+        preprocess_mamba(
             SimpleNamespace(  # type: ignore[arg-type]
                 finished_req_ids=set(),
                 preempted_req_ids=ended,

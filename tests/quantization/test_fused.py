@@ -14,8 +14,8 @@ KNOWN = fused.DECODERS | fused.ATTENTIONS | fused.LATENT_ATTENTIONS | fused.MLPS
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_the_classes_that_are_known_are_those_of_vllm(name):
     """A class that vLLM renames would lose its fused norms without a word."""
-    module, cls = name.split(".")
-    forward = getattr(import_module(fused.MODELS + module), cls).forward
+    module, cls, _ = name.rsplit(".", 2)
+    forward = getattr(import_module(module), cls).forward
     assert forward.__qualname__ == f"{cls}.forward"
 
 
