@@ -347,7 +347,9 @@ def test_in_a_browser_a_step_is_chosen_by_its_address(recorded, network, tmp_pat
     page = tmp_path / "pages" / "run.html"
     page.parent.mkdir()
     page.write_text(recorded[2])
-    dom, picture = opened(page, network, "#step=60&rank=1", "--virtual-time-budget=10000", dark=dark)
+    dom, picture = opened(
+        page, network, "#step=60&rank=1", "--virtual-time-budget=10000", dark=dark
+    )
     traffic = recorded[1]
     assert 'data-step="60"' in dom and 'data-drawn="0-149"' in dom and not network[1]
     side = dom[dom.index('id="side"') :]
