@@ -239,8 +239,8 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
     if pages is not None:
         print(f"{pages.folder}: {counted(written, 'page')} of steps")
     elif too_many:
-        steps = counted(number, "step")
-        print(f"no pages of {steps}: --step-pages writes them, --step-pages A:B some")
+        of_run = counted(number, "step")
+        print(f"no pages of {of_run}: --step-pages writes them, --step-pages A:B some")
     for name in run.older:
         print(f"not shown: {name}, an older run in {path}; give its folder to see it")
     return 0
