@@ -225,6 +225,8 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys, ru
         },
     ) as llm:
         verified = count_verified(llm)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert (scheduler.reason, scheduler.needs.known) == ("", True), "it is batched"
         assert generate(llm, asked, greedy(40)) == expected
     print(dict(verified))
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0

@@ -2934,6 +2934,13 @@ MUTANTS = [
         SCHEDULING,
     ),
     Mutant(
+        "states in the prefix cache are scheduled in bulk",
+        "scheduling/scheduler.py",
+        "type(manager).new_step_starts is not starts and manager.enable_caching",
+        "type(manager).new_step_starts is not starts and not manager.enable_caching",
+        ("tests/scheduling/test_choice.py",),
+    ),
+    Mutant(
         "a chunk's blocks are freed one chunk late",
         "scheduling/blocks.py",
         "(num_tokens // size + 1) * size",

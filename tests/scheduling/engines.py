@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -149,7 +151,7 @@ def draw(seed: int) -> Settings:
     per_request = -(-max_model_len // block_size) + 2
     least = len(groups) * per_request + 2
     blocks = int(least * rng.choice([1.5, 3, max_num_seqs]))
-    return Settings(
+    drawn = Settings(
         seed=seed,
         asynchronous=asynchronous,
         depth=int(rng.choice([2, 2, 3])) if asynchronous else 1,
@@ -176,6 +178,9 @@ def draw(seed: int) -> Settings:
         throttle=one_in(8),
         fewest=int(rng.choice([1, 1, 4])),
     )
+    if not drawn.caching and one_in(2):  # drawn last: kept seeds stay what they were
+        return replace(drawn, groups=(*groups, "states"), blocks=2 * blocks)
+    return drawn
 
 
 @functools.cache
@@ -226,6 +231,13 @@ def spec_of(group: str, settings: Settings) -> Any:
         return SlidingWindowSpec(**common, dtype=torch.float32, sliding_window=24)
     if group == "chunk":
         return ChunkedLocalAttentionSpec(**common, dtype=torch.float32, attention_chunk_size=32)
+    if group == "states":  # as vLLM makes them without the prefix cache
+        return MambaSpec(
+            block_size=settings.max_model_len,
+            shapes=((8,),),
+            dtypes=(torch.float32,),
+            num_speculative_blocks=settings.num_drafts,
+        )
     return FullAttentionSpec(**common, dtype=torch.float32)
 
 
@@ -245,6 +257,8 @@ def make(settings: Settings, *, ours: bool) -> Any:
         KVCacheGroupSpec([f"layer {number}"], spec_of(name, settings))
         for number, name in enumerate(settings.groups)
     ]
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    alignment = math.lcm(*sizes)  # vLLM's resolve_kv_cache_block_sizes
     if settings.asynchronous:
         kind = BatchedAsyncScheduler if ours else AsyncScheduler
     else:
@@ -253,8 +267,8 @@ def make(settings: Settings, *, ours: bool) -> Any:
         config,
         KVCacheConfig(settings.blocks, [], groups),
         Grammars(),
-        settings.block_size,
-        hash_block_size=settings.block_size,
+        alignment,
+        hash_block_size=math.gcd(*sizes) if settings.caching else alignment,
         include_finished_set=settings.finished_sets,
         log_stats=settings.log_stats,
     )

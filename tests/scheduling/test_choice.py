@@ -1,6 +1,7 @@
 """Which scheduler an engine gets, what start-up says of it, and that vLLM doesn't warn of ours."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -57,11 +58,12 @@ def test_the_option_chooses_the_scheduler(choose, scheduler, asynchronous, kind,
 @pytest.mark.parametrize(
     ("caches", "asynchronous", "kind", "said"),
     [
-        (True, True, AsyncScheduler, "asynchronous, by vLLM's scheduler: chunks of prompts end"),
-        (False, False, Scheduler, "synchronous, by vLLM's scheduler: blocks hold states"),
+        (True, True, AsyncScheduler, "asynchronous, by vLLM's scheduler: the prefix cache holds"),
+        (False, False, BatchedScheduler, "synchronous, batched"),
+        (False, True, BatchedAsyncScheduler, "asynchronous, batched"),
     ],
 )
-def test_start_up_says_that_hybrids_are_vllm_s_scheduler_s(
+def test_start_up_says_that_states_in_the_prefix_cache_are_vllm_s_scheduler_s(
     choose, tmp_path, caches, asynchronous, kind, said
 ):
     folder = make_model(tmp_path, "Qwen3_5", **GATED_DELTA)
@@ -69,7 +71,16 @@ def test_start_up_says_that_hybrids_are_vllm_s_scheduler_s(
     chosen, log = choose("batched", folder, **how)
     assert chosen is kind
     assert f"scheduling    {said}" in log
-    assert "batched" not in log
+    assert ("batched" in log) == (not caches)
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_states_are_batched_where_no_prefix_cache_holds_them(caches):
+    sizes = {"block_size": 16, "max_model_len": 96, "budget": 96}
+    settings = replace(draw(2), groups=("full", "states"), caching=caches, **sizes)
+    scheduler = make(settings, ours=True)
+    assert scheduler.reason == ("states in the prefix cache end at blocks" if caches else "")
+    assert scheduler.needs.known
 
 
 def test_a_scheduler_of_the_user_s_wins_with_a_line_and_with_vllm_s_warning(choose):

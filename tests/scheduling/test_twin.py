@@ -68,6 +68,12 @@ CORNERS: dict[str, dict] = {
         **{"loras": 2, "asynchronous": True, "depth": 3, "num_drafts": 0, "method": ""},
         **{"budget": 256, "max_num_seqs": 12, "rate": 2.0, "fewest": 1},
     },
+    "states beside attention, and drafts": {
+        **ROOM,
+        **ONE_GROUP,
+        **{"groups": ("full", "states"), "caching": False, "num_drafts": 3, "method": "mtp"},
+        **{"budget": 96, "max_num_seqs": 16, "blocks": 70, "rate": 1.0, "longest": 150},
+    },
     "input that is streamed": {
         **ROOM,
         **ONE_GROUP,
@@ -102,7 +108,7 @@ def test_the_engines_differ_in_all_that_the_batched_ways_depend_on():
     assert {each.num_drafts for each in drawn} == {0, 1, 3}
     assert {each.loras > 0 for each in drawn} == {False, True}
     assert {each.threshold > 0 for each in drawn} == {False, True}
-    assert {group for each in drawn for group in each.groups} == {"full", "window", "chunk"}
+    assert {each for one in drawn for each in one.groups} == {"full", "window", "chunk", "states"}
 
 
 def test_adapters_of_prompts_that_a_throttled_step_leaves_out_do_not_count():

@@ -4,6 +4,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
+    MambaManager,
     SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
@@ -37,12 +38,19 @@ class BlockNeeds:
         self.managers = manager.coordinator.single_type_managers
         self.max_model_len = max_model_len
         hash_block_size = manager.block_pool.hash_block_size
-        # With another block size, FullAttentionManager also caches the block in which a prompt ends
         self.known = bool(self.managers) and all(
-            type(each) in _NEXT_FREED
-            and (type(each) is not FullAttentionManager or each.block_size == hash_block_size)
-            for each in self.managers
+            self._is_known(each, hash_block_size) for each in self.managers
         )
+
+    def _is_known(self, manager: SingleTypeKVCacheManager, hash_block_size: int) -> bool:
+        kind = type(manager)
+        if kind is FullAttentionManager:
+            # With another block size, it also caches the block in which a prompt ends
+            return manager.block_size == hash_block_size or not manager.enable_caching
+        if kind is MambaManager:
+            # Without the prefix cache, a block of states lasts for a request's whole context
+            return manager.block_size >= self.max_model_len
+        return kind in _NEXT_FREED
 
     def note(self, request: NotedRequest) -> None:
         """Note all bounds of a request, right after ``allocate_slots`` was called for it."""
@@ -91,5 +99,6 @@ _NEXT_FREED = {
     FullAttentionManager: _never,
     SlidingWindowManager: _next_of_window,
     ChunkedLocalAttentionManager: _next_of_chunk,
+    MambaManager: _never,
 }
 """For each kind of KV-cache group, the tokens from which on it may free another block."""

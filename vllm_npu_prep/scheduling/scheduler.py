@@ -100,8 +100,9 @@ class BatchedMixin(Scheduler):
             and not self.scheduler_config.async_scheduling,
             "the model samples no tokens": self.num_sampled_tokens_per_step != 1,
             "the model has an encoder": self.is_encoder_decoder or self.is_mm_encoder_only,
-            "recurrent states end at blocks": any(
-                type(manager).new_step_starts is not starts for manager in managers
+            "states in the prefix cache end at blocks": any(
+                type(manager).new_step_starts is not starts and manager.enable_caching
+                for manager in managers
             ),
             "the number of drafts follows the batch": self.dynamic_sd_lookup is not None,
             "drafts need input slots of their own": draft_slots * self.max_num_running_reqs
