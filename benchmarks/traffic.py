@@ -198,8 +198,9 @@ def requests_of(kind: Kind, number: int, tokenizer: Any) -> list[Request]:
     shared = [text(PREFIX_TOKENS) for _ in range(kind.prefixes)] or [""]
     made = []
     for place, (prompt, answer) in enumerate(lengths(number)):
-        answer = FORCED_TOKENS if kind.by_grammar else answer
-        made.append(Request(shared[place % len(shared)] + text(prompt), answer))
+        question = shared[place % len(shared)] + text(prompt)
+        room = LONGEST - len(tokenizer(question).input_ids)  # a shared text takes some of it
+        made.append(Request(question, FORCED_TOKENS if kind.by_grammar else min(answer, room)))
     return made
 
 

@@ -41,11 +41,13 @@ def test_lengths_are_the_same_ones_each_time_and_within_the_limits_of_the_client
 @pytest.mark.parametrize("kind", traffic.KINDS)
 def test_prompts_have_these_lengths_behind_what_they_share(kind, tokenizer):
     how = traffic.KINDS[kind]
-    requests = traffic.requests_of(how, 16, tokenizer)
+    requests = traffic.requests_of(how, 128, tokenizer)
     sizes = [len(tokenizer(request.prompt).input_ids) for request in requests]
     shared = traffic.PREFIX_TOKENS if how.prefixes else 0
-    for size, (prompt, _) in zip(sizes, traffic.lengths(16), strict=True):
+    for size, (prompt, _) in zip(sizes, traffic.lengths(128), strict=True):
         assert 0 <= size - shared - prompt < 24, "a word more, at most, of both texts"
+    for size, request in zip(sizes, requests, strict=True):
+        assert size + request.answer < 2048, "or the context would end before the answer"
     begins = {request.prompt[:100] for request in requests if len(request.prompt) > 100}
     assert len(begins) == (how.prefixes or len([s for s in requests if len(s.prompt) > 100]))
 
