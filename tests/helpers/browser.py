@@ -15,19 +15,16 @@ from PIL import Image
 
 @functools.cache
 def browser() -> str | None:
-    """A headless browser: ``NPU_PREP_BROWSER``, or what Debian's packages install.
+    """A headless browser: ``NPU_PREP_BROWSER``, or what Debian's package installs.
 
-    A whole Chromium comes second: it asks its maker's hosts by itself, whatever it shows, so a test
-    may look only at what a page asks for.
+    Not a whole Chromium: it asks its maker's hosts by itself, whatever it shows.
     """
-    given = os.environ.get("NPU_PREP_BROWSER")
-    return given or shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    return os.environ.get("NPU_PREP_BROWSER") or shutil.which("chromium-headless-shell")
 
 
 needs_browser = pytest.mark.skipif(
     browser() is None,
-    reason="no Chromium: apt-get install chromium-headless-shell or chromium, or set "
-    "NPU_PREP_BROWSER",
+    reason="no browser: apt-get install chromium-headless-shell, or set NPU_PREP_BROWSER",
 )
 
 
