@@ -362,3 +362,15 @@ def test_in_a_browser_a_step_is_chosen_by_its_address(recorded, network, tmp_pat
     assert present and all(f"<td>{name}</td>" in side for name in present)
     assert (np.asarray(picture).mean() < 100) == dark
     assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 20
+
+
+@needs_browser
+def test_a_browser_draws_a_run_of_10_000_steps(network, tmp_path):
+    """With the start of the browser it took 2 to 4 seconds on two busy cores."""
+    page = tmp_path / "pages" / "run.html"
+    page.parent.mkdir()
+    page.write_text(run_html(long_run(10_000)))
+    dom, _ = opened(page, network, "#step=9000", "--virtual-time-budget=10000")
+    assert 'data-drawn="0-9999"' in dom and not network[1]
+    side = dom[dom.index('id="side"') :]
+    assert "<h2>step 9000</h2>" in side and side.count("<td>decode</td>") > 50
