@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
+from tests.helpers.violations import names
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.checks import NOT_CHECKED
@@ -198,12 +199,7 @@ def test_a_planted_fault_is_named(runner, monkeypatch, plant):
     steps = Steps(runner)
     with pytest.raises(StepCheckError) as raised:
         plant(steps, monkeypatch)
-    rule, req_id, values = FAULTS[plant]
-    said = str(raised.value)
-    assert raised.value.rule == rule, said
-    assert said.startswith(f'step check "{rule}": ') and "\n" not in said
-    assert req_id is None or f"request {req_id}" in said, said
-    assert values in said, said
+    assert names(raised.value, *FAULTS[plant])
 
 
 def test_steps_without_a_fault_are_silent(runner):
