@@ -9,7 +9,7 @@ import asyncio
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -199,7 +199,8 @@ async def _or_tell(talk: Any, notes: Path, ranks: Ranks) -> dict[str, Any]:
     try:
         told: dict[str, Any] = await talk(ranks)
     except BaseException as error:
-        Board(notes).tell(Board.FAILED, f"{type(error).__name__}: {error}")
+        if not (notes / Board.FAILED).exists():  # else this is why the other one failed
+            Board(notes).tell(Board.FAILED, f"{talk.func.__name__}: {error!r}")
         raise
     return told
 
@@ -227,6 +228,7 @@ def run(model: Path, dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
     }
     with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         notes, files = Path(folder) / "notes", Path(folder) / "files"
+        failed = notes / Board.FAILED
         notes.mkdir()
 
         def start(role: str, card: int, talk: Any, **more: Any) -> Any:
@@ -237,9 +239,18 @@ def run(model: Path, dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
             }
             own = {"device_ids": [card], "kv_transfer_config": transfer, **more}
             talk = partial(_or_tell, partial(talk, prompts=prompts, notes=notes), notes)
-            return pool.submit(serve_on_ranks, model, settings | own, talk, seconds=2 * SECONDS)
+            engine = pool.submit(serve_on_ranks, model, settings | own, talk, seconds=2 * SECONDS)
+            engine.add_done_callback(tell_of_failure)
+            return engine
+
+        def tell_of_failure(engine: Any) -> None:  # of one that did not even start
+            if engine.exception() is not None and not failed.exists():
+                Board(notes).tell(Board.FAILED, repr(engine.exception()))
 
         pieces = graphs("PIECEWISE", 1, 4, 8, async_scheduling=True)
         computes = start("kv_producer", 0, compute, async_scheduling=False)
         decodes = start("kv_consumer", 1, partial(decode, files=files), **pieces)
-        return {"computes": computes.result(), "decodes": decodes.result()}
+        both = {"computes": computes, "decodes": decodes}
+        wait(both.values())
+        assert not failed.exists(), failed.read_text()
+        return {name: engine.result() for name, engine in both.items()}
