@@ -177,7 +177,7 @@ REFUSED_BY_RANKS = {
     "release": "sleep needs --enable-sleep-mode",
     "record": "no steps are recorded",
     "no folder": "/no/such/folder",
-    "no adapters": "LoRA is not enabled",
+    "no adapter": "/no/such/adapter",
     "no profiler": "Profiling is not enabled",
     "no method": "has no attribute 'no_method'",
     "other shape": "new weights: derived of Qwen3ForCausalLM was",
@@ -193,7 +193,7 @@ async def refuse_everything(model, ranks):
         "release": ranks.llm.release_kv_cache_memory,
         "record": partial(ranks.llm.collective_rpc, "dump_steps"),
         "no folder": partial(reload, kwargs={"weights_path": "/no/such/folder"}),
-        "no adapters": partial(ranks.llm.add_lora, LoRARequest("none", 1, "/no/such/folder")),
+        "no adapter": partial(ranks.llm.add_lora, LoRARequest("none", 1, "/no/such/adapter")),
         "no profiler": ranks.llm.start_profile,
         "no method": partial(ranks.llm.collective_rpc, "no_method"),
         "other shape": partial(reload, kwargs={"weights_path": str(model)}),
@@ -211,9 +211,8 @@ async def refuse_everything(model, ranks):
 
 def test_answers_of_ranks_belong_to_their_questions_after_a_refusal(model):
     """vLLM reads answers up to the first error; one of a later rank would be the next call's."""
-    said, answered = serve_on_ranks(
-        model, {"tensor_parallel_size": 2}, partial(refuse_everything, model)
-    )
+    settings = {"tensor_parallel_size": 2, "enable_lora": True}
+    said, answered = serve_on_ranks(model, settings, partial(refuse_everything, model))
     assert answered == {name: [0, 1] for name in REFUSED_BY_RANKS}
     assert not any("\n" in each for each in said.values())
     for name, words in REFUSED_BY_RANKS.items():
