@@ -1,7 +1,6 @@
 """Which rank a worker is, how many there are, and what they do together."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,9 +41,8 @@ def ranks_on_host(parallel_config: Any) -> int:
 def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator[bool]:
     """Let all ranks of an engine do something; whether all did, which else each has to undo.
 
-    Whatever all ranks of an engine may refuse goes through this, even if all refuse alike: vLLM's
-    executor reads their answers in order up to the first error, and takes those after it for
-    answers to its next call.
+    For what one rank may refuse alone, while the others would have changed something. What all
+    refuse alike, they may just raise: `vllm_npu_prep.compat.answers` keeps their answers apart.
 
     Parameters
     ----------
@@ -75,28 +73,6 @@ def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator
     yield failure is None
     if failure is not None and is_last:
         raise unforeseen or PrepError(failure)
-
-
-def refused_once(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make what all ranks may refuse an error of one: see `all_or_none`.
-
-    Parameters
-    ----------
-    method
-        Of a worker. It raises before anything has changed, or has nothing to undo.
-    """
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        returned: list[Any] = []
-
-        def attempt() -> None:
-            returned.append(method(self, *args, **kwargs))
-
-        with all_or_none(self.parallel_config, attempt) as done:
-            return returned[0] if done else None
-
-    return call
 
 
 def _first_of_ranks(mine: str | None) -> str | None:

@@ -31,7 +31,7 @@ from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
-from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host, refused_once
+from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs import OutputsInFlight
@@ -355,7 +355,6 @@ class NPUWorker(Worker):
         if self.model_runner.recorder is not None:
             self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
 
-    @refused_once
     def dump_steps(self) -> str:
         """Write the last steps, for ``collective_rpc``; returns one line that says where they are.
 
@@ -401,7 +400,6 @@ class NPUWorker(Worker):
             self._save_steps(error)
         super().shutdown()
 
-    @refused_once
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """As upstream's.
 
@@ -413,7 +411,6 @@ class NPUWorker(Worker):
         """
         super().reload_weights(*args, **kwargs)
 
-    @refused_once
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Weights from a transfer engine: as upstream's, at the addresses that graphs read.
 
@@ -489,7 +486,6 @@ class NPUWorker(Worker):
         if level == 2:
             self._save_sleep_parameters(self.model_runner.get_model())
 
-    @refused_once
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release memory without a copy.
 

@@ -13,7 +13,7 @@ from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import RUNNERS, asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
 from vllm_npu_prep.attention.kv_transfer import read_slots, write_slots
 from vllm_npu_prep.errors import PrepError
@@ -160,32 +160,60 @@ def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, se
     assert files[1].exists()
 
 
-async def generate_on(prompts, max_tokens, ranks):
-    return await ranks.generate(prompts, max_tokens)
-
-
-def test_ranks_store_and_load_their_own_heads(model, tmp_path, seed):
-    """Two ranks decode what two others computed; half of the prompts from files that changed."""
-    prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 12)
-
-    def run(role, max_tokens):
-        settings = connected(tmp_path, tensor_parallel_size=2)
-        settings["kv_transfer_config"]["kv_role"] = role
-        return serve_on_ranks(model, settings, partial(generate_on, prompts, max_tokens))
-
-    assert run("kv_producer", 1) == [row[:1] for row in expected]
-    stored = {file: load_file(file)["kv_cache"] for file in tmp_path.glob("*/*.safetensors")}
-    assert len(stored) == 2 * 2 * len(LENGTHS)
+def negate_half(folder, num_files) -> list:
+    """Change the files of every second prompt that has whole blocks; returns these folders."""
+    stored = {file: load_file(file)["kv_cache"] for file in folder.glob("*/*.safetensors")}
+    assert len(stored) == num_files * len(LENGTHS)
     folders = sorted({file.parent for file, rows in stored.items() if len(rows)})
     assert len(folders) == sum(whole_blocks(length) > 0 for length in LENGTHS)
     for file, rows in stored.items():
         if file.parent in folders[::2]:
             save_file({"kv_cache": -rows}, file)
-    right = [row == tokens for row, tokens in zip(run("kv_consumer", 12), expected)]
-    assert right.count(False) == len(folders[::2])
+    return folders[::2]
+
+
+async def store_and_load(prompts, change, ranks):
+    """Tokens of an engine that stores prompts, then loads what was made of its files."""
+    stored = await ranks.generate(prompts, 12)
+    changed = change()
+    assert await ranks.llm.reset_prefix_cache()
+    return stored, changed, await ranks.generate(prompts, 12)
+
+
+def test_ranks_store_and_load_their_own_heads(model, tmp_path, seed):
+    """Each of two; half of the prompts from files that changed. One rank reads neither's."""
+    prompts = prompts_of(seed, LENGTHS)
+    expected = reference(model, prompts, 12)
+    talk = partial(store_and_load, prompts, partial(negate_half, tmp_path, 2 * 2))
+    settings = connected(tmp_path, tensor_parallel_size=2)
+    stored, changed, loaded = serve_on_ranks(model, settings, talk)
+    assert stored == expected
+    assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed)
     with engine(model, **connected(tmp_path)) as llm:
         assert generate(llm, prompts, greedy(12)) == expected
+
+
+def negate_and_remove(folder) -> tuple[list, str]:
+    """Change files, and remove what the last stage stored of one of these prompts."""
+    changed = negate_half(folder, 2)
+    last = max(changed[0].glob("*.safetensors"))
+    last.unlink()
+    return changed, last.name
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_stages_store_and_load_their_own_layers(model, tmp_path, seed, runner):
+    """Each of two; a prompt that only the first one has stored is computed again."""
+    prompts = prompts_of(seed, LENGTHS)
+    expected = reference(model, prompts, 12)
+    talk = partial(store_and_load, prompts, partial(negate_and_remove, tmp_path))
+    settings = connected(tmp_path, pipeline_parallel_size=2, async_scheduling=False)
+    with asked_for(runner):
+        stored, (changed, removed), loaded = serve_on_ranks(model, settings, talk)
+    assert stored == expected
+    assert "layers.1" in removed
+    assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed) - 1
+    assert (changed[0] / removed).exists(), "and stored again"
 
 
 def test_what_is_stored_has_the_form_of_upstream_s_cache(seed):

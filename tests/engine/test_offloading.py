@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from tests.engine.test_kv_transfer import count_tokens, generate_on
+from tests.engine.test_kv_transfer import count_tokens
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import GATED_DELTA
@@ -144,7 +144,7 @@ async def twice_one_by_one(prompts, max_tokens, ranks):
     """What an engine makes of prompts, twice, and how many tokens came from the host."""
     rounds = []
     for _ in range(2):
-        answers = [await generate_on([prompt], max_tokens, ranks) for prompt in prompts]
+        answers = [await ranks.generate([prompt], max_tokens) for prompt in prompts]
         rounds.append([row for (row,) in answers])
     return *rounds, loaded_tokens()
 

@@ -1,11 +1,13 @@
 """Sleep mode: memory that is given back and mapped again, and the same tokens afterwards."""
 
+import asyncio
 import gc
 import logging
 from functools import partial
 
 import psutil
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
@@ -20,6 +22,7 @@ from tests.helpers.watch import record_cached
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -94,23 +97,79 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(model, expected, tmp_path, w
         assert generate(llm, prompts, greedy(20)) == reference(other, prompts, 20)
 
 
-async def sleep_between(prompts, ranks):
-    before = await ranks.generate(prompts, 12)
-    await ranks.llm.sleep(level=1)
+MODES = ("keep", "wait", "abort")
+"""What becomes of requests that run when an engine is told to sleep."""
+TOKENS = 100
+RANKS = {
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2, "async_scheduling": False},
+    "dp2": {"data_parallel_size": 2},
+    "dp2 experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
+}
+
+
+async def sleep_amid(prompts, mode, ranks):
+    """Sleep once a request has a few tokens: all tokens, how many came before and in sleep.
+
+    Others may still wait, be in a chunk of their prompts or, in another engine, have ended.
+    """
+    tokens, ends = [[] for _ in prompts], [None] * len(prompts)
+
+    async def run(index):
+        async for output in ranks.stream(prompts[index], TOKENS):
+            tokens[index] = list(output.outputs[0].token_ids)
+            ends[index] = output.outputs[0].finish_reason
+
+    def come():
+        return sum(map(len, tokens))
+
+    tasks = [asyncio.create_task(run(index)) for index in range(len(prompts))]
+    while max(map(len, tokens)) < 3:
+        await asyncio.sleep(0.001)
+    before = come()
+    await ranks.llm.sleep(level=1, mode=mode)
     assert await ranks.llm.is_sleeping()
+    await asyncio.sleep(0.05)  # for what is on its way
+    asleep = come()
+    if mode == "keep":
+        await asyncio.sleep(0.3)
+        assert come() == asleep, "nobody computes"
     await ranks.llm.wake_up(["weights"])
     await ranks.llm.wake_up(["kv_cache"])
-    return before, await ranks.generate(prompts, 12)
+    await asyncio.gather(*tasks)
+    return {"tokens": tokens, "ends": ends, "before": before, "asleep": asleep}
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_all_ranks_sleep_and_wake(model, expected, runner):
+async def sleep_thrice(prompts, ranks):
+    before = await ranks.generate(prompts, 12)
+    slept = {mode: await sleep_amid(prompts, mode, ranks) for mode in MODES}
+    return before, slept, await ranks.generate(prompts, 12)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("experts"), "Qwen3Moe", **MIXTURE)
+
+
+@pytest.mark.parametrize(("layout", "runner"), on_both({name: name for name in RANKS}))
+def test_all_ranks_sleep_and_wake(request, model, layout, runner):
+    """Requests that run go on after the wake-up, or end before the sleep, or are aborted."""
     prompts = prompts_of(SEED, LENGTHS)
-    settings = {"tensor_parallel_size": 2, "enable_sleep_mode": True, "block_size": 8}
-    tokens = [row[:12] for row in expected]
+    model = request.getfixturevalue("experts") if layout == "dp2 experts" else model
+    settings = {"enable_sleep_mode": True, "block_size": 8, **RANKS[layout]}
+    expected = reference(model, prompts, TOKENS)
     with asked_for(runner):
-        slept = serve_on_ranks(model, settings, partial(sleep_between, prompts))
-    assert slept == (tokens, tokens)
+        before, slept, after = serve_on_ranks(model, settings, partial(sleep_thrice, prompts))
+    assert before == after == [row[:12] for row in expected]
+    whole = TOKENS * len(prompts)
+    for mode in ("keep", "wait"):
+        assert slept[mode]["tokens"] == expected
+        assert slept[mode]["ends"] == ["length"] * len(prompts)
+    assert slept["keep"]["before"] < whole > slept["keep"]["asleep"]
+    assert slept["wait"]["before"] < whole == slept["wait"]["asleep"]
+    assert "abort" in slept["abort"]["ends"]
+    for row, end, tokens in zip(slept["abort"]["tokens"], slept["abort"]["ends"], expected):
+        assert (end, row) == ("abort" if len(row) < TOKENS else "length", tokens[: len(row)])
 
 
 REFUSED_BY_RANKS = {
@@ -118,9 +177,12 @@ REFUSED_BY_RANKS = {
     "release": "sleep needs --enable-sleep-mode",
     "record": "no steps are recorded",
     "no folder": "/no/such/folder",
+    "no adapter": "/no/such/adapter",
+    "no profiler": "Profiling is not enabled",
+    "no method": "has no attribute 'no_method'",
     "other shape": "new weights: derived of Qwen3ForCausalLM was",
 }
-"""What every rank refuses, and words of what it says."""
+"""What every rank refuses, by our code or by vLLM's, and words of what it says."""
 
 
 async def refuse_everything(model, ranks):
@@ -131,6 +193,9 @@ async def refuse_everything(model, ranks):
         "release": ranks.llm.release_kv_cache_memory,
         "record": partial(ranks.llm.collective_rpc, "dump_steps"),
         "no folder": partial(reload, kwargs={"weights_path": "/no/such/folder"}),
+        "no adapter": partial(ranks.llm.add_lora, LoRARequest("none", 1, "/no/such/adapter")),
+        "no profiler": ranks.llm.start_profile,
+        "no method": partial(ranks.llm.collective_rpc, "no_method"),
         "other shape": partial(reload, kwargs={"weights_path": str(model)}),
     }
     said, answered = {}, {}
@@ -146,9 +211,8 @@ async def refuse_everything(model, ranks):
 
 def test_answers_of_ranks_belong_to_their_questions_after_a_refusal(model):
     """vLLM reads answers up to the first error; one of a later rank would be the next call's."""
-    said, answered = serve_on_ranks(
-        model, {"tensor_parallel_size": 2}, partial(refuse_everything, model)
-    )
+    settings = {"tensor_parallel_size": 2, "enable_lora": True}
+    said, answered = serve_on_ranks(model, settings, partial(refuse_everything, model))
     assert answered == {name: [0, 1] for name in REFUSED_BY_RANKS}
     assert not any("\n" in each for each in said.values())
     for name, words in REFUSED_BY_RANKS.items():

@@ -8,7 +8,7 @@ import asyncio
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -152,6 +152,20 @@ class Ranks:
     async def _generate(
         self, prompt: Any, max_tokens: int, engine: int | None, lora: Any, params: dict[str, Any]
     ) -> list[int]:
+        tokens: list[int] = []
+        async for output in self.stream(prompt, max_tokens, engine, lora, **params):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    def stream(
+        self,
+        prompt: Any,
+        max_tokens: int,
+        engine: int | None = None,
+        lora: Any = None,
+        **params: Any,
+    ) -> AsyncIterator[Any]:
+        """vLLM's outputs of one request, as they come; arguments as those of `generate`."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -159,17 +173,14 @@ class Ranks:
             max_tokens=max_tokens,
         )
         self._num_requests += 1
-        stream = self.llm.generate(
+        outputs: AsyncIterator[Any] = self.llm.generate(
             prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt},
             sampling,
             request_id=str(self._num_requests),
             lora_request=lora,
             data_parallel_rank=engine,
         )
-        tokens: list[int] = []
-        async for output in stream:
-            tokens = list(output.outputs[0].token_ids)
-        return tokens
+        return outputs
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """What a method of `RankProbe` returns on every rank."""

@@ -40,6 +40,7 @@ OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[connectors]",)
 ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
 SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
+TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_another_decodes",)
 REFUSALS_ON_RANKS = (
     "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
 )
@@ -2086,8 +2087,8 @@ MUTANTS = [
     Mutant(
         "prompts count as stored once a layer is",
         "attention/kv_transfer.py",
-        "return all(os.path.exists(os.path.join(folder, name)) for name in names)",
-        "return any(os.path.exists(os.path.join(folder, name)) for name in names)",
+        "return all(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)",
+        "return any(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)",
         TRANSFER,
     ),
     Mutant(
@@ -2140,25 +2141,36 @@ MUTANTS = [
         SLEEP_ON_RANKS,
     ),
     Mutant(
-        "the first rank says that a wake-up failed: the others' answers are taken for later ones",
-        "ranks.py",
-        "parallel_config.rank == parallel_config.world_size - 1",
-        "parallel_config.rank == 0",
-        SLEEP_ON_RANKS,
-    ),
-    Mutant(
-        "all ranks say that they don't sleep: their answers are taken for those to the next call",
-        "worker.py",
-        "with all_or_none(self.parallel_config, lambda: self._prepare_sleep(level)) as can:\n",
-        "with contextlib.nullcontext(self._prepare_sleep(level) is None) as can:\n",
+        "answers of ranks to a call that failed are taken for those to the next",
+        "compat/answers.py",
+        "        while self.due:\n",
+        "        self.due = 1\n        while self.due:\n",
         REFUSALS_ON_RANKS,
     ),
     Mutant(
-        "all ranks refuse new weights: their answers are taken for those to the next call",
-        "worker.py",
-        "    @refused_once\n    def reload_weights(",
-        "    def reload_weights(",
-        REFUSALS_ON_RANKS,
+        "a prompt counts as stored once the first stage has stored it",
+        "attention/kv_transfer.py",
+        "            for (_, part), names in layers.items()\n",
+        "            for (stage, part), names in layers.items()\n            if stage == 0\n",
+        TRANSFER,
+    ),
+    Mutant(
+        "a store is seen before it is whole",
+        "attention/kv_transfer.py",
+        'unfinished = f"{path}.{uuid.uuid4().hex}"',
+        "unfinished = path",
+        TWO_CARDS,
+    ),
+    Mutant(
+        "prompts are loaded one block too far on",
+        "attention/kv_transfer.py",
+        "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)",
+        "write_slots(\n"
+        "                        self._planes(layer_name, cache),\n"
+        "                        request.slot_mapping + self._block_size,\n"
+        "                        stored,\n"
+        "                    )",
+        TWO_CARDS,
     ),
     Mutant(
         "replay --upstream takes each rank for the first of those that share contexts",

@@ -5,7 +5,7 @@ python -m tests.npu.on_ranks OUT MODEL:float16/tp2/async/PIECEWISE MODEL:bfloat1
 A case is a dtype, a layout of ranks, a scheduling, a graph mode and, maybe, a feature: lora, eagle,
 images, one-head (of K and V), how ranks share experts (experts, scattered, cut, latent, mtp), an
 int8 model, or what memory does (sleep, offload). Prompts and settings are those of
-`tests.npu.generate`.
+`tests.npu.generate`. In place of a layout, ``two-cards`` stands for `tests.npu.two_cards`.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from tests.helpers.engine import graphs
 from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
 from tests.helpers.v2 import asked_for
 from tests.matrix.collect import taken
+from tests.npu import two_cards
 from tests.npu.generate import SCHEDULING, adapters_of, drafts_of, prompts
 
 LAYOUTS = {
@@ -198,6 +199,8 @@ async def slept(ranks: Ranks, inputs: list[Any], model: Path) -> dict[str, Any]:
 def run(model: Path, case: str) -> dict[str, Any]:
     dtype, layout, scheduling, mode, *features = case.split("/")
     feature = features[0] if features else ""
+    if layout == "two-cards":
+        return two_cards.run(model, dtype, prompts(scheduling))
     settings: dict[str, Any] = {
         "dtype": dtype,
         "block_size": 128,

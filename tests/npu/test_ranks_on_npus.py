@@ -21,7 +21,7 @@ from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.matrix.collect import add
-from tests.npu import generate
+from tests.npu import generate, two_cards
 from tests.npu.close_calls import CLOSE_IN_INT8, same_but_close_calls
 from tests.npu.on_ranks import EXPERTS, INT8, SECONDS, on_the_fallback
 
@@ -226,10 +226,12 @@ def on_ranks(request, model_of, tmp_path_factory):
 
     @cache
     def run_all() -> dict[str, dict]:
-        names = []
-        for params in selected(request, test_tokens_are_those_of_the_cpu_fallback):
-            case = params["case"]
-            names.append(f"{model_of(feature_of(case))}:{case}")
+        asked = (
+            *selected(request, test_tokens_are_those_of_the_cpu_fallback),
+            *selected(request, test_one_card_computes_what_another_decodes),
+        )
+        cases = [params["case"] for params in asked]
+        names = [f"{model_of(feature_of(case))}:{case}" for case in cases]
         out = tmp_path_factory.mktemp("on_ranks") / "tokens.json"
         report = out.with_name("report.json")
         options = ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120")
@@ -241,7 +243,8 @@ def on_ranks(request, model_of, tmp_path_factory):
         assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
         found = json.loads(report.read_text())
         assert found["hazards"] == []
-        assert any(name.startswith("Hccl") for name in found["kernels"])
+        alone = all("two-cards" in case for case in cases)  # which share a folder alone
+        assert alone or any(name.startswith("Hccl") for name in found["kernels"])
         return {name.split(":")[1]: got for name, got in json.loads(out.read_text()).items()}
 
     def of(case: str) -> dict:
@@ -333,6 +336,32 @@ def test_tokens_are_those_of_the_cpu_fallback(request, model_of, reference, on_r
             assert min(copies) == 1
         else:
             assert set(copies) == {1}
+
+
+@pytest.mark.parametrize("case", ["float16/two-cards/async/PIECEWISE"], ids=["float16"])
+def test_one_card_computes_what_another_decodes(reference, on_ranks, case):
+    """Prompts are handed over one by one, each while the one before is decoded, on another card.
+
+    Tokens are those of an engine alone. The engine that decodes computes the rest of each prompt
+    and no more; all of one that is asked for while it is half stored.
+    """
+    got = on_ranks(case)
+    assert "error" not in got, got["error"]
+    prompts, computes, decodes = generate.prompts("async"), got["computes"], got["decodes"]
+    facts = [fact for engine in (computes, decodes) for fact in engine["facts"]]
+    assert [fact["device"] for fact in facts] == ["npu:0", "npu:1"]
+    assert len({fact["pid"] for fact in facts}) == 2
+    alone = decodes["alone"]
+    assert [row[:12] for row in alone] == reference("float16", "")[1:]
+    assert decodes["tokens"] == alone
+    firsts = {str(number): alone[number][:1] for number in two_cards.with_blocks(prompts)}
+    assert computes["tokens"] == firsts
+    size, early = two_cards.BLOCK_SIZE, two_cards.early_one(prompts)
+    found = {str(number): (len(prompt) - 1) // size * size for number, prompt in enumerate(prompts)}
+    assert decodes["cached"] == {**found, str(early): 0}
+    assert (decodes["again"], decodes["cached_again"]) == (alone[early], found[str(early)])
+    assert decodes["most"] > 1, "requests decoded at once"
+    assert "piecewise graphs" in decodes["counts"][0]
 
 
 def check_engines(steps: list[dict], others: list[dict]) -> None:

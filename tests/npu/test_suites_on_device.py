@@ -27,7 +27,7 @@ SUITES = under_every_profile(
         "windows": suite("windows"),
         "memory": suite("memory", memory="170M"),
         "sleep": suite("sleep", memory="1G"),
-        "connectors": suite("kv_transfer", "offloading"),
+        "connectors": suite("kv_transfer", "offloading", "own_connector"),
     },
     "steps",
     "features",

@@ -140,7 +140,8 @@ class _Draw:
         self.parts["adapters"] = adapters
         self.connector = self.parts["connector"] = self.draw_connector()
         self.drafts = self.parts["drafts"] = self.draw_drafts()
-        # vLLM empties the prefix cache when an engine sleeps; what a connector keeps stays
+        # vLLM empties the prefix cache when an engine sleeps, and has its connector forget: of the
+        # blocks on the host nothing stays, and all of the files
         self.parts["sleeps"] = self.layout != "dp2" and self.chance(0.3)
 
     def chance(self, share: float) -> bool:

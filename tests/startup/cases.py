@@ -835,11 +835,6 @@ CACHE = {
         ("KV connector ExampleConnector without a folder", "shared_storage_path"),
         connector(kv_connector_extra_config={}),
     ),
-    "KV connector over stages": Case(
-        ("kv-connector-stages",),
-        ("KV connector ExampleConnector over pipeline stages", "--tensor-parallel-size"),
-        {**connector(), "pipeline_parallel_size": 2},
-    ),
 }
 
 SEEING = {

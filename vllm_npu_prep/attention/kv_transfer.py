@@ -8,16 +8,17 @@ a kernel family takes, and the platform names this module as the place to find t
 """
 
 import copy
-import itertools
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, example_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_npu_prep.attention.kernels.latent import Planes
@@ -74,6 +75,19 @@ def write_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor, stored: tor
         plane.flatten(0, 1)[on_device] = part
 
 
+@dataclass
+class LayersOfRank(KVConnectorHandshakeMetadata):
+    """What a rank tells the scheduler's connector.
+
+    Attributes
+    ----------
+    names
+        Of the layers that it stores and loads.
+    """
+
+    names: tuple[str, ...]
+
+
 class ExampleConnector(example_connector.ExampleConnector):
     """vLLM's connector over a shared folder, a file for each prompt and layer.
 
@@ -87,13 +101,16 @@ class ExampleConnector(example_connector.ExampleConnector):
     - a prompt counts as stored once its folder exists: here once each layer's file does, whole;
     - its files are named by layers: here by ranks of tensor parallelism, too, each of which has
       heads of its own;
+    - vLLM's scheduler knows the layers of the first pipeline stage only: here each rank tells of
+      its own, so that a prompt counts as stored once all stages have stored it;
     - it shares prompts whose ``cache_salt`` says that they are not to be shared.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
-        self._layer_names = [name for group in groups for name in group.layer_names]
+        self._layer_names = tuple(name for group in groups for name in group.layer_names)
+        self._files_of_prompt: list[str] = []  # of all ranks, which tell of them
         self._salted: set[str] = set()  # ids of requests
         self._parts = vllm_config.parallel_config.tensor_parallel_size
         is_worker = role is KVConnectorRole.WORKER
@@ -146,6 +163,21 @@ class ExampleConnector(example_connector.ExampleConnector):
         """Of a file, without its ending; one rank names it by the layer, as upstream."""
         return layer_name if self._parts == 1 else f"{layer_name}.part{part}of{self._parts}"
 
+    def get_handshake_metadata(self) -> LayersOfRank:
+        """The layers of this rank, for `set_xfer_handshake_metadata_pp_aware`."""
+        return LayersOfRank(self._layer_names)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn which files make a prompt, from ranks by stage and by tensor parallelism."""
+        layers = {rank: cast("LayersOfRank", each).names for rank, each in metadata.items()}
+        self._files_of_prompt = [
+            f"{self._name(name, part)}.safetensors"
+            for (_, part), names in layers.items()
+            for name in names
+        ]
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -171,9 +203,8 @@ class ExampleConnector(example_connector.ExampleConnector):
     def _found_match_for_prompt(self, prompt_token_ids: list[int], mm_hashes: list[str]) -> bool:
         stored = torch.tensor(prompt_token_ids[: self._num_stored(len(prompt_token_ids))])
         folder = self._generate_foldername_debug(stored, mm_hashes)
-        parts = itertools.product(self._layer_names, range(self._parts))
-        names = (f"{self._name(*part)}.safetensors" for part in parts)
-        return all(os.path.exists(os.path.join(folder, name)) for name in names)
+        assert self._files_of_prompt  # ranks have told of their layers before the first request
+        return all(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)
 
     def _num_stored(self, num_prompt_tokens: int) -> int:
         """Whole blocks, with a token left to compute."""

@@ -11,7 +11,16 @@ import os
 import sys
 
 from vllm_npu_prep import torchvision_import
-from vllm_npu_prep.compat import hosts, models, processes, schedulers, server, torch_names, v2
+from vllm_npu_prep.compat import (
+    answers,
+    hosts,
+    models,
+    processes,
+    schedulers,
+    server,
+    torch_names,
+    v2,
+)
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
 from vllm_npu_prep.errors import PrepError
@@ -97,6 +106,7 @@ def prepare_process() -> bool:
         schedulers.get_our_schedulers_quietly()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
+        answers.keep_answers_with_their_calls()
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
             server.let_servers_drain_and_stop_quietly()
             server.let_servers_drain_and_fail_with_their_engine()

@@ -141,14 +141,6 @@ EXAMPLE_CONNECTOR = (
         'give it "kv_connector_extra_config": {{"shared_storage_path": ...}}',
         _words,
     ),
-    Refusal(
-        "kv-connector-stages",
-        lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
-        "KV connector {name} over pipeline stages",
-        "its scheduler would look for files of all layers, of which each stage stores its own",
-        "use --tensor-parallel-size instead of --pipeline-parallel-size",
-        _words,
-    ),
 )
 
 OFFLOADING_CONNECTOR = (

@@ -1,0 +1,89 @@
+"""Answers of ranks belong to the calls that asked for them, also after a call that failed."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+
+class AnswerQueue:
+    """A rank's queue of answers, which skips those that nobody read.
+
+    Parameters
+    ----------
+    queue
+        vLLM's `MessageQueue`, one answer a call, in the order of calls.
+
+    Attributes
+    ----------
+    due
+        Answers of calls whose answers are being read or should have been.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.due = 0
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """The answer to the last call that is due."""
+        answer = None
+        while self.due:
+            answer = self._queue.dequeue(timeout=timeout)
+            self.due -= 1
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+class OneAnswer:
+    """A queue from which a call wants an answer, whatever the other ranks say."""
+
+    def __init__(self, queue: AnswerQueue) -> None:
+        self._queue = queue
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """The answer to this call."""
+        self._queue.due += 1
+        return self._queue.dequeue(timeout)
+
+
+class Answers(list[Any]):
+    """Queues of all ranks, in order, as vLLM's executor reads them.
+
+    An iteration reads an answer of each rank, or stops at the first error; what it left is skipped
+    later.
+    """
+
+    def __init__(self, queues: list[Any]) -> None:
+        super().__init__(map(AnswerQueue, queues))
+
+    def __getitem__(self, rank: Any) -> Any:
+        return OneAnswer(super().__getitem__(rank))
+
+    def __iter__(self) -> Iterator[Any]:
+        for queue in super().__iter__():
+            queue.due += 1
+        yield from super().__iter__()
+
+
+def keep_answers_with_their_calls() -> None:
+    """Skip answers to a call that failed, which nobody reads after the first error.
+
+    Upstream's executor reads the answers of all ranks in order, up to the first error. Those of
+    later ranks stay in their queues, and are taken for answers to the next call. So a call that
+    several ranks refuse, such as an adapter that isn't there, spoils whatever comes after it: the
+    next steps are answered by their predecessors.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    upstream = MultiprocExecutor.collective_rpc
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def collective_rpc(self: MultiprocExecutor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.response_mqs, Answers):
+            self.response_mqs = Answers(self.response_mqs)
+        return upstream(self, *args, **kwargs)
+
+    MultiprocExecutor.collective_rpc = collective_rpc  # type: ignore[method-assign]
