@@ -38,8 +38,8 @@ class SlotSampler(Sampler):
 
     A greedy step is one launch, an argmax. Steps whose requests have no seed of their own draw
     from torch's generator; rows with a seed get the noise of upstream's kernel, so that a request
-    with a seed gets the same tokens whatever it is batched with. With ``--use-fp64-gumbel`` noise is
-    of float64, as upstream's.
+    with a seed gets the same tokens whatever it is batched with. With ``--use-fp64-gumbel``
+    noise is of float64, as upstream's.
     """
 
     def __call__(
