@@ -206,6 +206,8 @@ def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
 
         monkeypatch.setattr(Samples, "find", find_others)
     episode = Episode.draw_for_v2(5)
+    if fault != "drafts of other requests":
+        del episode.settings["speculative_config"]
     if not callable(fault):  # synchronous steps without drafts get samples of the host
         episode.settings["async_scheduling"] = True
     check = "full" if error is StepCheckError else "off"
