@@ -345,8 +345,8 @@ def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
 
 
 def test_bad_words_are_made_of_tokens_that_models_have():
-    """The demo model's tokenizer has more than they: vLLM refuses words by the tokenizer alone,
-    and its sampler then fails at a token without a logit."""
+    """The demo model's tokenizer has more than they: vLLM refuses words by the tokenizer alone.
+    Servers have a tokenizer that fits their model, so traffic draws none of the other words."""
     tokenizer = make_tokenizer()
     for word in BAD_WORDS:
         for text in (word, f" {word}"):

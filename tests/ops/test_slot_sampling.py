@@ -196,6 +196,17 @@ def test_bad_words(rng):
     assert hits > 40
 
 
+def test_a_bad_word_that_ends_in_a_token_without_a_logit_forbids_nothing():
+    tokens, one = tensor([[7, 3, 5, 0]]), tensor([1])
+    words, offsets = tensor([[5, VOCAB + 1, 3, 5, 9]]), tensor([[0, 2, 5]])
+    logits, none = torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32)
+    slot_sampling.forbid_bad_words(
+        *(logits, VOCAB, torch.tensor([0]), words, 5, offsets, 3, tensor([2])),
+        *(tokens, 4, one, tensor([3]), none, none),
+    )
+    assert torch.nonzero(logits).tolist() == [[0, 9]]
+
+
 def test_log_probabilities_and_ranks(rng):
     logits, _ = rows_of(rng)
     chosen = torch.tensor(rng.integers(0, VOCAB, (5, 3)))
