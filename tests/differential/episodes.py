@@ -82,6 +82,9 @@ DRAFTERS: dict[str, tuple[tuple[str, str], ...]] = {
 they are greedy; one near it; another one; or a head (`tests.helpers.drafters`)."""
 UNCHANGED = {"cache salt", "logprobs", "prompt logprobs", "stops at the end"}
 """Features with which a request gets the likeliest tokens of the model as it is."""
+BAD_WORDS = ["a", "the", "KV slot"]
+"""Their tokens are among the `VOCAB` of a model: the tokenizer, which is the demo model's, has
+more. Where a server's tokenizer fits its model, it refuses a word with others by itself."""
 ADAPTERS = 4
 GRAMMARS = (
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
@@ -211,10 +214,14 @@ class Episode:
 
     @classmethod
     def draw_for_v2(cls, seed: int) -> "Episode":
-        """Draw an engine whose runner is our V2: without drafts."""
+        """Draw an engine whose runner is our V2: no drafts by chance, which it draws in another way
+        than V1, none that it refuses, and none by models of their own."""
         drawn = cls.draw(seed)
-        left_out = ("speculative_config",)
-        settings = {name: v for name, v in drawn.settings.items() if name not in left_out}
+        settings = dict(drawn.settings)
+        if drafts := settings.pop("speculative_config", None):
+            drafts = {name: v for name, v in drafts.items() if name != "draft_sample_method"}
+            if drawn.family not in VISION and drafts["method"] != "draft_model":
+                settings["speculative_config"] = drafts
         return cls(seed, drawn.family, settings, int8=drawn.int8, runner="V2")
 
     @classmethod
@@ -442,7 +449,7 @@ class Traffic:
             }
             params["max_tokens"] += 6
         if feature("bad words"):
-            params["bad_words"] = ["a", "the", "an NPU"]
+            params["bad_words"] = BAD_WORDS
         if feature("allowed tokens"):
             params["allowed_token_ids"] = self.tokens(30)
         if feature("logprobs"):
@@ -520,7 +527,8 @@ class Traffic:
         self.count["cached prefix"] += sum(
             new.num_computed_tokens > 0 for new in output.scheduled_new_reqs
         )
-        if ours.speculative_config and not ours._input_fits_in_drafter(step):
+        on_v1 = self.episode.runner == "V1"
+        if on_v1 and ours.speculative_config and not ours._input_fits_in_drafter(step):
             # Upstream's drafter leaves the whole batch out, and has holes in its cache behind that
             for req_id in output.num_scheduled_tokens:
                 self.features.get(self.name_of(req_id), set()).add("drafter left out")

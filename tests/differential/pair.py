@@ -192,6 +192,7 @@ class Pair:
         self.on_step: Any = lambda scheduler_output: None
         self.on_output: Any = lambda output, drafts: None
         self.drafts: dict[str, int] = {}  # of the last step, by request
+        self.own_layers: set[str] = set()  # in whose caches each runner may have something else
         self.steps = 0
         self.fault: Exception | None = None
 

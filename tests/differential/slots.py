@@ -3,23 +3,27 @@
 Upstream's V2 prepares a step by kernels of Triton, which a CPU has not, so V1 says what is right.
 V2's requests have slots in place of rows and another order: nothing is compared by place. V2 draws
 in another way, so V1 goes on from what V2 has sampled; greedy samples have to be its own.
+
+With drafts V1 is scheduled synchronously, whatever the engine is: it knows every token when a step
+begins, and verifies V2's drafts. Its own drafter, which shares the weights of V2's, has to draft
+the same. V2 looks drafts up in another way than V1, so that rule is written here once more.
 """
 
 import copy
 import itertools
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.differential.pair import Pair, Watched, check, flat, is_there
 from tests.differential.upstream import UpstreamRunner
+from vllm_npu_prep.v2.speculator import SlotSpeculator
 
 BY_TOKEN = ("positions", "input_ids", "inputs_embeds", "token_lora_indices")
 """Arrays with a value for each token of a batch."""
 BY_REQUEST = ("seq_lens", "seq_lens_cpu", "num_computed_tokens", "discard_request_mask")
-BY_REQUEST += ("discard_request_mask_cpu", "sampler_indices")
+BY_REQUEST += ("discard_request_mask_cpu",)
 """Arrays with a value for each request of a batch."""
 
 
@@ -31,7 +35,8 @@ class WatchedSlots:
         self.seen: dict[str, Any] = {}
         self.step: Any = None
         self.attn_metadata: dict[str, Any] = {}  # of each layer
-        self.sampled: dict[str, int] = {}  # of the last step, by request
+        self.sampled: dict[str, list[int]] = {}  # of the last step, by request
+        self.drafts: dict[str, list[int]] = {}  # after the last sample of each request
         self._embeds: torch.Tensor | None = None
         state, sample = runner.model_state, runner.sample
         prepare = state.prepare_inputs
@@ -45,12 +50,23 @@ class WatchedSlots:
         def sample_batch(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
             found = sample(hidden_states, batch, grammar_output)
             tokens = found[0].sampled_token_ids
-            check("samples of a request", tokens.shape[1], 1)
-            self.sampled = dict(zip(batch.req_ids, tokens[:, 0].tolist(), strict=True))
+            most = runner.in_flight.step.max_num_sampled_tokens
+            check("samples of a request", tokens.shape[1], most)
+            kept = [[token for token in row if token >= 0] for row in tokens.tolist()]
+            self.sampled = dict(zip(batch.req_ids, kept, strict=True))
             return found
 
         state.prepare_inputs = prepare_inputs
         runner.sample = sample_batch
+        if runner.speculator is not None:
+            handler = runner.draft_tokens_handler
+            keep = handler.keep
+
+            def keep_drafts(req_ids: list[str], drafts: torch.Tensor, **more: Any) -> None:
+                self.drafts |= dict(zip(req_ids, drafts.tolist(), strict=True))
+                keep(req_ids, drafts, **more)
+
+            handler.keep = keep_drafts
         if runner.uses_inputs_embeds:
             embed = state.prepare_inputs_embeds
 
@@ -81,6 +97,8 @@ class WatchedSlots:
             "discard_request_mask": arrays.discard_request_mask[:reqs].tolist(),
             "discard_request_mask_cpu": staged.np.discard_request_mask[:reqs].tolist(),
             "logits_indices": batch.logits_indices.tolist(),
+            "num_draft_tokens": step.batch.num_draft_tokens[:reqs].tolist(),
+            "draft_token_ids": arrays.draft_token_ids[: step.num_drafts].tolist(),
             "block_table": [
                 [row[:count].tolist() for row, count in zip(rows, counts.tolist())]
                 for rows, counts in zip(tables, owned, strict=True)
@@ -114,16 +132,49 @@ class FollowingRunner(UpstreamRunner):
     """
 
     def __init__(self, ours: Any) -> None:
-        self.sampled: dict[str, int] = {}
-        self.own: dict[str, int] = {}
-        super().__init__(ours)
+        self.sampled: dict[str, list[int]] = {}
+        self.own: dict[str, list[int]] = {}
+        config = ours.vllm_config
+        if config.speculative_config is not None:
+            config = copy.copy(config)
+            config.scheduler_config = copy.copy(config.scheduler_config)
+            config.scheduler_config.async_scheduling = False
+        super().__init__(ours, config)
+
+    def drafter_of(self, ours: Any) -> tuple[Any, set[str]]:
+        speculator = ours.speculator
+        if not isinstance(speculator, SlotSpeculator):
+            return None, set()
+        return speculator.model, speculator.draft_attn_layer_names
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """As ours: drafts end at the context's end request by request."""
+        return common_attn_metadata is not None
 
     def _sample(self, logits: torch.Tensor | None, *args: Any) -> Any:
         found, req_ids = super()._sample(logits, *args), self.input_batch.req_ids
         tokens = found.sampled_token_ids
-        self.own = dict(zip(req_ids, tokens[:, 0].tolist(), strict=True))
-        tokens[:, 0] = torch.tensor([self.sampled[req_id] for req_id in req_ids])
+        kept = [[token for token in row if token >= 0] for row in tokens.tolist()]
+        self.own = dict(zip(req_ids, kept, strict=True))
+        width = tokens.shape[1]
+        rows = [self.sampled[req_id] for req_id in req_ids]
+        tokens.copy_(torch.tensor([row + [-1] * (width - len(row)) for row in rows]))
         return found
+
+    def propose_draft_token_ids(self, *args: Any) -> Any:
+        """As upstream's, but for ngram, whose rule is V2's (`drafts_after`)."""
+        return super().propose_draft_token_ids(*args) if self.drafts_by_model else []
+
+    def drafts_after(self, req_id: str) -> list[int]:
+        """What is to be drafted after a request's samples."""
+        config = self.speculative_config
+        if self.drafts_by_model:
+            drafts: list[int] = self._draft_token_ids[self.input_batch.req_id_to_index[req_id]]
+            return torch.as_tensor(drafts).tolist()
+        request = self.requests[req_id]
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
+        return looked_up(tokens, sizes, self.num_spec_tokens)
 
     def as_for_v1(self, output: Any, requests: dict[str, Any]) -> Any:
         """A scheduler's output for V2 as the scheduler would have made it for V1.
@@ -155,7 +206,16 @@ class FollowingRunner(UpstreamRunner):
             cached.num_computed_tokens.append(new.num_computed_tokens)
             cached.num_output_tokens.append(len(new.prefill_token_ids) - new.prompt_len)
             cached.all_token_ids[new.req_id] = list(new.prefill_token_ids)
+            if self.speculative_config is not None:  # synchronous V1 keeps its own otherwise
+                outputs = list(new.prefill_token_ids[new.prompt_len :])
+                self.requests[new.req_id].output_token_ids = outputs
         output.scheduled_new_reqs = arrived
+        if (
+            self.speculative_config is not None
+        ):  # an asynchronous scheduler takes drafts for accepted
+            for index, req_id in enumerate(cached.req_ids):
+                last = self.requests[req_id].num_tokens - 1
+                cached.num_computed_tokens[index] = min(cached.num_computed_tokens[index], last)
         return output
 
 
@@ -176,6 +236,8 @@ class SlotPair(Pair):
         self.logits: dict[Any, torch.Tensor] = {}
         self._running: Any = None
         self._pooled: Any = None
+        if self.upstream.drafts_by_model:  # rows of rejected drafts hold some token there
+            self.own_layers = set(self.upstream.drafter._draft_attn_layer_names)
         model, compute = ours.model, ours.model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
@@ -192,6 +254,10 @@ class SlotPair(Pair):
         self.steps += 1
         self.logits.clear()
         v1s = self.upstream.as_for_v1(copy.deepcopy(scheduler_output), self.scheduler.requests)
+        drafts, made = v1s.scheduled_spec_decode_tokens, self.watched[self.ours].drafts
+        for req_id, places in drafts.items():  # V2's scheduler knows their number alone
+            drafts[req_id] = made[req_id][: len(places)]
+        self.drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()}
         seen_by_traffic = copy.deepcopy(v1s)  # runners keep and extend its lists
         theirs = self._run(self.upstream, "execute_model", v1s, *args, **kwargs)
         ours = self._run(self.ours, "execute_model", scheduler_output, *args, **kwargs)
@@ -223,6 +289,7 @@ class SlotPair(Pair):
         theirs = self._run(self.upstream, "sample_tokens", grammar_output)
         self._compare_logits()
         self._compare_samples()
+        self._compare_drafts()
         return SlotPairOutput(self, ours, theirs)
 
     def pool(self) -> Any:
@@ -232,10 +299,11 @@ class SlotPair(Pair):
     def _compare_logits(self) -> None:
         rows = []
         for runner in (self.ours, self.upstream):
-            req_ids = self.watched[runner].seen["req_ids"]
-            order = np.argsort(req_ids)
+            seen = self.watched[runner].seen
+            spans = rows_of_logits(seen)
+            order = [row for req_id in sorted(spans) for row in range(*spans[req_id])]
             check("rows of logits", len(self.logits[runner]), len(order))
-            rows.append(flat([self.logits[runner][torch.from_numpy(order)]]))
+            rows.append(flat([self.logits[runner][order]]))
         self.close("logits", *rows)
 
     def _compare_samples(self) -> None:
@@ -246,6 +314,21 @@ class SlotPair(Pair):
             if not discarded and params.temperature == 0:
                 sampled = self.upstream.sampled[req_id], self.upstream.own[req_id]
                 check("greedy sample", (req_id, sampled[0]), (req_id, sampled[1]))
+
+    def _compare_drafts(self) -> None:
+        """Drafts of requests that can go on: upstream's drafter makes the same."""
+        if self.ours.speculator is None:
+            return
+        watched = self.watched[self.ours]
+        seen = watched.seen
+        for req_id, discarded in zip(seen["req_ids"], seen["discard_request_mask"], strict=True):
+            is_at_end = self.upstream.requests[req_id].num_tokens >= self.ours.max_model_len
+            if not discarded and not is_at_end:
+                drafts = watched.drafts[req_id], self.upstream.drafts_after(req_id)
+                check("drafts", (req_id, drafts[0]), (req_id, drafts[1]))
+
+    def take_draft_token_ids(self) -> Any:
+        return self.ours.take_draft_token_ids()
 
     def compare_outputs(
         self, ours: ModelRunnerOutput, theirs: ModelRunnerOutput, drafts: dict[str, int]
@@ -269,17 +352,41 @@ class SlotPairOutput(AsyncModelRunnerOutput):
 
     def __init__(self, pair: SlotPair, ours: Any, theirs: Any) -> None:
         self.pair, self.ours, self.theirs = pair, ours, theirs
+        self.drafts = pair.drafts
 
     def get_output(self) -> ModelRunnerOutput:
         ours, theirs = (
             each.get_output() if isinstance(each, AsyncModelRunnerOutput) else each
             for each in (self.ours, self.theirs)
         )
-        self.pair.compare_outputs(ours, theirs, {})
+        self.pair.compare_outputs(ours, theirs, self.drafts)
         return ours
 
     def get_kv_connector_output(self) -> None:
         """What vLLM 0.33.0 asks of a step that failed; pairs have no connector."""
+
+
+def num_drafts_of(seen: dict[str, Any]) -> list[int]:
+    """Drafts of each request of a step, as either runner has them."""
+    spec = seen.get("spec_decode_metadata")
+    no_drafts = [0] * len(seen["req_ids"])
+    return seen.get("num_draft_tokens", no_drafts if spec is None else spec["num_draft_tokens"])
+
+
+def rows_of_logits(seen: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """First and last row of logits, plus one, of each request: one for each draft, and one more."""
+    borders = itertools.accumulate((1 + count for count in num_drafts_of(seen)), initial=0)
+    return dict(zip(seen["req_ids"], itertools.pairwise(borders), strict=True))
+
+
+def looked_up(tokens: list[int], sizes: range, num_drafts: int) -> list[int]:
+    """What followed when the last tokens came before: the most of them, and the last place."""
+    for size in sizes:
+        for start in reversed(range(len(tokens) - size)):
+            if tokens[start : start + size] == tokens[-size:]:
+                found = tokens[start + size :][:num_drafts]
+                return found + tokens[-1:] * (num_drafts - len(found))
+    return tokens[-1:] * num_drafts
 
 
 def by_request(seen: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -301,10 +408,21 @@ def by_request(seen: dict[str, Any]) -> dict[str, dict[str, Any]]:
             if name == "positions" and isinstance(values[0], list):  # M-RoPE's, by dimension
                 values = list(zip(*values))
             found[name] = of_tokens(values)
-    ends = of_requests(seen["logits_indices"])
-    found["rows of logits"] = {req_id: ends[req_id] - spans[req_id].start for req_id in req_ids}
-    for group, rows in enumerate(seen["block_table"]):
-        found[f"block table {group}"] = of_requests(rows)
+    rows, spec = rows_of_logits(seen), seen.get("spec_decode_metadata")
+    found["rows of logits"] = {
+        req_id: [row - spans[req_id].start for row in seen["logits_indices"][slice(*rows[req_id])]]
+        for req_id in req_ids
+    }
+    drafts = iter(seen.get("draft_token_ids", [] if spec is None else spec["draft_token_ids"]))
+    found["drafts"] = {
+        req_id: list(itertools.islice(drafts, count))
+        for req_id, count in zip(req_ids, num_drafts_of(seen), strict=True)
+    }
+    if "sampler_indices" in seen:
+        indices = seen["sampler_indices"]
+        found["sampler_indices"] = {name: indices[slice(*span)] for name, span in rows.items()}
+    for group, table in enumerate(seen["block_table"]):
+        found[f"block table {group}"] = of_requests(table)
     for name, slots in seen["slot_mapping"].items():
         found[f"slots of {name}"] = of_tokens(slots)
     return found

@@ -10,9 +10,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from examples.tiny_model import make_tokenizer
 from tests.differential import __main__ as soak
 from tests.differential import episodes
-from tests.differential.episodes import MAX_MODEL_LEN, Episode, Traffic, play
+from tests.differential.episodes import BAD_WORDS, MAX_MODEL_LEN, VOCAB, Episode, Traffic, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
@@ -40,10 +41,11 @@ EPISODES = {
 }
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
 EPISODES_OF_V2 = {
-    36: {"resumed", "prefix cache reset", "preempted", "dummy run", "full graph", "aborted"},
+    36: {"resumed", "preempted", "full graph", "drafts accepted", "drafts partly accepted"},
+    94: {"cached prefix", "full graph", "piecewise graphs", "drafts accepted", "drafts rejected"},
     10: {"resumed", "cached prefix", "preempted", "dummy run", "full graph", "piecewise graphs"},
     7: {"cached prefix", "PrefillCacheHit"},
-    11: {"resumed", "preempted", "full graph", "piecewise graphs"},
+    11: {"resumed", "preempted", "full graph", "piecewise graphs", "drafts rejected"},
     29: {"resumed", "dummy run", "piecewise graphs", "aborted"},
     39: {"cached prefix", "dummy run", "aborted"},
     44: {"resumed", "preempted", "prefix cache reset", "dummy run"},
@@ -173,6 +175,7 @@ def wrong_draft(step):
         (other_samples_discarded, DisagreementError),
         ("samples of other requests", DisagreementError),
         ("samples of other requests", StepCheckError),
+        ("drafts of other requests", DisagreementError),
     ],
 )
 def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
@@ -186,6 +189,14 @@ def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
             return step
 
         monkeypatch.setattr(runner_v2, "prepare_step", planted)
+    elif fault == "drafts of other requests":
+        keep = Samples.keep
+
+        def keep_others(self, *args):
+            *given, drafts = args
+            keep(self, *given, drafts.roll(1, 0))
+
+        monkeypatch.setattr(Samples, "keep", keep_others)
     else:
         find = Samples.find
 
@@ -195,7 +206,9 @@ def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
 
         monkeypatch.setattr(Samples, "find", find_others)
     episode = Episode.draw_for_v2(5)
-    if not callable(fault):  # synchronous steps without drafts get samples of the host
+    if fault != "drafts of other requests":
+        del episode.settings["speculative_config"]
+    if fault == "samples of other requests":  # which the host has in synchronous steps
         episode.settings["async_scheduling"] = True
     check = "full" if error is StepCheckError else "off"
     episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
@@ -329,6 +342,16 @@ def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
     }
     play(Episode(0, "Qwen3", graphs("FULL", 4, 16, **settings)), steps=40)
     assert noticed == {*FAULTS_OF_LAYERS, "shared blocks are cached"}
+
+
+def test_bad_words_are_made_of_tokens_that_models_have():
+    """The demo model's tokenizer has more than they: vLLM refuses words by the tokenizer alone.
+    Servers have a tokenizer that fits their model, so traffic draws none of the other words."""
+    tokenizer = make_tokenizer()
+    for word in BAD_WORDS:
+        for text in (word, f" {word}"):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            assert tokens and max(tokens) < VOCAB, (text, tokens)
 
 
 def test_episodes_are_functions_of_their_seed():

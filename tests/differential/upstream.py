@@ -20,17 +20,18 @@ class UpstreamRunner(GPUModelRunner):
     Decisions about graphs are made and recorded; the step then runs eagerly.
     """
 
-    def __init__(self, ours: Any) -> None:
+    def __init__(self, ours: Any, vllm_config: Any = None) -> None:
         with ours.prep_device.host_streams():
-            super().__init__(ours.vllm_config, ours.device)
+            super().__init__(vllm_config or ours.vllm_config, ours.device)
         self.ours = ours
         self.prep_device = ours.prep_device
         self.decision: Any = None
         self.model = ours.get_model()
-        self.drafts_by_model = hasattr(getattr(ours, "drafter", None), "_draft_attn_layer_names")
+        drafter, layers = self.drafter_of(ours)
+        self.drafts_by_model = drafter is not None
         if self.drafts_by_model:  # buffers of its own, and our drafter's weights
-            self.drafter.model = ours.drafter.model
-            self.drafter._draft_attn_layer_names = ours.drafter._draft_attn_layer_names
+            self.drafter.model = drafter
+            self.drafter._draft_attn_layer_names = layers
             self.drafter._determine_batch_execution_and_padding = self._draft_eagerly
             self._prepare_next_token_ids = self.drafter.prepare_next_token_ids_padded
             self.drafter.prepare_next_token_ids_padded = self._go_on_behind_chunks
@@ -40,6 +41,13 @@ class UpstreamRunner(GPUModelRunner):
             self.initialize_kv_cache(ours.kv_cache_config)
         if hasattr(ours, "reorder_batch_threshold"):  # V2 has an order of its own
             self.reorder_batch_threshold = ours.reorder_batch_threshold
+
+    def drafter_of(self, ours: Any) -> tuple[Any, set[str]]:
+        """Our drafter's model and names of its layers; None and none if no model drafts."""
+        drafter = getattr(ours, "drafter", None)
+        if not hasattr(drafter, "_draft_attn_layer_names"):
+            return None, set()
+        return drafter.model, drafter._draft_attn_layer_names
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_attn_backend(*args, **kwargs)

@@ -119,7 +119,7 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from tests.matrix.cells import STRUCTURED
+    from tests.matrix.cells import came_with_requests
     from tests.matrix.collect import note
 
     inspect_models_here()
@@ -144,9 +144,8 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         cell = note(llm.llm_engine.vllm_config)
         try:
             yield llm
-            core = llm.llm_engine.engine_core.engine_core
-            if core.structured_output_manager.backend is not None:
-                cell["features"].append(STRUCTURED)
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+            cell["features"] += came_with_requests(scheduler)
         finally:
             llm.llm_engine.engine_core.shutdown()
             del llm

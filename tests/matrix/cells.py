@@ -71,6 +71,7 @@ DRAFTER = "a drafter of the model's size"
 QUANTISED = "int8 weights and inputs"
 """Among settings: not an engine's own, but a model of this kind."""
 STRUCTURED = "structured output"
+IMAGES = "images and videos"
 MTP = "MTP"
 
 FEATURES = (
@@ -202,8 +203,25 @@ FEATURES = (
         {"runner": "pooling"},
     ),
     Feature(STRUCTURED, "JSON", lambda config: False, None),
+    Feature(IMAGES, "images", lambda config: False, None),
 )
 """The columns, in their order."""
+
+
+def came_with_requests(scheduler: Any) -> list[str]:
+    """Features that no configuration tells: requests of an engine had them.
+
+    Parameters
+    ----------
+    scheduler
+        The engine's, after its requests.
+    """
+    found = []
+    if scheduler.structured_output_manager.backend is not None:
+        found.append(STRUCTURED)
+    if scheduler.encoder_cache_manager.num_embeds_by_hash:
+        found.append(IMAGES)
+    return found
 
 
 def cell_of(config: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.matrix.cells import FEATURES, STRUCTURED
+from tests.matrix.cells import FEATURES, IMAGES, STRUCTURED
 from tests.matrix.collect import ROOT
 from tests.matrix.results import Matrix, Table
 from vllm_npu_prep.wording import counted
@@ -111,6 +111,8 @@ def section(table: Table, models: list[str], marks: dict[tuple[Table, str, str],
         why = "no recorded test"
         if feature.name == STRUCTURED:
             why = "it comes with requests, start-up has no say, and no recorded test asks for it"
+        if feature.name == IMAGES:
+            why = "they come with requests; of text alone, or no recorded test shows it any"
         beside = f"; {counted(ran, 'other model')} ran" if ran else ""
         which = ", ".join(f"`{model}`" for model in empty)
         if len(empty) == len(models):

@@ -130,6 +130,9 @@ class Matrix:
             Tree of the package that is checked out: engines of it come before older ones.
         """
         latest: dict[str, dict[str, Any]] = {}
+        collected = list(collected)
+        # A test may start another engine than it did when it failed
+        ended = {(each["test"], table_of(each)): each["outcome"] for each in collected}
         for line in (*self.engines, *collected):
             config = line.get("config")
             line = {name: value for name, value in line.items() if name != "config"}
@@ -140,7 +143,14 @@ class Matrix:
                 self.configs.setdefault(key, config)
             names = ("test", "release", "device", "runner", "model", "features")
             latest[json.dumps([line[name] for name in names])] = line
-        exist = [line for line in latest.values() if exists(line["test"])]
+        exist = [
+            line
+            for line in latest.values()
+            if exists(line["test"])
+            and (
+                line["outcome"] == "passed" or ended.get((line["test"], table_of(line))) != "passed"
+            )
+        ]
         kept_before = {json.dumps(line) for line in self.engines}
         order = sorted(
             exist,

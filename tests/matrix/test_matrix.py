@@ -154,6 +154,12 @@ def test_newer_lines_take_the_place_of_older_ones_and_few_are_kept(all_exist):
     }
     assert matrix.configs == {("M", FALLBACK): {"hidden_size": 8}}
     assert matrix.stale("p" * 10) == {"b"}, "it failed"
+    mended = Matrix(engines=list(matrix.engines))
+    mended.merge([engine_line("b", features=["ngram"])], "p" * 10)
+    assert [(line["test"], line["outcome"]) for line in mended.engines] == [
+        ("c", "passed"),
+        ("b", "passed"),
+    ]
     cells = {cell: line["outcome"] for cell, line in matrix.filled().items()}
     assert [feature for _, _, feature in cells] == ["LoRA", "float32", "sleep mode", "MTP"]
     assert list(cells.values()).count("failed") == 1

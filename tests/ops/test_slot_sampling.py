@@ -196,6 +196,17 @@ def test_bad_words(rng):
     assert hits > 40
 
 
+def test_a_bad_word_that_ends_in_a_token_without_a_logit_forbids_nothing():
+    tokens, one = tensor([[7, 3, 5, 0]]), tensor([1])
+    words, offsets = tensor([[5, VOCAB + 1, 3, 5, 9]]), tensor([[0, 2, 5]])
+    logits, none = torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32)
+    slot_sampling.forbid_bad_words(
+        *(logits, VOCAB, torch.tensor([0]), words, 5, offsets, 3, tensor([2])),
+        *(tokens, 4, one, tensor([3]), none, none),
+    )
+    assert torch.nonzero(logits).tolist() == [[0, 9]]
+
+
 def test_log_probabilities_and_ranks(rng):
     logits, _ = rows_of(rng)
     chosen = torch.tensor(rng.integers(0, VOCAB, (5, 3)))
@@ -273,9 +284,9 @@ def test_grammar(rng, stride):
     equal(logits, expected)
 
 
-def hashed(*words: int) -> int:
+def hashed(*words: int, domain: int = 0) -> int:
     """MurmurHash3 of 32-bit words, as ``murmur3_hash32`` of ``gumbel.py`` has it."""
-    value, whole = 0, (1 << 32) - 1
+    value, whole = domain, (1 << 32) - 1
     for key in words:
         key = key * 0xCC9E2D51 & whole
         key = (key << 15 | key >> 17) & whole
@@ -299,6 +310,22 @@ def test_noise_of_seeds(rng):
             uniform = (word + 0.5) / 2**32
             expected = -math.log(-math.log1p(-uniform))
             assert float(noise[row, token]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_noise_of_seeds_in_float64(rng):
+    """53 bits of two hashes, as ``murmur3_uniform64`` has them."""
+    seeds = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
+    pos = torch.tensor([0, 7, 4095, 3, 131071])
+    noise = gumbel_noise(seeds, pos, VOCAB, torch.float64)
+    assert noise.dtype == torch.float64
+    for row in range(5):
+        seed, position, whole = int(seeds[row]), int(pos[row]), (1 << 32) - 1
+        for token in range(VOCAB):
+            words = seed & whole, seed >> 32 & whole, position & whole, token
+            low, high = hashed(*words), hashed(*words, domain=0x9E3779B9)
+            uniform = ((high << 32 | low) >> 11) * 2**-53 + 2**-54
+            expected = -math.log(-math.log(uniform))
+            assert float(noise[row, token]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def drafted_rows(rng, counts):

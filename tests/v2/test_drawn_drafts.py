@@ -11,9 +11,10 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from tests.helpers.statistics import check_distribution
 from tests.v2.test_verification import prepared, verified_batch
 from vllm_npu_prep.compat import v2
+from vllm_npu_prep.ops.gumbel import gumbel_noise
 from vllm_npu_prep.ops.slot_sampling import scale_by_temperature
 from vllm_npu_prep.v2.buffers import SlotValues
-from vllm_npu_prep.v2.drawing import Requests, draw, draw_drafts
+from vllm_npu_prep.v2.drawing import DRAFTING, Requests, draw, draw_drafts
 from vllm_npu_prep.v2.sampler import SlotSampler
 from vllm_npu_prep.v2.speculator import SlotSpeculator
 from vllm_npu_prep.v2.verification import SlotRejectionSampler
@@ -40,6 +41,7 @@ def sampler_of(states):
     """The sampler of requests that have a temperature, a seed, and nothing else."""
     sampler = SlotSampler.__new__(SlotSampler)
     sampler.sampling_states, sampler.compute_nans = states, False
+    sampler.use_fp64_gumbel = False
     sampler.logprobs_mode = "raw_logprobs"
     sampler.needs_logits_processing = np.ones(len(states.seeds_set), bool)
     sampler.get_logprobs_dims = lambda slots: None
@@ -209,6 +211,45 @@ def test_greedy_steps_draw_nothing_and_keep_nothing():
     before = torch.get_rng_state()
     assert torch.equal(draw_drafts(logits, requests, torch.zeros(2)), logits.argmax(-1))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("in_float64", [False, True], ids=["float32", "float64"])
+def test_noise_has_the_dtype_that_was_asked_for(monkeypatch, seed, in_float64):
+    """``--use-fp64-gumbel``: of requests with seeds and without, of samples and of drafts."""
+    dtype = torch.float64 if in_float64 else torch.float32
+    draw_exponential, drawn = torch.Tensor.exponential_, []
+
+    def exponential(self, *args, **kwargs):
+        drawn.append(self.dtype)
+        return draw_exponential(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", exponential)
+    states, slots = states_of(60), np.arange(60)
+    logits = torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(seed))
+    batch = SimpleNamespace(
+        idx_mapping_np=slots,
+        idx_mapping=torch.from_numpy(slots),
+        expanded_idx_mapping=torch.from_numpy(slots),
+        expanded_local_pos=None,
+        num_draft_tokens_per_req=None,
+        positions=torch.arange(60),
+        logits_indices=torch.arange(60),
+        input_ids=torch.zeros(60, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.ones(60, dtype=torch.int32),
+    )
+    sampler = sampler_of(states)
+    sampler.use_fp64_gumbel = in_float64
+    samples = sampler(logits, batch).sampled_token_ids[:, 0]
+    requests = Requests(states, slots, batch.idx_mapping, in_float64)
+    drafts = draw_drafts(logits, requests, batch.positions)
+    assert drawn == [dtype, dtype]
+    seeded = slots[slots % 3 == 1]
+    scaled = (logits[seeded] / 1.3).to(dtype)
+    for tokens, salt in ((samples, 0), (drafts, DRAFTING)):
+        noise = gumbel_noise(torch.from_numpy(seeded), batch.positions[seeded] + salt, VOCAB, dtype)
+        assert tokens[seeded].tolist() == (scaled + noise).argmax(-1).tolist()
+    greedy = slots % 3 == 2
+    assert samples[greedy].tolist() == drafts[greedy].tolist() == logits[greedy].argmax(-1).tolist()
 
 
 def rows_with_nans(logits):

@@ -1,15 +1,22 @@
 """Gumbel noise by seed and position, as upstream's V2 sampler hashes it.
 
-Source: ``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_uniform32`` and
+Source: ``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_uniform32``, ``murmur3_uniform64`` and
 ``gumbel_noised_argmax``: MurmurHash3 of five words, of which the last is the token's index.
 """
 
 import torch
 
 WORD = 0xFFFFFFFF
+HIGH = 0x9E3779B9
+"""What the hash of the higher bits begins with, where a number has 53 of them."""
 
 
-def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel_noise(
+    seeds: torch.Tensor,
+    pos: torch.Tensor,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """Noise of each token of the vocabulary.
 
     Parameters
@@ -18,13 +25,18 @@ def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> tor
         int64 ``[num_rows]``: the request's seed, and the position that is sampled from.
     vocab_size
         Tokens.
+    dtype
+        float32, or float64: other numbers, whose tails are finer.
 
     Returns
     -------
     torch.Tensor
-        float32 ``[num_rows, vocab_size]``.
+        ``[num_rows, vocab_size]`` of this dtype.
     """
-    uniform = _uniform(seeds, pos, torch.arange(vocab_size, device=seeds.device))
+    tokens = torch.arange(vocab_size, device=seeds.device)
+    if dtype == torch.float64:
+        return -torch.log(-torch.log(_uniform64(seeds, pos, tokens)))
+    uniform = _uniform(seeds, pos, tokens)
     # The kernel has a series for small values, because its backends lack this function
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
@@ -47,12 +59,25 @@ def seeded_uniform(seeds: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
 
 
 def _uniform(seeds: torch.Tensor, pos: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    prefix = torch.zeros_like(seeds)
-    for key in (seeds & WORD, (seeds >> 32) & WORD, pos & WORD):
-        prefix = _mixed(prefix, key)
-    hashed = _finished(_mixed(prefix[:, None], tokens[None, :]) ^ 16)
+    hashed = _hashed(seeds, pos, tokens)
     high, low = (hashed >> 16).float(), (hashed & 0xFFFF).float()
     return high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+
+
+def _uniform64(seeds: torch.Tensor, pos: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """float64 of 53 bits: all of one hash, and the highest 21 of another."""
+    high, low = _hashed(seeds, pos, tokens, HIGH), _hashed(seeds, pos, tokens)
+    uniform = (((high << 21) | (low >> 11)).double() + 0.5) * 2**-53
+    return uniform.clamp_(max=1 - 2**-53)  # the largest rounds to 1
+
+
+def _hashed(
+    seeds: torch.Tensor, pos: torch.Tensor, tokens: torch.Tensor, domain: int = 0
+) -> torch.Tensor:
+    prefix = torch.full_like(seeds, domain)
+    for key in (seeds & WORD, (seeds >> 32) & WORD, pos & WORD):
+        prefix = _mixed(prefix, key)
+    return _finished(_mixed(prefix[:, None], tokens[None, :]) ^ 16)
 
 
 def _times(value: torch.Tensor, factor: int) -> torch.Tensor:

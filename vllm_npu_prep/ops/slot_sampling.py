@@ -165,7 +165,8 @@ def forbid_bad_words(
 ) -> None:
     """``_bad_words_kernel`` of ``bad_words.py``; drafts before a row are output to it.
 
-    Each token of each word is compared with its place in the output, all at once.
+    Each token of each word is compared with its place in the output, all at once. A word whose last
+    token has no logit forbids nothing, as on V1: a tokenizer may have more tokens than a model has.
     """
     slots = expanded_idx_mapping
     words, offsets = bad_word_token_ids[slots].long(), bad_word_offsets[slots].long()
@@ -178,7 +179,7 @@ def forbid_bad_words(
     in_word = word < count
     word = word.clamp(max=offsets.shape[1] - 2)
     start, end = offsets.gather(1, word), offsets.gather(1, word + 1)
-    is_last = in_word & (place == end - 1)
+    is_last = in_word & (place == end - 1) & (words < logits.shape[1])
     known, prompt = total_len[slots].long()[:, None], prompt_len[slots].long()[:, None]
     # The prefix of a word ends where the output does
     local_pos = expanded_local_pos.long()[:, None]

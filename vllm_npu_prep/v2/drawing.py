@@ -31,11 +31,14 @@ class Requests(NamedTuple):
         int ``[num_rows]``: the request's slot.
     idx_mapping
         int64 ``[num_rows]``: the same on the device.
+    in_float64
+        Whether noise is of float64 (``--use-fp64-gumbel``), and not of float32.
     """
 
     states: SamplingStates
     slots: np.ndarray
     idx_mapping: torch.Tensor
+    in_float64: bool = False
 
     @property
     def are_random(self) -> np.ndarray:
@@ -97,11 +100,11 @@ def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tenso
     are_random = requests.are_random
     if not are_random.any():
         return logits.argmax(-1)
-    logits = logits.float()
+    logits = logits.double() if requests.in_float64 else logits.float()
     noise = requests.by_seed(
         pos,
         lambda: torch.empty_like(logits).exponential_().log_().neg_(),
-        lambda seeds, positions: gumbel_noise(seeds, positions, logits.shape[1]),
+        lambda seeds, positions: gumbel_noise(seeds, positions, logits.shape[1], logits.dtype),
     )
     if not are_random.all():
         noise.masked_fill_((requests.temperature == 0)[:, None], 0)

@@ -469,7 +469,12 @@ class NPUModelRunnerV2(GPUModelRunner):
         assert isinstance(self.speculator, SlotSpeculator) and self.sampler is not None
         batch, drawn = state.input_batch, None
         if self.speculator.draft_logits is not None:
-            drawn = Requests(self.sampler.sampling_states, batch.idx_mapping_np, batch.idx_mapping)
+            drawn = Requests(
+                self.sampler.sampling_states,
+                batch.idx_mapping_np,
+                batch.idx_mapping,
+                self.sampler.use_fp64_gumbel,
+            )
             drawn = drawn if drawn.are_random.any() else None
         return self.speculator.draft(
             self.in_flight,

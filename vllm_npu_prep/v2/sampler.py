@@ -38,7 +38,8 @@ class SlotSampler(Sampler):
 
     A greedy step is one launch, an argmax. Steps whose requests have no seed of their own draw
     from torch's generator; rows with a seed get the noise of upstream's kernel, so that a request
-    with a seed gets the same tokens whatever it is batched with.
+    with a seed gets the same tokens whatever it is batched with. With ``--use-fp64-gumbel``
+    noise is of float64, as upstream's.
     """
 
     def __call__(
@@ -83,7 +84,7 @@ class SlotSampler(Sampler):
         )
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
-        requests = Requests(self.sampling_states, row_slots, idx_mapping)
+        requests = Requests(self.sampling_states, row_slots, idx_mapping, self.use_fp64_gumbel)
         if drafts is None or not requests.are_random.any():
             sampled = draw(processed, requests, lambda: positions_of(input_batch))
         else:
