@@ -348,9 +348,8 @@ class NPUWorker(Worker):
                 "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
             ) from error
         if (reason := device_failure(error)) is not None:
-            if chr(10) in str(error):
-                logger.error("The device failed. Its report:
-%s", error)
+            if "\n" in str(error):
+                logger.error("The device failed. Its report:\n%s", error)
             raise PrepError(
                 f"the device failed, as was seen in a step with {sizes} ({reason}); start again. "
                 "If it fails again: --enforce-eager and ASCEND_LAUNCH_BLOCKING=1 in the "

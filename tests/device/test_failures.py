@@ -17,16 +17,22 @@ EZ9999: [PID: 4711] Aicore kernel execute failed, device_id=0, fault kernel_name
 
 def test_a_failure_is_told_in_one_line():
     assert device_failure(RuntimeError(REPORT)) == (
-        "ACL stream synchronize failed, error code:507015; The aicore execution is abnormal; kernel "
-        "Mul_1e8b5"
+        "ACL stream synchronize failed, error code:507015; The aicore execution is abnormal; "
+        "kernel Mul_1e8b5"
     )
+
+
+def test_the_place_in_the_source_of_torch_npu_is_left_out():
+    told = "wait(event_), error code is 507015"
+    text = f"synchronize:../core/npu/NPUEvent.cpp:203 NPU function error: {told}"
+    assert device_failure(RuntimeError(text)) == told
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "ACL stream synchronize failed, error code:107019",
-        "NPU function error: aclrtSynchronizeEvent(event_), error code is 107020",
+        "aclrtSynchronizeEvent(event_), error code is 107020",
         "npuSynchronizeDevice failed, error code 507011",
     ],
 )

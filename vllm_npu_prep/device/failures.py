@@ -11,6 +11,8 @@ CODE = re.compile(r"error code(?: is|:)? ?(507\d{3}|107019|107020)\b")
 waits and tasks that took too long. A call that is refused when it is made has other codes."""
 MEANING = re.compile(r"^\[Error\]: (.+?)\.?\s*$", re.MULTILINE)
 """torch_npu's explanation of a code."""
+SOURCE = " NPU function error: "
+"""Follows the place in torch_npu's source that asked."""
 KERNEL = re.compile(r"\bkernel_name ?= ?([\w.:]+)")
 """Of the kernel that failed, in CANN's report."""
 
@@ -31,7 +33,8 @@ def device_failure(error: BaseException) -> str | None:
     text = str(error)
     if not isinstance(error, RuntimeError) or CODE.search(text) is None:
         return None
-    reason = text.partition("\n")[0].strip()
+    first = text.partition("\n")[0]
+    reason = first.rpartition(SOURCE)[2].strip()
     if (meaning := MEANING.search(text)) is not None:
         reason += f"; {meaning[1]}"
     if (kernel := KERNEL.search(text)) is not None:
