@@ -144,8 +144,8 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         cell = note(llm.llm_engine.vllm_config)
         try:
             yield llm
-            core = llm.llm_engine.engine_core.engine_core
-            if core.structured_output_manager.backend is not None:
+            # No name for the core: an import that fails later keeps this frame, for good
+            if llm.llm_engine.engine_core.engine_core.structured_output_manager.backend is not None:
                 cell["features"].append(STRUCTURED)
         finally:
             llm.llm_engine.engine_core.shutdown()
