@@ -311,6 +311,7 @@ WALLS: dict[str, set[str]] = {
     | {
         "quantization.fused",
         "runner.accepted",
+        "runner.left_behind",
         "runner.graphs",
         "runner.lora",
         "runner.mtp_layers",

@@ -23,6 +23,7 @@ from vllm_npu_prep.compat import connectors, kernels, v2
 from vllm_npu_prep.compat.states import leave_states_in_their_blocks
 from vllm_npu_prep.config import decisions_of, parse_config
 from vllm_npu_prep.device import Device, make_device
+from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.record_signal import survive_signals
@@ -300,7 +301,7 @@ class NPUWorker(Worker):
         Raises
         ------
         PrepError
-            If the step ran out of the device's memory.
+            If the step ran out of the device's memory, or the device failed.
         """
         self._last_step = scheduler_output
         nobody_runs = not scheduler_output.scheduled_cached_reqs.req_ids
@@ -311,8 +312,7 @@ class NPUWorker(Worker):
         try:
             return self._keep(super().execute_model(scheduler_output, *args, **kwargs))
         except Exception as error:
-            self._save_steps(error)
-            self._tell_of_memory(error)
+            self._step_failed(error)
             raise
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,34 +321,47 @@ class NPUWorker(Worker):
         Raises
         ------
         PrepError
-            If sampling or drafting ran out of the device's memory.
+            If sampling or drafting ran out of the device's memory, or the device failed.
         """
         try:
             return self._keep(super().sample_tokens(*args, **kwargs))
         except Exception as error:
-            self._save_steps(error)
-            self._tell_of_memory(error)
+            self._step_failed(error)
             raise
 
-    def _tell_of_memory(self, error: Exception) -> None:
-        """Raise one line in place of an error that says only how much a tensor wanted."""
-        if isinstance(error, torch.OutOfMemoryError) and self._last_step is not None:
-            step = self._last_step
+    def _step_failed(self, error: Exception) -> None:
+        """Write what was recorded, and raise one line in place of an error of the device.
+
+        An error of memory says only how much a tensor wanted; one of a kernel comes from wherever
+        the host waits next, which its traceback shows.
+        """
+        self._save_steps(error)
+        if self._last_step is None:
+            return
+        sizes = (
+            f"{counted(self._last_step.total_num_scheduled_tokens, 'token')} of "
+            f"{counted(len(self._last_step.num_scheduled_tokens), 'request')}"
+        )
+        if isinstance(error, torch.OutOfMemoryError):
             raise PrepError(
-                "out of memory in a step with "
-                f"{counted(step.total_num_scheduled_tokens, 'token')} of "
-                f"{counted(len(step.num_scheduled_tokens), 'request')} "
-                f"({str(error).partition(chr(10))[0]}); lower --gpu-memory-utilization, "
-                "--max-num-batched-tokens or --max-num-seqs"
+                f"out of memory in a step with {sizes} ({str(error).partition(chr(10))[0]}); lower "
+                "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
+            ) from error
+        if (reason := device_failure(error)) is not None:
+            if "\n" in str(error):
+                logger.error("The device failed. Its report:\n%s", error)
+            raise PrepError(
+                f"the device failed, as was seen in a step with {sizes} ({reason}); start again. "
+                "If it fails again: --enforce-eager and ASCEND_LAUNCH_BLOCKING=1 in the "
+                "environment show the operator"
             ) from error
 
     def _keep(self, output: Any) -> Any:
         # Of one rank, vLLM reads each output; and the fallback's copies are complete at once.
         if self.parallel_config.world_size > 1 and not self.prep_device.computes_on_host:
             self._outputs.keep(output)
-        is_awaited = isinstance(output, AsyncModelRunnerOutput)
-        if is_awaited and self.model_runner.recorder is not None:
-            return WatchedOutput(output, self._save_steps)
+        if isinstance(output, AsyncModelRunnerOutput):
+            return WatchedOutput(output, self._step_failed)
         return output
 
     def _save_steps(self, error: BaseException) -> None:
@@ -398,7 +411,18 @@ class NPUWorker(Worker):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
             self._save_steps(error)
+        self._settle()
         super().shutdown()
+
+    def _settle(self) -> None:
+        """Wait for the device; if it has failed, its error is not to end the shutdown."""
+        try:
+            if hasattr(self, "prep_device"):
+                self.prep_device.synchronize()
+        except RuntimeError as error:
+            if (reason := device_failure(error)) is None:
+                raise
+            logger.warning("The device fails while the engine ends (%s).", reason)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """As upstream's.

@@ -125,6 +125,34 @@ def touch(cache: Any, block_ids: Any, write: bool = False) -> None:
             begin = following
 
 
+def fail_kernel(name: str, skip: int = 0, times: int = 1) -> None:
+    """Let a kernel fail when it runs, as those of a device do: no call that launches it is told.
+
+    It writes nothing. The host hears of it at its next sync, as a device error (507015). A graph's
+    kernels count at each replay. Another call replaces what is left of the last one.
+
+    Parameters
+    ----------
+    name
+        Of the kernel in reports: ``aten::add`` say, or ``npu::npu_rms_norm``.
+    skip
+        How many runs of it succeed before; those that were launched earlier and wait in their
+        stream count, too.
+    times
+        How many fail then; with 0, none that an earlier call asked for.
+
+    Raises
+    ------
+    EmulatorError
+        If a number is negative.
+    """
+    if skip < 0 or times < 0:
+        raise EmulatorError(
+            f"fail_kernel({name!r}, skip={skip}, times={times}): give numbers of runs, 0 or more"
+        )
+    _runtime().emulator_fail_kernel(name.encode(), skip, times)
+
+
 def register_reference(
     name: str,
     function: Callable[..., Any],

@@ -213,3 +213,40 @@ def test_results_of_another_number_or_type_are_faults_by_name(emulate):
             raise AssertionError("a number was taken for a tensor")
         """
     )
+
+
+def test_a_kernel_that_is_to_fail_does_so_when_it_runs(emulate):
+    """Once, where the host waits next; what it should have written stays as it was."""
+    run = emulate(
+        """
+        x = torch.ones(4, device="npu")
+        y = torch.zeros(4, device="npu")
+        emulator.fail_kernel("aten::mul", skip=1)
+        torch.mul(x, 2, out=y)
+        torch.mul(x, 3, out=y)
+        torch.add(x, 1, out=x)                            # the stream goes on
+        error = sync_error()
+        assert "507015" in error and "kernel_name=aten::mul" in error, error
+        assert y.tolist() == [2, 2, 2, 2] and x.tolist() == [2, 2, 2, 2]
+        assert torch.mul(x, 3, out=y).tolist() == [6, 6, 6, 6]
+
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            torch.mul(x, 4, out=y)
+        emulator.fail_kernel("aten::mul", skip=1, times=2)
+        for fails in (False, True, True, False):          # each replay runs it
+            graph.replay()
+            assert bool(sync_error()) == fails
+        emulator.fail_kernel("aten::mul")
+        emulator.fail_kernel("aten::mul", times=0)
+        torch.mul(x, 5, out=y)
+        assert sync_error() == ""
+        try:
+            emulator.fail_kernel("aten::mul", times=-1)
+        except emulator.EmulatorError as error:
+            assert "times=-1): give numbers of runs, 0 or more" in str(error)
+        else:
+            raise AssertionError("a negative number was taken")
+        """
+    )
+    assert run.report["hazards"] == run.report["errors"] == []

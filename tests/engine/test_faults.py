@@ -30,7 +30,8 @@ TOLD = (
     r"allocate 9.00 GiB\); lower --gpu-memory-utilization, --max-num-batched-tokens or "
     r"--max-num-seqs"
 )
-KERNEL = "aclnnGatherV2 failed, error code 507015"
+KERNEL = "call aclnnGatherV2 failed, error code is 561103"
+"""Of a call that is refused. What fails on the device is in tests/npu/test_faults_on_npus.py."""
 FAULTS = {
     "memory in the model": ("_model_forward", torch.OutOfMemoryError, OUT_OF_MEMORY, TOLD),
     "memory in sampling": ("_sample", torch.OutOfMemoryError, OUT_OF_MEMORY, TOLD),

@@ -144,8 +144,8 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         cell = note(llm.llm_engine.vllm_config)
         try:
             yield llm
-            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-            cell["features"] += came_with_requests(scheduler)
+            # No name for the scheduler: an import that fails later keeps this frame, for good
+            cell["features"] += came_with_requests(llm.llm_engine.engine_core.engine_core.scheduler)
         finally:
             llm.llm_engine.engine_core.shutdown()
             del llm

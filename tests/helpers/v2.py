@@ -56,4 +56,7 @@ def asked_for(runner: str) -> Iterator[None]:
 def engine_of(runner: str, model: Path, /, **settings: Any) -> Iterator[Any]:
     """An engine whose runner is "V1" or "V2"; see `tests.helpers.engine.engine`."""
     with asked_for(runner), engine(model, **settings) as llm:
-        yield llm
+        try:
+            yield llm
+        finally:
+            del llm  # an import that fails later keeps this frame, for good

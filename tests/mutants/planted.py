@@ -3711,8 +3711,8 @@ MUTANTS = [
     Mutant(
         "a step without memory ends in torch's words",
         "worker.py",
-        "isinstance(error, torch.OutOfMemoryError) and",
-        "isinstance(error, MemoryError) and",
+        "if isinstance(error, torch.OutOfMemoryError):",
+        "if isinstance(error, MemoryError):",
         FAULTS,
     ),
     Mutant(

@@ -25,7 +25,12 @@ from tests.resume.seeds import run
 FILES = {"cpu": "seeds.txt", "npu": "seeds-device.txt"}
 SEEDS = {device: Path(__file__).with_name(name) for device, name in FILES.items()}
 RECORDED = ("steps", "tokens", "finished", "aborted", "preempted", "sleeps", "close calls")
-RECORDED += ("tokens that a connector had", "drafts accepted", "largest margin in thousandths")
+RECORDED += (
+    "parts kept",
+    "tokens that a connector had",
+    "drafts accepted",
+    "largest margin in thousandths",
+)
 
 
 class Engines:

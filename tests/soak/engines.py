@@ -7,14 +7,16 @@ after each wave all blocks are free again.
 """
 
 import asyncio
+import gc
 import tempfile
+import weakref
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.engine import greedy
+from tests.helpers.engine import greedy, runner_of
 from tests.helpers.fused import forget_layers
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for, engine_of
@@ -93,9 +95,22 @@ def play(kind: Kind, steps: int) -> Counter:
             count = serve_ranks(kind, model, settings, judge, steps)
         else:
             with engine_of(kind.runner, model, **settings) as llm:
+                parts = parts_of(llm)
                 count = _Serving(kind, llm, judge).serve(steps)
+            del llm
+            gc.unfreeze()  # an engine that began before froze what there was
+            gc.collect()
+            count["parts kept"] = sum(part() is not None for part in parts)
     count["largest margin in thousandths"] = round(1000 * judge.margin)
     return count + judge.count
+
+
+def parts_of(llm: Any) -> list[weakref.ref]:
+    """What must not outlive an engine: its runner, and the models' parts with their weights."""
+    runner = runner_of(llm)
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    models = [each for each in (runner.model, getattr(drafter, "model", None)) if each is not None]
+    return [weakref.ref(each) for each in (runner, *(m for own in models for m in own.modules()))]
 
 
 def settings_of(kind: Kind, stored: str) -> dict[str, Any]:

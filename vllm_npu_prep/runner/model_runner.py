@@ -52,6 +52,7 @@ from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import models_of, replace_modules
 from vllm_npu_prep.ops.expert_counts import ExpertCounts
+from vllm_npu_prep.ops.fused_sampling import limit_drafts_by
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.prep.checks import NO_LIMITS
@@ -61,6 +62,7 @@ from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
 from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
 from vllm_npu_prep.runner.inputs import ModelInputs
+from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
 from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
@@ -875,6 +877,9 @@ class NPUModelRunner(GPUModelRunner):
         self.metrics.close()
         self.padding.counts.log_summary()
         self.inputs.log_summary()
+        drafter = getattr(self, "drafter", None)
+        forget_models(getattr(self, "model", None), getattr(drafter, "model", None))
+        limit_drafts_by(None)
         super().shutdown()  # waits for the device first
         CUDAGraphWrapper.clear_all_graphs()
 

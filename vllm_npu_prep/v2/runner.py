@@ -58,6 +58,7 @@ from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
+from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
@@ -830,6 +831,8 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.recorder.close()
         self.metrics.close()
         self.padding.counts.log_summary()
+        speculator = getattr(self, "speculator", None)
+        forget_models(getattr(self, "model", None), getattr(speculator, "model", None))
         self.prep_device.synchronize()
         super().shutdown()
         GraphWrapper.clear_all_graphs()

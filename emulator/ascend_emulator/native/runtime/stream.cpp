@@ -9,6 +9,7 @@
 
 #include "capture.h"
 #include "device.h"
+#include "failing.h"
 #include "memory.h"
 #include "options.h"
 #include "pinned.h"
@@ -143,11 +144,19 @@ bool touches_unmapped(const Task& task) {
   return false;
 }
 
+// What it should have written stays as it was.
+bool fails(const Task& task) {
+  if (!is_to_fail(task.name)) return false;
+  fault(acl::kKernelFault,
+        "a kernel failed because a test asked for it, fault kernel_name=" + task.name);
+  return true;
+}
+
 }  // namespace
 
 void run_task(const Task& task, Actor& actor) {
   const auto epoch = actor.tick();
-  if (touches_unmapped(task)) return;
+  if (touches_unmapped(task) || fails(task)) return;
   check_accesses(task.accesses, epoch, actor.clock(), task.name);
   const Running now{&task, &actor, epoch};
   const auto* before = std::exchange(running, &now);  // a replay is a task that runs others

@@ -1,0 +1,55 @@
+"""What torch_npu says of a device that failed while it worked, and what it says of other errors."""
+
+import pytest
+import torch
+
+from vllm_npu_prep.device.failures import device_failure
+
+REPORT = """ACL stream synchronize failed, error code:507015
+[ERROR] 2026-11-25-07:30:00 (PID:4711, Device:0, RankID:-1) ERR00100 PTA call acl api failed
+[Error]: The aicore execution is abnormal.
+        Rectify the fault based on the error information in the ascend log.
+EZ9999: Inner Error!
+EZ9999: [PID: 4711] Aicore kernel execute failed, device_id=0, fault kernel_name=Mul_1e8b5, hash=3.
+        TraceBack (most recent call last):
+"""
+
+
+def test_a_failure_is_told_in_one_line():
+    assert device_failure(RuntimeError(REPORT)) == (
+        "ACL stream synchronize failed, error code:507015; The aicore execution is abnormal; "
+        "kernel Mul_1e8b5"
+    )
+
+
+def test_the_place_in_the_source_of_torch_npu_is_left_out():
+    told = "wait(event_), error code is 507015"
+    text = f"synchronize:../core/npu/NPUEvent.cpp:203 NPU function error: {told}"
+    assert device_failure(RuntimeError(text)) == told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ACL stream synchronize failed, error code:107019",
+        "aclrtSynchronizeEvent(event_), error code is 107020",
+        "npuSynchronizeDevice failed, error code 507011",
+    ],
+)
+def test_codes_of_what_runs_are_known_however_they_are_written(text):
+    assert device_failure(RuntimeError(f"{text}\nmore")) == text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("call aclnnGatherV2 failed, error code is 561103"),
+        RuntimeError("aclrtCreateStream failed, error code is 207008"),
+        RuntimeError("error code is 5070150"),
+        RuntimeError("shapes differ"),
+        ValueError("error code is 507015"),
+        torch.OutOfMemoryError("NPU out of memory. Tried to allocate 9.00 GiB"),
+    ],
+)
+def test_other_errors_keep_their_traceback(error):
+    assert device_failure(error) is None

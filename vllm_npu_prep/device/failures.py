@@ -1,0 +1,42 @@
+"""How a device tells that it failed while it worked, in the words of torch_npu.
+
+A kernel runs after the call that launched it, so its failure is an error of a later call, in which
+the host waits for the device. That call's traceback says nothing about the kernel.
+"""
+
+import re
+
+CODE = re.compile(r"error code(?: is|:)? ?(507\d{3}|107019|107020)\b")
+"""Of CANN's runtime: 507 and three digits for what failed on the device, 107019 and 107020 for
+waits and tasks that took too long. A call that is refused when it is made has other codes."""
+MEANING = re.compile(r"^\[Error\]: (.+?)\.?\s*$", re.MULTILINE)
+"""torch_npu's explanation of a code."""
+SOURCE = " NPU function error: "
+"""Follows the place in torch_npu's source that asked."""
+KERNEL = re.compile(r"\bkernel_name ?= ?([\w.:]+)")
+"""Of the kernel that failed, in CANN's report."""
+
+
+def device_failure(error: BaseException) -> str | None:
+    """Why a device failed while it worked, in one line; None if an error is another one.
+
+    Parameters
+    ----------
+    error
+        What a call raised that waited for the device.
+
+    Examples
+    --------
+    >>> device_failure(RuntimeError("ACL stream synchronize failed, error code:507015\\nmore"))
+    'ACL stream synchronize failed, error code:507015'
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or CODE.search(text) is None:
+        return None
+    first = text.partition("\n")[0]
+    reason = first.rpartition(SOURCE)[2].strip()
+    if (meaning := MEANING.search(text)) is not None:
+        reason += f"; {meaning[1]}"
+    if (kernel := KERNEL.search(text)) is not None:
+        reason += f"; kernel {kernel[1]}"
+    return reason
