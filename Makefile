@@ -15,13 +15,11 @@ PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
 test test-fast test-all matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
-# A thread in each process: small models gain nothing from more. numba, which
+# One process for each core, a thread in each: small models gain nothing from more. numba, which
 # vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
 test test-fast test-all matrix timing mutants: export OMP_NUM_THREADS := 1
 test test-fast test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
-# One process more than cores, of which some wait for a server or an emulated card; at most four.
-PROCESSES := $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
-PYTEST := $(PY) -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve test test-fast test-all matrix timing bench throughput soak mutants image-dry-run compat seams docs lint \
   format clean
