@@ -106,11 +106,13 @@ def play(kind: Kind, steps: int) -> Counter:
 
 
 def parts_of(llm: Any) -> list[weakref.ref]:
-    """What must not outlive an engine: its runner, and the models' parts with their weights."""
+    """What must not outlive an engine: its runner, and the models' parts that have weights."""
     runner = runner_of(llm)
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     models = [each for each in (runner.model, getattr(drafter, "model", None)) if each is not None]
-    return [weakref.ref(each) for each in (runner, *(m for own in models for m in own.modules()))]
+    parts = [each for model in models for each in model.modules()]
+    with_weights = [each for each in parts if next(each.parameters(recurse=False), None) is not None]
+    return [weakref.ref(each) for each in (runner, *with_weights)]
 
 
 def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
