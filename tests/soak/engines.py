@@ -111,7 +111,7 @@ def parts_of(llm: Any) -> list[weakref.ref]:
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     models = [each for each in (runner.model, getattr(drafter, "model", None)) if each is not None]
     parts = [each for model in models for each in model.modules()]
-    with_weights = [each for each in parts if next(each.parameters(recurse=False), None) is not None]
+    with_weights = [each for each in parts if any(True for _ in each.parameters(recurse=False))]
     return [weakref.ref(each) for each in (runner, *with_weights)]
 
 
