@@ -20,7 +20,7 @@ from tests.inspect.test_metrics import scraped
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.observe import recorder
-from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR
+from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR, share_folder
 
 LENGTHS = [30, 5, 41, 17, 90, 9]
 DAY = 24 * 3600.0
@@ -121,6 +121,7 @@ def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(model, seed, tmp_
     """The host's clock is set a day ahead and two days back, again and again."""
     prompts, clock = prompts_of(seed, LENGTHS), time.time
     monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
+    share_folder()  # a process that has one of its own takes the test's as it is
     monkeypatch.setenv(FOLDER_ENV_VAR, str(tmp_path))
     with engine(model, disable_log_stats=False) as llm:
         expected = generate(llm, prompts, greedy(8))
