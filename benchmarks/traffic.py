@@ -198,8 +198,10 @@ def requests_of(kind: Kind, number: int, tokenizer: Any) -> list[Request]:
     shared = [text(PREFIX_TOKENS) for _ in range(kind.prefixes)] or [""]
     made = []
     for place, (prompt, answer) in enumerate(lengths(number)):
-        question = shared[place % len(shared)] + text(prompt)
-        room = LONGEST - len(tokenizer(question).input_ids)  # a shared text takes some of it
+        before = shared[place % len(shared)]  # takes some of what a prompt and both may have
+        room = LONGEST_PROMPT - len(tokenizer(before).input_ids) - max(sizes.values())
+        question = before + text(min(prompt, room))
+        room = LONGEST - len(tokenizer(question).input_ids)
         made.append(Request(question, FORCED_TOKENS if kind.by_grammar else min(answer, room)))
     return made
 

@@ -118,9 +118,9 @@ class FusedConfig(BaseModel):
         Activations.
     latent
         The projections of latent attention, and its products with latent weights.
-    experts, gating, gating_softmax
-        Experts of a mixture, and the choice of a token's experts: by scores with a bias and groups,
-        and by a softmax.
+    experts, finalize_routing, gating, gating_softmax
+        Experts of a mixture, their sum for tokens that lack some of them, and the choice of a
+        token's experts: by scores with a bias and groups, and by a softmax.
     top_k_top_p
         Limits of sampling.
     int8_norm, int8_swiglu
@@ -143,6 +143,7 @@ class FusedConfig(BaseModel):
     gelu: bool = True
     latent: bool = True
     experts: bool = True
+    finalize_routing: bool = True
     gating: bool = True
     gating_softmax: bool = True
     top_k_top_p: bool = True

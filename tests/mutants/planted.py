@@ -1360,6 +1360,20 @@ MUTANTS = [
         EXPERTS,
     ),
     Mutant(
+        "a sum that knows pairs without a row reads one for them",
+        "ops/fused_experts.py",
+        "expanded_src_to_dst_row=row_of_pair,",
+        "expanded_src_to_dst_row=row_of_pair.abs(),",
+        EXPERTS,
+    ),
+    Mutant(
+        "rows of float16 are added in float16",
+        "ops/fused_experts.py",
+        "return dtype in FINALIZED and hidden_size",
+        "return hidden_size",
+        EXPERTS,
+    ),
+    Mutant(
         "the group list is off by one expert",
         "ops/fused_experts.py",
         "group_list=rows.group_list,",

@@ -42,6 +42,8 @@ CASES = [
     "float16/dp2tp2/async/FULL_AND_PIECEWISE",
     "bfloat16/dp2tp2/sync/eager",
     "float16/dp2/async/FULL_AND_PIECEWISE/experts",
+    "bfloat16/dp2/async/FULL_AND_PIECEWISE/experts",
+    "bfloat16/tp2/sync/PIECEWISE/scattered",
     "float16/tp2/async/FULL_AND_PIECEWISE/experts",
     "float16/tp2/sync/PIECEWISE/scattered",
     "float16/tp2/sync/eager/cut",

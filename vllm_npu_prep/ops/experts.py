@@ -24,6 +24,7 @@ from vllm_npu_prep.ops.fused_experts import (
     ExpertWeights,
     OwnedExperts,
     UnquantisedExperts,
+    can_finalize,
     compute_experts,
 )
 from vllm_npu_prep.ops.fused_routing import padding_mask
@@ -156,6 +157,8 @@ class GroupedExperts:
         Which experts are here.
     apply_router_weight_on_input
         Weight the inputs of experts instead of their outputs.
+    is_final
+        Whether the sum knows pairs without a row.
     layer
         vLLM's. Its ``padding_has_weight`` is False if the router gives padding no weight.
     """
@@ -163,13 +166,23 @@ class GroupedExperts:
     weights: ExpertWeights
     owned: OwnedExperts
     apply_router_weight_on_input: bool
+    is_final: bool
     layer: Any
 
     @classmethod
-    def of(cls, layer: Any, weights: ExpertWeights) -> "GroupedExperts":
-        """From vLLM's layer, after its weights were loaded."""
+    def of(cls, layer: Any, weights: ExpertWeights, finalize: bool) -> "GroupedExperts":
+        """From vLLM's layer, after its weights were loaded.
+
+        Parameters
+        ----------
+        layer, weights
+            vLLM's layer, and its weights in their format.
+        finalize
+            Whether the switch ``finalize_routing`` is on.
+        """
         owned = OwnedExperts.of(layer.expert_map, layer.global_num_experts)
-        return cls(weights, owned, layer.apply_router_weight_on_input, layer)
+        is_final = finalize and can_finalize(layer.moe_config.in_dtype, layer.hidden_size)
+        return cls(weights, owned, layer.apply_router_weight_on_input, is_final, layer)
 
     def __call__(
         self,
@@ -186,6 +199,7 @@ class GroupedExperts:
             self.owned,
             self.weights,
             has_padding=has_weight and padding_mask(len(x)) is not None,
+            is_final=self.is_final,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )
 
@@ -205,7 +219,7 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        self._is_fused = is_fused("experts")
+        self._is_fused, self._finalize = is_fused("experts"), is_fused("finalize_routing")
         self._one_launch = {name for name in ("swiglu", "geglu") if is_fused(name)}
         if not self._is_fused:
             check_sync_is_possible()
@@ -232,7 +246,8 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
             switch, activate = ONE_LAUNCH.get(layer.activation, (None, None))
             if activate is None or switch not in self._one_launch:
                 activate = activation_of(layer.activation)
-            self.grouped = GroupedExperts.of(layer, UnquantisedExperts(layer, activate))
+            weights = UnquantisedExperts(layer, activate)
+            self.grouped = GroupedExperts.of(layer, weights, self._finalize)
 
     def forward_native(
         self,

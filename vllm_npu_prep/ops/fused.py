@@ -29,6 +29,7 @@ OPERATORS: Mapping[str, str] = {
     "gelu": "npu_gelu",
     "latent": "npu_transpose_batchmatmul",
     "experts": "npu_moe_init_routing_v2",
+    "finalize_routing": "npu_moe_finalize_routing",
     "gating": "npu_moe_gating_top_k",
     "gating_softmax": "npu_moe_gating_top_k_softmax_v2",
     "top_k_top_p": "npu_top_k_top_p",

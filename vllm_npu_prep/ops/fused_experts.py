@@ -30,6 +30,15 @@ UNQUANTISED = -1
 PAST_ANY_ROW = 0x7FFFFFFF
 """Mask that turns -1, the index of a pair without a row, into one that no tensor reaches."""
 
+SOME_WITHOUT_ROW = 3
+"""``drop_pad_mode`` with which a pair may lack a row, and pairs of a token lie side by side."""
+
+FINALIZED = (torch.bfloat16, torch.float32)
+"""Dtypes whose rows `npu_moe_finalize_routing` adds in float32; float16 it adds in float16."""
+
+MAX_FINALIZED_WIDTH = 8192
+"""Longer rows are cut, and kernels of CANN 8.5 then lose a row of tokens with four experts."""
+
 
 class Rows(NamedTuple):
     """Rows of tokens by expert: those of this rank's first expert come first.
@@ -200,6 +209,37 @@ class OwnedExperts:
         return topk_ids if self.numbers is None else self.numbers[topk_ids]
 
 
+def can_finalize(dtype: torch.dtype, hidden_size: int) -> bool:
+    """Whether `npu_moe_finalize_routing` adds the rows of such a layer rightly.
+
+    Read in cann/ops-transformer (``moe_finalize_routing_v2``, October 2025): its kernels for
+    float16, and the one for four experts a token that cuts rows, with its tiling.
+    """
+    return dtype in FINALIZED and hidden_size <= MAX_FINALIZED_WIDTH
+
+
+def finalize(
+    rows: torch.Tensor,  # [T * k, hidden_size]
+    weights: torch.Tensor | None,  # [T, k]; None: 1, and k is 1
+    row_of_pair: torch.Tensor,  # int32 [T * k], -1 for a pair without a row
+) -> torch.Tensor:
+    """Sum of each token's rows, ``[T, hidden_size]``, in one launch; none of a pair without a row.
+
+    The operator allows -1 for rows of experts with a capacity, ``[E, C, H]``. Here each row is an
+    expert's whose capacity is 1, as sgl-project/sglang 40705 has it, which was tried on cards.
+    """
+    return torch.ops.npu.npu_moe_finalize_routing(
+        rows[:, None],
+        skip1=None,
+        skip2=None,
+        bias=None,
+        scales=weights,
+        expanded_src_to_dst_row=row_of_pair,
+        export_for_source_row=None,
+        drop_pad_mode=SOME_WITHOUT_ROW,
+    )
+
+
 def compute_experts(
     x: torch.Tensor,  # [T, hidden_size]
     topk_weights: torch.Tensor,  # [T, k]
@@ -208,12 +248,13 @@ def compute_experts(
     weights: ExpertWeights,
     *,
     has_padding: bool,
+    is_final: bool,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
     """Sum of the outputs of each token's experts on this rank, weighted by the router.
 
     Five launches: routing, product, activation, product, sum. Two more where they are needed:
-    renumbering of scattered experts, and indices of pairs without a row.
+    renumbering of scattered experts and, without `is_final`, indices of pairs without a row.
 
     Parameters
     ----------
@@ -226,6 +267,9 @@ def compute_experts(
     has_padding
         Whether there may be tokens without an expert that have a weight. Of a row whose weight is
         zero nothing is read.
+    is_final
+        Whether the sum is ``npu_moe_finalize_routing``'s, which knows pairs without a row: see
+        `can_finalize`. Otherwise it is ``npu_moe_token_unpermute``'s.
     apply_router_weight_on_input
         Weight the inputs of experts instead of their outputs; there is one expert a token then.
 
@@ -256,10 +300,12 @@ def compute_experts(
     is_quantised = weights.quant_mode != UNQUANTISED
     rows = Rows(values, sizes, list_type, scales if is_quantised else None)
     output = weights.down(weights.up(rows))
+    probabilities = None if apply_router_weight_on_input else topk_weights
+    if is_final:
+        return finalize(output, probabilities, row_of_pair)
     if has_padding or not owned.is_all:
         # -1 would be read as a row before the first one; past the last one nothing is read.
         row_of_pair = row_of_pair.bitwise_and(PAST_ANY_ROW)
-    probabilities = None if apply_router_weight_on_input else topk_weights
     return torch.ops.npu.npu_moe_token_unpermute(output, row_of_pair, probs=probabilities)
 
 

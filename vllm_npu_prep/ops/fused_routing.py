@@ -305,11 +305,14 @@ def _take_factor(runner: MoERunner) -> None:
 def _weigh_no_padding(runner: MoERunner) -> None:
     """Let a router give padding no weight where that saves the sum of experts a launch.
 
-    Where other ranks have experts, pairs of tokens that are no padding lack a row as well.
+    A sum that knows pairs without a row needs none. Where other ranks have experts, pairs of tokens
+    that are no padding lack a row as well.
     """
     layer: Any = runner.routed_experts
     grouped = getattr(layer.quant_method, "grouped", None)
-    if grouped is None or grouped.apply_router_weight_on_input or not grouped.owned.is_all:
+    if grouped is None or grouped.is_final or not grouped.owned.is_all:
+        return
+    if grouped.apply_router_weight_on_input:
         return
     if isinstance(runner.router, GatingRouter):
         runner.router.padding_has_weight = layer.padding_has_weight = False

@@ -144,6 +144,7 @@ class Int8Experts(FusedMoEMethodBase):
         self.config = config
         self.has_offsets = has_offsets
         self._is_fused, self._in_one_launch = is_fused("experts"), is_fused("int8_swiglu")
+        self._finalize = is_fused("finalize_routing")
         if not self._is_fused:
             check_sync_is_possible()
         extras = {
@@ -209,7 +210,7 @@ class Int8Experts(FusedMoEMethodBase):
             self._weights.refresh()
         elif self._is_fused:
             self._weights = NPUInt8Experts(layer, self.dtype, self._in_one_launch)
-            self.grouped = GroupedExperts.of(layer, self._weights)
+            self.grouped = GroupedExperts.of(layer, self._weights, self._finalize)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of vLLM computes them."""

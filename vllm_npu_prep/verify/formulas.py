@@ -135,6 +135,31 @@ def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return rotated
 
 
+def sums(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
+    """Each token's rows, weighted and added.
+
+    Parameters
+    ----------
+    rows
+        ``[pairs, hidden]``.
+    weights
+        ``[T, k]``.
+    row_of_pair
+        ``[T * k]``, -1 for a pair without a row.
+
+    Returns
+    -------
+    torch.Tensor
+        Float64 ``[T, hidden]``.
+    """
+    output = torch.zeros(len(weights), rows.shape[1], dtype=torch.float64)
+    for pair, row in enumerate(row_of_pair.tolist()):
+        if row >= 0:
+            token, k = divmod(pair, weights.shape[1])
+            output[token] += weights[token, k].double() * rows[row].double()
+    return output
+
+
 def experts(
     x: torch.Tensor,
     w13: torch.Tensor,

@@ -70,6 +70,7 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
         ),
         "latent": _products(dtype),
         "experts": fused_experts.experts(dtype),
+        "finalize_routing": fused_experts.finalize_routing(dtype),
         "gating": fused_experts.gating(dtype),
         "gating_softmax": fused_experts.gating_softmax(dtype),
         "top_k_top_p": _limits(),

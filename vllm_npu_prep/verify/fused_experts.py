@@ -47,12 +47,44 @@ def experts(dtype: torch.dtype) -> Probe:
             mine = slice(share.start, share.stop, share.step)
             layer = SimpleNamespace(w13_weight=put(w13[mine]), w2_weight=put(w2[mine]))
             layer_weights = UnquantisedExperts(layer, lambda y: torch.ops.npu.npu_swiglu(y, -1))
-            results.append(compute_experts(*arguments, owned, layer_weights, has_padding=True))
+            result = compute_experts(
+                *arguments, owned, layer_weights, has_padding=True, is_final=False
+            )
+            results.append(result)
         return (*results, add_gated(put(x), put(shared), put(gate)))
 
     def expected() -> Results:
         results = (formulas.experts(x, w13, w2, weights, ids, share) for share in shares)
         return (*results, x.double() + shared.double() / (1 + (-gate.double()).exp()))
+
+    return Probe(call, expected)
+
+
+def finalize_routing(dtype: torch.dtype) -> Probe:
+    """Sums of tokens with two, three, four and eight experts, of which some or all have no row.
+
+    Rows that no pair has hold NaN. Weights are float32 where the operator takes them so.
+    """
+    forms = []
+    for top_k in (2, 3, 4, 8):
+        pairs = len(CHOSEN) * top_k
+        rows = _numbers(pairs, 64, dtype=dtype, seed=top_k)
+        shuffled = torch.randperm(pairs, generator=torch.Generator().manual_seed(top_k))
+        indices = shuffled.masked_fill(shuffled % 3 == 0, -1).to(torch.int32)
+        indices[:top_k] = -1  # no expert of the first token is here
+        used = indices[indices >= 0].long()
+        unused = torch.ones(pairs, dtype=torch.bool).index_fill(0, used, False)
+        scales = _numbers(len(CHOSEN), top_k, dtype=torch.float32, seed=10 + top_k).abs()
+        scales = scales.half() if dtype == torch.float16 else scales
+        forms.append((rows.masked_fill(unused[:, None], float("nan")), scales, indices))
+
+    def call(put: Put) -> Results:
+        from vllm_npu_prep.ops.fused_experts import finalize
+
+        return tuple(finalize(put(rows), put(scales), put(at)) for rows, scales, at in forms)
+
+    def expected() -> Results:
+        return tuple(formulas.sums(rows, scales, at) for rows, scales, at in forms)
 
     return Probe(call, expected)
 

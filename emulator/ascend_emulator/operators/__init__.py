@@ -20,6 +20,7 @@ from ascend_emulator.operators import (
     int8,
     int8_fused,
     latent_rows,
+    moe_finalize,
     moe_gating,
     moe_routing,
     rotary_cache,
@@ -135,6 +136,7 @@ REFERENCES = (
     Reference(moe_gating.GATING_TOP_K_SOFTMAX, "", moe_gating.gating_top_k_softmax),
     Reference(moe_routing.INIT_ROUTING, "", moe_routing.init_routing_v2),
     Reference(moe_routing.TOKEN_UNPERMUTE, "", moe_routing.token_unpermute),
+    Reference(moe_finalize.FINALIZE_ROUTING, "", moe_finalize.finalize_routing),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
     Reference(transpose_matmul.TRANSPOSE_MATMUL, "", transpose_matmul.transpose_batchmatmul),
     Reference(
@@ -171,6 +173,7 @@ FAMILIES = (
     moe_gating.GATING_SOFTMAX_RULES,
     moe_routing.INIT_ROUTING_RULES,
     moe_routing.TOKEN_UNPERMUTE_RULES,
+    moe_finalize.FINALIZE_ROUTING_RULES,
     sampling.TOP_K_TOP_P_RULES,
     transpose_matmul.TRANSPOSE_MATMUL_RULES,
     delta_rule.RECURRENT_RULES,

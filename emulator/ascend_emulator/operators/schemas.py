@@ -174,6 +174,11 @@ SCHEMAS = {
         "bool padded_mode=False, int[]? restore_shape=None) "
         "-> (Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)"
     ),
+    ("npu::npu_moe_finalize_routing", ""): (
+        "(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, "
+        "Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, "
+        "int? drop_pad_mode=0, int? k=1) -> Tensor"
+    ),
     ("npu::npu_moe_gating_top_k", ""): (
         "(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, "
         "int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "

@@ -6,6 +6,7 @@ from tests.emulator.operators.calls import call, spoiled, strided
 
 INIT_ROUTING = "npu::npu_moe_init_routing_v2"
 TOKEN_UNPERMUTE = "npu::_npu_moe_token_unpermute"
+FINALIZE_ROUTING = "npu::npu_moe_finalize_routing"
 GATING = "npu::npu_moe_gating_top_k"
 GATING_SOFTMAX = "npu::npu_moe_gating_top_k_softmax_v2"
 GROUPED_MATMUL = "npu::npu_grouped_matmul"
@@ -38,6 +39,21 @@ def unpermute_arguments(seed=0, dtype=torch.float16, **changes):
         "permuted_tokens": random(6, 8, dtype=dtype, seed=seed),
         "sorted_indices": torch.tensor([3, 0, 9, 5, 1, -1], dtype=torch.int32),
         "probs": torch.tensor([[0.5, 0.25], [0.9, 0.1], [1.0, 0.0]]),
+        **changes,
+    }
+
+
+def finalize_arguments(seed=0, dtype=torch.bfloat16, **changes):
+    """Four tokens with two rows each: of one both lack a row, of two the first or the second."""
+    return {
+        "expanded_permuted_rows": random(8, 1, 16, dtype=dtype, seed=seed),
+        "skip1": None,
+        "skip2": None,
+        "bias": None,
+        "scales": torch.tensor([[0.5, 0.25], [0.9, 0.1], [1.0, 0.3], [0.7, 0.2]]).to(dtype),
+        "expanded_src_to_dst_row": torch.tensor([3, 0, -1, 2, -1, -1, 1, -1], dtype=torch.int32),
+        "export_for_source_row": None,
+        "drop_pad_mode": 3,
         **changes,
     }
 
@@ -88,6 +104,8 @@ def changed(name, make):
 routing, route = broken(INIT_ROUTING, routing_arguments), changed(INIT_ROUTING, routing_arguments)
 unpermute = broken(TOKEN_UNPERMUTE, unpermute_arguments)
 unpermuted = changed(TOKEN_UNPERMUTE, unpermute_arguments)
+finalize = broken(FINALIZE_ROUTING, finalize_arguments)
+finalized = changed(FINALIZE_ROUTING, finalize_arguments)
 gating, gate = broken(GATING, gating_arguments), changed(GATING, gating_arguments)
 softmax = changed(GATING_SOFTMAX, softmax_arguments)
 rows, grouped = broken(GROUPED_MATMUL, rows_arguments), changed(GROUPED_MATMUL, rows_arguments)
@@ -143,6 +161,37 @@ UNPERMUTE_VIOLATIONS = {
     "negative index": [unpermute(probs=torch.ones_like)],
     "repeated index": [unpermute(sorted_indices=lambda s: s.clamp(max=0))],
     "unsupported mode": [unpermuted(padded_mode=True), unpermuted(restore_shape=[3, 8])],
+}
+FINALIZE_VIOLATIONS = {
+    "dtype": [
+        finalize(expanded_permuted_rows=torch.Tensor.double),
+        finalize(scales=torch.Tensor.half),
+        finalize(expanded_permuted_rows=torch.Tensor.half, scales=torch.Tensor.float),
+    ],
+    "shapes": [
+        finalize(expanded_permuted_rows=lambda x: x[:, 0]),
+        finalize(scales=lambda s: s[:3]),
+        finalize(expanded_src_to_dst_row=lambda i: i.view(4, 2)),
+        finalize(expanded_permuted_rows=lambda x: x.view(1, 8, 16)),
+    ],
+    "indices dtype": [finalize(expanded_src_to_dst_row=torch.Tensor.long)],
+    "indices": [
+        finalize(expanded_src_to_dst_row=lambda i: i - 1),
+        finalize(expanded_src_to_dst_row=lambda i: i + 5),
+    ],
+    "cut rows": [
+        finalized(
+            expanded_permuted_rows=torch.zeros(4, 1, 8208).bfloat16(),
+            scales=torch.ones(1, 4),
+            expanded_src_to_dst_row=torch.arange(4, dtype=torch.int32),
+        )
+    ],
+    "unsupported mode": [finalized(drop_pad_mode=2), finalized(drop_pad_mode=0)],
+    "unsupported argument": [
+        finalized(skip1=torch.zeros(4, 16).bfloat16()),
+        finalized(export_for_source_row=torch.zeros(4, 2, dtype=torch.int32)),
+        finalized(k=2),
+    ],
 }
 GATING_VIOLATIONS = {
     "dtype": [gating(x=torch.Tensor.double), gating(bias=torch.Tensor.half)],
@@ -201,6 +250,7 @@ ROWS_VIOLATIONS = {
 EXPERT_VIOLATIONS = {
     "npu_moe_init_routing_v2": ROUTING_VIOLATIONS,
     "npu_moe_token_unpermute": UNPERMUTE_VIOLATIONS,
+    "npu_moe_finalize_routing": FINALIZE_VIOLATIONS,
     "npu_moe_gating_top_k": GATING_VIOLATIONS,
     "npu_moe_gating_top_k_softmax_v2": SOFTMAX_VIOLATIONS,
     "npu_grouped_matmul, rows": ROWS_VIOLATIONS,

@@ -142,6 +142,12 @@ SHOWN_BY = {
         )
         for name in ("index past the rows", "probability of 0")
     },
+    ("npu_moe_finalize_routing", "pairs without a row"): (
+        test_experts.test_rows_of_a_token_are_summed_though_it_lacks_some
+    ),
+    ("npu_moe_finalize_routing", "precision of sums"): (
+        test_experts.test_rows_of_float16_are_summed_in_float16
+    ),
     ("npu_grouped_matmul, rows", "rows of no group"): (
         test_experts.test_each_group_has_its_weight_and_rows_of_none_are_undefined
     ),

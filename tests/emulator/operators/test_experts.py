@@ -5,12 +5,14 @@ import torch
 
 from tests.emulator.operators.calls import call
 from tests.emulator.operators.expert_calls import (
+    FINALIZE_ROUTING,
     GATING,
     GATING_SOFTMAX,
     GROUPED_MATMUL,
     IDS,
     INIT_ROUTING,
     TOKEN_UNPERMUTE,
+    finalize_arguments,
     gating_arguments,
     random,
     routing_arguments,
@@ -90,6 +92,48 @@ def test_without_probabilities_there_is_one_row_a_token(seed):
     rows = arguments["permuted_tokens"]
     assert torch.equal(output[[0, 1, 3, 4, 5]], rows[[3, 0, 5, 1, 2]])
     assert not output[2].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_scales", ["the same", "float32"])
+def test_rows_of_a_token_are_summed_though_it_lacks_some(dtype, of_scales, seed):
+    if of_scales == "float32" and dtype == torch.float16:
+        of_scales = "the same"  # the operator takes no others
+    arguments = finalize_arguments(seed, dtype)
+    if of_scales == "float32":
+        arguments["scales"] = arguments["scales"].float() / 3
+    scales, rows = arguments["scales"].double(), arguments["expanded_permuted_rows"].double()
+    arguments["expanded_permuted_rows"][4:] = float("nan")  # of no pair
+    output = call(FINALIZE_ROUTING, arguments)
+    expected = torch.stack(
+        (
+            rows[3, 0] * scales[0, 0] + rows[0, 0] * scales[0, 1],
+            rows[2, 0] * scales[1, 1],
+            torch.zeros(16, dtype=torch.float64),
+            rows[1, 0] * scales[3, 0],
+        )
+    )
+    assert output.dtype == dtype
+    assert_close(output, expected, dtype)
+
+
+def test_without_scales_there_is_one_row_a_token_or_none(seed):
+    arguments = finalize_arguments(seed, scales=None)
+    output = call(FINALIZE_ROUTING, arguments)
+    rows = arguments["expanded_permuted_rows"][:, 0]
+    assert torch.equal(output[[0, 1, 3, 6]], rows[[3, 0, 2, 1]])
+    assert not output[[2, 4, 5, 7]].any()
+
+
+def test_rows_of_float16_are_summed_in_float16():
+    scales = torch.ones(1, 3, dtype=torch.float16)
+    rows = torch.tensor([2048.0, 1, 1], dtype=torch.float16).view(3, 1, 1)
+    indices = torch.arange(3, dtype=torch.int32)
+    given = {"scales": scales, "expanded_src_to_dst_row": indices}
+    of_half = finalize_arguments(expanded_permuted_rows=rows, **given)
+    assert call(FINALIZE_ROUTING, of_half).item() == 2048, "1 is lost each time"
+    wide = {"expanded_permuted_rows": rows.float(), **given, "scales": scales.float()}
+    assert call(FINALIZE_ROUTING, finalize_arguments(**wide)).item() == 2050
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,6 +30,7 @@ from tests.emulator.operators.calls import (
     splitfuse_arguments,
 )
 from tests.emulator.operators.expert_calls import (
+    finalize_arguments,
     gating_arguments,
     routing_arguments,
     softmax_arguments,
@@ -152,6 +153,7 @@ def every_call():
         ("npu::npu_grouped_matmul", ""): matmul_arguments(),
         ("npu::npu_moe_init_routing_v2", ""): routing_arguments(),
         ("npu::_npu_moe_token_unpermute", ""): unpermute_arguments(),
+        ("npu::npu_moe_finalize_routing", ""): finalize_arguments(),
         ("npu::npu_moe_gating_top_k", ""): gating_arguments(),
         ("npu::npu_moe_gating_top_k_softmax_v2", ""): softmax_arguments(),
         ("npu::npu_top_k_top_p", ""): {"logits": rows, "p": torch.full((3,), 0.5)},

@@ -17,12 +17,12 @@ from vllm_npu_prep.ops.fused_routing import _weigh_no_padding
 from vllm_npu_prep.ops.router_norms import CastRows
 
 BUDGET = {
-    "Qwen3Moe": (7, 8, 8, 8),
-    "Mixtral": (7, 8, 8, 8),
-    "MiniMaxM2": (7, 8, 8, 9),
-    "Glm4Moe": (11, 12, 12, 13),
-    "Qwen2Moe": (12, 13, 13, 13),
-    "DeepseekV3": (11, 12, 12, 13),
+    "Qwen3Moe": (7, 7, 7, 7),
+    "Mixtral": (7, 7, 7, 7),
+    "MiniMaxM2": (7, 8, 7, 8),
+    "Glm4Moe": (11, 12, 11, 12),
+    "Qwen2Moe": (12, 12, 12, 12),
+    "DeepseekV3": (11, 12, 11, 12),
 }
 """Launches of a layer of experts, its router and shared experts included: without padding, with
 some; the same where other ranks have some of the experts, collectives apart.

@@ -40,6 +40,7 @@ from vllm_npu_prep.ops.fused_experts import (
     OwnedExperts,
     UnquantisedExperts,
     add_gated,
+    can_finalize,
     compute_experts,
 )
 from vllm_npu_prep.ops.fused_routing import GatingRouter, SoftmaxRouter, fused_router
@@ -69,7 +70,14 @@ def random_layer(seed, k=3, dtype=torch.float16, activation=MoEActivation.SILU, 
     return x, w13, w2, weights, ids
 
 
-def on_device(layer, share=range(EXPERTS), activation=MoEActivation.SILU, padding=True, **options):
+def on_device(
+    layer,
+    share=range(EXPERTS),
+    activation=MoEActivation.SILU,
+    padding=True,
+    is_final=False,
+    **options,
+):
     """The result for the experts of a share, on the host, and counters."""
     x, w13, w2, weights, ids = layer
     numbers = torch.full((EXPERTS,), -1, dtype=torch.int32)
@@ -82,9 +90,8 @@ def on_device(layer, share=range(EXPERTS), activation=MoEActivation.SILU, paddin
     arguments = [each.npu() for each in (x, weights, ids)]
     torch.npu.synchronize()
     with torch.inference_mode(), ascend_emulator.count() as c:
-        result = compute_experts(
-            *arguments, owned, UnquantisedExperts(held, activate), has_padding=padding, **options
-        )
+        options |= {"has_padding": padding, "is_final": is_final}
+        result = compute_experts(*arguments, owned, UnquantisedExperts(held, activate), **options)
     return result.cpu(), c
 
 
@@ -122,13 +129,11 @@ SHARES = {
 """Experts of this rank, and launches: five, the indices of pairs without a row, new numbers."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", SHARES)
-def test_results_are_those_of_torch(share, dtype, seed):
-    layer = random_layer(seed, dtype=dtype)
-    mine, launches = SHARES[share]
-    got, counts = on_device(layer, mine)
-    assert got.dtype == dtype
+def check_share(share, layer, **options):
+    """Compare what the device computes with torch's; returns its launches."""
+    mine, _ = SHARES[share]
+    got, counts = on_device(layer, mine, **options)
+    assert got.dtype == layer[0].dtype
     expected = in_torch(layer, mine)
     if share == "one without a token":
         assert not expected.any()
@@ -136,7 +141,23 @@ def test_results_are_those_of_torch(share, dtype, seed):
     else:
         assert_near(got, expected)
     assert not got[-2:].any(), "padding gets nothing"
-    assert asked_of(counts) == {"launches": launches}, "no copies and no syncs"
+    asked = asked_of(counts)
+    assert set(asked) == {"launches"}, "no copies and no syncs"
+    return asked["launches"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+def test_results_are_those_of_torch(share, dtype, seed):
+    assert check_share(share, random_layer(seed, dtype=dtype)) == SHARES[share][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+def test_a_sum_that_knows_pairs_without_a_row_takes_a_launch_less(share, dtype, seed):
+    for k in (1, 2, 3, 4, 7):
+        layer = random_layer(seed, k=k, dtype=dtype)
+        assert check_share(share, layer, is_final=True) == SHARES[share][1] - 1
 
 
 @pytest.mark.parametrize(
@@ -149,9 +170,11 @@ def test_activations(name, seed):
     assert_near(got, in_torch(layer, activation=activation))
 
 
-def test_the_routers_weight_may_be_that_of_the_input(seed):
+@pytest.mark.parametrize("is_final", [False, True])
+def test_the_routers_weight_may_be_that_of_the_input(is_final, seed):
     layer = random_layer(seed, k=1)
-    got, _ = on_device(layer, range(2, 7), apply_router_weight_on_input=True)
+    options = {"apply_router_weight_on_input": True, "is_final": is_final}
+    got, _ = on_device(layer, range(2, 7), **options)
     assert_near(got, in_torch(layer, range(2, 7), apply_router_weight_on_input=True))
 
 
@@ -197,7 +220,7 @@ def test_a_graph_is_replayed_with_other_tokens_for_each_expert(seed):
     inputs = [x.npu(), weights.npu(), torch.full_like(ids, EXPERTS).npu()]
     graph = torch.npu.NPUGraph()
     with torch.inference_mode(), torch.npu.graph(graph):
-        output = compute_experts(*inputs, owned, format_, has_padding=True)
+        output = compute_experts(*inputs, owned, format_, has_padding=True, is_final=False)
     graph.replay()
     assert not output.cpu().any()
     for chosen in (ids, torch.full_like(ids, 3)):
@@ -483,6 +506,34 @@ def weights_swapped(right):
     return token_unpermute
 
 
+def scales_swapped(right):
+    def finalize_routing(*rows, scales=None, **arguments):
+        return right(*rows, scales=None if scales is None else scales.flip(-1), **arguments)
+
+    return finalize_routing
+
+
+def second_of_four_lost(right):
+    """As a kernel of CANN 8.5 does with rows that it has to cut."""
+
+    def finalize_routing(rows, *, scales=None, expanded_src_to_dst_row=None, **arguments):
+        indices = expanded_src_to_dst_row.view(scales.shape).clone()
+        if scales.shape[1] == 4:
+            indices[:, 1] = -1
+        indices = indices.flatten()
+        return right(rows, scales=scales, expanded_src_to_dst_row=indices, **arguments)
+
+    return finalize_routing
+
+
+def row_of_no_pair_added(right):
+    def finalize_routing(rows, *, expanded_src_to_dst_row=None, **arguments):
+        indices = expanded_src_to_dst_row.clamp(min=0)
+        return right(rows, expanded_src_to_dst_row=indices, **arguments)
+
+    return finalize_routing
+
+
 def gate_and_up_exchanged(right):
     def swiglu(input, dim=-1):
         return right(torch.cat(input.chunk(2, dim)[::-1], dim), dim)
@@ -544,6 +595,17 @@ PLANTED = {
     ),
     "a shifted range of experts": ("npu_moe_init_routing_v2", range_shifted, "experts"),
     "an inactive row read": ("_npu_moe_token_unpermute", inactive_row_read, "experts"),
+    "scales of a sum swapped": ("npu_moe_finalize_routing", scales_swapped, "finalize_routing"),
+    "the second of four experts lost": (
+        "npu_moe_finalize_routing",
+        second_of_four_lost,
+        "finalize_routing",
+    ),
+    "a row for a pair without one": (
+        "npu_moe_finalize_routing",
+        row_of_no_pair_added,
+        "finalize_routing",
+    ),
     "groups that don't limit": ("npu_moe_gating_top_k", unsorted_groups, "gating"),
     "finished rows that get experts": (
         "npu_moe_gating_top_k_softmax_v2",
@@ -562,6 +624,12 @@ def test_a_wrong_operator_is_found_at_start_up(bug):
     (line,) = lines
     assert f"fused operator {switch} is switched off" in line
     assert is_right(switch, torch.float16, torch.Tensor.npu, lines.append)
+
+
+def test_rows_that_kernels_cut_or_add_in_float16_are_not_finalised():
+    assert can_finalize(torch.bfloat16, 7168) and can_finalize(torch.float32, 8192)
+    assert not can_finalize(torch.float16, 7168)
+    assert not can_finalize(torch.bfloat16, 8208)
 
 
 def exchanged_halves(layer):

@@ -50,6 +50,10 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
         ("npu_grouped_matmul, rows", "rows of no group"),
         ("npu_moe_token_unpermute", "index past the rows"),
     ),
+    "finalize_routing": tuple(
+        ("npu_moe_finalize_routing", name)
+        for name in ("pairs without a row", "precision of sums", "unsupported mode")
+    ),
     "gating": (
         ("npu_moe_gating_top_k", "bias chooses"),
         ("npu_moe_gating_top_k", "division by the sum"),
