@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
 from tests.conftest import SEED
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
-from tests.helpers.latent import LATENT_ON_NPUS
+from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
 from vllm_npu_prep.device.npu import NPUDevice
@@ -71,19 +72,38 @@ def test_an_engine_with_graphs_sleeps_and_gives_the_same_tokens(tmp_path):
     assert new != expected
 
 
-def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
-    """What it absorbed of the old ones lies at the addresses that graphs read."""
-    prompts, config = prompts_of(SEED, LENGTHS), {**LATENT_ON_NPUS, "q_lora_rank": 96}
+def read_new_weights(tmp_path, config, sleeps=False):
+    """Check that graphs compute with the weights that are loaded last."""
+    prompts, config = prompts_of(SEED, LENGTHS), {**LATENT_ON_NPUS, "q_lora_rank": 96, **config}
     old, new = (make_model(tmp_path / str(s), "DeepseekV3", seed=s, **config) for s in (0, 1))
     graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
     settings = {"dtype": "bfloat16", "enforce_eager": False, "compilation_config": graphs}
     with engine(new, **settings) as llm:
         expected = generate(llm, prompts, greedy(20))
-    with engine(old, **settings) as llm:
+    with engine(old, enable_sleep_mode=sleeps, **settings) as llm:
         assert generate(llm, prompts, greedy(20)) != expected
+        if sleeps:
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        if sleeps:
+            llm.wake_up(tags=["kv_cache"])
         assert llm.reset_prefix_cache()
         assert generate(llm, prompts, greedy(20)) == expected
+        gates = [m for m in runner_of(llm).get_model().modules() if isinstance(m, GateLinear)]
+        assert all(gate.weight.dtype == torch.float32 for gate in gates)
+        return len(gates)
+
+
+def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
+    """What it absorbed of the old ones lies at the addresses that graphs read."""
+    read_new_weights(tmp_path, {})
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_routers_that_became_float32_read_new_weights_in_graphs(tmp_path, sleeps):
+    """Files have them in 16 bits."""
+    assert read_new_weights(tmp_path, V3_EXPERTS_ON_NPUS, sleeps), "some layers have a router"
 
 
 INT8 = {  # family, config, how it is quantised
