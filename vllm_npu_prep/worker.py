@@ -329,6 +329,20 @@ class NPUWorker(Worker):
             self._step_failed(error)
             raise
 
+    def take_draft_token_ids(self) -> Any:
+        """As upstream's, which may wait for the device; what was recorded is written if it fails.
+
+        Raises
+        ------
+        PrepError
+            If the device ran out of memory, or failed.
+        """
+        try:
+            return super().take_draft_token_ids()
+        except Exception as error:
+            self._step_failed(error)
+            raise
+
     def _step_failed(self, error: Exception) -> None:
         """Write what was recorded, and raise one line in place of an error of the device.
 

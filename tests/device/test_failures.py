@@ -1,9 +1,13 @@
 """What torch_npu says of a device that failed while it worked, and what it says of other errors."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from vllm_npu_prep.device.failures import device_failure
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.worker import NPUWorker
 
 REPORT = """ACL stream synchronize failed, error code:507015
 [ERROR] 2026-11-25-07:30:00 (PID:4711, Device:0, RankID:-1) ERR00100 PTA call acl api failed
@@ -53,3 +57,25 @@ def test_codes_of_what_runs_are_known_however_they_are_written(text):
 )
 def test_other_errors_keep_their_traceback(error):
     assert device_failure(error) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError(REPORT), r"^the device failed, as was seen in a step with 9 tokens of 2 "),
+        (torch.OutOfMemoryError("Tried 1"), r"^out of memory in a step with 9 tokens of 2 "),
+    ],
+)
+def test_a_device_that_fails_while_drafts_are_read_is_told_in_one_line(error, told):
+    """They are read after the step, which may be the first wait for it."""
+
+    def fail():
+        raise error
+
+    worker = NPUWorker.__new__(NPUWorker)
+    worker.model_runner = SimpleNamespace(take_draft_token_ids=fail, recorder=None)
+    worker._last_step = SimpleNamespace(
+        total_num_scheduled_tokens=9, num_scheduled_tokens={"a": 4, "b": 5}
+    )
+    with pytest.raises(PrepError, match=told):
+        worker.take_draft_token_ids()
