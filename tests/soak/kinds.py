@@ -87,7 +87,13 @@ class Kind:
 
         0 in float32: its tokens are those of transformers. With 16 bits close calls fall otherwise,
         with int8 more often. Where a router takes another expert for that, logits move by ten times
-        as much. Tokens of somebody else's rows are off by three or so.
+        as much. A margin is of two logits, which may both be off.
+
+        Measured by transformers itself in 16 bits against float32, 60 to 100 prompts of 16 tokens
+        with Qwen3 and the families with experts: logits are off by at most 0.066 (bfloat16) and
+        0.006 (float16) without experts, by 0.54 and 0.26 with them, which makes margins of up to
+        1.07 and 0.51 possible; those met were up to 0.022 and 0.002, with experts 0.071 and 0.024.
+        Tokens shifted by a place have one that is off by at least 2.2 in 99 of 100 answers.
         """
         routed = self.family in WITH_EXPERTS
         rounds = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.1}[self.settings["dtype"]]
@@ -142,7 +148,7 @@ class _Draw:
         self.drafts = self.parts["drafts"] = self.draw_drafts()
         # vLLM empties the prefix cache when an engine sleeps, and has its connector forget: of the
         # blocks on the host nothing stays, and all of the files
-        self.parts["sleeps"] = self.layout != "dp2" and self.chance(0.3)
+        self.parts["sleeps"] = self.chance(0.3)
 
     def chance(self, share: float) -> bool:
         return bool(self.rng.random() < share)

@@ -37,7 +37,7 @@ KINDS = {
     "images": first(runner="V2", family="Qwen3-VL"),
     "ranks": first(layout="tp2", runner="V2", family="Qwen3"),
     "stages": first(layout="pp2"),
-    "engines": first(layout="dp2", sleeps=False),
+    "engines": first(layout="dp2", sleeps=True, family="Glm4Moe"),
     **{f"seed {seed}": Kind.draw(seed) for seed in kept(CPU)},
 }
 
@@ -56,7 +56,8 @@ def test_everything_is_drawn(device):
         assert set().union(*drawn) >= features, runner
         with_states = set().union(*(parts for parts in drawn if "hybrid" in parts))
         assert with_states >= {"drafts by mtp", "sleep", HOST, "tp2", "graphs FULL_AND_PIECEWISE"}
-        assert any({"dp2", "drafts by ngram"} <= parts for parts in drawn), runner
+        for having in ({"dp2", "drafts by ngram"}, {"dp2", "expert parallelism", "sleep"}):
+            assert any(having <= parts for parts in drawn), runner
     options = [kind.settings["additional_config"]["npu_prep"] for kind in DRAWN[device]]
     assert all(each["check"] == "full" for each in options)
 
@@ -77,6 +78,7 @@ def test_an_engine_of_each_kind_agrees(name):
     print(KINDS[name], dict(count))
     assert count["steps"] >= 60 and count["finished"] > 0
     assert KINDS[name].int8 or count["close calls"] == 0
+    assert not KINDS[name].sleeps or count["sleeps"] > 0
     for what, happened in (
         (KINDS[name].connector, "tokens that a connector had"),
         (KINDS[name].drafts, "drafts accepted"),

@@ -1,8 +1,11 @@
 """What models leave in tables of torch and of vLLM when their engine ends."""
 
+from types import CodeType
 from typing import Any
 
+from torch._dynamo.convert_frame import _bytecode_hooks
 from torch._dynamo.eval_frame import remove_from_cache
+from torch._dynamo.utils import CleanupManager
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -16,6 +19,12 @@ def forget_models(*models: Any) -> None:
     to the whole model. A runner that shuts down lets go of the whole model first, so the reference
     leads nowhere then, and the part that is compiled would stay.
 
+    Compiled code calls a function that torch has put into the globals of the class's module, and
+    which has the weights as examples of its inputs. torch removes it with the code. Tracebacks,
+    however, that torch takes while the code runs, as it does when it compiles something else, keep
+    the code for good (`MetricsContext` in ``torch/_dynamo/metrics_context.py`` collects them).
+    So its globals are emptied here; their names are left, for torch to remove.
+
     Where weights were loaded anew, vLLM's table of such layers has them, too. Its keys are weak
     references, but its values lead to the same layers.
 
@@ -28,5 +37,24 @@ def forget_models(*models: Any) -> None:
         for module in model.modules() if model is not None else ():
             LAYERWISE_INFO.pop(module, None)
             if isinstance(module, TorchCompileWithNoGuardsWrapper):
-                module.cleanup()
+                _remove_hooks(module)
                 remove_from_cache(module.original_code_object())
+                _empty_globals(getattr(module, "_compiled_bytecode", None))
+
+
+def _remove_hooks(module: TorchCompileWithNoGuardsWrapper) -> None:
+    """Remove a compiled part's hooks: `cleanup` knows the last one.
+
+    A class that is compiled and has a base class that is, as Qwen3Model has Qwen2Model, registers
+    two.
+    """
+    module.cleanup()
+    for number, hook in list(_bytecode_hooks.items()):
+        if getattr(hook, "__self__", None) is module:
+            del _bytecode_hooks[number]
+
+
+def _empty_globals(code: CodeType | None) -> None:
+    """Let go of what torch has made global for code that nothing runs any longer."""
+    for hook in CleanupManager.instance.get(code, ()) if code is not None else ():
+        hook.scope[hook.name] = None
