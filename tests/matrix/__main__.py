@@ -4,7 +4,8 @@
     python -m tests.matrix --merge
 
 A slice runs, of the tests that start engines, those that fill a cell by an older package or failed,
-and those that were never run here. With --merge nothing runs: what tests have collected meanwhile,
+and those that were never run here. Then it starts engines on purpose, for as many minutes: see
+`tests.matrix.engines`. With --merge nothing runs: what tests have collected meanwhile,
 those of `make test` say, is taken in.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import page
+from tests.matrix import engines, page
 from tests.matrix.cells import FEATURES
 from tests.matrix.collect import FILE, commit
 from tests.matrix.results import RESULTS, Matrix, collected_in, package_now
@@ -107,6 +108,9 @@ def main(words: list[str]) -> int:
             return 2
         with part:
             code = fill(part, args.processes, chosen)
+        if not chosen:
+            filler = engines.fill(args.minutes, retry=args.retry)
+            print(f"{filler.agreed:,} of {filler.started:,} engines agreed")
     matrix = merge()
     page.write(matrix)
     print(f"{len(matrix.filled()):,} cells ran; page: {page.PAGE}")

@@ -13,16 +13,17 @@ import argparse
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.emulator import import_path
+from tests.helpers.emulator import import_path, why_no_emulator
 from tests.matrix.cells import EMULATED, FALLBACK, FEATURES
 from tests.matrix.collect import FILE, ROOT, commit
 from tests.matrix.combined import ANSWER, name_of
@@ -133,7 +134,7 @@ class Worker:
             os.killpg(self.process.pid, 9)
             self.process.wait()
         self.process, self.failed_before = None, False
-        subprocess.run(["rm", "-rf", self.folder], check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _read(process: subprocess.Popen, lines: "queue.Queue[str]") -> None:
@@ -294,15 +295,25 @@ class Filler:
             os.write(file.fileno(), "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
+DEVICES = {"fallback": FALLBACK, "emulated": EMULATED}
+
+
 def fill(
-    minutes: float, devices: list[str], runners: list[str], models: list[str], retry: bool = False
+    minutes: float,
+    devices: Sequence[str] = tuple(DEVICES),
+    runners: Sequence[str] = ("V1", "V2"),
+    models: Sequence[str] = tuple(SUBJECTS),
+    retry: bool = False,
 ) -> Filler:
     """Fill rows until the time is up: engines of one rank everywhere, then the others."""
+    if (why := why_no_emulator()) and "emulated" in devices:
+        print(f"no engines on the emulated card: {why}", file=sys.stderr)
+        devices = [each for each in devices if each != "emulated"]
     matrix = Matrix.read()
     matrix.merge(collected_in(FILE), commit()[1])
     filler = Filler(matrix, time.time() + 60 * minutes, retry=retry)
     for ranks in (False, True):
-        for device in devices:
+        for device in map(DEVICES.__getitem__, devices):
             worker = Worker(device)
             try:
                 for runner in runners:
@@ -321,7 +332,7 @@ def main(words: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--retry", action="store_true", help="what failed alone, too")
-    parser.add_argument("--device", choices=("fallback", "emulated"))
+    parser.add_argument("--device", choices=DEVICES)
     parser.add_argument("--runner", choices=("V1", "V2"))
     parser.add_argument("models", nargs="*", default=[], metavar="MODEL")
     args = parser.parse_args(words)
@@ -329,8 +340,7 @@ def main(words: list[str]) -> int:
         print("make matrix: commit what you changed first: a cell names a commit", file=sys.stderr)
         return 2
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    named = {"fallback": FALLBACK, "emulated": EMULATED}
-    devices = [named[args.device]] if args.device else list(named.values())
+    devices = [args.device] if args.device else list(DEVICES)
     runners = [args.runner] if args.runner else ["V1", "V2"]
     filler = fill(args.minutes, devices, runners, args.models or list(SUBJECTS), args.retry)
     print(f"{filler.agreed:,} of {filler.started:,} engines agreed")
