@@ -323,9 +323,10 @@ def work() -> None:
             if isinstance(error, KeyboardInterrupt):
                 raise
             traceback.print_exc()
-            # What fails before there is an engine leaves nothing behind
+            # What fails before there is an engine leaves nothing behind, and of what a class of
+            # vLLM lacks nothing left behind is the cause
             early = "create_engine_config" in traceback.format_exc()
-            told = {"error": reason(error), "early": early}
+            told = {"error": reason(error), "early": early or "does not support" in str(error)}
             if not early:
                 _clean_up()
         print(f"\n{ANSWER}{json.dumps(told)}", flush=True)
