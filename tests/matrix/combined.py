@@ -31,11 +31,13 @@ from tests.matrix.subjects import CHUNKS, EXPERT, HYBRID, LATENT, LONG, POOLS, S
 NUM_TOKENS, LONGEST = 12, 60
 ANSWER = "@@ "
 """What a worker's answers begin with; vLLM prints, too."""
-POOLED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}
+POOLED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 """Tolerance of what a model pools, by dtype."""
 METHODS = {"ngram": "ngram", "draft model": "draft_model", "EAGLE": "eagle", "EAGLE-3": "eagle3"}
 METHODS |= {MTP: "mtp"}
 W8A8 = "int8 weights and inputs (W8A8)"
+LACKS = ("does not support", "weight_scale holds values")
+"""In errors that say what a class or a checkpoint hasn't got."""
 PATIENCE = 50
 """Empty steps in which a connector may finish what it stores."""
 
@@ -273,12 +275,14 @@ def _adapter(model: str) -> Any:
 
 
 def check_pooled(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    """Equal within a tolerance, by which no prompt can stand for another one."""
-    for one, other in zip(got, expected, strict=True):
+    """Equal within a tolerance, and at least three times as near as another prompt's results."""
+    ends = [each.reshape(-1, each.shape[-1])[-1] for each in expected]
+    for row, (one, other) in enumerate(zip(got, expected, strict=True)):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-    last = torch.stack([each.reshape(-1, each.shape[-1])[-1] for each in expected])
-    apart = (last[:, None] - last[None]).abs().amax(-1).fill_diagonal_(1).min()
-    assert apart > 4 * tolerance, f"results of two prompts are only {apart:.4f} apart"
+        last = one.reshape(-1, one.shape[-1])[-1]
+        apart = [float((last - each).abs().max()) for each in ends]
+        own = apart.pop(row)
+        assert 3 * own < min(apart), f"a result is {own:.4f} off, another prompt's {min(apart):.4f}"
 
 
 def _serve_pooled(model: str, llm: Any, dtype: str, wanted: set[str]) -> None:
@@ -324,9 +328,10 @@ def work() -> None:
                 raise
             traceback.print_exc()
             # What fails before there is an engine leaves nothing behind, and of what a class of
-            # vLLM lacks nothing left behind is the cause
+            # vLLM lacks, or a checkpoint, nothing left behind is the cause
             early = "create_engine_config" in traceback.format_exc()
-            told = {"error": reason(error), "early": early or "does not support" in str(error)}
+            lacks = any(words in str(error) for words in LACKS)
+            told = {"error": reason(error), "early": early or lacks}
             if not early:
                 _clean_up()
         print(f"\n{ANSWER}{json.dumps(told)}", flush=True)

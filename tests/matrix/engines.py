@@ -95,10 +95,10 @@ class Worker:
             told = self._answer()
         except BrokenPipeError:
             told = {"error": "its process died before it was asked", "died": True}
-        # What an engine leaves behind that failed may fail the next one: only a clean process is
-        # believed
+        # What an engine leaves behind that failed may fail the next one: of a feature alone only a
+        # clean process is believed
         if "error" in told and not told.get("early"):
-            again, self.failed_before = self.failed_before, True
+            again, self.failed_before = self.failed_before and len(features) < 2, True
             if again or "died" in told:
                 self.end()
             if again:

@@ -154,7 +154,10 @@ class Matrix:
                 key = line["model"], line["device"]
                 if MTP in line["features"]:  # what lacks such layers is refused with MTP
                     self.configs[key] = config
-                self.configs.setdefault(key, config)
+                named = config.get("architectures") == [line["model"]]
+                known = self.configs.get(key)
+                if known is None or (named and known.get("architectures") != [line["model"]]):
+                    self.configs[key] = config
             names = ("test", "release", "device", "runner", "model", "features")
             latest[json.dumps([line[name] for name in names])] = line
         exist = [

@@ -5,6 +5,7 @@ have the demo model's tokenizer, which structured output needs.
 """
 
 import json
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -102,7 +103,10 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
     "Gemma3ForCausalLM": Subject("Gemma3", {**THREE_GROUPS, "head_dim": HEAD_SIZE}),
-    "Gemma3nForCausalLM": Subject("Gemma3n", {**SHARED_LAYERS, "head_dim": HEAD_SIZE}),
+    # A row of padding is 0, and its length divides: drafts that nobody has made yet are such rows
+    "Gemma3nForCausalLM": Subject(
+        "Gemma3n", {**SHARED_LAYERS, "head_dim": HEAD_SIZE, "pad_token_id": None}
+    ),
     "Glm4ForCausalLM": Subject("Glm4", {**WIDE, "partial_rotary_factor": 0.5}),
     "Glm4MoeForCausalLM": Subject("Glm4Moe", {**WIDE, "use_qk_norm": True}, (EXPERT,), mtp=True),
     "Glm4MoeLiteForCausalLM": Subject(
@@ -232,9 +236,12 @@ def adapter_of(name: str) -> Path:
 def drafter_of(name: str, method: str) -> Path:
     """Folder of a drafter that isn't a part of its model."""
     root = Path(tempfile.mkdtemp(prefix="npu-prep-drafter-"))
-    if method != "draft_model":
-        return make_eagle_head(root / "head", folder_of(name), method, head_dim=HEAD_SIZE)
     target, config = folder_of(name), json.loads((folder_of(name) / "config.json").read_text())
+    if method != "draft_model":
+        if SUBJECTS[name].has(SEES):  # a head of another model's guesses worse, which does as well
+            sizes = {key: config["text_config"][key] for key in ("hidden_size", "vocab_size")}
+            target = make_model(root / "target", "Llama", **sizes)
+        return make_eagle_head(root / "head", target, method, head_dim=HEAD_SIZE)
     several_kinds = len(set(config.get("layer_types") or ())) > 1
     if SUBJECTS[name].mtp or several_kinds or SUBJECTS[name].has(CHUNKS):
         target = folder_of("LlamaForCausalLM")  # drafters are dense, of layers of one kind
@@ -286,6 +293,8 @@ class Judge:
     ) -> None:
         self.name, folder = name, folder_of(name, one_kv_head)
         self.reference: Reference | None = None
+        if adapted:
+            folder = _merged(name)
         if SUBJECTS[name].has(SEES):
             self.reference = Reference(folder)
             self.network = self.reference.model
@@ -293,9 +302,6 @@ class Judge:
         if int8:
             self.network = rounded_model(folder, int8_of(name))
             return
-        if adapted:
-            merged = Path(tempfile.mkdtemp(prefix="npu-prep-merged-")) / "merged"
-            folder = merge(folder, adapter_of(name), merged)
         self.network = _load(folder)
 
     def margin(self, prompt: list[int] | Request, got: list[int], form: str | None = None) -> float:
@@ -330,6 +336,16 @@ def judge_of(
 ) -> Judge:
     """A `Judge`, made once."""
     return Judge(name, int8, adapted, one_kv_head)
+
+
+def _merged(name: str) -> Path:
+    """Folder of a model with its adapter in its weights, and its processor, if it has one."""
+    model, merged = folder_of(name), Path(tempfile.mkdtemp(prefix="npu-prep-merged-")) / "merged"
+    merge(model, adapter_of(name), merged)
+    for file in model.iterdir():
+        if file.is_file() and not (merged / file.name).exists():
+            shutil.copy(file, merged)
+    return merged
 
 
 def _load(folder: Path) -> Any:
