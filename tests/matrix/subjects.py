@@ -30,7 +30,7 @@ from tests.helpers.mixtures import MIXTURES
 from tests.helpers.mtp import add_mtp_layer, make_mtp_model
 from tests.helpers.pooling import normalized
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import rounded_model
+from tests.helpers.quantized import round_modules, rounded_model, tensors_in
 from tests.helpers.vision import Reference, Request, chat, make_image, make_video
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.npu.only_some import HEAD_SIZE
@@ -268,11 +268,11 @@ def prompts(name: str) -> list[list[int]]:
 def requests() -> list[Request]:
     """For models that see: with images, a video, and without."""
     image, question = make_image(SEED), "What is a slot mapping?"
-    other = make_image(SEED + 1, 90, 60)
+    other, third = make_image(SEED + 1, 90, 60), make_image(SEED + 2, 90, 60)
     return [
         chat(image, question),
         chat(question),
-        chat(other, " or ", image, question),
+        chat(other, third, " or ", other, third, other, question),  # more than a block of 128
         chat(make_video(SEED), question),
     ]
 
@@ -298,6 +298,8 @@ class Judge:
         if SUBJECTS[name].has(SEES):
             self.reference = Reference(folder)
             self.network = self.reference.model
+            if int8:
+                round_modules(self.network, tensors_in(int8_of(name)))
             return
         if int8:
             self.network = rounded_model(folder, int8_of(name))
@@ -386,7 +388,9 @@ def _allowed(form: str, got: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits.double()
 
 
-def pooled_by_transformers(name: str, asked: list[list[int]]) -> tuple[str, list[torch.Tensor]]:
+def pooled_by_transformers(
+    name: str, asked: list[list[int]], int8: bool = False
+) -> tuple[str, list[torch.Tensor]]:
     """Task of a model that pools, or is made to, and what transformers returns for each prompt."""
     import transformers
 
@@ -401,6 +405,8 @@ def pooled_by_transformers(name: str, asked: list[list[int]]) -> tuple[str, list
         loader, task = transformers.AutoModel, "embed"
         read = _first if subject.head == "Model" else _last
     network = loader.from_pretrained(folder, **settings).eval()
+    if int8:
+        round_modules(network, tensors_in(int8_of(name)))
     if subject.has(SEES):
         network = network.language_model
     with torch.no_grad():
