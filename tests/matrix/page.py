@@ -131,7 +131,7 @@ def section(table: Table, models: list[str], marks: dict[tuple[Table, str, str],
 def why_empty(feature: str) -> str:
     """Why cells of a feature are empty, by what it takes to fill them."""
     if feature in RANKS:
-        return "not reached yet; engines of several ranks come last"
+        return "not reached yet; engines of several ranks come last, and none that pools is tried"
     if feature in (STRUCTURED, IMAGES):
         return "not reached yet; it comes with requests, and start-up has no say"
     return "not reached yet"
