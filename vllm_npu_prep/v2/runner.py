@@ -698,8 +698,8 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
         """Block tables whose rows are whole attention chunks, if there are any."""
         local = find_local_groups(self.attn_groups)
-        per_chunk = local.blocks_per_chunk if local else 1
-        return SlotBlockTables(*args, blocks_per_chunk=per_chunk, **kwargs)
+        kwargs["blocks_per_chunk"] = local.blocks_per_chunk if local else 1
+        return SlotBlockTables(*args, **kwargs)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
