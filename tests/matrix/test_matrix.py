@@ -62,7 +62,11 @@ def test_a_cell_is_of_a_feature_a_release_and_a_device_that_there_are():
     for table in MATRIX.tables():
         for model in MATRIX.models(table):
             ran_here = MATRIX.config_of(model, table[1]) is not None
-            assert set(MATRIX.answers.get((table, model), ())) == (names if ran_here else set())
+            told = set(MATRIX.answers.get((table, model), ()))
+            # Of another release start-up is asked when that is installed
+            assert told == (names if ran_here else set()) or (
+                not told and table[0] != installed_vllm()
+            )
     refused = {
         name
         for told in MATRIX.answers.values()
