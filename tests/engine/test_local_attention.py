@@ -40,6 +40,17 @@ def settings(**more):
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)
+def test_a_context_that_ends_inside_an_attention_chunk(tmp_path, runner_name):
+    """Three blocks, of which two are a chunk: rows of block tables are longer than a request."""
+    model = make_model(tmp_path, **{**LLAMA4, "attention_chunk_size": 256})
+    prompts = prompts_of(SEED, [300, 5, 250, 370])
+    longest = {"block_size": 128, "max_model_len": 384}
+    with engine_of(runner_name, model, **settings(**longest)) as llm:
+        assert set(runner_of(llm).preparer.tables.max_num_blocks.tolist()) == {4}
+        assert generate(llm, prompts, greedy(8)) == reference(model, prompts, 8)
+
+
+@pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
     ("mask", "hybrid", "asynchronous"),
     [("dense", True, True), ("compressed", False, True), ("compressed", True, False)],

@@ -1,4 +1,4 @@
-"""What is kept of the matrix, a JSON object a line in `RESULTS`; three kinds of line::
+"""What is kept of the matrix, a JSON object a line in `RESULTS`; four kinds of line::
 
     {"test": "tests/engine/test_v2.py::test_a[1]", "outcome": "passed", "commit": "4f2a91c0de",
      "package": "1c2d3e4f5a", "release": "0.32.0", "device": "CPU fallback", "runner": "V2",
@@ -6,10 +6,14 @@
     {"model": "Qwen3ForCausalLM", "device": "CPU fallback", "config": {"hidden_size": 64}}
     {"model": "Qwen3ForCausalLM", "release": "0.32.0", "device": "emulated NPU", "runner": "V1",
      "answers": {"float32": {"refused": ["dtype"]}, "LoRA": {}}}
+    {"tried": "Model does not support ...", "model": "Qwen3ForCausalLM", "feature": "EAGLE-3",
+     "release": "0.32.0", "device": "CPU fallback", "runner": "V1", "commit": "4f2a91c0de",
+     "package": "1c2d3e4f5a"}
 
 The first is an engine that a test started; ``package`` is the tree of `vllm_npu_prep` then. Only as
 many are kept as fill the cells. The second has the model, for start-up to be asked; the third has
-what it said to a model with each feature.
+what it said to a model with each feature. The fourth is a feature that `tests.matrix.engines` tried
+alone, and what the engine said that failed with it.
 """
 
 import ast
@@ -53,11 +57,14 @@ class Matrix:
     answers
         What start-up said, by table and model: for each feature what `tests.matrix.asked.answer`
         returned.
+    tried
+        Lines of features that failed alone when they were tried on purpose, by cell.
     """
 
     engines: list[dict[str, Any]] = field(default_factory=list)
     configs: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     answers: dict[tuple[Table, str], dict[str, dict[str, Any]]] = field(default_factory=dict)
+    tried: dict[Cell, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = RESULTS) -> "Matrix":
@@ -66,6 +73,8 @@ class Matrix:
         for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
             if "test" in line:
                 matrix.engines.append(line)
+            elif "tried" in line:
+                matrix.tried[table_of(line), line["model"], line["feature"]] = line
             elif "config" in line:
                 matrix.configs[line["model"], line["device"]] = line["config"]
             else:
@@ -88,6 +97,7 @@ class Matrix:
                 }
                 for (table, model), answers in sorted(self.answers.items())
             ),
+            *(line for _, line in sorted(self.tried.items(), key=lambda each: each[0])),
         ]
         new = path.with_suffix(".new")
         new.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
@@ -131,6 +141,10 @@ class Matrix:
         """
         latest: dict[str, dict[str, Any]] = {}
         collected = list(collected)
+        for line in collected:
+            if "tried" in line:
+                self.tried[table_of(line), line["model"], line["feature"]] = line
+        collected = [line for line in collected if "tried" not in line]
         # A test may start another engine than it did when it failed
         ended = {(each["test"], table_of(each)): each["outcome"] for each in collected}
         for line in (*self.engines, *collected):
@@ -140,7 +154,10 @@ class Matrix:
                 key = line["model"], line["device"]
                 if MTP in line["features"]:  # what lacks such layers is refused with MTP
                     self.configs[key] = config
-                self.configs.setdefault(key, config)
+                named = config.get("architectures") == [line["model"]]
+                known = self.configs.get(key)
+                if known is None or (named and known.get("architectures") != [line["model"]]):
+                    self.configs[key] = config
             names = ("test", "release", "device", "runner", "model", "features")
             latest[json.dumps([line[name] for name in names])] = line
         exist = [
@@ -168,6 +185,7 @@ class Matrix:
             if line["outcome"] != "passed" or cells - found:
                 self.engines.append(line)
                 found |= cells
+        self.tried = {cell: line for cell, line in self.tried.items() if cell not in found}
         used = {line["model"] for line in self.engines}
         self.configs = {key: config for key, config in self.configs.items() if key[0] in used}
 

@@ -695,6 +695,12 @@ class NPUModelRunnerV2(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
+    def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
+        """Block tables whose rows are whole attention chunks, if there are any."""
+        local = find_local_groups(self.attn_groups)
+        kwargs["blocks_per_chunk"] = local.blocks_per_chunk if local else 1
+        return SlotBlockTables(*args, **kwargs)
+
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -706,6 +712,7 @@ class NPUModelRunnerV2(GPUModelRunner):
                 init_kv_cache=self._allocate_planes,
                 get_kv_connector=self._connect,
                 ModelCudaGraphManager=self._make_graph_manager,
+                BlockTables=self._make_block_tables,
             ),
         ):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
