@@ -612,13 +612,6 @@ MUTANTS = [
         SPECULATION,
     ),
     Mutant(
-        "async: drafts count as accepted",
-        "runner/model_runner.py",
-        "            if correct_counts is not None:\n                correct_counts()\n",
-        "",
-        SPECULATION,
-    ),
-    Mutant(
         "async: tokens known are the scheduler's guess",
         "runner/speculation.py",
         "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n",
