@@ -44,9 +44,6 @@ TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_anoth
 REFUSALS_ON_RANKS = (
     "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
 )
-BOUND_ON_MEMORY = (
-    "tests/engine/test_long_context.py::test_memory_keeps_the_bound_that_start_up_states"
-)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -2198,7 +2195,7 @@ MUTANTS = [
         "worker.py",
         "            self.prep_device.return_free_memory()\n",
         "            self.prep_device.memory_in_use()\n",
-        (f"{BOUND_ON_MEMORY}[16384-after-others]",),
+        ("tests/device/test_cpu_memory.py",),
     ),
     Mutant(
         "the check takes a state that the host brought for what its block held before",
