@@ -181,7 +181,7 @@ async def one_engine_idles(ranks: Ranks, prompts: list[list[int]]) -> dict[str, 
 
 ENGINES = {
     "experts and tensors": {"data_parallel_size": 2, **TP2, **EXPERTS, **GRAPHS},
-    "experts": {"data_parallel_size": 2, **EXPERTS, **graphs("FULL", 1, 4, 8)},
+    "experts": {"data_parallel_size": 2, **EXPERTS, **graphs("FULL", 4, 8)},
     "experts, each cut in two": {"data_parallel_size": 2},
     "latent attention and experts": {"data_parallel_size": 2, **EXPERTS, **GRAPHS},
 }

@@ -285,10 +285,8 @@ def test_a_full_disk_stops_recording_with_one_line(make, caplog, monkeypatch, st
     recorder.dump("asked for")
     assert len(calls) == 2
     stopped = [r.message for r in caplog.records if "stopped" in r.message]
-    assert (
-        len(stopped) == 1
-        and "step-000003.npz: can't be written: No space left on device" in stopped[0]
-    )
+    file = recorder.folder / "step-000003.npz"
+    assert stopped == [f"Recording stopped: {file}: can't be written: No space left on device"]
     check(recorder.folder, decodes, range(3))  # and nothing half written
 
 

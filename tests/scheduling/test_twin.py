@@ -2,11 +2,12 @@
 
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.scheduling.engines import draw
+from tests.scheduling.engines import draw, make
 from tests.scheduling.twin import KINDS, Twin, play
 from vllm_npu_prep.scheduling.outputs import Rows
 
@@ -42,6 +43,12 @@ CORNERS: dict[str, dict] = {
         **ROOM,
         **ONE_GROUP,
         **{"asynchronous": False, "depth": 1, "num_drafts": 3, "method": "ngram", "budget": 256},
+        **{"max_num_seqs": 16, "shares_special": 6.0, "rate": 1.0},
+    },
+    "grammars whose last token is known": {
+        **ROOM,
+        **ONE_GROUP,
+        **{"asynchronous": True, "depth": 1, "num_drafts": 0, "method": "", "budget": 256},
         **{"max_num_seqs": 16, "shares_special": 6.0, "rate": 1.0},
     },
     "images that drafters still read": {
@@ -115,6 +122,16 @@ def test_adapters_of_prompts_that_a_throttled_step_leaves_out_do_not_count():
     """Found by this seed: a prompt among the running ones waits, and another adapter gets in."""
     assert draw(2121).throttle
     play(2121, 860, every=100)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_synchronous_engines_with_stages_are_left_to_upstream(monkeypatch, asynchronous):
+    """Their scheduler sends the tokens that a stage has sampled to the first one."""
+    scheduler = make(replace(draw(0), asynchronous=asynchronous), ours=True)
+    sent = "stages send tokens to each other"
+    assert sent not in scheduler._reason_for_upstream()
+    monkeypatch.setattr(scheduler, "use_pp", True)
+    assert (sent in scheduler._reason_for_upstream()) is not asynchronous
 
 
 def test_most_rows_are_done_in_the_loop_beside_special_ones(monkeypatch):

@@ -1,6 +1,5 @@
 """NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
 
-from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
@@ -257,12 +256,9 @@ class NPUModelRunner(GPUModelRunner):
         if rest is None:  # nothing is left to do but what upstream does last
             self._may_reorder_batch(scheduler_output)
             batch.refresh_metadata()
-            correct_counts = None
         else:
-            correct_counts = self._update_others(rest)
+            self._update_others(rest)
         if self.use_async_spec_decode:
-            if correct_counts is not None:
-                correct_counts()
             previous_rows = self.block_tables.previous_rows
             if updated is not None and batch.prev_sampled_token_ids is not None:
                 num_valid_tokens = self.speculation.num_valid_tokens.read()
@@ -276,8 +272,13 @@ class NPUModelRunner(GPUModelRunner):
         if states is not None and scheduler_output.scheduled_spec_decode_tokens:
             put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)
 
-    def _update_others(self, scheduler_output: SchedulerOutput) -> Callable[[], None] | None:
-        """As upstream's `_update_states`, for prompts of embeddings, too, which have no ids."""
+    def _update_others(self, scheduler_output: SchedulerOutput) -> None:
+        """As upstream's `_update_states`, for prompts of embeddings, too, which have no ids.
+
+        What upstream returns takes back drafts that it counted as accepted. It counts them so for
+        requests that were in the batch and stay there, none of which is left to it when there are
+        drafts: it is None.
+        """
         embedded = [
             new.req_id
             for new in scheduler_output.scheduled_new_reqs
@@ -285,10 +286,9 @@ class NPUModelRunner(GPUModelRunner):
         ]
         if embedded:
             scheduler_output = with_known_ids(scheduler_output, self.input_batch.vocab_size)
-        correct_counts = super()._update_states(scheduler_output)
+        super()._update_states(scheduler_output)
         for req_id in embedded:  # no ids, so no log-probabilities
             self.num_prompt_logprobs.pop(req_id, None)
-        return correct_counts
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray

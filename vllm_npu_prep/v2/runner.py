@@ -652,7 +652,6 @@ class NPUModelRunnerV2(GPUModelRunner):
                 self.speculator.use_graphs({each.num_tokens for each in pieces})
             return taken
         finally:
-            self.maybe_remove_all_loras(self.lora_config)  # dummy ones, with ids of real ones
             self.padding.forget()  # sizes that did not fit were dropped
 
     def profile_cudagraph_memory(self) -> int:
