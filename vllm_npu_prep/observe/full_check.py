@@ -23,7 +23,7 @@ from vllm_npu_prep.inspect.contract import (
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
 from vllm_npu_prep.observe.violation import expect, given_allowed
-from vllm_npu_prep.prep.arrays import STEP_ARRAYS
+from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, STEP_ARRAYS
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import (
@@ -277,7 +277,11 @@ class FullCheck(StepCheck):
     def _check_local(
         self, step: "PreparedStep", requests: list[OracleRequest], group: int, block_size: int
     ) -> None:
-        """Compare the virtual requests of a group with chunked attention."""
+        """Compare the virtual requests of a group with chunked attention.
+
+        Past the blocks of a request, a row of Model Runner V2 may have those of the one before,
+        which nothing reads.
+        """
         local = step.batch.tables.local
         if local is None or group not in local.groups:
             return
@@ -285,6 +289,9 @@ class FullCheck(StepCheck):
             requests, attention_chunk_size=local.attention_chunk_size, block_size=block_size
         )
         for name, given in step.local_requests(group).items():
+            allowed = np.array(expected[name])
+            if name == "block_table" and allowed.shape == given.shape:
+                given = np.where(allowed == NULL_BLOCK_ID, NULL_BLOCK_ID, given)
             if given.tolist() != expected[name]:
                 raise given_allowed(
                     f"local {name}",
