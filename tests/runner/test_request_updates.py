@@ -23,7 +23,7 @@ from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import new_request, scheduler_output, upstream_twin
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.request_updates import RequestUpdates
+from vllm_npu_prep.runner.request_updates import RequestUpdates, put_drafts_first
 
 STEPS = 6 * int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB, DRAFTS = 8, 64, 4, 100, 3
@@ -355,3 +355,44 @@ source. When one changes, look at what it does now, change these two, then the d
 def test_upstream_still_does_what_is_done_here_for_many_requests_at_once(method):
     source = inspect.getsource(method).encode()
     assert hashlib.sha256(source).hexdigest()[:12] == DONE_HERE[method]
+
+
+class Order:
+    """The order of a batch, as far as rows that change places need it."""
+
+    def __init__(self, req_ids):
+        self.req_ids = list(req_ids)
+
+    @property
+    def req_id_to_index(self):
+        return {req_id: row for row, req_id in enumerate(self.req_ids)}
+
+    def swap_states(self, row, other):
+        rows = self.req_ids
+        rows[row], rows[other] = rows[other], rows[row]
+
+
+@pytest.mark.parametrize(
+    ("order", "resumed", "expected"),
+    [
+        ("a P p d", [], "a d P p"),
+        ("a P d p", [], "a d P p"),
+        ("a d P p", [], "a d P p"),
+        ("a P p e", ["e"], "a e P p"),
+        ("a P d p e", ["e"], "a d e P p"),
+    ],
+)
+def test_requests_that_come_with_drafts_stand_behind_the_leading_decodes(order, resumed, expected):
+    """``d`` and ``e`` come with drafts, ``p`` comes with a prompt, ``a`` and ``P`` were there."""
+    batch = Order(order.split())
+    tokens = {"a": 3, "P": 9, "p": 7, "d": 3, "e": 3}
+    step = SimpleNamespace(
+        scheduled_spec_decode_tokens={"a": [1, 2], "d": [-1, -1], "e": [-1, -1]},
+        num_scheduled_tokens={req_id: tokens[req_id] for req_id in batch.req_ids},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=req_id) for req_id in "pd" if req_id in batch.req_ids
+        ],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
+    )
+    put_drafts_first(step, batch, decode_threshold=3)
+    assert batch.req_ids == expected.split()
