@@ -331,11 +331,11 @@ def main(words: list[str]) -> int:
     """Run a slice; exit code 2 if files differ from the commit."""
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.engines", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=float, default=30, help="no engine starts after these")
     parser.add_argument("--retry", action="store_true", help="what failed alone, too")
-    parser.add_argument("--device", choices=DEVICES)
-    parser.add_argument("--runner", choices=("V1", "V2"))
-    parser.add_argument("models", nargs="*", default=[], metavar="MODEL")
+    parser.add_argument("--device", choices=DEVICES, help="fill cells of this one alone")
+    parser.add_argument("--runner", choices=("V1", "V2"), help="fill cells of this one alone")
+    parser.add_argument("models", nargs="*", default=[], metavar="MODEL", help="their cells alone")
     args = parser.parse_args(words)
     if not all(commit()):
         print("make matrix: commit what you changed first: a cell names a commit", file=sys.stderr)

@@ -74,7 +74,7 @@ def test_what_start_up_refuses_is_not_drawn():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_engine_of_each_kind_agrees(name):
-    count = engines.play(KINDS[name], 60)
+    count = engines.play(KINDS[name], 60, alone=False)
     print(KINDS[name], dict(count))
     assert count["steps"] >= 60 and count["finished"] > 0
     assert KINDS[name].int8 or count["close calls"] == 0

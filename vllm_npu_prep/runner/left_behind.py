@@ -51,7 +51,7 @@ def _remove_hooks(module: TorchCompileWithNoGuardsWrapper) -> None:
     module.cleanup()
     for number, hook in list(_bytecode_hooks.items()):
         if getattr(hook, "__self__", None) is module:
-            del _bytecode_hooks[number]
+            _bytecode_hooks.pop(number)
 
 
 def _empty_globals(code: CodeType | None) -> None:
