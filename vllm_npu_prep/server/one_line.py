@@ -76,11 +76,17 @@ def share_file() -> None:
 
 
 def leave(text: str) -> None:
-    """Leave the text of a `PrepError` to the main process, if it is on this host."""
+    """Leave the text of a `PrepError` to the main process, if it is on this host.
+
+    The file is exchanged as a whole: ranks refuse at the same time, and the text of one may be read
+    while another one leaves its own.
+    """
     path = os.environ.get(FILE_ENV_VAR)
     if path is not None and os.path.exists(path):
         with contextlib.suppress(OSError):
-            Path(path).write_text(text)
+            mine = Path(f"{path}.{os.getpid()}")
+            mine.write_text(text)
+            mine.replace(path)
 
 
 def left() -> str | None:
