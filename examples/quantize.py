@@ -18,7 +18,7 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ from safetensors.torch import save_file
 DEFAULT_MODEL = Path(".cache/tiny-qwen3")
 PROJECTION = re.compile(
     r"\.(?!eh_proj|input_proj)(\w+_proj|kv_a_proj_with_mqa|in_proj_(qkvz?|z)|w[123])\.weight$"
+    r"|\.layers?\.\d+\.(.+\.)?(query|key|value|dense|W(qkv|o|i))\.weight$"  # encoders
 )
 """Weights that are quantised: two-dimensional ones of these modules, but not the projections with
 which layers that draft begin. Of linear attention, rates and decays stay float: a head has two."""
+
+IN_LAYER = re.compile(r"\.layers?\.\d+\.")
 
 FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 """Three-dimensional weights of all experts of a layer, as Qwen3.5's files have them."""
@@ -208,7 +211,8 @@ def quantize(
                 if name.endswith(".weight") and tensor.dim() == 2 and name not in quantized
             }
         )
-        config["quantization_config"] = compressed_tensors_config(left_out)
+        ignored = [each if IN_LAYER.search(each) else end_of(each, modules) for each in left_out]
+        config["quantization_config"] = compressed_tensors_config(ignored)
         (out / "config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -233,6 +237,19 @@ def static_tensors(
         f"{module}.deq_scale": packed,
         f"{module}.quant_bias": start.int() - offset.int() * sums,
     }
+
+
+def end_of(module: str, quantized: Collection[str]) -> str:
+    """Pattern of compressed-tensors for a module outside of layers.
+
+    It is the shortest end of its name that no quantised module shares: engines put some of them
+    into other modules than the checkpoint does.
+    """
+    parts = module.split(".")
+    ends = (".".join(parts[i:]) for i in reversed(range(len(parts))) if not parts[i].isdigit())
+    taken = [f".{each}" for each in quantized]
+    free = next(end for end in ends if not any(each.endswith(f".{end}") for each in taken))
+    return f"re:(.*\\.)?{re.escape(free)}$"
 
 
 def compressed_tensors_config(ignored: list[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from vllm import PoolingParams
 from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, tensors_in
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_states
 
@@ -141,6 +142,17 @@ def test_embeddings_of_an_encoder(bert, seed, settings, runner):
     assert served.preparer.tables.num_groups == 0
     assert not served.kv_caches
     assert (counts["piecewise graphs"] > 0) == bool(settings)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_embeddings_of_an_encoder_with_int8_weights(bert, tmp_path, seed, runner):
+    QUANTIZE(bert, tmp_path / "int8", "compressed-tensors")
+    assert sum(each.dtype == torch.int8 for each in tensors_in(tmp_path / "int8").values()) == 12
+    prompts = prompts_of(seed, LENGTHS)
+    with engine_of(runner, tmp_path / "int8", **WHOLE_PROMPTS) as llm:
+        got = pooled(llm, prompts, "embed")
+    rounded = hidden_states(bert, prompts, int8=tmp_path / "int8")
+    check_close(got, [normalized(rows[0]) for rows in rounded])
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

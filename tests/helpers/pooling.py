@@ -5,15 +5,22 @@ from typing import Any
 
 import torch
 
+from tests.helpers.quantized import round_modules, tensors_in
 
-def hidden_states(folder: Path, prompts: list[list[int]], both_ways: bool = False) -> list:
+
+def hidden_states(
+    folder: Path, prompts: list[list[int]], both_ways: bool = False, int8: Path | None = None
+) -> list:
     """Last hidden states of each prompt, float32 ``[len(prompt), hidden_size]``.
 
-    `both_ways` shows a causal model all tokens.
+    `both_ways` shows a causal model all tokens. `int8` is a copy by whose weights, and with whose
+    rounded inputs, the model is to compute.
     """
     from transformers import AutoModel
 
     hf = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if int8 is not None:
+        round_modules(hf, tensors_in(int8))
     states = []
     with torch.no_grad():
         for prompt in prompts:

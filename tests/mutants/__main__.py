@@ -21,8 +21,8 @@ from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
 
 COMMAND = "make mutants"
-SECONDS = {"NPU_PREP_TEST_SECONDS": "900"}
-"""That one test may take: some are whole suites on the emulated card."""
+SUITES = {"NPU_PREP_TEST_SECONDS": "900", "NPU_PREP_TEST_FIRST_FAILURE": "1"}
+"""Some tests are whole suites on the emulated card: seconds of one, and that a failure ends it."""
 SEED = int(os.environ.get("NPU_PREP_TEST_SEED", "20240607"))
 
 
@@ -62,7 +62,7 @@ def narrow(names: list[str], bench: Bench) -> int:
     verdicts = []
     for number, mutant in enumerate(mutants, 1):
         start = time.perf_counter()
-        verdict = bench.try_out(ordered(mutant), LIMIT, **SECONDS)
+        verdict = bench.try_out(ordered(mutant), LIMIT, **SUITES)
         verdicts.append(verdict)
         print(
             f"{number} of {len(mutants)}: {verdict.outcome} ({mutant.name}, {verdict.by}; "
@@ -87,7 +87,7 @@ def resume(part: Slice, bench: Bench) -> int:
 
     def one(name: str) -> None:
         start = time.perf_counter()
-        verdict = bench.try_out(ordered(mutants[name]), LIMIT, **SECONDS)
+        verdict = bench.try_out(ordered(mutants[name]), LIMIT, **SUITES)
         seconds = time.perf_counter() - start
         part.record(name, verdict.outcome, seconds, by=verdict.by, version=versions[name])
 

@@ -39,8 +39,10 @@ def cases_of(request, tmp_path_factory):
     def run(memory: str, profile: str) -> tuple[list[ET.Element], str]:
         files = [file for each in suites for file in each.files if each[1:] == (memory, profile)]
         report = tmp_path_factory.mktemp("on_device") / "report.xml"
+        only_first = ("-x",) if os.environ.get("NPU_PREP_TEST_FIRST_FAILURE") else ()
         result = emulate(
-            *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files),
+            *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
+            *(*only_first, *files),
             options=("--delay", "equal", "--memory", memory, "--profile", profile),
             timeout=1800,
             NPU_PREP_ON_DEVICE="1",

@@ -6,8 +6,11 @@ import re
 
 import pytest
 import torch
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 
-from examples.quantize import quantize_weight
+from examples.quantize import compressed_tensors_config, end_of, quantize_weight
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, engine_config, make_model
 from tests.helpers.quantized import QUANTIZE, change_tensors
@@ -253,6 +256,18 @@ def test_modules_are_left_out_by_name_and_pattern(model, tmp_path):
         check_compressed(tmp_path / "int8", headers, ignored, 2)
     with pytest.raises(PrepError, match=re.escape("model.layers.0.mlp.")):
         check_compressed(tmp_path / "int8", headers, ["re:layers.0.mlp"], 2)
+
+
+def test_modules_outside_of_layers_are_left_out_by_the_end_of_their_names():
+    """vLLM may have them in other modules; the end is one that no int8 module shares."""
+    int8 = {"encoder.layer.0.output.dense", "encoder.layer.0.attention.self.query"}
+    assert end_of("pooler.dense", int8) == r"re:(.*\.)?pooler\.dense$"
+    assert end_of("model.altup_projections.0", int8) == r"re:(.*\.)?altup_projections\.0$"
+    ignored = [end_of("model.language_model.per_layer_model_projection", int8)]
+    config = CompressedTensorsConfig.from_config(compressed_tensors_config(ignored))
+    layer = torch.nn.Linear(2, 2)
+    names = ("model.self_decoder.per_layer_model_projection", "model.layers.0.per_layer_projection")
+    assert [config.get_scheme_dict(layer, name) is None for name in names] == [True, False]
 
 
 GROUPS = {
