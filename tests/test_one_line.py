@@ -137,6 +137,16 @@ def test_ranks_leave_what_they_raise_and_what_they_answer(file):
     assert file.read_text() == "raised"
 
 
+def test_what_a_rank_left_is_read_whole_while_another_leaves_its_own(file):
+    """The file is never seen empty in between: who reads it then finds the text of the first."""
+    one_line.leave("the first rank's")
+    with file.open() as reader:
+        one_line.leave("the second rank's")
+        assert reader.read() == "the first rank's"
+    assert one_line.left() == "the second rank's"
+    assert list(file.parent.glob(f"{file.name}*")) == [file]
+
+
 def test_logs_have_the_text_of_a_refusal_and_the_traceback_of_a_bug():
     class Handler(logging.Handler):
         emit = staticmethod(lambda record: records.append(record))

@@ -255,6 +255,6 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, 
             "Aborting 1 request that did not finish within 3 s.",
         ):
             assert line in log
-        assert "force killing" not in log
+        assert "force killing" not in log, log
     finally:
         server.kill()

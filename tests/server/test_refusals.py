@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_npu_prep.server.one_line import FILE_ENV_VAR, leave, left
-
 VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
@@ -66,16 +64,3 @@ def test_the_last_line_is_found_before_a_warning_of_the_tracker():
         "  warnings.warn('resource_tracker: There appear to be %d '\n"
     )
     assert last_line_of_the_server(text) == "vllm_npu_prep: error: no"
-
-
-def test_what_a_rank_left_is_read_whole_while_another_leaves_its_own(tmp_path, monkeypatch):
-    """The file is never seen empty in between: who reads it then finds the text of the first."""
-    path = tmp_path / "left.refusal"
-    path.touch()
-    monkeypatch.setenv(FILE_ENV_VAR, str(path))
-    leave("the first rank's")
-    with path.open() as reader:
-        leave("the second rank's")
-        assert reader.read() == "the first rank's"
-    assert left() == "the second rank's"
-    assert [each.name for each in tmp_path.iterdir()] == ["left.refusal"]

@@ -1,7 +1,6 @@
 """Stopping an API server: running requests finish, and new ones are refused."""
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -159,8 +158,10 @@ def drain_and_shut_down(
             outputs.propagate_error(stopped_error())
             await _client_of(engine).abort_requests_async([*outputs.request_states])
 
-        with contextlib.suppress(Exception):
+        try:
             asyncio.run_coroutine_threadsafe(cut(), loop).result(CUT_SECONDS)
+        except Exception as error:  # the engine is stopped all the same
+            log(f"The engine could not be told to abort them: {error!r}")
     with log_while_waiting("Waiting for the engine to stop", log):
         shut_down(engine, timeout=END_SECONDS + _seconds_of_workers())
     if loop is not None and not loop.is_closed():
