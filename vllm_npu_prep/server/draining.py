@@ -141,8 +141,11 @@ def drain_and_shut_down(
         Takes lines that tell how far it has come.
     """
     drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
-    if drain is None or drain.is_stopping or _serves_in_this_thread():
-        # Not a server, or its second call, or it ends without a signal.
+    if drain is not None and drain.is_stopping:
+        # The server's second call, at its end, may overtake the one that waited for requests
+        shut_down(engine, timeout=END_SECONDS + _seconds_of_workers())
+        return
+    if drain is None or _serves_in_this_thread():  # not a server, or it ends without a signal
         shut_down(engine, timeout=timeout)
         return
     if not _owns_engine(engine):
