@@ -2403,6 +2403,27 @@ MUTANTS = [
         SERVERS,
     ),
     Mutant(
+        "an engine that ended in time is told as killed",
+        "server/processes.py",
+        "return self._process.is_alive() and pid is not None and psutil.pid_exists(pid)",
+        "return self._process.is_alive()",
+        SERVERS,
+    ),
+    Mutant(
+        "a second call to stop gives the engine three seconds",
+        "server/draining.py",
+        "    if drain is not None and drain.is_stopping:\n",
+        "    if False:\n",
+        ("tests/test_progress.py",),
+    ),
+    Mutant(
+        "a rank's refusal is read while another one writes",
+        "server/one_line.py",
+        'mine = Path(f"{path}.{os.getpid()}")',
+        "mine = Path(path)",
+        ("tests/test_one_line.py",),
+    ),
+    Mutant(
         "an engine dies of SIGUSR1",
         "observe/record_signal.py",
         "signal.signal(signal.SIGUSR1, pass_on)",

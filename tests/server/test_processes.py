@@ -1,15 +1,22 @@
 """A process whose parent is killed ends; one that was started by somebody else is left alone."""
 
 import importlib.util
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+from vllm.v1 import utils as upstream_utils
+from vllm.v1.engine import utils
+from vllm.v1.utils import shutdown as upstream_shutdown
 
+from vllm_npu_prep.compat.processes import let_engines_end_by_themselves
 from vllm_npu_prep.server.processes import STARTED_BY_VLLM
 
 SCRIPT = """
@@ -140,3 +147,18 @@ def test_processes_have_the_names_that_vllm_gives_them():
         assert len(expressions) == text.count(".Process(\n") == 1, file
         for name in re.findall(r'"(.+?)"', expressions[0]):
             assert STARTED_BY_VLLM.fullmatch(re.sub(r"{.*?}", "1", name)), (file, name)
+
+
+def test_an_engine_that_ended_in_time_is_not_killed(monkeypatch):
+    """Its end was told to whoever asked first, and `multiprocessing` has not heard of it."""
+    monkeypatch.setattr(utils, "shutdown", upstream_shutdown)
+    let_engines_end_by_themselves()
+    said = []
+    monkeypatch.setattr(upstream_utils, "logger", Mock(warning=lambda *words: said.append(words)))
+    monkeypatch.setattr(upstream_utils, "kill_process_tree", said.append)
+    engine = multiprocessing.get_context("fork").Process(target=signal.pause)
+    engine.start()
+    monkeypatch.setattr(engine, "join", lambda timeout: os.waitpid(engine.pid, 0))
+    utils.shutdown([engine], timeout=30)
+    assert engine.is_alive()  # what multiprocessing says
+    assert said == []

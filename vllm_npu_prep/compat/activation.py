@@ -106,6 +106,7 @@ def prepare_process() -> bool:
         schedulers.get_our_schedulers_quietly()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
+        processes.let_engines_end_by_themselves()
         answers.keep_answers_with_their_calls()
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
             server.let_servers_drain_and_stop_quietly()

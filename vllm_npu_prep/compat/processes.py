@@ -10,6 +10,7 @@ from typing import Any
 from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.one_line import OneLineErrors
+from vllm_npu_prep.server.processes import Child
 
 
 def report_errors_in_one_line() -> None:
@@ -36,6 +37,25 @@ def tell_of_waits_for_engines() -> None:
             return upstream(*args, **kwargs)
 
     utils.wait_for_engine_startup = wait_for_engine_startup
+
+
+def let_engines_end_by_themselves() -> None:
+    """Engines that have ended in time are not killed, nor is it logged.
+
+    A thread of vLLM's client waits for them beside the one that stops them.
+    """
+    from vllm.v1.engine import utils
+
+    upstream = utils.shutdown
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def shutdown(procs: list[Any], timeout: float | None = None) -> None:
+        children: list[Any] = [Child(each) for each in procs]
+        upstream(children, timeout)
+
+    utils.shutdown = shutdown
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:

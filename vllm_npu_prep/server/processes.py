@@ -1,4 +1,4 @@
-"""Ends an engine's processes when their parent is gone, and lets them survive SIGUSR1.
+"""Processes end when their parent is gone, survive SIGUSR1, and are known to have ended.
 
 A process that is killed by SIGKILL can't tell its children. They would run for ever, and keep their
 memory and the card.
@@ -13,6 +13,10 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
 
 from vllm_npu_prep.observe.record_signal import survive_signals
 
@@ -74,3 +78,27 @@ def _watch(parent: int) -> None:
     time.sleep(END_SECONDS)
     logger.warning("%s did not stop within %.0f s: it exits now.", name, END_SECONDS)
     os._exit(1)
+
+
+class Child:
+    """A process of an engine, for who stops it while another thread waits for its end, too.
+
+    Both threads ask the system how it ended, and one of them is told. Until that one has noted it,
+    `multiprocessing` tells the other that the process still runs; vLLM then logs that it kills it.
+
+    Parameters
+    ----------
+    process
+        Started by this process.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    def is_alive(self) -> bool:
+        """Whether it runs, whoever was told of its end."""
+        pid = self._process.pid
+        return self._process.is_alive() and pid is not None and psutil.pid_exists(pid)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
