@@ -5,6 +5,9 @@ from collections import Counter
 import pytest
 import torch
 from vllm import PoolingParams
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
 
 from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
@@ -12,6 +15,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, tensors_in
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_states
+from vllm_npu_prep.errors import PrepError
 
 LENGTHS = [3, 1, 150, 40, 90, 17, 2, 64, 65, 33]
 POOLING = {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 160}
@@ -153,6 +157,33 @@ def test_embeddings_of_an_encoder_with_int8_weights(bert, tmp_path, seed, runner
         got = pooled(llm, prompts, "embed")
     rounded = hidden_states(bert, prompts, int8=tmp_path / "int8")
     check_close(got, [normalized(rows[0]) for rows in rounded])
+
+
+def test_an_int8_copy_without_the_head_of_a_reward_model_is_refused(folder, tmp_path, monkeypatch):
+    """vLLM gives the head no name, so that nothing can leave it out of int8."""
+    from safetensors.torch import load_file, save_file
+
+    def what_memory_may_hold(self, layer, *args, **extra):
+        upstream(self, layer, *args, **extra)
+        layer.weight_scale.data.fill_(0.5)
+
+    upstream = CompressedTensorsLinearMethod.create_weights
+    monkeypatch.setattr(CompressedTensorsLinearMethod, "create_weights", what_memory_may_hold)
+    model = folder("Qwen2")
+    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
+    head = {f"score.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    path = model / "model.safetensors"
+    save_file(load_file(path) | head, path, {"format": "pt"})
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    config = {
+        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
+        "pooler_config": {"step_tag_id": 7},
+    }
+    with (
+        pytest.raises(PrepError, match="is to be int8, but no file gives it a weight_scale"),
+        engine_of("V1", tmp_path / "int8", **WHOLE_PROMPTS, **config),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -1,6 +1,7 @@
 """Int8 models through vLLM's engine: tokens are those of transformers with rounded inputs."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -286,6 +287,24 @@ def test_float_drafters_draft_for_an_int8_model(qwen3, int8, tmp_path, seed, met
     assert got == greedy_tokens(rounded, prompts, 12)
     print(dict(verified))
     assert verified["accepted"] + verified["rejected"] > 0
+
+
+def test_scales_kept_as_bits_are_those_kept_as_numbers(qwen3, int8, tmp_path, seed):
+    """As ModelSlim writes them for float16 models: the bits of float32, in int64."""
+    folder = shutil.copytree(int8["ModelSlim, static"], tmp_path / "int8")
+
+    def pack(tensors):
+        names = [name for name in tensors if name.endswith(".deq_scale")]
+        assert names
+        for name in names:
+            assert tensors[name].dtype == torch.float32
+            tensors[name] = tensors[name].view(torch.int32).to(torch.int64)
+
+    change_tensors(folder, pack)
+    prompts = prompts_of(seed, [3, 40, 17])
+    with engine(folder) as llm:
+        got = generate(llm, prompts, greedy(12))
+    assert got == greedy_tokens(rounded_model(qwen3, folder), prompts, 12)
 
 
 def test_the_description_is_found_without_a_flag(int8):

@@ -140,7 +140,11 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
     # at. Only its own are looked at now: it neither freezes them nor thaws the others.
     gc.freeze()
     with mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
-        llm = LLM(str(model), **{**defaults, **settings})
+        try:
+            llm = LLM(str(model), **{**defaults, **settings})
+        except BaseException:
+            cleanup_dist_env_and_memory()  # the next engine would take the groups for its own
+            raise
         cell = note(llm.llm_engine.vllm_config)
         try:
             yield llm

@@ -190,11 +190,18 @@ MUTANTS = [
         INT8_RANKS,
     ),
     Mutant(
+        "int8: what memory held passes for scales that no file has",
+        "quantization/compressed.py",
+        "scale.data.zero_()",
+        "pass",
+        ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_of_a_reward_model_is_refused",),
+    ),
+    Mutant(
         "int8: scales kept as bits are read as numbers",
         "quantization/modelslim.py",
         "scale.to(torch.int32).view(torch.float32)",
         "scale.float()",
-        INT8_ON_NPU,
+        ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",),
     ),
     Mutant(
         "int8: decodes absorb weights with one scale for all channels",

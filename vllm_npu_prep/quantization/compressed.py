@@ -110,12 +110,14 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
 class CheckedLinearMethod(CompressedTensorsLinearMethod):
     """vLLM's, which holds the model's modules against the files before weights are loaded."""
 
-    def create_weights(self, *args: Any, **extra: Any) -> None:
-        """As vLLM's."""
+    def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
+        """As vLLM's, with scales that are 0 until a file gives them."""
         config: Any = self.quantization_config
-        super().create_weights(
-            *args, **{**extra, "weight_loader": config.before_loading(extra["weight_loader"])}
-        )
+        loader = config.before_loading(extra["weight_loader"])
+        super().create_weights(layer, *args, **{**extra, "weight_loader": loader})
+        for name in ("weight_scale", "input_scale"):
+            if (scale := getattr(layer, name, None)) is not None:
+                scale.data.zero_()  # vLLM leaves what memory held, which may pass for scales
 
 
 class Int8LinearKernel(Int8ScaledMMLinearKernel):

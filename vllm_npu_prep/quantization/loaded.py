@@ -10,7 +10,15 @@ from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear, int8_
 
 
 def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
-    """Raise unless all scales are positive and finite: others would turn rows into NaN."""
+    """Raise unless all scales are positive and finite: others would turn rows into NaN.
+
+    A layer's scales are 0 until a file gives it some.
+    """
+    if not bool(scales.any()):
+        raise PrepError(
+            f"{name_of(layer)} is to be int8, but no file gives it a {name}: vLLM has another name "
+            "for it than the checkpoint, or none; quantise it, or leave the model in 16 bits"
+        )
     if not bool((torch.isfinite(scales) & (scales > 0)).all()):
         raise PrepError(
             f"{name_of(layer)}: {name} holds values that are not positive and finite; the "
