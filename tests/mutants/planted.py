@@ -194,7 +194,9 @@ MUTANTS = [
         "quantization/compressed.py",
         "scale.data.zero_()",
         "pass",
-        ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_of_a_reward_model_is_refused",),
+        (
+            "tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_of_a_reward_model_is_refused",
+        ),
     ),
     Mutant(
         "int8: scales kept as bits are read as numbers",
