@@ -854,7 +854,7 @@ MUTANTS = [
         "device/npu.py",
         "current_stream=torch_npu.npu.current_stream",
         "current_stream=torch_npu.npu.Stream",
-        FIA,
+        FIA_PIECES,
     ),
     Mutant(
         "npu: asynchronous output recorded on no event",
@@ -1277,9 +1277,9 @@ MUTANTS = [
         FIA_FULL,
     ),
     Mutant(
-        "npu: events that stay set",
+        "npu: replays that don't wait for their lengths",
         "graph/npu.py",
-        "            event.reset(stream)\n",
+        "            event.wait(stream)\n",
         "",
         FIA_FULL,
     ),
@@ -1999,8 +1999,8 @@ MUTANTS = [
     Mutant(
         "npu: windows of encoders reach back only",
         "attention/kernels/fia.py",
-        "0 if metadata.causal else window - 1",
-        "0",
+        '"next_tockens": reach}',
+        '"next_tockens": 0}',
         WINDOWS_ON_NPU,
     ),
     Mutant(

@@ -52,7 +52,7 @@ class AttentionTasks:
         if not self._left:  # the first layer of a segment waits for all of the segment
             event = torch_npu.npu.ExternalEvent()
             event.wait(stream)
-            event.reset(stream)
+            event.reset(stream)  # asked for by the documentation; some releases do it in wait()
             self._event, self._left = event, self._segment
             self._segment *= 2
         call = call.over(weak_reference, self.workspaces.take(call, metadata))

@@ -186,13 +186,11 @@ class FiaKernels:
 def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
     """How the kernel applies the constant mask to queries and keys.
 
-    Limits of a band are inclusive: with a window of W, a token sees W - 1 tokens before itself, and
-    without causality also W - 1 after itself.
+    Limits of a band are inclusive: with a window of W, a token sees W - 1 tokens before itself.
     """
     window = metadata.sliding_window
     if window is not None:
-        ahead = 0 if metadata.causal else window - 1
-        return {"sparse_mode": BAND_MODE, "pre_tokens": window - 1, "next_tokens": ahead}
+        return {"sparse_mode": BAND_MODE, "pre_tokens": window - 1, "next_tokens": 0}
     return {"sparse_mode": NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE}
 
 
