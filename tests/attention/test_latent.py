@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import EXAMPLES
-from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
+from vllm_npu_prep.attention.kernels import latent_reference
+from vllm_npu_prep.attention.kernels.latent import Projected, make_latent_kernels
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.attention.mla import attend_prefills, split_common
 from vllm_npu_prep.prep.latent import LatentSplit
@@ -44,6 +45,26 @@ def test_the_forms_of_an_engine_equal_their_formulas(seed):
     assert len(forms) == 3
     for what, form in forms.items():
         assert not run(form, seed).verdict.is_bad, what
+
+
+def test_scores_of_a_prompt_are_bounded_however_long_it_is(monkeypatch, seed):
+    """So many queries at a time as have few pairs with its rows; a query at least."""
+    torch.manual_seed(seed)
+    widths = SHAPE.qk_nope_head_dim, SHAPE.qk_rope_head_dim, SHAPE.v_head_dim
+    nope, rope, value = (torch.rand(37, 3, width) for width in widths)
+    given = Projected(nope[:23], rope[:23], nope, rope[:, :1], value)
+    whole = latent_reference._attend(given, [7, 23], [9, 37], SHAPE)
+    monkeypatch.setattr(latent_reference, "TILE_PAIRS", 60)
+    tiles = []
+
+    def all_are_seen(request: int, first: int, last: int) -> torch.Tensor:
+        tiles.append((last - first) * (9, 28)[request])
+        return torch.ones(1, last - first, (9, 28)[request], dtype=torch.bool)
+
+    cut = latent_reference._attend(given, [7, 23], [9, 37], SHAPE, all_are_seen)
+    assert max(tiles) <= 60 and len(tiles) == 2 + 8, "six queries of the first, two of the second"
+    torch.testing.assert_close(cut.output, whole.output)
+    torch.testing.assert_close(cut.lse, whole.lse)
 
 
 @st.composite

@@ -10,6 +10,7 @@ ON_FIA = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_fam
 ON_ATB = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family[atb-eager]"
 STEPS_ON_NPU = "tests/npu/test_suites_on_device.py::test_on_the_device[steps]"
 HYBRIDS_ON_NPU = "tests/npu/test_layer_suites_on_device.py::test_on_the_device[hybrids]"
+MORE_HYBRIDS_ON_NPU = "tests/npu/test_layer_suites_on_device.py::test_on_the_device[more hybrids]"
 FOLDER_TESTS = {
     "prep": ("tests/prep", "tests/attention", EXPLAIN, "tests/runner"),
     "attention": ("tests/attention", "tests/runner"),
@@ -52,11 +53,12 @@ BY_NAME: dict[str, tuple[str, ...]] = {
     "attention/kv_transfer.py": ("tests/engine/test_kv_transfer.py",),
     "attention/latent_releases.py": ("tests/attention/test_fused_limits.py",),
     "attention/metadata.py": ("tests/engine/test_graphs.py",),
+    "attention/offloading.py": ("tests/engine/test_offloading.py",),
     "attention/state_pages.py": ("tests/attention/test_state_pages.py",),
     "attention/states.py": ("tests/attention/test_state_groups.py", "tests/engine/test_hybrids.py"),
     "attention/kernels/atb.py": (ON_ATB,),
     "attention/kernels/fia.py": ("tests/attention/test_fused_limits.py", ON_FIA),
-    "attention/kernels/fused_delta.py": (HYBRIDS_ON_NPU,),
+    "attention/kernels/fused_delta.py": (HYBRIDS_ON_NPU, MORE_HYBRIDS_ON_NPU),
     "attention/kernels/gated_delta.py": ("tests/attention/test_gated_delta.py",),
     "attention/kernels/latent.py": ("tests/attention/test_latent.py", STEPS_ON_NPU),
     "attention/kernels/latent_fia.py": (STEPS_ON_NPU,),

@@ -38,7 +38,9 @@ def shards(draw) -> tuple[RandomBatch, int, int]:
     return batch, draw(st.integers(2, 4)), draw(st.sampled_from(sizes))
 
 
-def shared_step(batch: RandomBatch, dcp: ContextShards, num_padding_reqs: int = 0) -> PreparedStep:
+def shared_step(
+    batch: RandomBatch, dcp: ContextShards, num_padding_reqs: int = 0, num_padding_tokens: int = 0
+) -> PreparedStep:
     """The batch of one rank; a request's first blocks stand for all of its tokens."""
     requests = [only_needed(request, batch.block_size, dcp) for request in batch.requests]
     step = step_batch(requests, batch.block_size, batch.max_model_len, batch.chunked_prefill)
@@ -49,8 +51,11 @@ def shared_step(batch: RandomBatch, dcp: ContextShards, num_padding_reqs: int = 
         step.tables, dcp=dcp, num_blocks=owned, num_synced_blocks=owned.copy()
     )
     padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
-    padded = padding.num_reqs_padded + num_padding_reqs
-    padding = dataclasses.replace(padding, num_reqs_padded=padded)
+    padding = dataclasses.replace(
+        padding,
+        num_reqs_padded=padding.num_reqs_padded + num_padding_reqs,
+        num_input_tokens=padding.num_input_tokens + num_padding_tokens,
+    )
     sizes = padding.num_input_tokens, padding.num_reqs_padded, 1, 4
     return prepare_step(step, padding, step_layout(*sizes, dcp=dcp))
 
@@ -152,6 +157,15 @@ def test_either_length_of_a_padding_request_is_caught(array):
     getattr(step.arrays, array)[1] = 3
     fault = find_fault(step, LIMITS)
     assert fault is not None and fault.rule == Rule.SHARDED_LENS
+
+
+def test_a_slot_of_a_padding_token_is_caught():
+    request = OracleRequest(3, 6, 9, list(range(9)), [5, 7])
+    batch = RandomBatch([request], 4, 32, None, None, True)
+    step = shared_step(batch, ContextShards(2, 0, 2), num_padding_tokens=2)
+    assert find_fault(step, LIMITS) is None
+    step.arrays.slot_mapping[0, 7] = 22
+    assert find_fault(step, LIMITS) == (Rule.PADDING_TOKENS, -1, 7, 0)
 
 
 def test_other_engines_carry_nothing():
