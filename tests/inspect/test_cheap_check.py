@@ -214,7 +214,7 @@ FAULTS = {
     ),
     "padding that writes": (
         changed("slot_mapping", (2, 13), 4),
-        ["padding", "token 13, KV-cache group 2", "given 4, allowed -1"],
+        ["padding", "slot: token 13, KV-cache group 2", "given 4, allowed -1"],
     ),
     "padding with a length": (
         changed("seq_lens", 3, 2),

@@ -81,21 +81,17 @@ def test_a_layer_of_drafts_stays_within_its_budget(tmp_path, family, runner_name
 
 
 def test_a_graph_for_more_drafts_than_states_is_replayed(tmp_path):
-    """The operator takes as many tokens as there are states: a graph has several of its calls."""
+    """The operator takes as many tokens as there are states: a graph has several of its calls.
+
+    Requests that run have states of their own, so later calls are of padding alone.
+    """
     model, _ = make_mtp_model(tmp_path, "Qwen3_5", **ON_NPUS, head_dim=256)
-    prompts = prompts_of(5, [9, 7])
-    tokens = {}
-    for mode in ("eager", "FULL_DECODE_ONLY"):
-        forget_layers()
-        how = settings("bfloat16", check="full") | DRAFTS
-        how |= {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 14}
-        how |= graphs(mode, 16) if mode != "eager" else {}
-        with engine(model, **how) as llm:
-            tokens[mode] = generate(llm, prompts, greedy(20))
-            kinds = Counter(runner_of(llm).padding.counts.by_kind)
-        print(mode, dict(kinds))
-    assert kinds["full graph"] > 3
-    assert tokens["eager"] == tokens["FULL_DECODE_ONLY"]
+    forget_layers()
+    how = settings("bfloat16", check="full") | graphs("FULL_DECODE_ONLY", 16) | DRAFTS
+    how |= {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 14}
+    with engine(model, **how) as llm:
+        generate(llm, prompts_of(5, [9, 7]), greedy(20))
+        assert runner_of(llm).padding.counts.by_kind["full graph"] > 3
 
 
 def test_drafts_that_end_a_block_leave_its_state_there(tmp_path):
