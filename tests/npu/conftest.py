@@ -40,9 +40,10 @@ def cases_of(request, tmp_path_factory):
         files = [file for each in suites for file in each.files if each[1:] == (memory, profile)]
         report = tmp_path_factory.mktemp("on_device") / "report.xml"
         only_first = ("-x",) if os.environ.get("NPU_PREP_TEST_FIRST_FAILURE") else ()
+        brief = ("--brief",) if request.config.getoption("--brief") else ()
         result = emulate(
             *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
-            *(*only_first, *files),
+            *(*only_first, *brief, *files),
             options=("--delay", "equal", "--memory", memory, "--profile", profile),
             timeout=1800,
             NPU_PREP_ON_DEVICE="1",
