@@ -108,9 +108,14 @@ SUBJECTS: dict[str, Subject] = {
         "Gemma3n", {**SHARED_LAYERS, "head_dim": HEAD_SIZE, "pad_token_id": None}
     ),
     "Glm4ForCausalLM": Subject("Glm4", {**WIDE, "partial_rotary_factor": 0.5}),
-    "Glm4MoeForCausalLM": Subject("Glm4Moe", {**WIDE, "use_qk_norm": True}, (EXPERT,), mtp=True),
+    # Three layers, the first without experts: of two stages vLLM asks that each has some
+    "Glm4MoeForCausalLM": Subject(
+        "Glm4Moe", {**WIDE, "use_qk_norm": True, "num_hidden_layers": 3}, (EXPERT,), mtp=True
+    ),
     "Glm4MoeLiteForCausalLM": Subject(
-        "Glm4MoeLite", {**CALM, **LATENT_ON_NPUS, **GLM_FLASH_ON_NPUS}, (LATENT, EXPERT)
+        "Glm4MoeLite",
+        {**CALM, **LATENT_ON_NPUS, **GLM_FLASH_ON_NPUS, "num_hidden_layers": 3},
+        (LATENT, EXPERT),
     ),
     "Llama4ForCausalLM": Subject(
         "Llama4",
