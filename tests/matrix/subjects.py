@@ -114,7 +114,13 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "Glm4MoeLiteForCausalLM": Subject(
         "Glm4MoeLite",
-        {**CALM, **LATENT_ON_NPUS, **GLM_FLASH_ON_NPUS, "num_hidden_layers": 3},
+        {
+            **CALM,
+            **LATENT_ON_NPUS,
+            **GLM_FLASH_ON_NPUS,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
         (LATENT, EXPERT),
     ),
     "Llama4ForCausalLM": Subject(
