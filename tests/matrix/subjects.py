@@ -75,6 +75,8 @@ class Subject:
 CALM: dict[str, Any] = {"spread": 0.1, "embedding_scale": 20}
 """Random weights as they are leave 16 bits more often in doubt."""
 WIDE = {**CALM, "head_dim": HEAD_SIZE}
+FOR_TWO_STAGES = {"num_hidden_layers": 3}
+"""The first layer has no experts, and vLLM asks that each stage has some."""
 ENCODER = {"num_key_value_heads": 4, "spread": 0.15}
 SUBJECTS: dict[str, Subject] = {
     "BertForSequenceClassification": Subject(
@@ -108,9 +110,8 @@ SUBJECTS: dict[str, Subject] = {
         "Gemma3n", {**SHARED_LAYERS, "head_dim": HEAD_SIZE, "pad_token_id": None}
     ),
     "Glm4ForCausalLM": Subject("Glm4", {**WIDE, "partial_rotary_factor": 0.5}),
-    # Three layers, the first without experts: of two stages vLLM asks that each has some
     "Glm4MoeForCausalLM": Subject(
-        "Glm4Moe", {**WIDE, "use_qk_norm": True, "num_hidden_layers": 3}, (EXPERT,), mtp=True
+        "Glm4Moe", {**WIDE, "use_qk_norm": True, **FOR_TWO_STAGES}, (EXPERT,), mtp=True
     ),
     "Glm4MoeLiteForCausalLM": Subject(
         "Glm4MoeLite",
@@ -118,7 +119,7 @@ SUBJECTS: dict[str, Subject] = {
             **CALM,
             **LATENT_ON_NPUS,
             **GLM_FLASH_ON_NPUS,
-            "num_hidden_layers": 3,
+            **FOR_TWO_STAGES,
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
         (LATENT, EXPERT),
@@ -153,7 +154,9 @@ SUBJECTS: dict[str, Subject] = {
     "Qwen2MoeForCausalLM": Subject("Qwen2Moe", {**CALM, **MIXTURES["Qwen2Moe"]}, (EXPERT,)),
     "Qwen2_5_VLForConditionalGeneration": Subject("qwen2_5_vl", {}, (SEES,)),
     "Qwen3ForCausalLM": Subject("Qwen3", CALM),
-    "Qwen3MoeForCausalLM": Subject("Qwen3Moe", {**CALM, **MIXTURES["Qwen3Moe"]}, (EXPERT,)),
+    "Qwen3MoeForCausalLM": Subject(
+        "Qwen3Moe", {**CALM, **MIXTURES["Qwen3Moe"], **FOR_TWO_STAGES}, (EXPERT,)
+    ),
     "Qwen3NextForCausalLM": Subject(
         "Qwen3Next", {**ON_NPUS, **EXPERTS, "head_dim": 256}, (HYBRID, EXPERT), mtp=True
     ),
