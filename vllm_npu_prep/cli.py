@@ -262,6 +262,8 @@ def _explain(args: argparse.Namespace) -> int:
         return _explain_run(args.file, args.html, args.step_pages)
     if args.step_pages is not None:
         raise PrepError("--step-pages goes with --html and a folder of records, without --step")
+    if args.json and not args.diff and (args.request or args.tokens):
+        raise PrepError("--json prints the whole step: leave out --request and --tokens")
     view, expected = _view_of(args.file, args.step), _expected_of(args.file)
     if args.diff:
         if args.html or args.png or args.request or args.tokens:

@@ -138,6 +138,9 @@ def test_a_step_is_chosen_by_its_number(tmp_path, capsys):
         (tmp_path, ["--step", "9"], "holds steps 7 to 8"),
         (first, ["--step", "8"], "is the record of another step"),
         (scenario, ["--step", "8"], "is a scenario, which has one step"),
+        (scenario, ["--json", "--request", "a"], "--json prints the whole step: leave out"),
+        (first, ["--json", "--tokens", "0:1"], "--json prints the whole step: leave out"),
+        (tmp_path / "none.npz", [], "none.npz: No such file or directory"),
     ]:
         assert main(["explain", str(path), *flags]) == 2
         error = capsys.readouterr().err

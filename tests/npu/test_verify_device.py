@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.emulator import emulate, why_no_emulator
 from tests.npu.only_some import LEFT_OUT
+from vllm_npu_prep.cli import main
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -67,6 +68,12 @@ def test_rows_of_several_ranks_compare_collectives(names):
     if names == ("hccl",):
         assert len(rows) == 12 and len(left_out) == 2
         assert "GB/s, latency" in rows["hccl-pairs-4"]["got"]
+
+
+def test_a_page_that_has_no_folder_is_refused_before_any_row_runs(tmp_path, capsys):
+    assert main(["verify-device", "--markdown", str(tmp_path / "none" / "page.md")]) == 2
+    told = capsys.readouterr()
+    assert "there is no folder" in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def test_without_an_npu_there_is_one_line_and_exit_code_2(tmp_path):

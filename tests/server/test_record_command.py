@@ -121,6 +121,39 @@ def test_a_server_that_hangs_is_given_up(alone, capsys):
     assert "Connection refused" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "1e300", "soon"])
+def test_a_time_that_is_none_is_refused(alone, capsys, seconds):
+    with pytest.raises(SystemExit) as ended:
+        main(["record", f"--timeout={seconds}"])
+    assert ended.value.code == 2
+    assert f"'{seconds}' is no number of seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [(b"steps\n", 1, "no JSON object"), (b"[1]\n", 1, "no JSON object"), (b"{}\n", 2, "ranks")],
+)
+def test_an_answer_of_another_kind_is_one_line(alone, capsys, answer, code, said):
+    address = Address(os.getpid(), 1)  # no process has this pair
+    alone.append(address)
+
+    def serve(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.makefile("rb").readline()
+            connection.sendall(answer)
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address.name)
+        server.listen()
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        assert main(["record"]) == code
+        thread.join()
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
 def test_no_server_or_several_are_one_line(alone, capsys):
     assert main(["record"]) == 2
     assert "no server with this plugin runs on this host" in capsys.readouterr().err

@@ -66,6 +66,8 @@ def record_files(path: Path, step: int | None = None) -> list[Path]:
         if step is None or path.stem == name:
             return [path]
         raise PrepError(f"--step {step}: {path} is the record of another step")
+    if not path.exists():
+        raise PrepError(f"{path}: No such file or directory")
     files = sorted(path.glob(f"{name}{RECORD_SUFFIX}"))
     files = files or sorted(path.glob(f"*/{name}{RECORD_SUFFIX}"))
     if not files and step is not None:

@@ -92,7 +92,7 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
     Raises
     ------
     PrepError
-        If it gives no answer.
+        If it gives no answer, or none that is a JSON object.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
@@ -115,4 +115,13 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
             f"the server (pid {address.root}) gave no answer: it is stopping, or belongs to "
             "another user"
         )
-    return json.loads(answer)
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise PrepError(
+            f"the server (pid {address.root}) gave an answer that is no JSON object: "
+            f"{answer[:80]!r}"
+        )
+    return found

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.record_client import Address, addresses, ask, server_of
+from vllm_npu_prep.wording import seconds
 
 DESCRIBE_SECONDS = 10
 REASON = "vllm-npu-prep record"
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long to wait for the engine (default 60)",
@@ -48,7 +49,9 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     if "error" in answer:
         raise PrepError(f"the server (pid {server.root}): {answer['error']}")
-    ranks = answer["ranks"]
+    ranks = answer.get("ranks")
+    if ranks is None:
+        raise PrepError(f"the server (pid {server.root}) gave an answer without ranks: {answer}")
     if args.json:
         print(json.dumps({"pid": server.root, "ranks": ranks}))
     else:

@@ -10,7 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import log_while_waiting
+from vllm_npu_prep.wording import seconds
 
 WIDTH = 180
 """Characters of a line of the table in a file or a pipe."""
@@ -34,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--no-engine", action="store_true", help="leave the tiny engine out")
     parser.add_argument(
         "--row-seconds",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="time limit of each row (default: 120, engines 900)",
     )
@@ -56,6 +58,8 @@ def verify_device(args: argparse.Namespace) -> int:
         versions_of,
     )
 
+    if args.markdown and not args.markdown.absolute().parent.is_dir():  # rows take minutes
+        raise PrepError(f"--markdown {args.markdown}: there is no folder {args.markdown.parent}")
     done: list[Result] = []
 
     def log(line: str) -> None:
@@ -76,8 +80,6 @@ def verify_device(args: argparse.Namespace) -> int:
         runner = Runner(Path(folder), log=done.append, row_seconds=args.row_seconds)
         found = runner.run(selection)
     versions = versions_of(found)
-    if args.markdown:
-        write_whole(args.markdown, report_markdown(found, versions).encode())
     if args.json:
         print(json.dumps(report_json(found, versions)))
     else:
@@ -87,15 +89,6 @@ def verify_device(args: argparse.Namespace) -> int:
         if not console.is_terminal:
             console.width = WIDTH
         report_text(found, versions, console)
+    if args.markdown:  # last: what can't be written here was printed
+        write_whole(args.markdown, report_markdown(found, versions).encode())
     return int(any(result.is_bad for result in found.results))
-
-
-def _seconds(text: str) -> float:
-    """A number of seconds above 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds

@@ -61,7 +61,9 @@ def _value_finding(host: Host, name: str) -> Finding:
         return failure(name, found, "add npu_prep, or unset it: vLLM loads the listed ones only")
     if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() in ("1", "true"):
         return warning(
-            name, found, "unset it, unless you try V2: it runs decoder-only models eagerly"
+            name,
+            found,
+            "unset it for V1, the default; docs/guides/model-runner-v2.md says what V2 lacks",
         )
     if name == "VLLM_TARGET_DEVICE" and value != "empty":
         return warning(name, found, "set it to the word empty to build vLLM, and unset it to serve")
