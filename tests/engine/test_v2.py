@@ -1,14 +1,17 @@
 """vLLM's Model Runner V2 with this plugin: V1's tokens, from the same traffic."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import logits_of, reference
-from tests.helpers.v2 import engine_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
@@ -205,6 +208,64 @@ def test_v2_forbids_words(model, prompts):
 
     v1, v2 = of_runners(model, use, **CHECKED)
     assert v1 == v2
+
+
+class Watching(LogitsProcessor):
+    """A processor of a user's, which notes what it may read of requests."""
+
+    seen: ClassVar[list[tuple]] = []
+    writes = 0
+
+    def __init__(self, vllm_config, req_states):
+        self.states = req_states
+
+    def add_request(self, req_idx, sampling_params):
+        return True
+
+    def apply_staged_writes(self):
+        type(self).writes += 1
+
+    def apply(self, logits, context):
+        for slot, length in zip(context.expanded_idx_mapping.tolist(), context.pos.tolist()):
+            kept = int(self.states.total_len.gpu[slot])
+            tokens = self.states.all_token_ids.gpu[slot, :kept].tolist()
+            self.seen.append((slot, length + 1, tokens))
+        return logits
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_a_users_logits_processor_reads_the_tokens_of_each_request(model, async_scheduling):
+    own = {"logits_processors": [Watching], "async_scheduling": async_scheduling}
+    with engine_of("V2", model, max_num_seqs=1, **own) as llm:
+        for prompt in ([3, 4, 5, 6], [7, 8]):  # the second one takes the first one's slot
+            Watching.seen.clear()
+            Watching.writes = 0
+            (answer,) = generate(llm, [prompt], greedy(4))
+            tokens = prompt + answer
+            kept = {length: seen for _, length, seen in Watching.seen if seen}
+            assert Watching.writes >= 4, "once in each step"
+            for length in range(len(prompt), len(tokens)):
+                assert kept[length] == tokens[:length]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_logits_that_are_no_numbers_end_the_step_when_asked_to(
+    model, monkeypatch, runner_name, async_scheduling
+):
+    monkeypatch.setenv("VLLM_RAISE_ON_LOGIT_NANS", "1")
+    with engine_of(runner_name, model, async_scheduling=async_scheduling) as llm:
+        of_llm = runner_of(llm).get_model()
+        compute = of_llm.compute_logits
+
+        def spoilt(hidden_states, *args, **kwargs):
+            logits = compute(hidden_states, *args, **kwargs)
+            logits[0, 3] = torch.nan
+            return logits
+
+        monkeypatch.setattr(of_llm, "compute_logits", spoilt)
+        with pytest.raises(RuntimeError, match="NaNs detected in logits"):
+            generate(llm, [[3, 4, 5, 6]], greedy(3))
 
 
 def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):

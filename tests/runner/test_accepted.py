@@ -23,14 +23,20 @@ class Batch:
         )
 
     def step(
-        self, *rows: tuple[str, int, int], known: str = "abcdef", begun: str = ""
+        self,
+        *rows: tuple[str, int, int],
+        known: str = "abcdef",
+        begun: str = "",
+        arrived: str = "",
     ) -> list[int]:
         """Counts before a step of requests, their computed tokens and their scheduled ones."""
         ids = [req_id for req_id, _, _ in rows]
         computed = np.array([each for _, each, _ in rows], np.int32)
         self.tables.num_computed_tokens[self.slots[: len(rows)]] = computed
         scheduled = np.array([each for _, _, each in rows], np.int32)
-        counts = self.accepted.count(self.tables, ids, set(known), scheduled, set(begun))
+        counts = self.accepted.count(
+            self.tables, ids, set(known), scheduled, set(begun), set(arrived)
+        )
         assert counts.dtype == np.int32
         return counts.tolist()
 
@@ -65,6 +71,20 @@ def test_a_request_that_was_left_out_of_steps_is_known_by_its_id(steps):
         assert batch.step(("b", 13 + 3 * step, 4)) == [3]
     last = 13 + 3 * steps
     assert batch.step(("b", last, 4), ("a", 12, 4)) == [3, 2]
+
+
+def test_the_next_part_of_a_session_counts_from_a_step_that_was_kept():
+    """A step in flight when its answer stopped was dropped, and with it where it began."""
+    batch = Batch()
+    assert batch.step(("a", 10, 4), ("b", 10, 4)) == [1, 1]
+    assert batch.step(("b", 12, 4), ("a", 12, 9), arrived="a") == [2, 2], "no step was dropped"
+    batch = Batch()
+    batch.step(("a", 10, 4), ("b", 10, 4))
+    batch.step(("a", 14, 4), ("b", 12, 4))
+    assert batch.step(("b", 13, 4), ("a", 14, 9), arrived="a") == [1, 1]
+    batch = Batch()
+    batch.step(("a", 20, 4), ("b", 10, 4))
+    assert batch.step(("b", 12, 4), ("a", 14, 9), arrived="a") == [2, 1]
 
 
 def test_rows_that_change_places_take_their_counts_along():

@@ -44,6 +44,7 @@ class AcceptedTokens:
         known: Container[str],
         num_scheduled_tokens: np.ndarray,
         begun: Collection[str] = (),
+        arrived: Collection[str] = (),
     ) -> np.ndarray:
         """Count, and remember what this step begins with; called once for each step.
 
@@ -61,6 +62,10 @@ class AcceptedTokens:
             Ids of requests that this step resumes after preemption; those of new ones may be among
             them.
 
+        arrived
+            Ids of requests whose prompt comes with this step. A known one is a session's next part;
+            a step in flight may have been dropped since, from which no number follows then.
+
         Returns
         -------
         numpy.ndarray
@@ -77,6 +82,9 @@ class AcceptedTokens:
             starts[[req_id in begun for req_id in req_ids]] = UNKNOWN
         computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
         counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)
+        if arrived:
+            is_new = np.fromiter((req_id in arrived for req_id in req_ids), bool, num_reqs)
+            counts[is_new & ((counts < 1) | (counts > 1 + states.num_drafts))] = 1
         longer = np.flatnonzero(num_scheduled_tokens > states.decode_threshold)
         num_decodes = int(longer[0]) if len(longer) else num_reqs
         starts[:num_decodes] = computed[:num_decodes]

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     DraftTokenIds,
@@ -13,6 +14,7 @@ from vllm.v1.outputs import (
     PoolerOutput,
 )
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.utils import raise_if_nan_logits
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -81,6 +83,8 @@ class StepOutput(AsyncModelRunnerOutput):
         if self._num_nans is not None:
             counts = dict(zip(self._output.req_ids, self._num_nans.tolist()))
             self._output.num_nans_in_logits = counts
+            if envs.VLLM_RAISE_ON_LOGIT_NANS:
+                raise_if_nan_logits(counts)
         if self._logprobs is not None:
             self._output.logprobs = self._logprobs.tolists()
         self._output.prompt_logprobs_dict = self._prompt_logprobs_cpu

@@ -189,12 +189,19 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     # ----------------------------------------------------------------- requests
 
+    @property
+    def has_own_processors(self) -> bool:
+        """Whether users gave logits processors (``--logits-processors``) beside vLLM's three."""
+        return self.sampler is not None and len(self.sampler.logits_processors) > 3
+
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """As upstream's; nothing is sent in steps in which no request arrives."""
         if self.step_check is not None:
             self.step_check.follow(scheduler_output)
         arrived = scheduler_output.scheduled_new_reqs
         if not arrived:
+            if self.sampler is not None and self.has_own_processors:  # called in every step
+                self.sampler.apply_staged_writes()
             return
         self.req_states.read_on_device = {
             new.req_id for new in arrived if reads_tokens(new.sampling_params)
@@ -686,6 +693,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         name_aux_layers(self.speculative_config)
         with self.prep_device.host_streams(), self._stand_ins(self.device):
             super().load_model(*args, **kwargs)
+        if self.has_own_processors:  # they may read any request's tokens
+            self.req_states.keeps_all_tokens = True
         for model in models_of(self.get_model(), self.speculator):
             replace_modules(model, self.vllm_config)
             fuse_rounding(model, self.vllm_config)
