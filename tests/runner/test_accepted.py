@@ -1,6 +1,7 @@
 """Tokens of the last step that count: by request, through every way in which rows change."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +35,8 @@ class Batch:
         computed = np.array([each for _, each, _ in rows], np.int32)
         self.tables.num_computed_tokens[self.slots[: len(rows)]] = computed
         scheduled = np.array([each for _, _, each in rows], np.int32)
-        counts = self.accepted.count(
-            self.tables, ids, set(known), scheduled, set(begun), set(arrived)
-        )
+        new: Any = [SimpleNamespace(req_id=req_id) for req_id in arrived]
+        counts = self.accepted.count(self.tables, ids, set(known), scheduled, set(begun), new)
         assert counts.dtype == np.int32
         return counts.tolist()
 

@@ -14,6 +14,7 @@ preemption: then it begins like any other, with the states that the prefix cache
 from collections.abc import Collection, Container, Sequence
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_npu_prep.prep.batch import NO_COUNTS
 from vllm_npu_prep.prep.tables import BatchTables
@@ -44,7 +45,7 @@ class AcceptedTokens:
         known: Container[str],
         num_scheduled_tokens: np.ndarray,
         begun: Collection[str] = (),
-        arrived: Collection[str] = (),
+        arrived: Sequence[NewRequestData] = (),
     ) -> np.ndarray:
         """Count, and remember what this step begins with; called once for each step.
 
@@ -61,10 +62,9 @@ class AcceptedTokens:
         begun
             Ids of requests that this step resumes after preemption; those of new ones may be among
             them.
-
         arrived
-            Ids of requests whose prompt comes with this step. A known one is a session's next part;
-            a step in flight may have been dropped since, from which no number follows then.
+            Requests whose prompt comes with this step. A known one is a session's next part: if a
+            step in flight was dropped when its last answer ended, no number follows from that.
 
         Returns
         -------
@@ -83,8 +83,8 @@ class AcceptedTokens:
         computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
         counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)
         if arrived:
-            is_new = np.fromiter((req_id in arrived for req_id in req_ids), bool, num_reqs)
-            counts[is_new & ((counts < 1) | (counts > 1 + states.num_drafts))] = 1
+            new = {each.req_id for each in arrived}
+            counts[(counts < 1) & [req_id in new for req_id in req_ids]] = 1
         longer = np.flatnonzero(num_scheduled_tokens > states.decode_threshold)
         num_decodes = int(longer[0]) if len(longer) else num_reqs
         starts[:num_decodes] = computed[:num_decodes]

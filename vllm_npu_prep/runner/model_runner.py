@@ -370,7 +370,7 @@ class NPUModelRunner(GPUModelRunner):
                 self.requests,
                 num_scheduled_tokens,
                 scheduler_output.scheduled_cached_reqs.resumed_req_ids,
-                [new.req_id for new in scheduler_output.scheduled_new_reqs],
+                scheduler_output.scheduled_new_reqs,
             ),
         )
 
