@@ -3749,4 +3749,49 @@ MUTANTS = [
         "        except KeyError as error:\n            self._stop(str(error))",
         ("tests/inspect/test_recorder.py",),
     ),
+    Mutant(
+        "a session counts from a step that was dropped",
+        "runner/accepted.py",
+        "            counts[(counts < 1) & [req_id in new for req_id in req_ids]] = 1\n",
+        "            pass\n",
+        ("tests/runner/test_accepted.py",),
+    ),
+    Mutant(
+        "a user's logits processors of V2 read no tokens",
+        "v2/runner.py",
+        "            self.req_states.keeps_all_tokens = True\n",
+        "            pass\n",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "a user's logits processors of V2 write when a request arrives only",
+        "v2/runner.py",
+        "                self.sampler.apply_staged_writes()\n",
+        "                pass\n",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "V2 takes logits that are no numbers",
+        "v2/output.py",
+        "                raise_if_nan_logits(counts)\n",
+        "                pass\n",
+        V2_ENGINE,
+    ),
+    Mutant(
+        "the table of verify-device needs a folder only when all has run",
+        "verify/command.py",
+        "    if args.markdown and not args.markdown.absolute().parent.is_dir():",
+        "    if False:",
+        (
+            "tests/npu/test_verify_device.py::"
+            "test_a_page_that_has_no_folder_is_refused_before_any_row_runs",
+        ),
+    ),
+    Mutant(
+        "an answer of another program is a traceback of record",
+        "observe/record_client.py",
+        "    if not isinstance(found, dict):",
+        "    if found is None:",
+        ("tests/server/test_record_command.py",),
+    ),
 ]
