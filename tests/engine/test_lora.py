@@ -228,12 +228,23 @@ def test_a_prompt_is_cached_for_one_adapter_only(serving, case, seed):
 
 
 def test_prompts_are_scored_by_their_own_adapter(serving, case, seed):
-    """Log-probabilities of prompt tokens, in chunks, with an adapter on the head."""
+    """Log-probabilities of prompt tokens, in chunks, with an adapter on the head; V2 takes tokens
+    by name, too, here the same ones."""
     requests = list(zip(["all", "", "queries", ""], prompts_of(seed + 4, [30, 50, 9, 7])))
-    outputs = generate(serving, case, requests, greedy(2, prompt_logprobs=0))
+    params = [greedy(2, prompt_logprobs=0) for _ in requests]
+    names_tokens = type(runner_of(serving)).__name__ == "NPUModelRunnerV2"
+    for each, (_, prompt) in zip(params, requests):
+        if names_tokens:
+            each.prompt_logprob_token_ids = [[token] for token in prompt[1:]]
+    outputs = generate(serving, case, requests, params)
     for (name, prompt), output in zip(requests, outputs):
+        expected = case.prompt_logprobs(name, prompt)
         got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])]
-        np.testing.assert_allclose(got, case.prompt_logprobs(name, prompt), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(got, expected, rtol=2e-3, atol=2e-3)
+        if names_tokens:
+            np.testing.assert_allclose(
+                output.prompt_token_id_logprobs[:, 0], expected, rtol=2e-3, atol=2e-3
+            )
 
 
 def test_an_adapter_that_replaces_itself_is_read_once_for_a_request(serving, case, monkeypatch):

@@ -92,6 +92,38 @@ def test_v2_gives_v1s_answers_while_requests_are_preempted(model, prompts, async
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_tokens_that_a_request_names_are_scored_along_its_prompt(model, prompts, async_scheduling):
+    """From the start or further on, in chunks and beside requests that name none. vLLM takes
+    `prompt_logprob_token_ids` on V2 alone."""
+    rng, compute = np.random.default_rng(5), logits_of(model)
+    inputs, params, expected = [], [], []
+    for index, prompt in enumerate(prompts):
+        start = len(prompt) // 3 if index % 2 else 0
+        rows = [
+            rng.integers(0, 512, 1 + place % 3).tolist() for place in range(len(prompt) - 1 - start)
+        ]
+        named = {"prompt_logprob_token_ids": rows, "prompt_logprob_start": start or None}
+        named = named if index % 4 != 2 else {}
+        inputs.append({"prompt_token_ids": prompt})
+        params.append(SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **named))
+        logits = torch.from_numpy(compute(prompt)[start:-1])
+        logprobs, width = logits.log_softmax(-1).numpy(), max(map(len, rows))
+        of_rows = [
+            logprobs[place, row].tolist() + [-np.inf] * (width - len(row))
+            for place, row in enumerate(rows)
+        ]
+        expected.append(of_rows if named else None)
+    settings = {"max_num_batched_tokens": 48, "async_scheduling": async_scheduling}
+    with engine_of("V2", model, **CHECKED, **FEW_BLOCKS, **settings) as llm:
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    for output, scores in zip(outputs, expected, strict=True):
+        if scores is None:
+            assert output.prompt_token_id_logprobs is None
+        else:
+            np.testing.assert_allclose(output.prompt_token_id_logprobs, scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_drafts_change_nothing_that_a_request_gets(tmp_path, prompts, async_scheduling):
     """Log-probabilities, penalties, allowed and forbidden words: V1's without drafts, while drafts
     are accepted and rejected and requests are preempted. vLLM takes no bias beside drafts."""

@@ -3526,6 +3526,29 @@ MUTANTS = [
         V2_LORA,
     ),
     Mutant(
+        "V2: scores of named tokens end with the first chunk of a prompt that has an adapter",
+        "v2/adapters.py",
+        "            tokens_of |= worker.token_id_scores",
+        "            pass",
+        V2_LORA,
+    ),
+    Mutant(
+        "V2: scores of named tokens stay on the device",
+        "v2/output.py",
+        """{
+                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()
+            }""",
+        "named",
+        ("tests/npu/test_suites_on_device.py::test_on_the_device[features]",),
+    ),
+    Mutant(
+        "V2: nobody gets scores of named tokens",
+        "v2/runner.py",
+        "prompt_token_id_logprobs_dict=scores.named",
+        "prompt_token_id_logprobs_dict={}",
+        V2_ENGINE,
+    ),
+    Mutant(
         "V2: an adapter that replaces itself is read in every step",
         "v2/adapters.py",
         "if adapter.load_inplace and adapter in adapters:",

@@ -1,16 +1,17 @@
 """LoRA adapters of requests by slot, and what they do to log-probabilities of prompts."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 import numpy as np
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from vllm_npu_prep.runner.lora import logits_of
+from vllm_npu_prep.v2.kept_tokens import PromptScores
 
 
 class SlotAdapters(LoraState):
@@ -52,9 +53,9 @@ def score_with_adapters(
     manager: LRUCacheWorkerLoRAManager,
     adapters: SlotAdapters,
     worker: PromptLogprobsWorker,
-    slots: np.ndarray,
-    score: Callable[[], dict[str, Any]],
-) -> dict[str, Any]:
+    batch: InputBatch,
+    score: Callable[[], PromptScores],
+) -> PromptScores:
     """Log-probabilities of prompts, one request at a time, each with its own adapter.
 
     A step's mapping covers the logits of samples only, so upstream scores prompts with the
@@ -68,19 +69,26 @@ def score_with_adapters(
         Of the requests.
     worker
         Upstream's part that scores.
-    slots
-        int ``[num_reqs]``: slot of each request of the step.
+    batch
+        Of the step.
     score
         Calls it for the step; returns results by request.
     """
-    wanted = worker.uses_prompt_logprobs
-    result: dict[str, Any] = {}
+    wanted, tokens_of = worker.uses_prompt_logprobs, worker.token_id_scores
+    result = PromptScores({}, {})
     try:
-        for slot in slots[wanted[slots]].tolist():
+        for req_id, slot in zip(batch.req_ids, batch.idx_mapping_np.tolist()):
+            if not (wanted[slot] or req_id in tokens_of):
+                continue
             worker.uses_prompt_logprobs = np.zeros_like(wanted)
-            worker.uses_prompt_logprobs[slot] = True
+            worker.uses_prompt_logprobs[slot] = wanted[slot]
+            tokens = tokens_of.pop(req_id, None)
+            worker.token_id_scores = {} if tokens is None else {req_id: tokens}
             with logits_of(manager, int(adapters.lora_ids[slot])):
-                result |= score()
+                of_request = score()
+            tokens_of |= worker.token_id_scores  # those of a prompt that goes on
+            result.most_likely.update(of_request.most_likely)
+            result.named.update(of_request.named)
     finally:
-        worker.uses_prompt_logprobs = wanted
+        worker.uses_prompt_logprobs, worker.token_id_scores = wanted, tokens_of
     return result

@@ -1,7 +1,7 @@
 """Samples where upstream's sampler looks for them, and log-probabilities of prompts."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -65,19 +65,38 @@ def note_samples(
         states.total_len.gpu.index_add_(0, idx_mapping, is_kept.sum(1, dtype=torch.int32))
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities of prompts, by request, as `ModelRunnerOutput` takes them."""
+
+    most_likely: dict[str, Any]
+    """Of the prompt's tokens and of the most likely ones: `LogprobsTensors`."""
+    named: dict[str, torch.Tensor]
+    """Of tokens that the request names for each place, float32 ``[num_places, num_tokens]``."""
+
+
+def wants_scores(worker: PromptLogprobsWorker, batch: InputBatch) -> bool:
+    """Whether a request of the step may get log-probabilities of its prompt."""
+    wanted = worker.uses_prompt_logprobs[batch.idx_mapping_np]
+    return bool(worker.token_id_scores) or bool(wanted.any())
+
+
 def score_prompts(
     worker: PromptLogprobsWorker,
     states: SlotStates,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     hidden_states: torch.Tensor,  # [num_tokens or more, hidden_size]
     batch: InputBatch,
-) -> dict[str, Any]:
+) -> PromptScores:
     """Log-probabilities of prompts, for requests of the step that want some."""
-    return worker.compute_prompt_logprobs(
-        compute_logits,
-        hidden_states,
-        batch,
-        states.all_token_ids.gpu,
-        states.num_computed_tokens.copy_to_uva(),
-        states.prompt_len.np,
+    prompt_lens = states.prompt_len.np
+    return PromptScores(
+        worker.compute_prompt_logprobs(
+            compute_logits,
+            hidden_states,
+            batch,
+            states.all_token_ids.gpu,
+            states.num_computed_tokens.copy_to_uva(),
+            prompt_lens,
+        ),
+        worker.compute_prompt_token_id_logprobs(compute_logits, hidden_states, batch, prompt_lens),
     )

@@ -52,7 +52,7 @@ class StepOutput(AsyncModelRunnerOutput):
         # Kept until their copies are complete (`vllm_npu_prep.runner.outputs.OutputsInFlight`)
         self._sampled_token_ids = sampler_output.sampled_token_ids
         self._logprobs_tensors = sampler_output.logprobs_tensors
-        self._prompt_logprobs = dict(output.prompt_logprobs_dict)
+        self._prompt_scores = output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict
         self.async_copy_ready_event = torch.Event()
         main_stream = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
@@ -64,9 +64,13 @@ class StepOutput(AsyncModelRunnerOutput):
             self._logprobs: LogprobsTensors | None = None
             if self._logprobs_tensors is not None:
                 self._logprobs = self._logprobs_tensors.to_cpu_nonblocking()
-            self._prompt_logprobs_cpu = {
+            most_likely, named = self._prompt_scores
+            self._most_likely: dict[str, LogprobsTensors | None] = {
                 req_id: None if tensors is None else tensors.to_cpu_nonblocking()
-                for req_id, tensors in self._prompt_logprobs.items()
+                for req_id, tensors in most_likely.items()
+            }
+            self._named = {
+                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()
             }
             self.async_copy_ready_event.record()
 
@@ -87,9 +91,10 @@ class StepOutput(AsyncModelRunnerOutput):
                 raise_if_nan_logits(counts)
         if self._logprobs is not None:
             self._output.logprobs = self._logprobs.tolists()
-        self._output.prompt_logprobs_dict = self._prompt_logprobs_cpu
+        self._output.prompt_logprobs_dict = self._most_likely
+        self._output.prompt_token_id_logprobs_dict = self._named
         # Let go of what is on the device
-        del self._sampled_token_ids, self._logprobs_tensors, self._prompt_logprobs
+        del self._sampled_token_ids, self._logprobs_tensors, self._prompt_scores
         return self._output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:

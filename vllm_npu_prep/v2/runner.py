@@ -71,7 +71,13 @@ from vllm_npu_prep.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.v2.drawing import Requests
 from vllm_npu_prep.v2.engines import SharedDecisions
 from vllm_npu_prep.v2.graphs import GraphManager, run_model
-from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens, score_prompts
+from vllm_npu_prep.v2.kept_tokens import (
+    PromptScores,
+    note_samples,
+    reads_tokens,
+    score_prompts,
+    wants_scores,
+)
 from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
 from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
 from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
@@ -431,11 +437,13 @@ class NPUModelRunnerV2(GPUModelRunner):
         step, staged = self.in_flight.step, self.in_flight.staged
         discard = staged.np.discard_request_mask[: step.num_reqs].copy()
         sampler_output, _, _ = self.sample(hidden_states, batch, grammar_output)
+        scores = self._score_prompts(hidden_states, batch)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(batch.req_ids)},
             sampled_token_ids=None,  # type: ignore[arg-type]  # filled in later
-            prompt_logprobs_dict=self._prompt_logprobs(hidden_states, batch),
+            prompt_logprobs_dict=scores.most_likely,
+            prompt_token_id_logprobs_dict=scores.named,
             cudagraph_stats=state.cudagraph_stats,
         )
         returned = StepOutput(output, sampler_output, discard, self.output_copy_stream)
@@ -517,20 +525,20 @@ class NPUModelRunnerV2(GPUModelRunner):
         finally:
             self._end_step()
 
-    def _prompt_logprobs(self, hidden_states: torch.Tensor, batch: InputBatch) -> dict[str, Any]:
+    def _score_prompts(self, hidden_states: torch.Tensor, batch: InputBatch) -> PromptScores:
         """Log-probabilities of prompts, for requests that want some, each by its own adapter."""
-        worker, slots = self.prompt_logprobs_worker, batch.idx_mapping_np
+        worker = self.prompt_logprobs_worker
         assert worker is not None
-        if not worker.uses_prompt_logprobs[slots].any():
-            return {}
+        if not wants_scores(worker, batch):
+            return PromptScores({}, {})
 
-        def score() -> dict[str, Any]:
+        def score() -> PromptScores:
             compute_logits: Any = self.model.compute_logits
             return score_prompts(worker, self.req_states, compute_logits, hidden_states, batch)
 
         if not self.lora_config:
             return score()
-        return score_with_adapters(self.lora_manager, self.lora_state, worker, slots, score)
+        return score_with_adapters(self.lora_manager, self.lora_state, worker, batch, score)
 
     # ----------------------------------------------------------------- adapters
 

@@ -9,6 +9,7 @@ from tests.engine.test_sampling import GREEDY
 from tests.helpers import huggingface
 from tests.helpers.engine import engine, greedy, make_model
 from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of
 
 TOLERANCE = 0.1
 """Logits of float16 against float32, in nats."""
@@ -101,3 +102,25 @@ def test_embeddings_give_the_tokens_that_their_ids_give(llm, hf, seed):
     for given in (embeds, mixed):
         got = [output.outputs[0].token_ids for output in run(llm, given, greedy(10))]
         assert got == expected
+
+
+def test_prompts_are_scored_by_v2(model, logits_of, seed):
+    """In chunks: the likeliest tokens of each place, and those that the request names."""
+    prompts = prompts_of(seed, [9, 90, 17])
+    params = [greedy(2, prompt_logprobs=2) for _ in prompts]
+    named = [[[(each + 1) % 512, 5] for each in prompt[1:]] for prompt in prompts]
+    for each, tokens in zip(params[1:], named[1:]):
+        each.prompt_logprob_token_ids = tokens
+    settings = {"block_size": 128, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+    with engine_of("V2", model, dtype="float16", **settings) as llm:
+        outputs = run(llm, ids(prompts), params)
+    assert outputs[0].prompt_token_id_logprobs is None
+    for prompt, tokens, output in zip(prompts, named, outputs):
+        logits = torch.from_numpy(logits_of(prompt)[:-1])
+        scores = logits.log_softmax(-1).numpy()
+        for row, entries in zip(scores, output.prompt_logprobs[1:], strict=True):
+            for each, entry in entries.items():
+                assert entry.logprob == pytest.approx(row[each], abs=TOLERANCE)
+        if output.prompt_token_id_logprobs is not None:
+            expected = np.take_along_axis(scores, np.array(tokens), 1)
+            np.testing.assert_allclose(output.prompt_token_id_logprobs, expected, atol=TOLERANCE)
