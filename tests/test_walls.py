@@ -20,7 +20,6 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/fused_delta.py",
     "attention/kernels/latent_fia.py",
     "attention/kernels/atb.py",
-    "ops/npu.py",
     "graph/",
     "verify/rows/",
 )
