@@ -216,12 +216,13 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
 
     `steps` is what ``--step-pages`` says: of all, of these, of none, or nothing.
     """
-    from vllm_npu_prep.inspect.files import write_whole
+    from vllm_npu_prep.inspect.files import check_replaceable, write_whole
     from vllm_npu_prep.inspect.run import read_run
     from vllm_npu_prep.inspect.run_page import run_html
     from vllm_npu_prep.inspect.run_steps import MOST_UNASKED, StepPages
     from vllm_npu_prep.wording import counted
 
+    check_replaceable(html)  # before pages of steps are written beside it
     run = read_run(path)
     number = sum(len(rank.index) for rank in run.ranks)
     too_many = steps is None and number > MOST_UNASKED

@@ -218,7 +218,7 @@ def test_pages_of_steps_are_written_unless_there_are_too_many(
 
 
 @pytest.mark.parametrize(
-    "wrong", ["empty", "garbage", "cut", "renamed", "manifest", "groups", "options"]
+    "wrong", ["empty", "garbage", "cut", "renamed", "manifest", "groups", "options", "target"]
 )
 def test_bad_folders_and_files_are_one_line(wrong, tmp_path, capsys):
     traffic = Traffic(3)
@@ -253,6 +253,9 @@ def test_bad_folders_and_files_are_one_line(wrong, tmp_path, capsys):
             | {"num_blocks": batch.num_blocks[:0], "block_ids": batch.block_ids[:0]}
         )
         files[3].write_bytes(type(record)(one, batch, record.prepared).to_bytes())
+    elif wrong == "target":
+        (tmp_path / "folder").mkdir()
+        command[-1] = str(tmp_path / "folder")
     else:
         command += ["--json"]
     assert main(command) == 2
@@ -265,8 +268,10 @@ def test_bad_folders_and_files_are_one_line(wrong, tmp_path, capsys):
         "manifest": "not the manifest of a run",
         "groups": "step 3 has 0 block tables, and the steps before it 1",
         "options": "takes no other option; choose a step by --step N",
+        "target": "folder: not a file that can be replaced; name another",
     }
     assert says[wrong] in line and not (tmp_path / "o.html").exists()
+    assert not [*tmp_path.glob("*-steps")]
 
 
 def test_an_outline_is_a_part_of_the_record(recorded):

@@ -6,6 +6,18 @@ from pathlib import Path
 from vllm_npu_prep.errors import PrepError
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuse a path where something other than a file is.
+
+    Raises
+    ------
+    PrepError
+        If a folder or a device is there.
+    """
+    if path.exists() and not path.is_file():
+        raise PrepError(f"{path}: not a file that can be replaced; name another")
+
+
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that readers never see it incomplete.
 
@@ -16,8 +28,7 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     """
     try:
         path = path.resolve()  # a link stays a link; its target is replaced
-        if path.exists() and not path.is_file():
-            raise PrepError(f"{path}: not a file that can be replaced; name another")
+        check_replaceable(path)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         with unfinished.open("xb") as file:  # refuses an existing file
             try:
