@@ -1604,7 +1604,7 @@ MUTANTS = [
     Mutant(
         "a request that is resumed counts from where it was preempted",
         "runner/accepted.py",
-        "starts[[req_id in begun for req_id in req_ids]] = UNKNOWN",
+        "starts[[req_id in begin for req_id in req_ids]] = UNKNOWN",
         "pass",
         ("tests/runner/test_accepted.py",),
     ),
@@ -3773,10 +3773,10 @@ MUTANTS = [
         ("tests/inspect/test_recorder.py",),
     ),
     Mutant(
-        "a session counts from a step that was dropped",
+        "a session's next part counts drafts of its last answer",
         "runner/accepted.py",
-        "            counts[(counts < 1) & [req_id in new for req_id in req_ids]] = 1\n",
-        "            pass\n",
+        "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n",
+        "        begin: set[str] = set()\n",
         ("tests/runner/test_accepted.py",),
     ),
     Mutant(
@@ -3816,5 +3816,40 @@ MUTANTS = [
         "    if not isinstance(found, dict):",
         "    if found is None:",
         ("tests/server/test_record_command.py",),
+    ),
+    Mutant(
+        "drafts beyond the end of a session's answer count as computed",
+        "compat/schedulers.py",
+        "session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)",
+        "pass",
+        ("tests/engine/test_sessions.py",),
+    ),
+    Mutant(
+        "a session goes on with the states that a step in flight has left",
+        "compat/schedulers.py",
+        "self.has_mamba_layers and beyond",
+        "False",
+        ("tests/engine/test_sessions.py",),
+    ),
+    Mutant(
+        "a session goes on with the states that drafts have left",
+        "compat/schedulers.py",
+        "request.num_in_flight_tokens > 0 or self.num_spec_tokens > 0",
+        "request.num_in_flight_tokens > 0",
+        ("tests/engine/test_sessions.py",),
+    ),
+    Mutant(
+        "a session that begins anew keeps its blocks",
+        "compat/schedulers.py",
+        "            self._free_request_blocks(session)\n",
+        "            pass\n",
+        ("tests/engine/test_sessions.py",),
+    ),
+    Mutant(
+        "the step does not tell that a session began anew",
+        "compat/schedulers.py",
+        "            self.reset_preempted_req_ids.add(session.request_id)",
+        "            pass",
+        ("tests/engine/test_sessions.py",),
     ),
 ]

@@ -27,16 +27,19 @@ class Batch:
         self,
         *rows: tuple[str, int, int],
         known: str = "abcdef",
-        begun: str = "",
-        arrived: str = "",
+        resumed: str = "",
+        new: str = "",
     ) -> list[int]:
         """Counts before a step of requests, their computed tokens and their scheduled ones."""
         ids = [req_id for req_id, _, _ in rows]
         computed = np.array([each for _, each, _ in rows], np.int32)
         self.tables.num_computed_tokens[self.slots[: len(rows)]] = computed
         scheduled = np.array([each for _, _, each in rows], np.int32)
-        new: Any = [SimpleNamespace(req_id=req_id) for req_id in arrived]
-        counts = self.accepted.count(self.tables, ids, set(known), scheduled, set(begun), new)
+        output: Any = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=req_id) for req_id in new],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        )
+        counts = self.accepted.count(self.tables, ids, set(known), scheduled, output)
         assert counts.dtype == np.int32
         return counts.tolist()
 
@@ -73,20 +76,6 @@ def test_a_request_that_was_left_out_of_steps_is_known_by_its_id(steps):
     assert batch.step(("b", last, 4), ("a", 12, 4)) == [3, 2]
 
 
-def test_the_next_part_of_a_session_counts_from_a_step_that_was_kept():
-    """A step in flight when its answer stopped was dropped, and with it where it began."""
-    batch = Batch()
-    assert batch.step(("a", 10, 4), ("b", 10, 4)) == [1, 1]
-    assert batch.step(("b", 12, 4), ("a", 12, 9), arrived="a") == [2, 2], "no step was dropped"
-    batch = Batch()
-    batch.step(("a", 10, 4), ("b", 10, 4))
-    batch.step(("a", 14, 4), ("b", 12, 4))
-    assert batch.step(("b", 13, 4), ("a", 14, 9), arrived="a") == [1, 1]
-    batch = Batch()
-    batch.step(("a", 20, 4), ("b", 10, 4))
-    assert batch.step(("b", 12, 4), ("a", 14, 9), arrived="a") == [2, 1]
-
-
 def test_rows_that_change_places_take_their_counts_along():
     batch = Batch()
     batch.step(("a", 10, 4), ("b", 10, 4), ("c", 10, 4))
@@ -99,13 +88,15 @@ def test_a_request_that_lost_its_state_begins_with_none():
     assert batch.step(("a", 0, 4)) == [1]
 
 
+@pytest.mark.parametrize("how", ["resumed", "new"], ids=["resumed", "next part"])
 @pytest.mark.parametrize("others", [0, 1], ids=["at once", "after a step"])
-def test_a_request_that_is_resumed_begins_with_what_the_prefix_cache_has(others):
+def test_a_request_that_begins_anew_begins_with_what_the_prefix_cache_has(others, how):
+    """After preemption, or as a session whose next part arrives."""
     batch = Batch()
     batch.step(("b", 10, 4), ("a", 40, 4))
     for step in range(others):
         batch.step(("b", 11 + step, 4))
-    assert batch.step(("b", 12, 4), ("a", 32, 9), begun="a") == [2 - others, 1]
+    assert batch.step(("b", 12, 4), ("a", 32, 9), **{how: "a"}) == [2 - others, 1]
     assert batch.step(("b", 13, 4), ("a", 41, 4)) == [1, 1]
 
 

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.helpers.engine import make_model
+from vllm_npu_prep.compat.schedulers import begin_parts_of_sessions_with_what_was_computed
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
 EOS = 5
@@ -252,6 +253,7 @@ class Published(list):
 def make(settings: Settings, *, ours: bool) -> Any:
     """One of the two schedulers."""
     init_none_hash(sha256)
+    begin_parts_of_sessions_with_what_was_computed()  # as a process does when it starts
     config = config_of(settings)
     groups = [
         KVCacheGroupSpec([f"layer {number}"], spec_of(name, settings))

@@ -104,6 +104,7 @@ def prepare_process() -> bool:
         models.refuse_vision_without_torchvision()
         models.take_no_mtp_layers_for_none()
         schedulers.get_our_schedulers_quietly()
+        schedulers.begin_parts_of_sessions_with_what_was_computed()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
         processes.let_engines_end_by_themselves()

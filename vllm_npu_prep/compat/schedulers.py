@@ -1,7 +1,11 @@
-"""How vLLM gets this plugin's scheduler."""
+"""How vLLM gets this plugin's scheduler, and what any scheduler keeps of a session."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request, StreamingUpdate
 
 PREFIX = "vllm_npu_prep."
 """Of our schedulers' names."""
@@ -29,3 +33,47 @@ def get_our_schedulers_quietly() -> None:
         return upstream(self)
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+
+
+def begin_parts_of_sessions_with_what_was_computed() -> None:
+    """Have the next part of a session follow what was computed for tokens that it keeps.
+
+    A session's answer is kept but for its last token. Two things may have been computed beyond:
+
+    - Drafts that were accepted behind the token that ended the answer. They are no tokens of the
+      request, but count as computed, with synchronous scheduling: vLLM 0.32.0 then schedules
+      another number of tokens than the part has, or none and the engine ends. They count no more,
+      as in vLLM 0.33.0.
+    - States of linear attention. A step in flight has put the last token into them, a step with
+      drafts perhaps more, and they can't be taken back: vLLM goes on with them, and its tokens are
+      wrong. The request gives its blocks back and begins anew, with what the prefix cache has, as
+      after a preemption.
+
+    It applies to vLLM's schedulers and ours, so that they go on deciding the same.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    stop, begin = Scheduler._handle_stopped_request, Scheduler._update_request_as_session
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @functools.wraps(stop)
+    def handle_stopped_request(self: "Scheduler", request: "Request") -> bool:
+        beyond = request.num_in_flight_tokens > 0 or self.num_spec_tokens > 0
+        request.begins_anew = self.has_mamba_layers and beyond  # type: ignore[attr-defined]
+        return stop(self, request)
+
+    @functools.wraps(begin)
+    def update_request_as_session(
+        self: "Scheduler", session: "Request", update: "StreamingUpdate"
+    ) -> None:
+        if session.num_output_tokens:  # a pooled part has no token that isn't kept
+            session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+        begin(self, session, update)
+        if session.begins_anew:  # type: ignore[attr-defined]
+            self._free_request_blocks(session)
+            session.num_computed_tokens = 0
+            self.reset_preempted_req_ids.add(session.request_id)  # the step tells of its blocks
+
+    Scheduler._handle_stopped_request = handle_stopped_request  # type: ignore[method-assign]
+    Scheduler._update_request_as_session = update_request_as_session  # type: ignore[method-assign]

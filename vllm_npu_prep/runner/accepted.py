@@ -8,16 +8,20 @@ is read back for it, and no sampler has to tell.
 Upstream takes the numbers from the sampler, for the rows of the last step. A request that was left
 out of a step is added to the batch again, and upstream then takes its count for 1: it would read
 the state before its accepted drafts. Here a request is known by its id, until it is resumed after
-preemption: then it begins like any other, with the states that the prefix cache has of it.
+preemption, or goes on as a session with the next part of its input: then it begins like any other,
+with the states that the prefix cache has of it (`compat.schedulers`).
 """
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_npu_prep.prep.batch import NO_COUNTS
 from vllm_npu_prep.prep.tables import BatchTables
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 UNKNOWN = -1
 """In place of a position: the request has computed nothing yet."""
@@ -44,8 +48,7 @@ class AcceptedTokens:
         req_ids: Sequence[str],
         known: Container[str],
         num_scheduled_tokens: np.ndarray,
-        begun: Collection[str] = (),
-        arrived: Sequence[NewRequestData] = (),
+        scheduler_output: "SchedulerOutput",
     ) -> np.ndarray:
         """Count, and remember what this step begins with; called once for each step.
 
@@ -59,12 +62,9 @@ class AcceptedTokens:
             Ids of all requests that have not ended.
         num_scheduled_tokens
             int32 ``[num_reqs]``.
-        begun
-            Ids of requests that this step resumes after preemption; those of new ones may be among
-            them.
-        arrived
-            Requests whose prompt comes with this step. A known one is a session's next part: if a
-            step in flight was dropped when its last answer ended, no number follows from that.
+        scheduler_output
+            The step's. What begins with it, new, after preemption or as a session's next part, has
+            left no state for drafts.
 
         Returns
         -------
@@ -78,13 +78,12 @@ class AcceptedTokens:
         if self._req_ids != req_ids:
             self._follow(req_ids, known)
         starts = self._starts[:num_reqs]
-        if begun:
-            starts[[req_id in begun for req_id in req_ids]] = UNKNOWN
+        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        begin |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        if begin:
+            starts[[req_id in begin for req_id in req_ids]] = UNKNOWN
         computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
         counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)
-        if arrived:
-            new = {each.req_id for each in arrived}
-            counts[(counts < 1) & [req_id in new for req_id in req_ids]] = 1
         longer = np.flatnonzero(num_scheduled_tokens > states.decode_threshold)
         num_decodes = int(longer[0]) if len(longer) else num_reqs
         starts[:num_decodes] = computed[:num_decodes]

@@ -369,8 +369,7 @@ class NPUModelRunner(GPUModelRunner):
                 rows.req_ids,
                 self.requests,
                 num_scheduled_tokens,
-                scheduler_output.scheduled_cached_reqs.resumed_req_ids,
-                scheduler_output.scheduled_new_reqs,
+                scheduler_output,
             ),
         )
 

@@ -304,7 +304,7 @@ class NPUModelRunnerV2(GPUModelRunner):
                 now.req_ids,
                 states.req_id_to_index,
                 now.num_scheduled_tokens,
-                {new.req_id for new in scheduler_output.scheduled_new_reqs},
+                scheduler_output,
             ),
         )
         if self.lora_config:
