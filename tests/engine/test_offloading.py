@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -22,6 +23,7 @@ from tests.helpers.hybrids import GATED_DELTA
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
+from tests.helpers.sessions import send_part
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.windows import THREE_GROUPS
 from vllm_npu_prep.attention.kernels.latent import LatentShape
@@ -255,3 +257,14 @@ def test_a_cache_that_slept_stores_nothing_that_was_lost(tmp_path, seed):
             assert generate(llm, prompts[:1], greedy(6)) == expected[:1]
             again = computed_again(llm, prompts, others, expected)
             assert again == sum(left_to_compute(length, BLOCK_SIZE) + 5 for length in LENGTHS)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_session_is_refused_and_other_requests_are_answered(runner, tmp_path, seed):
+    """Upstream's connector would end the engine (`_remove_pending_job`)."""
+    model = make_model(tmp_path / "model")
+    prompts = prompts_of(seed, LENGTHS)
+    with engine_of(runner, model, **offloading()) as llm:
+        with pytest.raises(VLLMValidationError, match="or serve without --kv-offloading-size"):
+            send_part(llm, "session", prompts[0], greedy(6))
+        assert generate(llm, prompts, greedy(6)) == reference(model, prompts, 6)

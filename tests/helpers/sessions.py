@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tests.helpers.engine import greedy
 from tests.helpers.huggingface import greedy_tokens
 from tests.helpers.prompts import prompts_of
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 MOST = 12
 """Tokens of an answer."""
@@ -60,6 +64,27 @@ def sessions_of(folder: Path, seed: int, lengths: list[list[int]]) -> list[Sessi
     return sessions
 
 
+def send_part(
+    llm: Any, name: str, part: list[int] | None, params: "SamplingParams", adapter: Any = None
+) -> None:
+    """Send a session's next part to an engine of this process; None tells that there is none.
+
+    It goes to the engine's core: in one process, vLLM's frontend extends the very prompt that the
+    scheduler extends.
+    """
+    engine = llm.llm_engine
+    request = engine.input_processor.process_inputs(
+        name,
+        {"prompt_token_ids": [2] if part is None else list(part)},
+        params,
+        supported_tasks=engine.get_supported_tasks(),
+        lora_request=adapter,
+        resumable=part is not None,
+    )
+    request.external_req_id = name
+    engine.engine_core.add_request(request)
+
+
 def converse(llm: Any, sessions: list[Session], waits: list[int]) -> list[list[list[int]]]:
     """Answers of an engine.
 
@@ -78,30 +103,13 @@ def converse(llm: Any, sessions: list[Session], waits: list[int]) -> list[list[l
     list
         Of each session and part, token ids.
     """
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    core, answers = engine.engine_core, [[[]] for _ in sessions]
+    core, answers = llm.llm_engine.engine_core, [[[]] for _ in sessions]
 
     def send(number: int, turn: int) -> None:
         session = sessions[number]
         ends = turn == len(session.parts)
-        params = SamplingParams(
-            temperature=0.0,
-            detokenize=False,
-            max_tokens=MOST,
-            ignore_eos=True,
-            stop_token_ids=None if ends else session.answers[turn][-1:],
-        )
-        request = engine.input_processor.process_inputs(
-            f"session-{number}",
-            {"prompt_token_ids": [2] if ends else list(session.parts[turn])},
-            params,
-            supported_tasks=engine.get_supported_tasks(),
-            resumable=not ends,
-        )
-        request.external_req_id = request.request_id
-        core.add_request(request)
+        params = greedy(MOST, stop_token_ids=None if ends else session.answers[turn][-1:])
+        send_part(llm, f"session-{number}", None if ends else session.parts[turn], params)
 
     due: dict[int, tuple[int, int]] = {}  # by session: step and turn
     for number, wait in enumerate(waits):

@@ -3852,4 +3852,11 @@ MUTANTS = [
         "            pass",
         ("tests/engine/test_sessions.py",),
     ),
+    Mutant(
+        "sessions are served beside offloading, which ends the engine",
+        "compat/connectors.py",
+        'if offloads and settings.get("resumable"):',
+        "if False:",
+        ("tests/engine/test_offloading.py",),
+    ),
 ]

@@ -32,6 +32,7 @@ from tests.soak.models import (
     model_of,
     prompts,
 )
+from tests.soak.sessions import Sessions
 
 SECONDS = 600
 """Time limit of an engine of several ranks."""
@@ -65,15 +66,20 @@ class Judge:
         AssertionError
             If a token is none that the model would choose.
         """
+        expected = self.readers[adapter].tokens[prompt][: len(tokens)]
         margin = self.readers[adapter].margin(prompt, tokens)
+        self._note(margin, tokens, f"prompt {prompt}, adapter {adapter}: {tokens}, not {expected}")
+
+    def look_behind(self, text: list[int], adapter: int, tokens: list[int]) -> None:
+        """The same of a text that is none of the prompts."""
+        margin = self.readers[adapter].margin_behind(text, tokens)
+        self._note(margin, tokens, f"behind {text}, adapter {adapter}: {tokens}")
+
+    def _note(self, margin: float, tokens: list[int], what: str) -> None:
         self.margin = max(margin, self.margin)
         self.count["tokens"] += len(tokens)
         self.count["close calls"] += margin > 0
-        expected = self.readers[adapter].tokens[prompt][: len(tokens)]
-        assert margin <= self.kind.bound, (
-            f"prompt {prompt}, adapter {adapter}: {tokens}, not {expected} "
-            f"({margin:.3f} standard deviations from the best)"
-        )
+        assert margin <= self.kind.bound, f"{what} ({margin:.3f} standard deviations from the best)"
 
 
 def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
@@ -164,6 +170,10 @@ class _Serving:
         self.loras = adapters_of(kind)
         self.preempted = count_preemptions(llm)
         self.verified = count_verified(llm) if kind.drafts else Counter[str]()
+        self.sessions: Sessions | None = None
+        if kind.sessions:
+            asked = [prompt["prompt_token_ids"] for prompt in self.prompts]
+            self.sessions = Sessions(llm, kind.seed, asked, self.loras, judge.look_behind)
         if kind.connector:
             self._count_loads(self.scheduler.connector)
 
@@ -189,7 +199,8 @@ class _Serving:
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
         drafts = {f"drafts {what}": number for what, number in self.verified.items()}
-        return self.count + Counter(self.preempted) + Counter(drafts)
+        sessions = self.sessions.count if self.sessions else Counter[str]()
+        return self.count + Counter(self.preempted) + Counter(drafts) + sessions
 
     def _rest(self) -> None:
         """Nothing is kept for anybody, once a connector has stored what it was to store."""
@@ -222,7 +233,7 @@ class _Serving:
         alive: dict[str, tuple[int, int]] = {}
         said: dict[str, list[int]] = {}
         added = 0
-        while added < number or self.core.has_unfinished_requests():
+        while added < number or self.core.has_unfinished_requests() or self.scheduler.requests:
             while added < number and self.rng.random() < 0.6:
                 prompt, adapter = (
                     int(self.rng.integers(n)) for n in (len(self.prompts), len(self.loras))
@@ -236,6 +247,8 @@ class _Serving:
                 )
                 alive[name] = prompt, adapter
                 added += 1
+            if self.sessions is not None:
+                self.sessions.step(begin=added < number)
             if alive and self.rng.random() < 0.05:
                 name = list(alive)[int(self.rng.integers(len(alive)))]
                 self.core.abort_request([name])

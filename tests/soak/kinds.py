@@ -113,6 +113,11 @@ class Kind:
         """`bound_of` this engine."""
         return bound_of(self.settings["dtype"], self.family in WITH_EXPERTS, bool(self.int8))
 
+    @property
+    def sessions(self) -> bool:
+        """Whether it has sessions: of token ids, in one process; refused beside offloading."""
+        return self.layout == "one rank" and self.family not in VISION and self.connector != HOST
+
     def parts(self) -> set[str]:
         """What of an engine it has, in a few words each."""
         settings, options = self.settings, self.settings["additional_config"]["npu_prep"]
@@ -127,7 +132,13 @@ class Kind:
         parts |= {"expert parallelism"} if settings.get("enable_expert_parallel") else set()
         parts |= {"images"} if self.family in VISION else set()
         return parts | {
-            n for n, has in {"LoRA": self.adapters, "sleep": self.sleeps}.items() if has
+            n
+            for n, has in {
+                "LoRA": self.adapters,
+                "sleep": self.sleeps,
+                "sessions": self.sessions,
+            }.items()
+            if has
         }
 
     def told(self) -> dict[str, Any]:

@@ -130,18 +130,21 @@ class Reader:
 
     Parameters
     ----------
+    asked
+        The prompts.
     tokens
         Greedy tokens of each prompt.
     logits_of
-        Function of a prompt's index and tokens behind it: logits of each, ``[tokens, vocab_size]``.
+        Function of a prompt and tokens behind it: logits of each, ``[tokens, vocab_size]``.
     """
 
     def __init__(
         self,
+        asked: list[Any],
         tokens: list[list[int]],
-        logits_of: Callable[[int, list[int]], torch.Tensor],
+        logits_of: Callable[[Any, list[int]], torch.Tensor],
     ) -> None:
-        self.tokens, self._logits_of = tokens, logits_of
+        self.asked, self.tokens, self._logits_of = asked, tokens, logits_of
 
     def margin(self, prompt: int, got: list[int]) -> float:
         """How far tokens are from being the best ones, each behind those before it.
@@ -150,6 +153,10 @@ class Reader:
         """
         if got == self.tokens[prompt][: len(got)]:
             return 0.0
+        return self.margin_behind(self.asked[prompt], got)
+
+    def margin_behind(self, prompt: Any, got: list[int]) -> float:
+        """The same of a prompt that is none of `asked`."""
         logits = self._logits_of(prompt, got).double()
         chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
         return float(((logits.amax(1) - chosen) / logits.std(1)).max())
@@ -160,11 +167,10 @@ def reader_of(network: Any, asked: list[Any]) -> Reader:
     ids = [prompt["prompt_token_ids"] for prompt in asked]
 
     @torch.no_grad()
-    def logits_of(prompt: int, got: list[int]) -> torch.Tensor:
-        begin = len(ids[prompt]) - 1
-        return network(torch.tensor([ids[prompt] + got])).logits[0, begin:-1]
+    def logits_of(prompt: list[int], got: list[int]) -> torch.Tensor:
+        return network(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
 
-    return Reader(greedy_tokens(network, ids, MAX_TOKENS), logits_of)
+    return Reader(ids, greedy_tokens(network, ids, MAX_TOKENS), logits_of)
 
 
 def float_model(folder: Path) -> Any:
@@ -209,8 +215,8 @@ def _answers_of_images(folder: Path) -> Reader:
     reference = Reference(folder)
     tokens = [answer.tokens for answer in reference.answers(requests(), MAX_TOKENS)]
 
-    def logits_of(prompt: int, got: list[int]) -> torch.Tensor:
-        reference.answer(requests()[prompt], len(got), got)
+    def logits_of(prompt: Request, got: list[int]) -> torch.Tensor:
+        reference.answer(prompt, len(got), got)
         return torch.stack(reference.last_logits)
 
-    return Reader(tokens, logits_of)
+    return Reader(requests(), tokens, logits_of)

@@ -48,7 +48,7 @@ def test_everything_is_drawn(device):
     features = {*FAMILIES, *LAYOUTS, *(f"graphs {mode}" for mode in MODES), FILES, HOST, "sleep"}
     features |= {"batched scheduler", "upstream scheduler", "LoRA", "drafts by eagle"}
     features |= {"drafts by ngram", "drafts by mtp", "int8 by modelslim", "expert parallelism"}
-    features |= {"int8 by compressed-tensors", "images", "hybrid"}
+    features |= {"int8 by compressed-tensors", "images", "hybrid", "sessions"}
     if device == NPU:
         features |= {"by fia", "by atb", "float16", "bfloat16"}
     for runner in ("V1", "V2"):
@@ -79,6 +79,7 @@ def test_an_engine_of_each_kind_agrees(name):
     assert count["steps"] >= 60 and count["finished"] > 0
     assert KINDS[name].int8 or count["close calls"] == 0
     assert not KINDS[name].sleeps or count["sleeps"] > 0
+    assert not KINDS[name].sessions or count["parts of sessions"] > 0
     for what, happened in (
         (KINDS[name].connector, "tokens that a connector had"),
         (KINDS[name].drafts, "drafts accepted"),
@@ -92,7 +93,9 @@ def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, caps
     reader = engines.answers(CPU, "Qwen3")
     last = reader.tokens[-1]
     wrong = [*reader.tokens[:-1], [last[0], last[1] ^ 1, *last[2:]]]
-    monkeypatch.setattr(engines, "answers", lambda *args: Reader(wrong, reader._logits_of))
+    monkeypatch.setattr(
+        engines, "answers", lambda *args: Reader(reader.asked, wrong, reader._logits_of)
+    )
     plain = {"drafts": "", "connector": "", "int8": "", "adapters": False, "sleeps": False}
     seed = first(family="Qwen3", runner="V1", **plain).seed
     # transformers itself would say that the engine's token is the best one

@@ -13,6 +13,7 @@ import sys
 from vllm_npu_prep import torchvision_import
 from vllm_npu_prep.compat import (
     answers,
+    connectors,
     hosts,
     models,
     processes,
@@ -105,6 +106,7 @@ def prepare_process() -> bool:
         models.take_no_mtp_layers_for_none()
         schedulers.get_our_schedulers_quietly()
         schedulers.begin_parts_of_sessions_with_what_was_computed()
+        connectors.refuse_sessions_beside_offloading()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
         processes.let_engines_end_by_themselves()

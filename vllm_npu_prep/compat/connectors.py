@@ -1,5 +1,6 @@
-"""What KV connectors are told when the cache sleeps, by releases of vLLM that tell them."""
+"""KV connectors: what they are told when the cache sleeps, and requests that one can't serve."""
 
+import functools
 from typing import Any
 
 from vllm_npu_prep.compat.releases import is_since
@@ -22,3 +23,32 @@ def _tell(what: str) -> None:
     if is_since("0.33.0") and has_kv_transfer_group():
         connector: Any = get_kv_transfer_group()
         getattr(connector, what)()
+
+
+def refuse_sessions_beside_offloading() -> None:
+    """Refuse a session where blocks are stored in the host's memory: vLLM's engine would end.
+
+    Its connector takes a session for finished after each answer, and fails when a store that began
+    before is done (`_remove_pending_job`). It also takes the blocks of a next part for new ones
+    behind those that it knows.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    upstream = InputProcessor.process_inputs
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def process_inputs(self: "InputProcessor", *args: Any, **settings: Any) -> Any:
+        transfer = self.vllm_config.kv_transfer_config
+        offloads = transfer is not None and transfer.kv_connector == "OffloadingConnector"
+        if offloads and settings.get("resumable"):
+            raise VLLMValidationError(
+                "A session (a `resumable` request, whose input comes in parts) would end an engine "
+                "that offloads K and V to the host: send each part as a request of its own, behind "
+                "the text before it, or serve without --kv-offloading-size"
+            )
+        return upstream(self, *args, **settings)
+
+    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]

@@ -1,0 +1,155 @@
+"""Sessions among the requests of `tests.soak`: their input comes in parts, at once or in time.
+
+Each answer ends at a random token, and its last token is no part of what follows.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.engine import greedy
+from tests.helpers.prompts import VOCAB
+from tests.helpers.sessions import send_part
+from tests.soak.models import MAX_TOKENS
+
+AT_ONCE = -1
+"""In place of a number of steps between an answer and the next part."""
+
+
+@dataclass
+class Session:
+    """One session.
+
+    Attributes
+    ----------
+    adapter
+        Number of its adapter.
+    parts
+        Token ids of each part that was not sent yet.
+    wait
+        Steps from an answer to the next part, or `AT_ONCE`.
+    sent
+        Parts that were not answered yet, in order; None where there is no other.
+    text
+        Token ids of the parts that were answered, and of what is kept of their answers.
+    answer
+        Token ids that came since.
+    due
+        Step in which the next part is sent.
+    """
+
+    adapter: int
+    parts: list[list[int]]
+    wait: int
+    sent: list[Any] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    due: float = math.inf
+
+
+class Sessions:
+    """Sessions of one engine in this process.
+
+    Parameters
+    ----------
+    llm
+        The engine.
+    seed
+        Of what they are.
+    prompts
+        Of the other requests, whose beginnings their parts are.
+    adapters
+        That they choose from.
+    look
+        Is given text, adapter and tokens of each answer, whole or begun.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        seed: int,
+        prompts: list[list[int]],
+        adapters: list[Any],
+        look: Callable[[list[int], int, list[int]], None],
+    ) -> None:
+        self._llm, self._prompts, self._adapters, self._look = llm, prompts, adapters, look
+        self._rng, self._begun, self._step = np.random.default_rng((seed, 36)), 0, 0
+        self._open: dict[str, Session] = {}
+        self.count = Counter[str]()
+        self._core = llm.llm_engine.engine_core
+        self._room = llm.llm_engine.vllm_config.model_config.max_model_len
+        self._get_output = self._core.get_output
+        self._core.get_output = self._get_outputs
+
+    def step(self, begin: bool) -> None:
+        """Before each step of the engine: begin a session, go on with some, drop one.
+
+        Parameters
+        ----------
+        begin
+            Whether one may begin.
+        """
+        self._step += 1
+        if begin and self._rng.random() < 0.3:
+            self._begin()
+        for name, session in list(self._open.items()):
+            if session.due <= self._step:
+                self._send(name)
+            elif self._rng.random() < 0.01:
+                self._core.abort_requests([name])
+                self._judge(self._open.pop(name))
+                self.count["aborted sessions"] += 1
+
+    def _begin(self) -> None:
+        rng, number = self._rng, int(self._rng.integers(2, 5))
+        longest = (self._room - number * MAX_TOKENS) // number
+        parts = []
+        for _ in range(number):
+            prompt = self._prompts[rng.integers(len(self._prompts))]
+            parts.append(prompt[: rng.integers(1, longest + 1)])
+        wait = AT_ONCE if rng.random() < 0.5 else int(rng.integers(0, 4))
+        session = Session(int(rng.integers(len(self._adapters))), parts, wait)
+        name, self._begun = f"session-{self._begun}", self._begun + 1
+        self._open[name] = session
+        for _ in range(number + 1 if wait == AT_ONCE else 1):
+            self._send(name)
+
+    def _send(self, name: str) -> None:
+        """Send the next part, or that there is none."""
+        session = self._open[name]
+        part = session.parts.pop(0) if session.parts else None
+        stop = self._rng.choice(VOCAB, VOCAB // 8, replace=False).tolist()
+        params = greedy(MAX_TOKENS, stop_token_ids=stop)
+        send_part(self._llm, name, part, params, self._adapters[session.adapter])
+        session.sent.append(part)
+        session.due = math.inf
+        self._drop_if_over(name)
+
+    def _drop_if_over(self, name: str) -> None:
+        if self._open[name].sent == [None]:
+            del self._open[name]
+            self.count["sessions"] += 1
+
+    def _get_outputs(self) -> Any:
+        outputs = self._get_output()
+        for output in outputs.outputs:
+            if (session := self._open.get(output.request_id)) is None:
+                continue
+            session.answer += output.new_token_ids
+            if output.finish_reason is not None:
+                self._judge(session)
+                session.text += session.sent.pop(0) + session.answer[:-1]
+                session.answer = []
+                self.count["parts of sessions"] += 1
+                if session.wait != AT_ONCE:
+                    session.due = self._step + 1 + session.wait
+                self._drop_if_over(output.request_id)
+        return outputs
+
+    def _judge(self, session: Session) -> None:
+        if session.answer:
+            self._look(session.text + session.sent[0], session.adapter, session.answer)
