@@ -67,8 +67,7 @@ def begin_parts_of_sessions_with_what_was_computed() -> None:
     def update_request_as_session(
         self: "Scheduler", session: "Request", update: "StreamingUpdate"
     ) -> None:
-        if session.num_output_tokens:  # a pooled part has no token that isn't kept
-            session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
         begin(self, session, update)
         if session.begins_anew:  # type: ignore[attr-defined]
             self._free_request_blocks(session)
