@@ -24,6 +24,7 @@ from tests.differential.upstream import forget_unwritten_blocks
 from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import make_model, runner_of
+from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.lora import make_adapter
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.v2 import engine_of
@@ -354,6 +355,7 @@ class Traffic:
             ours.reorder_batch_threshold = 1
         is_v2 = episode.runner == "V2"
         self.pair = SlotPair(ours, self.scheduler) if is_v2 else Pair(ours)
+        self.pair.upstream.steps_in_flight = engine_core.batch_queue
         self.pair.on_step = self.after_forward
         self.pair.on_output = self.after_sampling
         engine_core.model_executor.driver_worker.worker.model_runner = self.pair
@@ -366,6 +368,7 @@ class Traffic:
         self.prefixes = [self.tokens(70) for _ in range(3)]
         self.features: dict[str, set[str]] = {}  # of each request that is under way
         self.draining = False
+        self.life_cycle = LifeCycle(llm, episode.seed, self.step)
         self.count: Counter = count_preemptions(llm)
         self.states: Counter = Counter()
         self.by_feature: Counter = Counter()
@@ -479,7 +482,7 @@ class Traffic:
         self.count["arrived"] += 1
 
     def act(self) -> None:
-        """Between steps: arrivals, and now and then an abort, a lost cache, a dummy run."""
+        """Between steps: arrivals; now and then an abort, a dummy run, a pause, a lost cache."""
         if not self.core.has_unfinished_requests():
             self.draining = False
             for _ in range(self.rng.integers(1, 6)):
@@ -498,6 +501,8 @@ class Traffic:
             self.count["prefix cache reset"] += reset
         if self.chance(0.02):
             self.dummy_run()
+        if self.life_cycle.chance(0.04):
+            self.life_cycle.call()
 
     def dummy_run(self) -> None:
         """As data-parallel ranks without work do; ours keeps its tables through it."""
@@ -556,15 +561,20 @@ class Traffic:
         """Our name of a request: vLLM appends a random tail, and a head for several samples."""
         return req_id.rpartition("-")[0].rpartition("_")[2]
 
+    def step(self) -> None:
+        """Take a step, and what requests say at their end."""
+        for output in self.core.step():
+            if output.finished:
+                self.features.pop(output.request_id, None)
+                self.count["finished"] += 1
+
     def run(self, steps: int) -> None:
         """Go on for at least so many steps, then until all requests have left."""
         while self.count["steps"] < steps or self.core.has_unfinished_requests():
             if self.count["steps"] < steps:
                 self.act()
-            for output in self.core.step():
-                if output.finished:
-                    self.features.pop(output.request_id, None)
-                    self.count["finished"] += 1
+            self.step()
+        self.count += self.life_cycle.count
         self.invariants.caches_agree()
         if self.episode.runner == "V1":
             self.count["images encoded"] += self.pair.ours.inputs.counts.encoded

@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tests.helpers.stepping import counted_exactly
 from vllm_npu_prep.attention.kv_cache import allocate_planes, split_by_window, zero_blocks
 from vllm_npu_prep.runner.prompt_embeds import without_unknown_ids
 
@@ -26,6 +27,7 @@ class UpstreamRunner(GPUModelRunner):
         self.ours = ours
         self.prep_device = ours.prep_device
         self.decision: Any = None
+        self.steps_in_flight: Any = None  # of the engine, which the scheduler did not wait for
         self.model = ours.get_model()
         drafter, layers = self.drafter_of(ours)
         self.drafts_by_model = drafter is not None
@@ -123,10 +125,12 @@ class UpstreamRunner(GPUModelRunner):
         pass
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        """Penalties count what a row held before its prompt of embeddings: upstream's bug, mended
-        here as it is in ours."""
+        """Penalties count what a row held before its prompt of embeddings, and drafts rejected
+        before a pause are taken off twice: upstream's bugs, mended here as they are in ours."""
         new_reqs, no_token = scheduler_output.scheduled_new_reqs, self.input_batch.vocab_size
         new_reqs[:] = [without_unknown_ids(new, no_token) for new in new_reqs]
+        if self.use_async_spec_decode and not self.steps_in_flight:
+            counted_exactly(self, scheduler_output)
         correct_counts = super()._update_states(scheduler_output)
         if self.use_async_spec_decode:
             self._forget_rejected_tokens()

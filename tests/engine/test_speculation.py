@@ -28,12 +28,14 @@ from tests.helpers.engine import (
     runner_of,
 )
 from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
 from tests.helpers.mtp import record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.statistics import check_distribution
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified, on_prepared
+from vllm_npu_prep.observe.violation import StepCheckError
 
 LENGTHS = [3, 1, 90, 40, 17, 30, 70]
 NUM_DRAFTS = 3
@@ -117,7 +119,7 @@ def named(runner: str) -> str:
 def test_tokens_are_those_without_speculation(
     model, drafters, expected, method, asynchronous, mode, settings, runner
 ):
-    """In chunks, from the prefix cache, preempted, in graphs; some requests without drafts."""
+    """In chunks, from the prefix cache, preempted, in graphs, paused; some without drafts."""
     settings, config = dict(settings), {}
     if "disable_padded_drafter_batch" in settings:
         config["disable_padded_drafter_batch"] = settings.pop("disable_padded_drafter_batch")
@@ -141,12 +143,16 @@ def test_tokens_are_those_without_speculation(
         verified, ragged = count_verified(llm), count_ragged(llm)
         got = generate(llm, prompts, greedy(24))
         again = generate(llm, prompts, greedy(24))
+        preempted = Counter(preempted)  # without those that calls ask for
+        disturbed, calls = generate_with_calls(llm, prompts, greedy(24), SEED)
         counts = runner.padding.counts.by_kind
         sizes = runner.compilation_config.cudagraph_capture_sizes
         assert runner.scheduler_config.async_scheduling == asynchronous
     print(dict(states), dict(verified), dict(counts), dict(preempted), dict(ragged))
     assert got == tokens
     assert again == tokens
+    assert disturbed == tokens, dict(calls)
+    assert calls["queues drained"] > 2
     assert verified.keys() >= {"rejected", "partly"}
     assert method == "eagle3" or verified["accepted"] > 0  # that head knows one token ahead
     assert ragged["ragged"] > 0, "requests with drafts beside others without"
@@ -183,6 +189,27 @@ def test_drafts_stop_at_the_end_of_the_context(model, drafters, asynchronous, ru
     assert got == expected
     assert max(last) == 62, "position 63 is never computed: its token would have no successor"
     assert ragged["ragged"] > 5
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_the_full_check_counts_accepted_drafts_itself(model, drafters, expected, runner):
+    """Of a request whose drafts were rejected in part, one more is taken back."""
+    with engine_of(
+        runner,
+        model,
+        async_scheduling=True,
+        additional_config={"npu_prep": {"check": "full"}},
+        **drafted_by(drafters, "draft_model"),
+    ) as llm:
+        parts = runner_of(llm)
+        if runner == "V1":
+            correct = parts.updates.correct_counts
+            parts.updates.correct_counts = lambda *args: correct(*args[:-1], args[-1] - 1)
+        else:
+            exact = parts.req_states.exact_counts
+            parts.req_states.exact_counts = lambda *args: exact(*args) - 1
+        with pytest.raises(StepCheckError, match="without the drafts that the last step rejected"):
+            generate(llm, expected[0], greedy(24))
 
 
 def test_a_draft_model_drafts_the_same_for_either_runner(model, drafters, expected):

@@ -159,6 +159,21 @@ def bookkeep(
     return valid
 
 
+def counted_exactly(runner: Any, output: SchedulerOutput) -> None:
+    """Tell upstream's V1 runner that the scheduler has waited for its last step, as in a pause.
+
+    Then its counts are exact. Upstream's bug (vLLM pull requests 42043, 42117, 46899): it takes
+    rejected drafts off once more. Told that there were none, it keeps the counts; it cuts the
+    placeholders of tokens to the scheduler's number.
+    """
+    rows, cached = runner.input_batch.req_id_to_index, output.scheduled_cached_reqs
+    for name in set(cached.req_ids) - cached.resumed_req_ids:
+        if name in rows:
+            state = runner.requests[name]
+            state.output_token_ids.extend([-1] * state.prev_num_draft_len)
+            state.prev_num_draft_len = 0
+
+
 def books(runner: Any) -> dict[str, Any]:
     """What a runner has on record of its requests and of the batch's rows."""
     batch = runner.input_batch

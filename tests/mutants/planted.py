@@ -984,9 +984,31 @@ MUTANTS = [
     Mutant(
         "drafts that were assumed are not taken back",
         "runner/request_updates.py",
-        "batch.num_computed_tokens_cpu[rows[verified]] -= rejected",
+        "batch.num_computed_tokens_cpu[rows[verified]] = computed",
         "pass",
         UPDATES,
+    ),
+    Mutant(
+        "drafts are taken back again after a pause",
+        "runner/request_updates.py",
+        "updated.num_computed_tokens[verified], last_ends[last] - 1 + num_valid_tokens[last]\n",
+        "*[updated.num_computed_tokens[verified] - assumed[verified] - 1 + num_valid_tokens[last]]"
+        " * 2\n",
+        (*UPDATES, *SPECULATION),
+    ),
+    Mutant(
+        "V2: drafts are taken back again after a pause",
+        "v2/states.py",
+        "counts[verified] = np.minimum(counts[verified], ends)",
+        "counts[verified] -= rejected",
+        (*V2, *SPECULATION),
+    ),
+    Mutant(
+        "the ledger takes the scheduler's count for one before drafts are verified",
+        "observe/ledger.py",
+        "told = min(told, request.certain - 1 + num_kept)",
+        "pass",
+        SPECULATION,
     ),
     Mutant(
         "outputs keep placeholders of rejected drafts",

@@ -20,7 +20,12 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.helpers.engine import engine, make_model, runner_of
-from tests.helpers.stepping import new_request, scheduler_output, upstream_twin
+from tests.helpers.stepping import (
+    counted_exactly,
+    new_request,
+    scheduler_output,
+    upstream_twin,
+)
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping
 from vllm_npu_prep.runner.request_updates import RequestUpdates, put_drafts_first
@@ -67,7 +72,7 @@ def as_if_configured(runner: Any, asynchronous: bool, num_drafts: int, valid: li
             samples_np=runner.sampled_token_ids_pinned_cpu.numpy(),
         )
         counts = SimpleNamespace(read=lambda: np.array(valid, np.int32))
-        runner.speculation.num_valid_tokens = counts
+        runner.num_valid_tokens = counts
     else:
         runner._get_valid_sampled_token_count = lambda: list(valid)
 
@@ -124,6 +129,8 @@ class Traffic:
         self.requests: dict[str, Request] = {}
         self.arrived = self.next_block = 0
         self.happened: set[str] = set()
+        self.waited = False  # for the last step, as in a pause, before this one was scheduled
+        self.ends: list[int] = []  # of the step's rows, without drafts
 
     def chance(self, share: float, what: str = "") -> bool:
         drawn = bool(self.rng.random() < share)
@@ -138,8 +145,12 @@ class Traffic:
         return [block % 50 + 1 for block in range(self.next_block - count, self.next_block)]
 
     def step(self) -> Any:
-        """What the scheduler says next; asynchronous: before it knows what the last step gave."""
+        """What the scheduler says next; asynchronous: mostly before it knows what the last step
+        gave."""
         busy = self.chance(0.4)
+        self.waited = self.asynchronous and self.chance(0.1, "waited")
+        for request in self.requests.values() if self.waited else ():
+            request.finish_step()
         finished = {
             name
             for name, request in self.requests.items()
@@ -220,10 +231,12 @@ class Traffic:
     def sample(self, req_ids: list[str]) -> list[list[int]]:
         """Tokens that the step samples for each row, [] for a sample that doesn't count."""
         rows = []
+        self.ends.clear()
         for name in req_ids:
             request = self.requests[name]
             assert request.scheduled is not None
             end = request.num_computed_tokens + request.scheduled - request.num_drafts
+            self.ends.append(end)
             request.samples = end == len(request.tokens)
             kept = int(self.rng.integers(request.num_drafts + 1))
             if request.samples:
@@ -247,8 +260,10 @@ def append(runner: Any, output: Any, rows: list[list[int]], num_drafts: int) -> 
     return runner._bookkeeping_sync(output[0], samples, None, torch.zeros(total, 1), total)
 
 
-def update_as_upstream(runner: Any, output: Any) -> None:
+def update_as_upstream(runner: Any, output: Any, waited: bool) -> None:
     """Upstream's update, with the counts that are exact on the host before a step is prepared."""
+    if waited:
+        counted_exactly(runner, output)
     correct_counts = runner._update_states(output)
     if runner.use_async_spec_decode:
         if correct_counts is not None:
@@ -310,7 +325,8 @@ def test_every_step_leaves_what_upstream_leaves(ours, asynchronous, num_drafts):
     with torch.inference_mode():
         for step in range(STEPS):
             output = traffic.step()
-            update_as_upstream(upstream, copy.deepcopy(output))
+            update_as_upstream(upstream, copy.deepcopy(output), traffic.waited)
+            ours.speculation.last_ends = np.array(traffic.ends, np.int32)
             ours._update_states(copy.deepcopy(output))
             followed = num_drafts > 0
             assert state_of(ours, followed) == state_of(upstream, followed), f"step {step}"
@@ -332,6 +348,7 @@ def test_every_step_leaves_what_upstream_leaves(ours, asynchronous, num_drafts):
     expected |= {"arrived", "accepted", "swapped"} | (
         {"drafts", "rejected"} if num_drafts else set()
     )
+    expected |= {"waited"} if asynchronous else set()
     assert traffic.happened >= expected | (set() if asynchronous else {"lost"})
     assert quiet > STEPS / 4
     assert len(append_verified_tokens.signatures) <= 1

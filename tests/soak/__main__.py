@@ -26,6 +26,7 @@ FILES = {"cpu": "seeds.txt", "npu": "seeds-device.txt"}
 SEEDS = {device: Path(__file__).with_name(name) for device, name in FILES.items()}
 RECORDED = ("steps", "tokens", "finished", "aborted", "preempted", "sleeps", "close calls")
 RECORDED += (
+    "life-cycle calls",
     "parts of sessions",
     "tokens that a connector had",
     "drafts accepted",

@@ -18,6 +18,7 @@ import numpy as np
 
 from tests.helpers.engine import greedy, runner_of
 from tests.helpers.fused import forget_layers
+from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
@@ -158,7 +159,15 @@ def adapters_of(kind: Kind) -> list[Any]:
 
 
 class _Serving:
-    """The traffic of one engine in this process."""
+    """The traffic of one engine in this process.
+
+    Attributes
+    ----------
+    calls
+        Share of steps before which there is a call of the engine's life cycle.
+    """
+
+    calls = 0.08
 
     def __init__(self, kind: Kind, llm: Any, judge: Judge) -> None:
         self.kind, self.llm, self.core, self.judge = kind, llm, llm.llm_engine, judge
@@ -174,8 +183,20 @@ class _Serving:
         if kind.sessions:
             asked = [prompt["prompt_token_ids"] for prompt in self.prompts]
             self.sessions = Sessions(llm, kind.seed, asked, self.loras, judge.look_behind)
+        levels = (0, *self._levels) if kind.sleeps else (0,)
+        self.life_cycle = LifeCycle(llm, kind.seed, self._step, levels, self.verified)
+        self.alive: dict[str, tuple[int, int]] = {}  # prompt and adapter of each request
+        self.said: dict[str, list[int]] = {}  # tokens of each that came so far
         if kind.connector:
             self._count_loads(self.scheduler.connector)
+
+    @property
+    def _levels(self) -> tuple[int, ...]:
+        """Levels of sleep. At level 2, weights are read anew: those of the model, which adapters
+        are not. Beside files that is refused: they have keys and values of the old ones."""
+        kind = self.kind
+        stay = kind.adapters or kind.connector == FILES or kind.drafts not in ("", "ngram")
+        return (1,) if stay else (1, 2)
 
     def _count_loads(self, connector: Any) -> None:
         """Count the tokens that a connector has of requests."""
@@ -198,9 +219,11 @@ class _Serving:
             elif self.rng.random() < (0.6 if self.kind.connector else 0.2):
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
+        self.life_cycle.hold_acceptance()
         drafts = {f"drafts {what}": number for what, number in self.verified.items()}
         sessions = self.sessions.count if self.sessions else Counter[str]()
-        return self.count + Counter(self.preempted) + Counter(drafts) + sessions
+        others = Counter(self.preempted) + Counter(drafts) + self.life_cycle.count
+        return self.count + others + sessions
 
     def _rest(self) -> None:
         """Nothing is kept for anybody, once a connector has stored what it was to store."""
@@ -213,13 +236,7 @@ class _Serving:
         assert not self.core.output_processor.request_states, "requests are kept"
 
     def _sleep(self) -> None:
-        """At level 2, weights are read anew: those of the model, which adapters are not.
-
-        Beside files that is refused: they have keys and values of the old ones.
-        """
-        stay = self.kind.adapters or self.kind.connector == FILES
-        others = stay or self.kind.drafts not in ("", "ngram")
-        level = 1 if others or self.rng.random() < 0.6 else 2
+        level = 1 if self._levels == (1,) or self.rng.random() < 0.6 else 2
         self.llm.sleep(level=level)
         self.llm.wake_up(tags=["weights"])
         if level == 2:
@@ -230,9 +247,8 @@ class _Serving:
         self.count["sleeps"] += 1
 
     def _wave(self, number: int) -> None:
-        alive: dict[str, tuple[int, int]] = {}
-        said: dict[str, list[int]] = {}
-        added = 0
+        alive, added = self.alive, 0
+        alive.clear()
         while added < number or self.core.has_unfinished_requests() or self.scheduler.requests:
             while added < number and self.rng.random() < 0.6:
                 prompt, adapter = (
@@ -252,16 +268,22 @@ class _Serving:
             if alive and self.rng.random() < 0.05:
                 name = list(alive)[int(self.rng.integers(len(alive)))]
                 self.core.abort_request([name])
-                self.judge.look(*alive.pop(name), said.get(name, []))
+                self.judge.look(*alive.pop(name), self.said.get(name, []))
                 self.count["aborted"] += 1
-            for output in self.core.step():
-                if output.request_id not in alive:
-                    continue
-                said[output.request_id] = list(output.outputs[0].token_ids)
-                if output.finished:
-                    self.judge.look(*alive.pop(output.request_id), said[output.request_id])
-                    self.count["finished"] += 1
-            self.count["steps"] += 1
+            if self.life_cycle.chance(self.calls):
+                self.life_cycle.call()
+            self._step()
+
+    def _step(self) -> None:
+        """Take a step, and look at what it said."""
+        for output in self.core.step():
+            if output.request_id not in self.alive:
+                continue
+            self.said[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                self.judge.look(*self.alive.pop(output.request_id), self.said[output.request_id])
+                self.count["finished"] += 1
+        self.count["steps"] += 1
 
 
 def serve_ranks(kind: Kind, model: Any, settings: dict[str, Any], judge: Judge, steps: int) -> Any:
@@ -295,12 +317,19 @@ async def _waves(
         answered.append((prompt, adapter, got))
         count["finished"] += 1
 
+    async def pause(clear_cache: bool) -> None:
+        await ranks.llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        await ranks.llm.resume_generation()
+        count["life-cycle calls"] += 1
+
     while count["steps"] < steps:
         requests = []
         for _ in range(int(rng.integers(4, 20))):
             prompt, adapter = (int(rng.integers(n)) for n in (len(asked), len(loras)))
             patience = float(rng.random()) / 5 if rng.random() < 0.05 else None
             requests.append(one(prompt, adapter, int(rng.integers(1, MAX_TOKENS + 1)), patience))
+        for _ in range(int(rng.integers(0, 4))):
+            requests.append(pause(clear_cache=bool(rng.random() < 0.3)))
         await asyncio.gather(*requests)
         count["waves"] += 1
         if kind.sleeps and (count["waves"] == 1 or rng.random() < 0.5):

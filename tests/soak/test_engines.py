@@ -79,6 +79,7 @@ def test_an_engine_of_each_kind_agrees(name):
     assert count["steps"] >= 60 and count["finished"] > 0
     assert KINDS[name].int8 or count["close calls"] == 0
     assert not KINDS[name].sleeps or count["sleeps"] > 0
+    assert count["life-cycle calls"] > 0
     assert not KINDS[name].sessions or count["parts of sessions"] > 0
     for what, happened in (
         (KINDS[name].connector, "tokens that a connector had"),

@@ -46,12 +46,8 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
     shards = runner.preparer.tables.dcp
     groups = [ledger_group(spec, size, shards) for spec, size in zip(specs, block_sizes)]
     num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
-    ledger = SlotLedger(
-        groups,
-        num_blocks,
-        loads=runner.vllm_config.kv_transfer_config is not None,
-        counts_are_bounds=runner.use_async_spec_decode,
-    )
+    loads = runner.vllm_config.kv_transfer_config is not None
+    ledger = SlotLedger(groups, num_blocks, loads)
     return FullCheck(vocab_size, num_slots, ledger)
 
 

@@ -84,13 +84,16 @@ class FullCheck(StepCheck):
         super().verify(runner, scheduler_output)
         if not step.num_reqs:  # a dummy run, all of it padding
             return
-        self._req_ids = req_ids = runner.input_batch.req_ids
+        num_kept: dict[str, int] = {}
+        if runner.use_async_spec_decode:
+            num_kept = dict(zip(self._req_ids, runner.num_valid_tokens.read().tolist()))
+        self._req_ids = req_ids = list(runner.input_batch.req_ids)
         for row, req_id in enumerate(req_ids):
             told = scheduler_output.num_scheduled_tokens.get(req_id)
             expect("scheduled tokens", int(step.query_lens[row]), told, request=req_id)
         input_ids = staged.device.input_ids.cpu().numpy()[: step.total_num_scheduled_tokens]
         self._check_samples(runner, step, input_ids)
-        self.ledger.verify(step, req_ids, input_ids)
+        self.ledger.verify(step, req_ids, input_ids, num_kept)
         self._check_oracle(runner, step, input_ids)
         self._check_device(step, staged)
         self.check_layers(runner, step, runner.in_flight.metadata)
@@ -368,7 +371,7 @@ class FullCheck(StepCheck):
         StepCheckError
             Names what differs from the step.
         """
-        self._req_ids = runner.input_batch.req_ids
+        self._req_ids = list(runner.input_batch.req_ids)
         named = sorted(name for _, _, names in runner.preparer.builders for name in names)
         expect("layers", sorted(seen), named)
         for group, builder, layer_names in runner.preparer.builders:

@@ -7,7 +7,7 @@ requests with the same beginning may read the same slot. A state of linear atten
 likewise, by all tokens that are in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 UNKNOWN = -1
 """A sampled token whose id this process never saw."""
+
+NONE_KEPT: Mapping[str, int] = {}
 
 NOBODY = 0
 """Content of a slot that was never written."""
@@ -89,6 +91,7 @@ class _Request:
     tokens: list[int] = field(default_factory=list)  # as the model read them
     chain: list[int] = field(default_factory=list)  # expected content of each position's slot
     loaded: int = 0  # leading positions that a KV connector may have loaded
+    certain: int | None = None  # end of its last step without the drafts in it; None without drafts
 
     def extend_chain(self, end: int) -> None:
         """Name the contents of the positions up to `end`."""
@@ -109,8 +112,6 @@ class SlotLedger:
         Blocks of each, of their tables.
     loads
         Whether a KV connector may fill blocks.
-    counts_are_bounds
-        Whether the scheduler counts drafts as accepted before they are verified.
     """
 
     def __init__(
@@ -118,10 +119,8 @@ class SlotLedger:
         groups: Sequence[LedgerGroup],
         num_blocks: int,
         loads: bool = False,
-        counts_are_bounds: bool = False,
     ) -> None:
-        self.groups = tuple(groups)
-        self.loads, self.counts_are_bounds = loads, counts_are_bounds
+        self.groups, self.loads = tuple(groups), loads
         with_slots = [group for group in groups if not group.holds_states]
         width = max((group.block_size for group in with_slots), default=1)
         # [num_blocks, largest block size] int64, content of each slot
@@ -206,6 +205,7 @@ class SlotLedger:
         request.begins, request.num_computed_tokens = True, computed
         request.tokens = request.tokens or request.prompt.copy()
         request.chain.clear()
+        request.certain = None
         request.blocks = [g.as_tables(ids) for g, ids in zip(self.groups, block_ids)]
         request.num_cached = [computed // group.block_size for group in self.groups]
         request.loaded = computed if self.loads else 0
@@ -234,7 +234,13 @@ class SlotLedger:
 
     # ----------------------------------------------------------------- the step
 
-    def verify(self, step: "PreparedStep", req_ids: Sequence[str], input_ids: np.ndarray) -> None:
+    def verify(
+        self,
+        step: "PreparedStep",
+        req_ids: Sequence[str],
+        input_ids: np.ndarray,
+        num_kept: Mapping[str, int] = NONE_KEPT,
+    ) -> None:
         """Check and note the slots that a step reads and writes.
 
         Parameters
@@ -245,6 +251,9 @@ class SlotLedger:
             Of the batch, in order.
         input_ids
             Token ids as the model reads them, ``[total_num_scheduled_tokens]``.
+        num_kept
+            Tokens that the last step sampled for each request in it, accepted drafts included. The
+            scheduler may count all drafts of that step as accepted (asynchronous scheduling).
 
         Raises
         ------
@@ -254,7 +263,7 @@ class SlotLedger:
         owners = self._owners()
         self._tables = [step.batch.tables.block_table(i) for i in range(len(self.groups))]
         for row, req_id in enumerate(req_ids):
-            self._feed(step, row, req_id, input_ids)
+            self._feed(step, row, req_id, input_ids, num_kept.get(req_id))
             for index, group in enumerate(self.groups):
                 if group.holds_states:
                     self._check_blocks(step, row, req_id, index)
@@ -305,18 +314,25 @@ class SlotLedger:
                 )
         return owners
 
-    def _feed(self, step: "PreparedStep", row: int, req_id: str, input_ids: np.ndarray) -> None:
+    def _feed(
+        self,
+        step: "PreparedStep",
+        row: int,
+        req_id: str,
+        input_ids: np.ndarray,
+        num_kept: int | None,
+    ) -> None:
         """Check counts against the scheduler's, and prompt tokens against the prompt."""
         request = self._known(req_id)
         computed, told = int(step.num_computed_tokens[row]), request.num_computed_tokens
-        if computed > told or (computed < told and not self.counts_are_bounds):
-            raise given_allowed(
-                "computed tokens",
-                "computed tokens are the scheduler's",
-                computed,
-                told,
-                request=req_id,
-            )
+        text = "computed tokens are the scheduler's"
+        if num_kept is not None and request.certain is not None:
+            told = min(told, request.certain - 1 + num_kept)
+            text += ", without the drafts that the last step rejected"
+        if computed != told:
+            raise given_allowed("computed tokens", text, computed, told, request=req_id)
+        drafts = int(step.batch.num_draft_tokens[row])
+        request.certain = int(step.seq_lens[row]) - drafts if drafts else None
         start, end = step.query_start_loc[row : row + 2].tolist()
         fed: list[int] = input_ids[start:end].tolist()
         for offset, token_id in enumerate(fed[: max(0, len(request.prompt) - computed)]):

@@ -211,10 +211,11 @@ class NPUModelRunner(GPUModelRunner):
             asynchronous=bool(self.use_async_spec_decode),
             pin_memory=is_pin_memory_available(),
         )
+        self.num_valid_tokens = self.speculation.num_valid_tokens
         drafter = make_drafter(
             vllm_config,
             device,
-            self.speculation.num_valid_tokens,
+            self.num_valid_tokens,
             self._backup_next_token_ids,
             self._block_table_of_group,
         )
@@ -261,8 +262,8 @@ class NPUModelRunner(GPUModelRunner):
         if self.use_async_spec_decode:
             previous_rows = self.block_tables.previous_rows
             if updated is not None and batch.prev_sampled_token_ids is not None:
-                num_valid_tokens = self.speculation.num_valid_tokens.read()
-                self.updates.correct_counts(updated, batch, previous_rows, num_valid_tokens)
+                ends, num_valid = self.speculation.last_ends, self.num_valid_tokens.read()
+                self.updates.correct_counts(updated, batch, previous_rows, ends, num_valid)
             self.speculation.set_known_tokens(batch, previous_rows)
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
@@ -593,7 +594,7 @@ class NPUModelRunner(GPUModelRunner):
         """Tokens that the last step kept of each request in it."""
         if self.input_batch.prev_sampled_token_ids is None:
             return []
-        return self.speculation.num_valid_tokens.read().tolist()
+        return self.num_valid_tokens.read().tolist()
 
     def _copy_draft_token_ids_to_cpu(
         self, scheduler_output: SchedulerOutput, zeros_only: bool = False

@@ -71,8 +71,8 @@ class UpdatedRequests(NamedTuple):
     req_ids: list[str]
     states: list[CachedRequestState]
     num_computed_tokens: np.ndarray  # [n] int32, as the scheduler counts them
-    # [n] int32: drafts of the last step, all of which the scheduler counts as accepted
-    # (asynchronous scheduling); else None
+    # [n] int32: drafts of the last step, all of which the scheduler counts as accepted unless it
+    # has waited for that step (asynchronous scheduling); else None
     num_assumed_tokens: np.ndarray | None
 
 
@@ -268,9 +268,12 @@ class RequestUpdates:
         updated: UpdatedRequests,
         batch: InputBatch,
         previous_rows: np.ndarray,
+        last_ends: np.ndarray,
         num_valid_tokens: np.ndarray,
     ) -> None:
         """Take back drafts that were assumed to be accepted and were not.
+
+        A scheduler that has waited for the last step, in a pause, say, has taken them back itself.
 
         Parameters
         ----------
@@ -280,6 +283,8 @@ class RequestUpdates:
             Upstream's, updated.
         previous_rows
             int64 ``[max_num_reqs]``: row of each request in the last samples, -1 without one.
+        last_ends
+            int32, length of each row of the last step without its drafts.
         num_valid_tokens
             int32, tokens that each row of the last samples kept.
         """
@@ -289,9 +294,11 @@ class RequestUpdates:
         rows = self._rows_of(updated.req_ids, batch)
         previous = previous_rows[rows]
         verified = np.flatnonzero((assumed > 0) & (previous >= 0))
-        rejected = assumed[verified] + 1 - num_valid_tokens[previous[verified]]
-        batch.num_computed_tokens_cpu[rows[verified]] -= rejected
-        computed = updated.num_computed_tokens[verified] - rejected
+        last = previous[verified]
+        computed = np.minimum(
+            updated.num_computed_tokens[verified], last_ends[last] - 1 + num_valid_tokens[last]
+        )
+        batch.num_computed_tokens_cpu[rows[verified]] = computed
         for index, num_computed_tokens in zip(verified.tolist(), computed.tolist()):
             updated.states[index].num_computed_tokens = num_computed_tokens
 

@@ -57,6 +57,8 @@ class Speculation:
         to the host.
     accepted
         The same for layers with states, known when the next step is prepared.
+    last_ends
+        Length of each row of the last step without its drafts, int32.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Speculation:
         self.num_spec_tokens, self.asynchronous = num_spec_tokens, asynchronous
         self.num_valid_tokens = ReadBack(device, max_num_reqs, pin_memory)
         self.accepted = AcceptedTokens(max_num_reqs)
+        self.last_ends = np.zeros(0, np.int32)
         self._drafted_samples: torch.Tensor | None = None
 
     # ----------------------------------------------------------------- before a step
@@ -146,10 +149,12 @@ class Speculation:
                 logits_indices = logits_indices[:num_logits]
             return logits_indices, None, 1
         num_reqs, num_drafts, layout = step.num_reqs, step.num_drafts, step.layout
+        num_draft_tokens = step.batch.num_draft_tokens[:num_reqs]
+        self.last_ends = step.seq_lens - num_draft_tokens
         drafts, reqs = (num_drafts, layout.max_drafts), (num_reqs, layout.num_reqs_padded)
         metadata = SpecDecodeMetadata(
             draft_token_ids=_leading(arrays.draft_token_ids, *drafts),
-            num_draft_tokens=step.batch.num_draft_tokens[:num_reqs].tolist(),
+            num_draft_tokens=num_draft_tokens.tolist(),
             cu_num_draft_tokens=_leading(arrays.cu_num_draft_tokens, *reqs),
             cu_num_sampled_tokens=_leading(arrays.cu_num_sampled_tokens, *reqs),
             target_logits_indices=_leading(arrays.target_logits_indices, *drafts),

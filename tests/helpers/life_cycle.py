@@ -1,0 +1,148 @@
+"""Random calls of an engine's life cycle between its steps: pauses, sleep, lost caches.
+
+Requests stay in all of them, in place or to be computed again. Steps that were in flight end first,
+or later.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from tests.helpers.engine import generate
+
+SURELY = 1e-6
+"""Chance below which drafts that are all rejected are no chance any more."""
+
+
+class LifeCycle:
+    """Calls of one engine in this process.
+
+    Parameters
+    ----------
+    llm
+        The engine.
+    seed
+        What calls are drawn from.
+    step
+        Takes a step of the engine and what comes of it.
+    levels
+        Levels of sleep that are drawn; 0 is a pause by another name.
+    verified
+        What became of drafts, by `tests.helpers.watch.count_verified`; empty without drafts.
+
+    Attributes
+    ----------
+    count
+        Calls by their names.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        seed: int,
+        step: Callable[[], None],
+        levels: tuple[int, ...] = (0,),
+        verified: Counter[str] | None = None,
+    ) -> None:
+        self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+        self._llm, self._step, self._levels = llm, step, levels
+        self._rng, self.count = np.random.default_rng((seed, 48)), Counter[str]()
+        self._verified = Counter[str]() if verified is None else verified
+        self._before: Counter[str] = Counter()  # what had become of drafts at the last call
+
+    def chance(self, share: float) -> bool:
+        """Draw."""
+        return bool(self._rng.random() < share)
+
+    def call(self) -> None:
+        """Make one call, of which requests and their answers know nothing."""
+        self.hold_acceptance()
+        self._choose()()
+        self.count["life-cycle calls"] += 1
+        self._before = Counter(self._verified)
+
+    def hold_acceptance(self) -> None:
+        """Drafts are accepted after a call if they were before.
+
+        Raises
+        ------
+        AssertionError
+            If none was, of so many that this is no chance.
+        """
+        since = self._verified - self._before
+        before, after = (sum(each.values()) for each in (self._before, since))
+        if not before or not after:
+            return
+        rejected = self._before["rejected"] / before
+        none_left = since["rejected"] == after
+        certain = rejected < 1 and after * math.log(max(rejected, 1e-9)) < math.log(SURELY)
+        assert not (none_left and certain and before > 50), (
+            f"of {after} requests' drafts none was accepted since {dict(self.count)}; before, "
+            f"{rejected:.0%} were rejected"
+        )
+
+    def _choose(self) -> Callable[[], None]:
+        calls = [self._pause, self._pause, self._sleep, self._reset]
+        return calls[int(self._rng.integers(len(calls)))]
+
+    def _may_clear(self) -> bool:
+        """Whether requests can lose their blocks: vLLM raises for sessions between two parts."""
+        return not self._core.scheduler.num_waiting_for_streaming_input
+
+    def _pause(self) -> None:
+        clear = self._may_clear() and self.chance(0.3)
+        if clear:  # as `AsyncLLM.pause_generation` does
+            self._engine.renderer.clear_mm_cache()
+        self._core.pause_scheduler(mode="keep", clear_cache=clear)
+        self._wait()
+        self._core.resume_scheduler()
+        self.count["caches cleared in pauses" if clear else "pauses"] += 1
+
+    def _sleep(self) -> None:
+        level = int(self._rng.choice(self._levels)) if self._may_clear() else 0
+        self._engine.sleep(level, mode="keep")
+        self._wait(whole=level > 0)
+        if level == 0:
+            self._engine.wake_up(["scheduling"])
+        else:
+            self._engine.wake_up(["weights"])
+            if level == 2:
+                path = self._engine.vllm_config.model_config.model
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            self._engine.wake_up(["kv_cache"])
+        self.count[f"sleeps at level {level}"] += 1
+
+    def _reset(self) -> None:
+        whole = self._may_clear() and self.chance(0.5)
+        self._engine.reset_prefix_cache(reset_running_requests=whole)
+        self.count["requests reset" if whole else "prefix cache reset"] += 1
+
+    def _wait(self, whole: bool = False) -> None:
+        """Until steps in flight have ended, or not as long; `whole`: all of them."""
+        queue = self._core.batch_queue or ()
+        for _ in range(len(queue) if whole or self.chance(0.6) else 0):
+            self._step()
+        self.count["queues drained" if not queue else "steps in flight"] += 1
+
+
+def generate_with_calls(
+    llm: Any, prompts: list[list[int]], params: Any, seed: int
+) -> tuple[list[list[int]], Counter[str]]:
+    """Tokens of requests between whose steps there are calls of the life cycle, and these calls."""
+    step, outputs = llm.llm_engine.step, []
+    life_cycle = LifeCycle(llm, seed, lambda: outputs.extend(step()))
+
+    def step_after_calls() -> list[Any]:
+        if life_cycle.chance(0.4):
+            life_cycle.call()
+        outputs.extend(step())
+        came = outputs.copy()
+        outputs.clear()
+        return came
+
+    with mock.patch.object(llm.llm_engine, "step", step_after_calls):
+        return generate(llm, prompts, params), life_cycle.count
