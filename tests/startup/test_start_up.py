@@ -159,7 +159,7 @@ UNPADDED = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "runner", "is_recommended"),
+    ("asked", "runner", "is_named"),
     [
         ({"enable_prompt_embeds": True}, "V1", True),
         (UNPADDED, "V1", False),
@@ -168,15 +168,15 @@ UNPADDED = {
     ],
     ids=["generates", "asks for more", "pools", "on V2"],
 )
-def test_start_up_recommends_v2_where_it_has_all(
-    configure, caplog, monkeypatch, request, asked, runner, is_recommended
+def test_start_up_says_that_v2_has_all_where_v1_runs(
+    configure, caplog, monkeypatch, request, asked, runner, is_named
 ):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     size = 20 + len(request.node.name)  # of a size of its own: what was said is not said again
     with asked_for(runner), caplog.at_level(logging.INFO, logger="vllm"):
         configure(max_num_seqs=size, **asked)
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
-    assert block.count("note          Model Runner V2 has all that this") == is_recommended
+    assert block.count("note          Model Runner V1, the plugin's default; V2") == is_named
 
 
 @pytest.mark.parametrize("on_host", [True, False])
