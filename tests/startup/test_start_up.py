@@ -273,6 +273,17 @@ def test_every_key_of_vllm_ascend_that_is_refused_stands_on_the_page_that_refusa
     assert [name for name in vllm_ascend.VARIABLES if f"`{name}" not in page] == []
 
 
+def test_every_key_on_the_page_about_vllm_ascend_is_refused():
+    page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
+    keys = page.partition("## Keys of")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", keys, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([a-zA-Z]\w+)`", cell)}
+    fused = {"fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "fuse_allreduce_rms"}
+    inside = fused | {"enable_static_kernel", "enable_super_kernel", "dyntra_lb_config"}
+    variables = {name for name in named if name.startswith(vllm_ascend.VARIABLES)}
+    assert named - inside - variables == vllm_ascend.KEYS
+
+
 def test_flags_and_refusals_on_the_page_about_vllm_ascend_are_there():
     """Flags are vLLM's, refusals start-up's; variables that vLLM is said to read are read."""
     from vllm import envs
