@@ -5,7 +5,7 @@
 #
 # Build arguments of the target ascend. CANN_IMAGE may be any reference, a registry's of yours too.
 # CANN 9.1.0 is the newest one of Ascend/pytorch's table of versions, there for torch_npu 2.12.0;
-# docs/start/container.md says what is known of it with torch_npu 2.13.0, and which driver it needs.
+# docs/start/container.md says what is known of it with torch_npu 2.13.0, of 9.2, and of drivers.
 ARG CANN_VERSION=9.1.0
 ARG SOC=910b
 ARG OS=ubuntu22.04

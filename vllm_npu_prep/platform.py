@@ -44,7 +44,7 @@ from vllm_npu_prep.startup.subjects.cache import (
     PLANE_SPEC,
     UPSTREAM_SPEC,
 )
-from vllm_npu_prep.startup.subjects.v2 import recommended
+from vllm_npu_prep.startup.subjects.v2 import could_run
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
 from vllm_npu_prep.wording import counted
 
@@ -273,7 +273,7 @@ class NPUPlatform(Platform):
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         notes += _agree_on_the_host(vllm_config.parallel_config)
-        notes += unread_variables(os.environ) + _recommend_v2(vllm_config, decisions)
+        notes += unread_variables(os.environ) + _note_v2(vllm_config, decisions)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler
@@ -344,13 +344,13 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
     return [f"fused attention: checked by the rules of {by}{documented}{unknown}"]
 
 
-def _recommend_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
-    """A line where Model Runner V2 would do for an engine that runs on V1."""
-    if not recommended(Asked(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
+def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
+    """A line where Model Runner V2, too, could run an engine that runs on V1."""
+    if not could_run(Asked(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
         return []
     return [
-        "Model Runner V2 has all that this engine asks for, and V1 is deprecated: "
-        "try VLLM_USE_V2_MODEL_RUNNER=1"
+        "Model Runner V1, the plugin's default; V2, which is vLLM's default, has all that this "
+        "engine asks for, too: VLLM_USE_V2_MODEL_RUNNER=1 chooses it"
     ]
 
 

@@ -136,7 +136,7 @@ def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
         ("NPU_PREP_DEVICE", "NPU", "ok", ""),
         ("VLLM_PLUGINS", "lora_filesystem_resolver", "failure", "add npu_prep"),
         ("VLLM_PLUGINS", "a,npu_prep", "ok", ""),
-        ("VLLM_USE_V2_MODEL_RUNNER", "1", "warning", "V1, the default"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "warning", "V1 is the plugin's default"),
         ("VLLM_USE_V2_MODEL_RUNNER", "0", "ok", ""),
         ("VLLM_TARGET_DEVICE", "cuda", "warning", "empty"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "fork", "warning", "spawn"),

@@ -159,7 +159,7 @@ UNPADDED = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "runner", "is_recommended"),
+    ("asked", "runner", "is_named"),
     [
         ({"enable_prompt_embeds": True}, "V1", True),
         (UNPADDED, "V1", False),
@@ -168,15 +168,15 @@ UNPADDED = {
     ],
     ids=["generates", "asks for more", "pools", "on V2"],
 )
-def test_start_up_recommends_v2_where_it_has_all(
-    configure, caplog, monkeypatch, request, asked, runner, is_recommended
+def test_start_up_says_that_v2_has_all_where_v1_runs(
+    configure, caplog, monkeypatch, request, asked, runner, is_named
 ):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     size = 20 + len(request.node.name)  # of a size of its own: what was said is not said again
     with asked_for(runner), caplog.at_level(logging.INFO, logger="vllm"):
         configure(max_num_seqs=size, **asked)
     block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
-    assert block.count("note          Model Runner V2 has all that this") == is_recommended
+    assert block.count("note          Model Runner V1, the plugin's default; V2") == is_named
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -271,6 +271,17 @@ def test_every_key_of_vllm_ascend_that_is_refused_stands_on_the_page_that_refusa
     page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
     assert [key for key in sorted(vllm_ascend.KEYS) if f"`{key}`" not in page] == []
     assert [name for name in vllm_ascend.VARIABLES if f"`{name}" not in page] == []
+
+
+def test_every_key_on_the_page_about_vllm_ascend_is_refused():
+    page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
+    keys = page.partition("## Keys of")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", keys, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([a-zA-Z]\w+)`", cell)}
+    fused = {"fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "fuse_allreduce_rms"}
+    inside = fused | {"enable_static_kernel", "enable_super_kernel", "dyntra_lb_config"}
+    variables = {name for name in named if name.startswith(vllm_ascend.VARIABLES)}
+    assert named - inside - variables == vllm_ascend.KEYS
 
 
 def test_flags_and_refusals_on_the_page_about_vllm_ascend_are_there():

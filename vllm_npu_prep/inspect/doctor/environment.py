@@ -63,7 +63,8 @@ def _value_finding(host: Host, name: str) -> Finding:
         return warning(
             name,
             found,
-            "unset it for V1, the default; docs/guides/model-runner-v2.md says what V2 lacks",
+            "this chooses V2; V1 is the plugin's default, for which unset it; "
+            "docs/guides/model-runner-v2.md says what each of them lacks",
         )
     if name == "VLLM_TARGET_DEVICE" and value != "empty":
         return warning(name, found, "set it to the word empty to build vLLM, and unset it to serve")

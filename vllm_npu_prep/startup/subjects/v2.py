@@ -82,7 +82,7 @@ V2_SPECULATION = (
 )
 
 
-def recommended(asked: Asked) -> bool:
+def could_run(asked: Asked) -> bool:
     """Whether an engine on V1 generates from text, and V2 has all that it asks for."""
     if asked.config.use_v2_model_runner or asked.pools:
         return False

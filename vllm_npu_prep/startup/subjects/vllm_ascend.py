@@ -13,8 +13,11 @@ KEYS = frozenset(
         "ascend_fusion_config",
         "ascend_log_path",
         "ascend_scheduler_config",
+        "ascend_warmup_config",
         "batch_job_sched_config",
         "c8_enable_reshape_optim",
+        "combine_quant_mode",
+        "dp_allreduce_on_npu",
         "draft_window_size",
         "dump_config",
         "dump_config_path",
@@ -25,19 +28,24 @@ KEYS = frozenset(
         "enable_cpu_binding",
         "enable_dsa_cp",
         "enable_flashcomm1",
+        "enable_flashcomm2_parallel_size",
         "enable_force_eplb",
         "enable_fused_mc2",
+        "enable_hamming_sparse",
         "enable_kv_nz",
+        "enable_kvpp",
         "enable_matmul_allreduce",
         "enable_mc2_hierarchy_comm",
         "enable_mlapo",
         "enable_npugraph_ex",
+        "enable_pcp_embedding_lmhead_weight_sharding",
         "enable_pcp_o_proj_weight_sharding",
         "enable_prefill_mc2",
         "enable_reduce_sample",
         "enable_shared_expert_dp",
         "enable_sleep_mode_extra_cleanup",
         "enable_sparse_c8",
+        "enable_sparse_li_c4",
         "enable_sparse_li_c8",
         "enable_sparse_sfa_c8",
         "enable_transpose_kv_cache_by_block",
@@ -45,12 +53,16 @@ KEYS = frozenset(
         "expert_map_path",
         "finegrained_tp_config",
         "flashcomm2_parallel_size",
+        "hamming_sparse",
+        "kvpp_config",
         "layer_sharding",
+        "mc2_comm_alg",
         "mega_moe_max_tokens",
         "mix_placement",
         "mlapo_keep_prefill_weights",
         "msmonitor_use_daemon",
         "multistream_dsv4_dsa_overlap",
+        "multistream_engram_overlap",
         "multistream_overlap_gate",
         "multistream_overlap_shared_expert",
         "pa_shape_list",
@@ -61,6 +73,7 @@ KEYS = frozenset(
         "rejection_sampler_config",
         "rl_config",
         "scheduler_config",
+        "sfa_dcp_force_tmajor_restore",
         "short_request_first_config",
         "SLO_limits_for_dynamic_batch",
         "sparse_kv_offload_config",
@@ -70,9 +83,9 @@ KEYS = frozenset(
         "xlite_graph_config",
     ]
 )
-"""Keys of ``--additional-config``, as its page "Additional Configuration" lists them at commit
-039d343 (2026), those of its ``vllm_ascend/ascend_config.py`` at commit 001cd9e, and those of
-earlier releases that guides still show."""
+"""Keys of ``--additional-config`` that ``vllm_ascend/ascend_config.py`` and the page "Additional
+Configuration" have in its release 0.30.0rc2 (October 2026), those of earlier releases that guides
+still show, and one that no release has. Our page says which is in which release."""
 
 VARIABLES = ("VLLM_ASCEND_", "DYNAMIC_EPLB", "EXPERT_MAP_RECORD", "MSMONITOR_USE_DAEMON")
 """Beginnings of its environment variables, by its ``vllm_ascend/envs.py``."""
