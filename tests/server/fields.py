@@ -92,7 +92,7 @@ VALUES: dict[str, Any] = {
     "include_reasoning": False,
     "reasoning_effort": "low",
     "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "[a-z ,]{5,40}"},
+    "structured_outputs": {"regex": "[a-z ,</>]{5,40}"},  # the end of a thought may be forced
     "tool_choice": tool({})["tool_choice"],
     "tools": tool({})["tools"],
     # beam search
