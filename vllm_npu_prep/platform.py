@@ -40,9 +40,11 @@ from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
+    EXAMPLE,
     OFFLOADING,
     PLANE_SPEC,
     UPSTREAM_SPEC,
+    connector_module,
 )
 from vllm_npu_prep.startup.subjects.v2 import could_run
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
@@ -314,13 +316,14 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
         transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return []
-    if transfer.kv_connector_module_path not in (None, CONNECTOR_MODULE):
+    if not transfer.kv_connector_module_path and transfer.kv_connector in (EXAMPLE, OFFLOADING):
+        transfer.kv_connector_module_path = CONNECTOR_MODULE
+    module = connector_module(transfer)
+    if module != CONNECTOR_MODULE:
         form = "K and V of a layer as two planes: [2, blocks, tokens of a block, heads, head size]"
         if vllm_config.model_config.use_mla:
             form = "latent rows and rotated keys as a pair: [blocks, tokens of a block, 1, width]"
-        module = transfer.kv_connector_module_path
         return [f"KV connector {transfer.kv_connector} of {module} is given {form}"]
-    transfer.kv_connector_module_path = CONNECTOR_MODULE
     if transfer.kv_connector != OFFLOADING:
         return []
     extra = transfer.kv_connector_extra_config

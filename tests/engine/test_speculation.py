@@ -27,13 +27,13 @@ from tests.helpers.engine import (
     make_model,
     runner_of,
 )
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import check_varied, logits_of, reference
 from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
 from tests.helpers.mtp import record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.statistics import check_distribution
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states, count_verified, on_prepared
 from vllm_npu_prep.observe.violation import StepCheckError
 
@@ -232,6 +232,56 @@ def test_a_draft_model_drafts_the_same_for_either_runner(model, drafters, expect
         verified.append(sorted((step.token_ids, step.num_accepted) for step in records))
     assert len(verified[0]) > 50 and verified[0] == verified[-1]
     assert {accepted for _, accepted in verified[0]} == set(range(NUM_DRAFTS + 1))
+
+
+CHOSEN = [  # what requests of one batch ask for
+    {"logprob_token_ids": [5, 9]},
+    {"logprobs": 3},
+    {"logprob_token_ids": [300]},
+    {},
+    {"logprobs": 0},
+    {"logprob_token_ids": [*range(40, 60)]},
+]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "asynchronous", "runner"),
+    on_both({"no drafts": (False, True), "sync": (True, False), "async": (True, True)}),
+)
+def test_chosen_tokens_are_scored_beside_others(
+    model, drafters, expected, drafts, asynchronous, runner
+):
+    """By what transformers makes of them: alone, and where others want their likeliest tokens."""
+    prompts, tokens = [each[: len(CHOSEN)] for each in expected]
+    logits = logits_of(model)
+    params = [greedy(12, **asked) for asked in CHOSEN]
+    with engine_of(
+        runner,
+        model,
+        async_scheduling=asynchronous,
+        **(drafted_by(drafters, "eagle") if drafts else {}),
+    ) as llm:
+        verified = count_verified(llm)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs[:1], params[:1], use_tqdm=False)
+        outputs += llm.generate(inputs, params, use_tqdm=False)
+    assert bool(verified["accepted"] and verified["rejected"]) == drafts
+    for index, output in zip([0, *range(len(CHOSEN))], outputs, strict=True):
+        asked, got = CHOSEN[index], output.outputs[0]
+        assert list(got.token_ids) == tokens[index][:12]
+        found = logits(prompts[index] + got.token_ids[:-1])[len(prompts[index]) - 1 :]
+        known = torch.as_tensor(found).log_softmax(-1).numpy()
+        assert (got.logprobs is None) == (not asked)
+        for token, row, entries in zip(
+            got.token_ids, known, got.logprobs or (), strict=bool(asked)
+        ):
+            likeliest = np.argsort(-row)[: asked.get("logprobs")].tolist()
+            chosen = asked.get("logprob_token_ids", likeliest)
+            assert set(entries) == {token, *chosen}
+            if token not in chosen:  # else vLLM tells the place among them
+                assert entries[token].rank == 1 + int((row > row[token]).sum())
+            for each, entry in entries.items():
+                assert entry.logprob == pytest.approx(row[each], abs=1e-4)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

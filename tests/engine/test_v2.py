@@ -326,24 +326,6 @@ def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):
         assert drawn(llm, prompts, top_p=1e-6) == limited
 
 
-def test_log_probabilities_of_chosen_tokens_leave_other_requests_theirs(model, prompts):
-    """They are the model's for all, where V1's other requests lose their most probable tokens."""
-    logits = logits_of(model)
-    asked = [{"logprobs": 3}, {"logprob_token_ids": [5, 9, 300]}, {"logprob_token_ids": [7]}]
-    params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **a) for a in asked]
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:3]]
-    with engine_of("V2", model, **CHECKED) as llm:
-        outputs = [each.outputs[0] for each in llm.generate(inputs, params, use_tqdm=False)]
-    for prompt, output, wanted in zip(prompts, outputs, asked):
-        tokens = list(output.token_ids)
-        for index, found in enumerate(output.logprobs):
-            known = torch.log_softmax(torch.as_tensor(logits(prompt + tokens[:index]))[-1], -1)
-            chosen = wanted.get("logprob_token_ids") or known.topk(3).indices.tolist()
-            assert set(found) == {tokens[index], *chosen}
-            for token, value in found.items():
-                assert value.logprob == pytest.approx(known[token].item(), abs=1e-4)
-
-
 def test_random_samples_have_their_probabilities(model):
     """One prompt many times: frequencies of its first token, with and without a seed."""
     number, prompt = 2000, {"prompt_token_ids": [5, 6, 7]}

@@ -41,14 +41,9 @@ def asked_for(runner: str) -> Iterator[None]:
     """Engines that begin here, and their processes, have the runner "V1" or "V2"."""
     asked = {v2.RUNNER_ENV_VAR: str(int(runner == "V2"))}
     from vllm import envs
-    from vllm.config import vllm as config
 
     envs.disable_envs_cache()  # which an engine that is still alive has begun
-    # Later engines of this process get V1 unless they ask for V2, as they do in one of their own
-    found = mock.patch.object(config, "HAS_TRITON", config.HAS_TRITON)
-    with mock.patch.dict("os.environ", asked), found:
-        if runner == "V2":  # a process does it when it starts
-            v2.let_it_run_without_triton()
+    with mock.patch.dict("os.environ", asked):
         yield
 
 

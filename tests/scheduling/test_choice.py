@@ -99,6 +99,7 @@ def test_a_scheduler_of_the_user_s_wins_with_a_line_and_with_vllm_s_warning(choo
         ({"dynamic_sd_lookup": [1]}, "follows the batch"),
         ({"perf_metrics": object()}, "MFU"),
         ({"return_sampling_mask": True}, "masks of sampling"),
+        ({"defer_block_free": True}, "blocks wait"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -10,9 +10,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from tests.scheduling.engines import draw, make
+from tests.scheduling.engines import draw, hasher, make
 from vllm_npu_prep.scheduling.outputs import Handed, Rows
 from vllm_npu_prep.scheduling.requests import SPECIAL, note
 from vllm_npu_prep.scheduling.running import Taken
@@ -98,6 +98,20 @@ def test_a_row_of_a_request_that_does_not_run_is_upstream_s(status):
     step.num_scheduled_tokens = {"r": 1}
     sampled: Any = SimpleNamespace(req_id_to_index={"r": 0}, sampled_token_ids=[[7]])
     assert list(Rows(books, step, sampled).items()) == [("r", 1)]
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_session_that_sampled_nothing_keeps_its_whole_prompt(ours):
+    """Its next part may come before any answer: nothing is there to be left out."""
+    scheduler = make(draw(2), ours=ours)
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    session = Request("s", [11, 12, 13], params, None, block_hasher=hasher(4), resumable=True)
+    scheduler.add_request(session)
+    session.num_computed_tokens = session.num_prompt_tokens
+    part = StreamingUpdate(None, [21, 22], 4, 0.0, params)
+    scheduler._update_request_as_session(session, part)
+    assert session.prompt_token_ids == list(session.all_token_ids) == [11, 12, 13, 21, 22]
+    assert session.num_computed_tokens == 3
 
 
 def test_a_request_that_has_ended_gets_no_drafts():

@@ -124,6 +124,17 @@ def test_adapters_of_prompts_that_a_throttled_step_leaves_out_do_not_count():
     play(2121, 860, every=100)
 
 
+def test_blocks_that_wait_for_steps_are_freed_as_upstream_frees_them():
+    """A subclass of either may defer this without a connector, which vLLM's own never do."""
+    twin = Twin(replace(draw(4), asynchronous=True, depth=2))
+    for scheduler in twin.both:
+        scheduler.defer_block_free = True
+    for _ in range(STEPS):
+        twin.step()
+        assert twin.ours.sched_step_seq == twin.upstream.sched_step_seq
+    assert twin.upstream.sched_step_seq > STEPS / 2
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_synchronous_engines_with_stages_are_left_to_upstream(monkeypatch, asynchronous):
     """Their scheduler sends the tokens that a stage has sampled to the first one."""

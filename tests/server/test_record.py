@@ -1,4 +1,4 @@
-"""`vllm serve` with a record of its last steps, replayed beside it."""
+"""`vllm serve` that drafts: requests of every kind, and its last steps, recorded and replayed."""
 
 import json
 import os
@@ -8,7 +8,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.server.test_server import QUESTIONS, Server, check_all_gone, wait_until
+import pytest
+
+from tests.server import fields
+from tests.server import test_server as of_plain
+from tests.server.hostile import HOSTILE
+from tests.server.test_server import QUESTIONS, XGRAMMAR, Server, check_all_gone, wait_until
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 
@@ -19,23 +24,54 @@ def command(*words: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
+@pytest.fixture(scope="module")
+def server(demo_model, demo_drafters, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafts")
+    config = {"npu_prep": {"record": {"dir": str(folder / "records"), "steps": "last 40"}}}
+    drafts = {"method": "eagle", "model": str(demo_drafters / "eagle"), "num_speculative_tokens": 3}
+    server = Server(
+        demo_model,
+        folder / "log",
+        *("--additional-config", json.dumps(config), "--speculative-config", json.dumps(drafts)),
+        *("--structured-outputs-config", XGRAMMAR, *fields.SERVED),
+    )
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=[each.advisory for each in HOSTILE])
+def test_a_hostile_request_is_answered_beside_drafts(server, hostile):
+    of_plain.test_a_hostile_request_is_answered_and_nobody_else_notices(server, hostile)
+
+
+@pytest.mark.parametrize("pairs", [fields.DOZEN, None], ids=["a dozen", "all pairs"])
+@pytest.mark.parametrize("path", fields.FIELDS)
+def test_fields_in_pairs_beside_drafts(server, demo_model, seed, path, pairs):
+    fields.check(server, demo_model, path, pairs, seed, fields.REFUSED | fields.REFUSED_BY_V1)
+
+
+def test_every_field_of_vllm_has_a_value_or_a_reason_to_have_none():
+    known = fields.VALUES.keys() | fields.LEFT_OUT.keys()
+    assert known == {name for names in fields.FIELDS.values() for name in names}
+    assert not fields.VALUES.keys() & fields.LEFT_OUT.keys()
+
+
+def test_a_served_run_is_recorded_when_asked_and_replayed(server):
     """Asynchronous scheduling, graphs, a prefix that all questions share; and then a fault.
 
     At last the server is killed, which its engine notices.
     """
-    config = {"npu_prep": {"record": {"dir": str(tmp_path / "records"), "steps": "last 40"}}}
-    server = Server(demo_model, tmp_path / "log", "--additional-config", json.dumps(config))
+    records = server.log_path.parent / "records"
     (engine,) = (each for each in server.children if each.name() == "VLLM::EngineCore")
     try:
         asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(24)]
         with ThreadPoolExecutor(24) as pool:
             answers = list(pool.map(lambda pair: server.chat(pair[0]), asked))
         assert answers == [answer for _, answer in asked]
-        assert f"record        last 40, in {tmp_path / 'records'}" in server.log()
+        assert f"record        last 40, in {records}" in server.log()
         assert "; `vllm-npu-prep record` or `kill -USR1 " in server.log()
         code, text = command("record", str(server.port))
-        (folder,) = (tmp_path / "records").iterdir()
+        (folder,) = records.iterdir()
         assert (code, text) == (0, f"40 steps are in {folder} (vllm-npu-prep record)\n")
         assert len(record_files(folder)) == 40
         for pid in (server.process.pid, engine.pid):

@@ -1,9 +1,10 @@
-"""`vllm serve` with Model Runner V2: the checks of V1's server that need no option of V1."""
+"""`vllm serve` with Model Runner V2, which drafts: what needs no option of V1 on its servers."""
 
 import json
 
 import pytest
 
+from tests.server import fields
 from tests.server import test_server as of_v1
 from tests.server.test_record import command
 from tests.server.test_server import COMPLETIONS, QUESTIONS, XGRAMMAR, Server
@@ -12,13 +13,15 @@ from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 
 @pytest.fixture(scope="module")
-def server(demo_model, tmp_path_factory):
+def server(demo_model, demo_drafters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("v2")
     config = {"npu_prep": {"record": {"dir": str(folder / "records"), "steps": "last 40"}}}
+    drafts = {"method": "eagle", "model": str(demo_drafters / "eagle"), "num_speculative_tokens": 3}
     server = Server(
         demo_model,
         folder / "log",
         *("--additional-config", json.dumps(config), "--structured-outputs-config", XGRAMMAR),
+        *("--speculative-config", json.dumps(drafts), *fields.SERVED),
         **{RUNNER_ENV_VAR: "1"},
     )
     yield server
@@ -26,11 +29,31 @@ def server(demo_model, tmp_path_factory):
 
 
 def test_chats_and_metrics(server):
-    """A step is counted as on V1."""
+    """Each step is counted once, however many drafts it verified."""
     assert "[model_runner.py:" in server.log(), "of V2; V1's is gpu_model_runner.py"
-    of_v1.test_metrics_count_each_step_as_it_was_prepared(server)
+    before, prompts = server.metrics(), [[*range(40, 53)], [*range(60, 97)]]
+    for prompt in prompts:
+        body = {"prompt": prompt, "max_tokens": 9, "ignore_eos": True, "temperature": 0}
+        assert server.request("POST", COMPLETIONS, body)[0] == 200
+    after = server.metrics()
+    counted = {name: after[name] - before.get(name, 0) for name in after}
+    states, kinds = ["PrefillNoCache", "SpecDecoding"], ("graph_steps_total", "eager_steps_total")
+    prompts_read, verified = (counted[f"steps_total attn_state={state}"] for state in states)
+    assert (prompts_read, verified > 0) == (len(prompts), True)
+    assert counted["prepare_time_seconds_count"] == sum(
+        value for name, value in counted.items() if name.startswith("steps_total")
+    )
+    assert counted["prepare_time_seconds_count"] == sum(
+        value for name, value in counted.items() if name.startswith(kinds)
+    )
     of_v1.test_chat_answers_what_the_model_learned(server, 0)
     of_v1.test_thirty_two_concurrent_requests_do_not_mix(server)
+
+
+@pytest.mark.parametrize("pairs", [fields.DOZEN, None], ids=["a dozen", "all pairs"])
+@pytest.mark.parametrize("path", fields.FIELDS)
+def test_fields_in_pairs_beside_drafts(server, demo_model, seed, path, pairs):
+    fields.check(server, demo_model, path, pairs, seed, fields.REFUSED)
 
 
 def test_streams_and_clients_that_hang_up(server, seed):

@@ -11,7 +11,6 @@ from tests.server.hostile import REFUSED_AT_STARTUP
 from tests.startup.cases import CASES, DRAFTER, EDITED, HALF, NPUS, SEEING, Case
 from vllm_npu_prep import device, platform
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-from vllm_npu_prep.compat import v2
 from vllm_npu_prep.compat.releases import is_since
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.startup.refusals import (
@@ -50,8 +49,6 @@ def refuse(models, monkeypatch):
 
         for name, value in case.environment.items():
             monkeypatch.setenv(name, value)
-        if v2.is_asked_for():  # a process does it when it starts
-            v2.let_it_run_without_triton()
         settings = dict(case.settings)
         speculative = settings.get("speculative_config")
         if speculative and speculative.get("model") == DRAFTER:

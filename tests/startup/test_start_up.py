@@ -9,14 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.own_connector import PullingConnector
 from tests.helpers.releases import serve_parser
 from tests.helpers.v2 import asked_for
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.startup.refusals import REFUSALS
@@ -100,6 +105,36 @@ def test_drafters_leave_scheduling_as_vllm_decides_it(configure, model, tmp_path
     assert configure(speculative_config=drafts).scheduler_config.async_scheduling
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     assert not configure(speculative_config=ngram).scheduler_config.async_scheduling
+
+
+def test_a_connector_that_is_registered_by_name_is_its_owner_s(configure, monkeypatch):
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {**KVConnectorFactory._registry})
+    KVConnectorFactory.register_connector(
+        "Mine", PullingConnector.__module__, PullingConnector.__qualname__
+    )
+    config = configure(kv_transfer_config={"kv_connector": "Mine", "kv_role": "kv_both"})
+    chosen = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    assert chosen is PullingConnector
+
+
+def test_engines_of_one_process_have_the_runner_that_each_asks_for(configure):
+    """Whichever was asked for when the process began; V1 where none is."""
+    found = []
+    for asked in ("V1", "V2", "V1", "V2"):
+        with asked_for(asked):
+            found.append(configure().use_v2_model_runner)
+    with asked_for("V1"):
+        del os.environ[RUNNER_ENV_VAR]
+        found.append(configure().use_v2_model_runner)
+    assert found == [False, True, False, True, False]
+
+
+def test_groups_are_cleaned_up_before_an_engine_begins(monkeypatch):
+    """As a process does that has imported vLLM, and loaded no general plugin."""
+    for name in ("synchronize", "empty_cache", "empty_host_cache"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(torch.accelerator.memory, name, None))
+    activation.activate_platform()
+    cleanup_dist_env_and_memory()
 
 
 def test_one_graph_serves_any_number_of_adapters(configure):

@@ -76,6 +76,8 @@ def activate_platform() -> str | None:
             # A forked process can't use a device that its parent has asked about.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             _let_segments_expand()
+        else:
+            torch_names.silence_accelerator_calls()
         _select_runner()
         _switch_off_aot_compile()
         torchvision_import.install()
@@ -99,9 +101,7 @@ def prepare_process() -> bool:
     kind = type(current_platform)
     is_ours = f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS
     if is_ours:
-        torch_names.silence_accelerator_calls()
-        if v2.is_asked_for():
-            v2.let_it_run_without_triton()
+        v2.let_it_run_without_triton()
         models.refuse_vision_without_torchvision()
         models.take_no_mtp_layers_for_none()
         schedulers.get_our_schedulers_quietly()

@@ -67,9 +67,10 @@ def begin_parts_of_sessions_with_what_was_computed() -> None:
     def update_request_as_session(
         self: "Scheduler", session: "Request", update: "StreamingUpdate"
     ) -> None:
-        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+        kept = max(session.num_tokens - 1, session.num_prompt_tokens)  # the prompt is kept whole
+        session.num_computed_tokens = min(session.num_computed_tokens, kept)
         begin(self, session, update)
-        if session.begins_anew:  # type: ignore[attr-defined]
+        if getattr(session, "begins_anew", False):  # no answer has ended: nothing was noted
             self._free_request_blocks(session)
             session.num_computed_tokens = 0
             self.reset_preempted_req_ids.add(session.request_id)  # the step tells of its blocks

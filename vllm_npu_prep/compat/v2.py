@@ -23,15 +23,25 @@ def is_asked_for() -> bool:
     return os.environ.get(RUNNER_ENV_VAR, "").strip().lower() in ("1", "true")
 
 
+class _TrueIfAskedFor:
+    """Triton counts as present while the environment asks for V2."""
+
+    def __bool__(self) -> bool:
+        return is_asked_for()
+
+
 def let_it_run_without_triton() -> None:
     """Keep vLLM from refusing V2 where Triton is missing: no kernel of Triton is launched here.
+
+    The environment is asked at each config, not now: engines of one process may have either
+    runner. While it asks for none, vLLM takes V1, because Triton is missing.
 
     vLLM's stand-in for a missing Triton also lacks a function that launchers of kernels call.
     """
     from vllm.config import vllm as config
     from vllm.triton_utils import triton
 
-    config.HAS_TRITON = True
+    config.HAS_TRITON = _TrueIfAskedFor()  # type: ignore[assignment]
     if not hasattr(triton, "next_power_of_2"):
         triton.next_power_of_2 = lambda n: 1 << max(int(n) - 1, 0).bit_length()
 

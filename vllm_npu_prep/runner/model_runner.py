@@ -72,7 +72,7 @@ from vllm_npu_prep.runner.request_updates import (
     put_drafts_first,
     states_are_read,
 )
-from vllm_npu_prep.runner.sampling import top_k_top_p_sampler
+from vllm_npu_prep.runner.sampling import score_chosen_tokens, top_k_top_p_sampler
 from vllm_npu_prep.runner.speculation import LastSamples, Speculation
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
 from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
@@ -560,6 +560,15 @@ class NPUModelRunner(GPUModelRunner):
         finally:
             generators.update(held)
             self._end_step()
+
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        """As upstream's; chosen tokens are scored beside drafts and other requests, too."""
+        if not self.input_batch.logprob_token_ids:
+            return super()._sample(logits, spec_decode_metadata)
+        with score_chosen_tokens(self.sampler, self.input_batch):
+            return super()._sample(logits, spec_decode_metadata)
 
     def _bookkeeping_sync(
         self,

@@ -1,6 +1,7 @@
 """`Scheduler` and `AsyncScheduler` of vLLM, batched where requests are plain."""
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, cast
@@ -42,8 +43,6 @@ class BatchedMixin(Scheduler):
 
     Attributes
     ----------
-    reason
-        Why this engine is left to upstream's methods; empty if it isn't.
     fewest
         Fewer running requests than these are left to upstream's methods.
     counts_nans
@@ -75,14 +74,22 @@ class BatchedMixin(Scheduler):
             free_encoder_inputs=self._free_encoder_inputs,
         )
         self.decodes = Decodes(self, self.needs, asynchronous=self.asynchronous)
-        self.reason = self._reason_for_upstream()
         self.counts_nans = False
         self.num_taken = 0
         self.num_left = 0
         self.active_loras: set[int] | None = None
         self.plain_drafts: Counter[tuple[int, int]] = Counter()
-        if self.reason:
-            logger.info_once("Scheduling is not batched: %s.", self.reason)
+
+    @functools.cached_property
+    def reason(self) -> str:
+        """Why this engine is left to upstream's methods; empty if it isn't.
+
+        It is found at the first step, when subclasses have set what they do otherwise.
+        """
+        reason = self._reason_for_upstream()
+        if reason:
+            logger.info_once("Scheduling is not batched: %s.", reason)
+        return reason
 
     def _reason_for_upstream(self) -> str:
         """Why this engine is left to upstream's methods; empty if it isn't."""
@@ -112,6 +119,8 @@ class BatchedMixin(Scheduler):
             and self.num_prefill_lookahead > 1,
             "MFU metrics are on": self.perf_metrics is not None,
             "masks of sampling are returned": self.return_sampling_mask,
+            "blocks wait for the steps that write to them": self.defer_block_free
+            and self.connector is None,
             **self.rules.reasons_for_upstream(self),
         }
         return ", ".join(reason for reason, holds in reasons.items() if holds)

@@ -1,7 +1,12 @@
 """KV caches that are stored, moved or shared: connectors and offloading."""
 
+from typing import TYPE_CHECKING
+
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
 
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
@@ -14,10 +19,25 @@ _MADE_FOR_OTHER_CACHES = ("vllm", "vllm_ascend")
 """Packages whose connectors read other forms of caches."""
 
 
+def connector_module(transfer: "KVTransferConfig") -> str | None:
+    """Module of a connector: as it was given, else of the class that is registered by its name.
+
+    None if vLLM doesn't know the name, or can't import the module.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if transfer.kv_connector_module_path:
+        return transfer.kv_connector_module_path
+    try:
+        return KVConnectorFactory.get_connector_class(transfer).__module__
+    except Exception:  # vLLM's own import what they were made for, which may fail in any way
+        return None
+
+
 def _brings_its_code(asked: Asked) -> bool:
     """Whether the connector is the user's own."""
     assert asked.transfer is not None
-    module = asked.transfer.kv_connector_module_path
+    module = connector_module(asked.transfer)
     return (
         module not in (None, CONNECTOR_MODULE)
         and str(module).split(".")[0] not in _MADE_FOR_OTHER_CACHES
@@ -85,8 +105,8 @@ ANY = (
         "KV connector {name}",
         "kernel family {family} keeps K and V as separate planes, and of vLLM's connectors it has "
         "these: {known}",
-        "leave --kv-transfer-config out, use one of those, or name the module of one that reads "
-        "planes by kv_connector_module_path",
+        "leave --kv-transfer-config out, use one of those, or one of your own that reads planes: "
+        "registered by its name, or with its module in kv_connector_module_path",
         _words,
     ),
     Refusal(
