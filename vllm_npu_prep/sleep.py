@@ -46,6 +46,12 @@ class SleepingMemory(SleepModeBackend):
         super().__init__()
         self._device = device
         self._regions: dict[str, list[Region]] = {tag: [] for tag in TAGS}
+        self._of_drafter: list[Region] = []  # among the weights, and never lost
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Weights that the drafter has for itself."""
+        return sum(region.data.numel() for region in self._of_drafter)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """A zeroed part of the KV cache, int8 ``[nbytes]``."""
@@ -53,26 +59,31 @@ class SleepingMemory(SleepModeBackend):
         self._regions[KV_CACHE].append(region)
         return region.data.view(torch.int8)
 
-    def adopt(self, models: Iterable[nn.Module]) -> None:
+    def adopt(self, model: nn.Module, drafter: nn.Module | None = None) -> None:
         """Move the parameters of loaded models into regions.
 
-        A parameter whose memory something else refers to stays where it is, awake.
+        A parameter whose memory something else refers to stays where it is, awake. What the
+        drafter has for itself gets regions of its own, which the host keeps at every level: new
+        weights are the model's alone, in whatever way they come.
 
         Parameters
         ----------
-        models
-            The model, and a drafter.
+        model, drafter
+            The model, and what drafts for it if that is a model, too.
         """
-        waiting: list[_Shared] = []
+        waiting: dict[bool, list[_Shared]] = {False: [], True: []}  # the drafter's: True
+        of_model = {each.untyped_storage().data_ptr() for each in model.parameters()}
         stayed = 0
-        for shared in _shared_memory(models):
+        for shared in _shared_memory([model] if drafter is None else [model, drafter]):
             if not shared.is_known:
                 stayed += shared.nbytes
                 continue
-            waiting.append(shared)
-            if sum(each.room for each in waiting) >= REGION_BYTES:
-                self._move(waiting)
-        self._move(waiting)
+            is_drafters = shared.storage.data_ptr() not in of_model
+            waiting[is_drafters].append(shared)
+            if sum(each.room for each in waiting[is_drafters]) >= REGION_BYTES:
+                self._move(waiting[is_drafters], is_drafters)
+        for is_drafters, rest in waiting.items():
+            self._move(rest, is_drafters)
         gc.collect()
         logger.info(
             "Sleep mode: %s bytes of weights can be released; %s bytes that other tensors share "
@@ -81,12 +92,14 @@ class SleepingMemory(SleepModeBackend):
             f"{stayed:,}",
         )
 
-    def _move(self, waiting: "list[_Shared]") -> None:
+    def _move(self, waiting: "list[_Shared]", is_drafters: bool) -> None:
         """Move memory into one new region; empties the list, so that it can be freed."""
         if not waiting:
             return
         region = self._device.region(sum(each.room for each in waiting))
         self._regions[WEIGHTS].append(region)
+        if is_drafters:
+            self._of_drafter.append(region)
         begin = 0
         while waiting:
             shared = waiting.pop()
@@ -100,7 +113,7 @@ class SleepingMemory(SleepModeBackend):
         self.unmap(level)
 
     def unmap(self, level: int = 1) -> list[Region]:
-        """Release everything; at level 1 the host keeps the weights.
+        """Release everything; at level 1 the host keeps the weights, else those of a drafter.
 
         Returns
         -------
@@ -114,10 +127,11 @@ class SleepingMemory(SleepModeBackend):
         """
         self._device.synchronize()
         done: list[Region] = []
+        kept = self._regions[WEIGHTS] if level == 1 else self._of_drafter
         try:
             for region in self._regions[WEIGHTS] + self._regions[KV_CACHE]:
                 if region.is_mapped:
-                    region.release(keep=level == 1 and region in self._regions[WEIGHTS])
+                    region.release(keep=region in kept)
                     done.append(region)
         except PrepError:
             self.restore(done)

@@ -149,8 +149,7 @@ class NPUWorker(Worker):
         if self.prep_device.computes_on_host:
             torch.set_num_threads(threads)
         if self._sleeping is not None:
-            models = [self.model_runner.get_model(), self.get_draft_model()]
-            self._sleeping.adopt([model for model in models if model is not None])
+            self._sleeping.adopt(self.model_runner.get_model(), self.get_draft_model())
 
     def _make_model_runner(self) -> Any:
         """This plugin's runner in place of upstream's, V1's or V2's."""
@@ -484,7 +483,7 @@ class NPUWorker(Worker):
         Parameters
         ----------
         level
-            1: the host keeps the weights; 2: they are lost but for what
+            1: the host keeps the weights; 2: they are lost but for a drafter's and for what
             ``--sleep-preserve-parameter-names`` names, and `reload_weights` reads them again.
 
         Raises
@@ -511,11 +510,13 @@ class NPUWorker(Worker):
             format_gib(max(0, self.prep_device.memory_info()[0] - before)),
         )
         if level == 2:
-            kept = ", ".join(self.model_config.sleep_preserve_parameter_names) or "none"
+            kept = [*self.model_config.sleep_preserve_parameter_names]
+            if memory.drafter_bytes:
+                kept.append(f"the drafter's {memory.drafter_bytes:,} bytes, by the host")
             logger.info(
                 "The weights are gone (kept: %s): after wake_up, call reload_weights before the "
                 "next request.",
-                kept,
+                ", ".join(kept) or "none",
             )
 
     def _prepare_sleep(self, level: int) -> None:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 
 from tests.conftest import SEED
 from vllm_npu_prep import ranks
@@ -48,7 +49,7 @@ def test_parameters_move_with_all_that_refers_to_them(memory):
     layer = Layer()
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     strides = {name: tensor.stride() for name, tensor in layer.state_dict().items()}
-    memory.adopt([layer])
+    memory.adopt(layer)
     (region,) = memory._regions["weights"]
     begin, end = region.data.data_ptr(), region.data.data_ptr() + region.data.numel()
     for name, tensor in layer.state_dict().items():
@@ -66,7 +67,7 @@ def test_parameters_move_with_all_that_refers_to_them(memory):
 def test_a_weight_that_something_unknown_refers_to_stays_awake(memory):
     layer = Layer()
     other = layer.scales.detach()
-    memory.adopt([layer])
+    memory.adopt(layer)
     memory.suspend(level=2)
     assert torch.equal(layer.scales, other)
     assert other.any()
@@ -76,7 +77,7 @@ def test_a_weight_that_something_unknown_refers_to_stays_awake(memory):
 def awake_with_a_cache(memory, nbytes):
     """A layer and a cache full of 7, both in regions, and the layer's weight."""
     layer = Layer()
-    memory.adopt([layer])
+    memory.adopt(layer)
     cache = memory.zeros(nbytes)
     cache.fill_(7)
     return layer, cache, layer.weight.clone()
@@ -99,6 +100,19 @@ def test_level_1_keeps_weights_and_level_2_does_not_and_caches_are_zero(memory):
     assert not layer.weight.any()
 
 
+def test_what_a_drafter_has_for_itself_is_kept_at_level_2(memory):
+    """What it shares with the model comes again with the model's new weights."""
+    layer, drafter, own = Layer(), nn.Module(), torch.ones(WIDTH)
+    drafter.shared, drafter.own = layer, nn.Parameter(own.clone(), requires_grad=False)
+    memory.adopt(layer, drafter)
+    assert own.nbytes <= memory.drafter_bytes < layer.weight.nbytes
+    memory.suspend(level=2)
+    assert not any(region.is_mapped for region in memory._regions["weights"])
+    memory.resume()
+    assert torch.equal(drafter.own, own)
+    assert not layer.weight.any()
+
+
 def test_released_caches_keep_the_weights(memory):
     layer, cache, before = awake_with_a_cache(memory, 1 << 20)
     memory.discard(("kv_cache",))
@@ -111,7 +125,7 @@ def test_a_wake_up_without_memory_is_one_line_and_keeps_what_slept(memory, monke
     layers = [Layer(), Layer()]
     before = layers[0].weight.clone()
     monkeypatch.setattr("vllm_npu_prep.sleep.REGION_BYTES", 1 << 20)  # a region for each layer
-    memory.adopt(layers)
+    memory.adopt(*layers)
     memory.zeros(1 << 20)
     memory.suspend(level=1)
     have, room = psutil.virtual_memory(), iter([1 << 40, 0])
@@ -227,6 +241,20 @@ def test_what_layers_derive_of_new_weights_is_read_at_its_old_address():
     assert (derived == 2).all()
     assert (parts[1] == 3).all()
     assert layer.parts is parts
+
+
+class WithAdapters(BaseLayerWithLoRA):
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+
+
+def test_new_weights_find_layers_by_the_names_that_files_have():
+    model = nn.Module()
+    model.layer = wrapped = WithAdapters(Layer())
+    with kept_addresses(model):
+        assert model.get_parameter("layer.weight") is wrapped.base_layer.weight
+    assert model.layer is wrapped
 
 
 def test_new_weights_of_another_shape_are_refused():

@@ -3,22 +3,29 @@
 import asyncio
 import gc
 import logging
+import shutil
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
+from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import check_varied, greedy_tokens, reference
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA
 from tests.helpers.latent import LATENT, V3_EXPERTS
-from tests.helpers.mtp import make_mtp_model
+from tests.helpers.mtp import PlainDrafter, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
 from tests.helpers.watch import record_cached
+from vllm_npu_prep.sleep import _places_of
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
@@ -248,6 +255,155 @@ def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
         llm.wake_up(tags=["kv_cache"])
         assert generate(llm, prompts, greedy(20)) == reference(new, prompts, 20)
+
+
+class Drafting(NamedTuple):
+    """A model, another one of its shape, and a drafter of the first."""
+
+    model: Path
+    other: Path
+    config: dict[str, Any]
+    of_other: PlainDrafter | None = None  # a plain reading of the other's MTP layer
+    without: Path | None = None  # the other without that layer
+
+
+def with_mtp(folder: Path, int8: bool) -> Drafting:
+    """Two models that draft with a layer of their own, which shares embeddings and head."""
+    models = [make_mtp_model(folder / str(seed), "DeepseekV3", seed=seed) for seed in (0, 1)]
+    (model, _), (other, of_other) = models
+    if int8:
+        folders = [folder / f"int8 {seed}" for seed in (0, 1)]
+        for (each, _), rounded in zip(models, folders, strict=True):
+            QUANTIZE(each, rounded, "modelslim", False)
+        of_other = rounded_drafter(other, folders[1], of_other)
+        model, other = folders
+    without = Path(shutil.copytree(other, folder / "without"))
+    change_tensors(without, lambda tensors: forget(tensors, "model.layers.2."))
+    return Drafting(model, other, {"method": "mtp"}, of_other, without)
+
+
+def forget(tensors: dict[str, Any], prefix: str) -> None:
+    """Leave out what begins so."""
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        del tensors[name]
+
+
+def with_drafter(folder: Path, method: str) -> Drafting:
+    """Two models, and a drafter in a folder of its own."""
+    sizes = {"spread": 0.1, "embedding_scale": 20}
+    model, other = (make_model(folder / str(seed), seed=seed, **sizes) for seed in (0, 1))
+    if method == "draft_model":
+        drafter = disturb_model(folder / method, model, share=0.05)
+    else:
+        drafter = make_eagle_head(folder / method, model, method)
+    return Drafting(model, other, {"method": method, "model": str(drafter)})
+
+
+DRAFTERS = {
+    "draft_model": partial(with_drafter, method="draft_model"),
+    "eagle": partial(with_drafter, method="eagle"),
+    "eagle3": partial(with_drafter, method="eagle3"),
+    "mtp": partial(with_mtp, int8=False),
+    "int8 mtp": partial(with_mtp, int8=True),
+}
+
+
+def held_by(llm):
+    """Every tensor of the model and of its drafter but for caches, copied, with its address."""
+    worker, held = worker_of(llm), {}
+    caches = [region.data for region in worker.sleep_mode_backend._regions["kv_cache"]]
+    for model in (worker.get_model(), worker.get_draft_model()):
+        for name, module in model.named_modules():
+            for number, place in enumerate(_places_of(module)):
+                tensor, address = place.tensor, place.tensor.data_ptr()
+                if not any(0 <= address - cache.data_ptr() < cache.numel() for cache in caches):
+                    held[model is worker.get_model(), name, number] = address, tensor.clone()
+    return held
+
+
+RELOAD = "reload_weights"
+
+
+def life_cycle(llm, model, other):
+    """Do to an engine all that leaves its weights as they were, and say each time what it was."""
+    core, reload = llm.llm_engine.engine_core.engine_core, partial(llm.collective_rpc, RELOAD)
+    llm.sleep(level=0)
+    llm.wake_up(tags=["scheduling"])
+    yield "level 0"
+    llm.sleep(level=1)
+    llm.wake_up(tags=["weights"])
+    llm.wake_up(tags=["kv_cache"])
+    yield "level 1"
+    llm.sleep(level=2)
+    llm.wake_up()
+    reload()
+    yield "level 2"
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    reload(kwargs={"weights_path": str(other)})
+    reload(kwargs={"weights_path": str(model)})
+    llm.wake_up(tags=["kv_cache"])
+    yield "level 2, and other weights before the old ones"
+    reload()
+    assert llm.reset_prefix_cache()
+    yield "a reload, and a reset of the prefix cache"
+    core.pause_scheduler(mode="keep", clear_cache=False)
+    core.resume_scheduler()
+    yield "a pause"
+    llm.sleep(level=0)
+    while core.batch_queue:  # the step after the last tokens
+        llm.llm_engine.step()
+    llm.release_kv_cache_memory()
+    llm.wake_up()
+    yield "no cache for a while"
+
+
+@pytest.mark.parametrize(("name", "runner"), on_both({name: name for name in DRAFTERS}))
+def test_drafts_are_accepted_as_before_after_sleeps_and_reloads(
+    tmp_path, monkeypatch, caplog, name, runner
+):
+    """Tokens would be right without a drafter, too. MTP layers change with the model's weights.
+
+    Files that lack such a layer leave the one that was there, and a line says so.
+    """
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    made, prompts = DRAFTERS[name](tmp_path), prompts_of(SEED, LENGTHS[:3])
+    settings = graphs("FULL_DECODE_ONLY", 4, 8, 16, enable_sleep_mode=True, block_size=16)
+    settings["speculative_config"] = {"num_speculative_tokens": 3, **made.config}
+    with engine_of(runner, made.model, **settings) as llm:
+        records = record_verified(llm)
+
+        def verified():
+            """Tokens, and how many of the drafts after each sequence were accepted."""
+            records.clear()
+            return generate(llm, prompts, greedy(12)), {
+                tuple(step.token_ids): step.num_accepted for step in records
+            }
+
+        before, held = verified(), held_by(llm)
+        accepted = sum(before[1].values())
+        assert accepted > 0 and 0 in before[1].values()
+        for what in life_cycle(llm, made.model, made.other):
+            assert verified() == before, what
+        now = held_by(llm)
+        assert now.keys() == held.keys()
+        for which, (address, tensor) in held.items():
+            assert now[which][0] == address and torch.equal(now[which][1], tensor), which
+        if made.of_other is None:
+            return
+        llm.collective_rpc(RELOAD, kwargs={"weights_path": str(made.other)})
+        assert llm.reset_prefix_cache()
+        expected = greedy_tokens(made.of_other.target, prompts, 15)
+        new = verified()
+        assert new[0] == [row[:12] for row in expected]
+        check_accepted(made.of_other, records, [a + b for a, b in zip(prompts, expected)])
+        assert sum(new[1].values()) > 0
+        assert "keeps its old ones" not in caplog.text
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.collective_rpc(RELOAD, kwargs={"weights_path": str(made.without)})
+        assert "New weights: the drafter keeps its old ones" in caplog.text
+        assert verified() == new
 
 
 STATES = {

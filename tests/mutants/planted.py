@@ -44,6 +44,9 @@ TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_anoth
 REFUSALS_ON_RANKS = (
     "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
 )
+DRAFTS_AFTER_SLEEP = (
+    "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps_and_reloads"
+)
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -2252,8 +2255,36 @@ MUTANTS = [
     Mutant(
         "a level 1 sleep loses weights",
         "sleep.py",
-        "region.release(keep=level == 1 and region in self._regions[WEIGHTS])",
-        "region.release(keep=False)",
+        "self._regions[WEIGHTS] if level == 1 else self._of_drafter",
+        "self._of_drafter",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
+        "a level 2 sleep loses drafters",
+        "sleep.py",
+        "self._regions[WEIGHTS] if level == 1 else self._of_drafter",
+        "self._regions[WEIGHTS] if level == 1 else []",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
+        "MTP layers stay those of the old weights",
+        "runner/new_weights.py",
+        "drafter is None or of_drafter is None or not follows",
+        "True",
+        (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",),
+    ),
+    Mutant(
+        "MTP layers without new weights lose their old ones",
+        "runner/new_weights.py",
+        "            finalize_layerwise_reload(drafter, of_drafter)\n",
+        "",
+        (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",),
+    ),
+    Mutant(
+        "a reload looks for layers under the names that adapters give them",
+        "runner/new_weights.py",
+        "        setattr(owner, name, child.base_layer)\n",
+        "        setattr(owner, name, child)\n",
         ("tests/device/test_sleep.py",),
     ),
     Mutant(

@@ -63,7 +63,7 @@ from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
 from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.new_weights import kept_addresses, refuse
+from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
@@ -751,11 +751,15 @@ class NPUModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, at the addresses that graphs read; the caller resets the prefix cache."""
+    def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, and for MTP layers, too, if they come from a folder.
+
+        All are at the addresses that graphs read then. The caller resets the prefix cache.
+        """
         self.refuse_new_weights()
-        with kept_addresses(self.get_model()):
-            super().reload_weights(*args, **kwargs)
+        drafter = self.get_draft_model() if weights_iterator is None else None
+        with followed_by_drafter(self.vllm_config, drafter), kept_addresses(self.get_model()):
+            super().reload_weights(weights_iterator, *args, **kwargs)
 
     def refuse_new_weights(self) -> None:
         """See `vllm_npu_prep.runner.new_weights.refuse`."""

@@ -3,17 +3,29 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.logger import init_logger
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from vllm_npu_prep.compat.models import name_weight_loaders
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.fused import laid_aside
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
 def refuse(vllm_config: VllmConfig) -> None:
@@ -57,9 +69,79 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
     """
     name_weight_loaders(model)
     before = {(module, name): tensors for module, name, tensors in _derived(model)}
-    with laid_aside(model):
+    with laid_aside(model), _without_adapters(model):
         yield
         _put_back(model, before)
+
+
+@contextlib.contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context in which layers have the names that files know, which adapters' wrappers lengthen.
+
+    Most models' code finds them nevertheless; that of Llama 4 doesn't.
+    """
+    wrapped = [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for owner, name, child in wrapped:
+        setattr(owner, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for owner, name, child in wrapped:
+            setattr(owner, name, child)
+
+
+@contextlib.contextmanager
+def followed_by_drafter(vllm_config: VllmConfig, drafter: nn.Module | None) -> Iterator[None]:
+    """Context of a reload from a folder, after which MTP layers are those of the same folder.
+
+    Upstream reloads the model alone. A drafter with a checkpoint of its own stays as it is.
+
+    Parameters
+    ----------
+    vllm_config
+        Of the engine, whose model is reloaded.
+    drafter
+        What drafts, if that is a model.
+
+    Raises
+    ------
+    PrepError
+        As `kept_addresses`.
+    """
+    speculation, of_model = vllm_config.speculative_config, vllm_config.model_config
+    of_drafter = None if speculation is None else speculation.draft_model_config
+    follows = of_drafter is not None and of_drafter.model == of_model.model
+    yield
+    if drafter is None or of_drafter is None or not follows:
+        return
+    for name in ("model", "model_weights", "revision"):
+        setattr(of_drafter, name, getattr(of_model, name))
+    loader: Any = get_model_loader(get_draft_load_config(vllm_config))
+    each, every = (
+        {name for name, _ in drafter.named_parameters(remove_duplicate=once)}
+        for once in (True, False)
+    )
+    with kept_addresses(drafter):
+        try:
+            # A head that layers share has one name in a model, and one in each layer in files
+            weights = loader.get_all_weights(of_drafter, drafter)
+            weights = (named for named in weights if named[0] not in every - each)
+            reload_weights(vllm_config, drafter, weights, None, is_checkpoint_format=True)
+        except Exception as error:
+            for module in drafter.modules():  # what got a part of its weights has the old ones
+                get_layerwise_info(module).load_numel = 0
+            finalize_layerwise_reload(drafter, of_drafter)
+            logger.warning(
+                "New weights: the drafter keeps its old ones, as those of %s can't be loaded (%s); "
+                "fewer drafts may be accepted.",
+                of_model.model,
+                " ".join(str(error).split()) or type(error).__name__,
+            )
 
 
 def _put_back(model: nn.Module, before: "dict[tuple[nn.Module, str], Tensors]") -> None:

@@ -5,10 +5,12 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
 from tests.conftest import SEED
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
+from tests.helpers.mtp import make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
+from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.device.npu import NPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
@@ -37,9 +39,8 @@ def test_an_engine_with_graphs_sleeps_and_gives_the_same_tokens(tmp_path):
     """Both levels; new weights at the addresses that graphs read; a wake-up without memory."""
     prompts = prompts_of(SEED, LENGTHS)
     model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
-    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
-    settings = {"dtype": "float16", "kv_cache_memory_bytes": CACHE, "enforce_eager": False}
-    settings |= {"compilation_config": graphs, "async_scheduling": True}
+    settings = {"dtype": "float16", "kv_cache_memory_bytes": CACHE}
+    settings |= graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, async_scheduling=True)
     with engine(other, **settings | {"enable_sleep_mode": False}) as llm:
         new = generate(llm, prompts, greedy(20))
     with engine(model, enable_sleep_mode=True, **settings) as llm:
@@ -76,8 +77,7 @@ def read_new_weights(tmp_path, config, sleeps=False):
     """Check that graphs compute with the weights that are loaded last."""
     prompts, config = prompts_of(SEED, LENGTHS), {**LATENT_ON_NPUS, "q_lora_rank": 96, **config}
     old, new = (make_model(tmp_path / str(s), "DeepseekV3", seed=s, **config) for s in (0, 1))
-    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
-    settings = {"dtype": "bfloat16", "enforce_eager": False, "compilation_config": graphs}
+    settings = {"dtype": "bfloat16", **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8)}
     with engine(new, **settings) as llm:
         expected = generate(llm, prompts, greedy(20))
     with engine(old, enable_sleep_mode=sleeps, **settings) as llm:
@@ -127,8 +127,7 @@ def test_int8_layers_read_new_weights_in_graphs(name, tmp_path):
         model = make_model(tmp_path / f"float {seed}", family, seed=seed, spread=0.1, **config)
         folders.append(tmp_path / f"int8 {seed}")
         QUANTIZE(model, folders[-1], *how)
-    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
-    settings = {"dtype": "float16", "enforce_eager": False, "compilation_config": graphs}
+    settings = {"dtype": "float16", **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8)}
     with engine(folders[1], **settings) as llm:
         expected = generate(llm, prompts, greedy(20))
     with engine(folders[0], enable_sleep_mode=True, **settings) as llm:
@@ -150,3 +149,32 @@ def test_memory_that_comes_back_is_zero():
     del others
     memory.resume()
     assert not cache.any()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_are_accepted_after_weights_were_lost(tmp_path, runner):
+    """A head's weights stay, and an MTP layer's come with the model's, where pieces read them."""
+    sizes = {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "q_lora_rank": 96}
+    models = [make_mtp_model(tmp_path / str(s), "DeepseekV3", seed=s, **sizes)[0] for s in (0, 1)]
+    prompts, config = prompts_of(SEED, LENGTHS), {"method": "mtp", "num_speculative_tokens": 3}
+    settings = {"dtype": "bfloat16", "speculative_config": config, "enable_sleep_mode": True}
+    rounds = []
+    with engine_of(runner, models[0], **settings, **graphs("FULL_AND_PIECEWISE", 4, 16)) as llm:
+        records = record_verified(llm)
+
+        def verified():
+            records.clear()
+            tokens = generate(llm, prompts, greedy(20))
+            return tokens, sorted((step.token_ids, step.num_accepted) for step in records)
+
+        before = verified()
+        for model in (models[0], models[1], models[0]):
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+            llm.wake_up(tags=["kv_cache"])
+            rounds.append(verified())
+    assert rounds[0] == rounds[2] == before
+    assert rounds[1][0] != before[0]
+    for _, steps in (before, rounds[1]):
+        assert any(count for _, count in steps)
