@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.mem_utils import format_gib
@@ -380,6 +381,25 @@ class NPUWorker(Worker):
     def _save_steps(self, error: BaseException) -> None:
         if self.model_runner.recorder is not None:
             self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
+
+    def load_adapters(self, adapters: list[LoRARequest]) -> dict[int, str]:
+        """Hold these adapters, for `compat.adapters`, which asks all ranks.
+
+        Parameters
+        ----------
+        adapters
+            In order of use: the last ones go last. None is read that is held already.
+
+        Returns
+        -------
+        dict
+            The load of each adapter that is held then, by its number.
+        """
+        manager = self.model_runner.lora_manager
+        for each in adapters:
+            manager.add_adapter(each)
+        held: Any = manager._adapter_manager
+        return {number: adapter.load for number, adapter in held.list_adapters().items()}
 
     def dump_steps(self) -> str:
         """Write the last steps, for ``collective_rpc``; returns one line that says where they are.

@@ -6,6 +6,7 @@ That it stays silent in mixed traffic is seen wherever episodes are played (test
 from dataclasses import replace
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
@@ -139,6 +140,30 @@ def steps_of(llm):
 def another_ones_block(steps, monkeypatch):
     steps.first().table()[steps.row("A"), 1] = 3
     steps.decode()
+
+
+def given_adapter(steps, monkeypatch, new, loads):
+    """Have a request use adapter 1, of which `loads` says what is loaded."""
+    new.lora_request = LoRARequest("adapter", 1, "/path")
+    monkeypatch.setattr(steps.runner.step_check.ledger, "_load_of", loads.get)
+    return new
+
+
+def adapter_loaded_anew(steps, monkeypatch):
+    loads = {1: "first"}
+    new = given_adapter(steps, monkeypatch, new_request("C", PROMPT_A, [8, 9]), loads)
+    steps.step({"C": 20}, new=[new])
+    loads[1] = "second"
+    steps.step({"C": 1}, cached={"C": ([], 20, 1)})
+
+
+def cached_block_of_another_load(steps, monkeypatch):
+    loads = {1: "first"}
+    new = given_adapter(steps, monkeypatch, new_request("C", PROMPT_A, [8, 9]), loads)
+    steps.step({"C": 20}, new=[new])
+    loads[1] = "second"
+    new = given_adapter(steps, monkeypatch, new_request("D", PROMPT_A, [8, 10], 16), loads)
+    steps.step({"D": 4}, new=[new], finished={"C"})
 
 
 def freed_block(steps, monkeypatch):
@@ -355,6 +380,8 @@ FAULTS = {
     slot_in_a_foreign_block: ("write into another's block", "A, token 3", "block 3 of request B"),
     cached_block_that_nobody_wrote: ("use before write", "C, position 0", "of block 7 that nobody"),
     cached_block_with_other_tokens: ("content", "C, position 15", "last written by request A"),
+    cached_block_of_another_load: ("content", "D, position 0", "last written by request C"),
+    adapter_loaded_anew: ("adapter", "C", "given load second of adapter 1, allowed load first"),
     cached_block_that_was_written_over: ("content", "C, position 0", "written by request B"),
     shared_block_written: ("write into another's block", "A, token 0", "also of request C"),
     block_handed_out_twice: ("owners", "B", "block 3, also of request C"),

@@ -1,5 +1,8 @@
 """LoRA through vLLM's engine: tokens are those of transformers with merged weights."""
 
+import shutil
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -261,3 +264,143 @@ def test_an_adapter_that_replaces_itself_is_read_once_for_a_request(serving, cas
         prompts = [{"prompt_token_ids": [5, 6, 7]}]
         serving.generate(prompts, greedy(6), use_tqdm=False, lora_request=replaced)
         assert loads == ["mlp"] * times
+
+
+class Changing:
+    """An adapter whose folder is overwritten, each file in its place, by another one."""
+
+    def __init__(self, llm, case, folder: Path) -> None:
+        self.llm, self.core, self.case, self.folder = llm, llm.llm_engine, case, folder
+        for number in self.core.list_loras():
+            self.core.remove_lora(number)
+
+    def overwrite(self, name: str) -> None:
+        shutil.copytree(self.case.folders[name], self.folder, dirs_exist_ok=True)
+
+    def request(self, number: int = 7, **settings) -> LoRARequest:
+        return LoRARequest("changing", number, str(self.folder), **settings)
+
+    def look(self, prompt: list[int], adapter: LoRARequest, name: str) -> int:
+        """Whether tokens are those of `name`; the number of those that were cached."""
+        (output,) = self.llm.generate(
+            [{"prompt_token_ids": prompt}], greedy(6), lora_request=adapter, use_tqdm=False
+        )
+        assert list(output.outputs[0].token_ids) == self.case.tokens(name, prompt, 6), name
+        return output.num_cached_tokens
+
+
+@pytest.fixture
+def changing(serving, case, tmp_path):
+    return Changing(serving, case, tmp_path / "changing")
+
+
+def test_blocks_belong_to_what_was_loaded_of_an_adapter(changing, seed):
+    """Each way of loading: a call, a request, a new number, an adapter that had to go meanwhile."""
+    (prompt,) = prompts_of(seed + 5, [33])
+    changing.overwrite("all")
+    assert [changing.look(prompt, changing.request(), "all") for _ in range(2)] == [0, 32]
+    changing.overwrite("queries")
+    changing.look(prompt, changing.request(), "all")
+    changing.core.add_lora(changing.request(load_inplace=True))
+    assert [changing.look(prompt, changing.request(), "queries") for _ in range(2)] == [0, 32]
+    changing.overwrite("mlp")
+    assert changing.look(prompt, changing.request(load_inplace=True), "mlp") == 0
+    changing.overwrite("queries")
+    changing.core.remove_lora(7)
+    assert changing.look(prompt, changing.request(), "queries") == 32, "what was loaded before"
+    changing.overwrite("all")
+    changing.core.remove_lora(7)
+    changing.look(prompt, changing.request(8), "all")
+    changing.overwrite("mlp")
+    for name in ("queries", "mlp"):  # there is room for two
+        generate(changing.llm, changing.case, [(name, prompt)], greedy(1))
+    changing.look(prompt, changing.request(8), "mlp")
+
+
+@pytest.mark.parametrize("how", ["in place", "removed", "while preempted", "had to go"])
+def test_a_request_goes_on_with_what_was_loaded_last(changing, case, seed, how):
+    """It begins anew: keys and values of the old weights are none of the new ones."""
+    core, name = changing.core, f"goes on, {how}"
+    (prompt,) = prompts_of(seed + 6, [30])
+    changing.overwrite("all")
+    params = {"prompt_token_ids": prompt}, greedy(20)
+    core.add_request(name, *params, lora_request=changing.request())
+    core.add_request(f"other {how}", *params, lora_request=case.request("queries"))
+    said, done = [], {}
+
+    def step() -> None:
+        for output in core.step():
+            tokens = list(output.outputs[0].token_ids)
+            if output.request_id == name:
+                said[:] = tokens
+            if output.finished:
+                done[output.request_id] = tokens
+
+    while len(said) < 6:
+        step()
+    changing.overwrite("mlp")
+    if how == "while preempted":
+        assert changing.llm.reset_prefix_cache(reset_running_requests=True)
+    if how == "removed":
+        core.remove_lora(7)
+    elif how == "had to go":  # two are in use, and there is room for two
+        core.add_lora(case.request("mlp"))
+        core.add_lora(changing.request(load_inplace=True))
+    else:
+        core.add_lora(changing.request(load_inplace=True))
+    least = len(said)
+    while len(done) < 2:
+        step()
+    # Steps in flight had the old weights, and their tokens count
+    ends = [
+        case.tokens("all", prompt, 20)[:number]
+        + case.tokens("mlp", prompt + said[:number], 20 - number)
+        for number in range(least, least + 3)
+    ]
+    assert said in ends
+    assert done[f"other {how}"] == case.tokens("queries", prompt, 20)
+
+
+def test_two_adapters_of_one_name_serve_at_once(changing, case, seed):
+    """One was removed and loaded again under another number while its requests run."""
+    (prompt,) = prompts_of(seed + 7, [18])
+    core, tokens = changing.core, {}
+    for number, weights in ((11, "all"), (12, "mlp")):
+        changing.overwrite(weights)
+        core.add_lora(changing.request(number))
+        core.add_request(
+            weights,
+            {"prompt_token_ids": prompt},
+            greedy(12),
+            lora_request=changing.request(number),
+        )
+        core.step()
+    while core.has_unfinished_requests():
+        for output in core.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    assert tokens == {name: case.tokens(name, prompt, 12) for name in ("all", "mlp")}
+
+
+def test_an_adapter_that_can_not_be_read_ends_its_request_alone(changing, case, seed):
+    (prompt,) = prompts_of(seed + 8, [9])
+    nowhere = LoRARequest("nowhere", 13, str(changing.folder / "nowhere"))
+    asked = [nowhere, msgspec.structs.replace(nowhere, lora_int_id=14, load_inplace=True), None]
+    outputs = changing.llm.generate(
+        [{"prompt_token_ids": prompt}] * 3, greedy(4), lora_request=asked, use_tqdm=False
+    )
+    assert [each.outputs[0].finish_reason for each in outputs] == ["error", "error", "length"]
+    assert list(outputs[2].outputs[0].token_ids) == case.tokens("", prompt, 4)
+
+
+def test_what_is_held_of_an_adapter_is_no_part_of_its_files(changing):
+    """vLLM maps them, so that a folder that is overwritten would change what is held."""
+    changing.overwrite("all")
+    held = runner_of(changing.llm).lora_manager._load_adapter(changing.request())
+    before = {name: layer.lora_a.clone() for name, layer in held.loras.items()}
+    weights = changing.folder / "adapter_model.safetensors"
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:  # the same file, not one that takes its name
+        file.seek(size // 4)
+        file.write(b"\1" * (size - size // 4))
+    for name, layer in held.loras.items():
+        assert torch.equal(layer.lora_a, before[name]), name

@@ -9,6 +9,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_npu_prep.runner import lora
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
+from vllm_npu_prep.v2.adapters import SlotAdapters
 
 
 def batch_of(lora_ids: list[int], adapters: dict[int, LoRARequest]) -> SimpleNamespace:
@@ -22,15 +23,26 @@ def batch_of(lora_ids: list[int], adapters: dict[int, LoRARequest]) -> SimpleNam
 def test_tokens_and_samples_get_the_adapter_of_their_request():
     told = []
     manager = SimpleNamespace(set_active_adapters=lambda *args: told.append(args))
-    adapter = LoRARequest("one", 5, "/path", load_inplace=True)
-    batch = batch_of([5, 0], {5: adapter})
+    batch = batch_of([5, 0], {5: LoRARequest("one", 5, "/path")})
     activate_adapters(manager, batch, np.array([2, 3]), np.array([1, 2]))
     activate_adapters(manager, batch, np.array([2, 3]))
-    (first, mapping), (second, without) = told
+    (_, mapping), (_, without) = told
     assert mapping.index_mapping.tolist() == [5, 5, 0, 0, 0]
     assert mapping.prompt_mapping.tolist() == [5, 0, 0]
     assert without.prompt_mapping.tolist() == [5, 0]
-    assert [each.load_inplace for adapters in (first, second) for each in adapters] == [True, False]
+
+
+def test_two_adapters_of_one_name_are_both_told():
+    """One that was removed, and whose requests are not done, is equal to the one after it."""
+    told = []
+    manager = SimpleNamespace(set_active_adapters=lambda adapters, _: told.extend(adapters))
+    adapters = {number: LoRARequest("one", number, "/path") for number in (5, 6)}
+    activate_adapters(manager, batch_of([5, 6], adapters), np.array([2, 3]))
+    assert [each.lora_int_id for each in told] == [5, 6]
+    slots = SlotAdapters(4)
+    for slot, (number, adapter) in enumerate(adapters.items()):
+        slots.add_request(f"of {number}", slot, adapter)
+    assert [each.lora_int_id for each in slots.get_activate_loras(["of 6", "of 5"])] == [6, 5]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -493,8 +494,8 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
     expected["base"] = reference(demo_model, prompts, 8)
     assert len({tuple(tokens[0]) for tokens in expected.values()}) == 4
 
-    def load(name: str, folder: Path) -> int:
-        body = {"lora_name": name, "lora_path": str(folder)}
+    def load(name: str, folder: Path, **settings) -> int:
+        body = {"lora_name": name, "lora_path": str(folder), **settings}
         return server.request("POST", "/v1/load_lora_adapter", body)[0]
 
     def complete(name: str, prompt: list[int]) -> tuple[int, list[int]]:
@@ -522,6 +523,11 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
     assert complete("first", prompts[0])[0] == 404
     assert load("first", folders["second"]) == 200, "the name is free for other weights"
     check({"base": "base", "first": "second", "third": "third"})
+    shutil.copytree(folders["third"], folders["second"], dirs_exist_ok=True)
+    assert load("first", folders["second"], load_inplace=True) == 200
+    check({"base": "base", "first": "third", "third": "third"})
+    shutil.copytree(folders["first"], folders["second"], dirs_exist_ok=True)
+    check({"base": "base", "first": "third"})  # nobody asked to load it
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:

@@ -27,6 +27,7 @@ SEEDS = {device: Path(__file__).with_name(name) for device, name in FILES.items(
 RECORDED = ("steps", "tokens", "finished", "aborted", "preempted", "sleeps", "close calls")
 RECORDED += (
     "life-cycle calls",
+    "adapters overwritten",
     "parts of sessions",
     "tokens that a connector had",
     "drafts accepted",

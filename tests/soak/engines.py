@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,11 @@ from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
+from tests.soak.adapters import Adapters, Use, in_place, margin_of
 from tests.soak.kinds import FILES, Kind
 from tests.soak.models import (
     ADAPTERS,
     MAX_TOKENS,
-    adapter_of,
     answers,
     drafter_of,
     int8_of,
@@ -59,7 +60,7 @@ class Judge:
         ranks = 2 if kind.layout == "tp2" else 1
         self.readers = [answers(kind.device, kind.family, kind.int8, ranks, n) for n in numbers]
 
-    def look(self, prompt: int, adapter: int, tokens: list[int]) -> None:
+    def look(self, prompt: int, use: Use, tokens: list[int]) -> None:
         """Look at an answer, whole or begun.
 
         Raises
@@ -67,14 +68,27 @@ class Judge:
         AssertionError
             If a token is none that the model would choose.
         """
-        expected = self.readers[adapter].tokens[prompt][: len(tokens)]
-        margin = self.readers[adapter].margin(prompt, tokens)
-        self._note(margin, tokens, f"prompt {prompt}, adapter {adapter}: {tokens}, not {expected}")
+        readers = [self.readers[weights] for weights in use.weights]
+        expected = [reader.tokens[prompt][: len(tokens)] for reader in readers]
+        if tokens in expected:
+            self._note(0.0, tokens, "")
+        elif len(readers) == 1:
+            margin = readers[0].margin(prompt, tokens)
+            self._note(
+                margin, tokens, f"prompt {prompt}, adapters {use.weights}: {tokens}, not {expected}"
+            )
+        else:
+            self.look_behind(readers[0].asked[prompt], use, tokens)
 
-    def look_behind(self, text: list[int], adapter: int, tokens: list[int]) -> None:
+    def look_behind(self, text: list[int], use: Use, tokens: list[int]) -> None:
         """The same of a text that is none of the prompts."""
-        margin = self.readers[adapter].margin_behind(text, tokens)
-        self._note(margin, tokens, f"behind {text}, adapter {adapter}: {tokens}")
+        margins = {
+            weights: self.readers[weights].margins_behind(text, tokens)
+            for weights in set(use.weights)
+        }
+        self.count["answers by two adapters"] += min(max(each) for each in margins.values()) > 0
+        margin = margin_of(use, margins.__getitem__)
+        self._note(margin, tokens, f"behind {text}, adapters {use.weights}: {tokens}")
 
     def _note(self, margin: float, tokens: list[int], what: str) -> None:
         self.margin = max(margin, self.margin)
@@ -106,11 +120,11 @@ def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
         if kind.int8:
             model = int8_of(kind.device, kind.family, kind.int8)
         if kind.layout != "one rank":
-            count = serve_ranks(kind, model, settings, judge, steps)
+            count = serve_ranks(kind, model, settings, judge, steps, Path(stored))
         else:
             with engine_of(kind.runner, model, **settings) as llm:
                 parts = parts_of(llm)
-                count = _Serving(kind, llm, judge).serve(steps)
+                count = _Serving(kind, llm, judge, Path(stored)).serve(steps)
             del llm
             gc.unfreeze()  # an engine that began before froze what there was
             for _ in range(2):  # of seed 3111, what the first one frees has let go of more
@@ -147,17 +161,6 @@ def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
     return settings
 
 
-def adapters_of(kind: Kind) -> list[Any]:
-    """Adapters that requests choose from; None is none of them."""
-    if not kind.adapters:
-        return [None]
-    from vllm.lora.request import LoRARequest
-
-    numbers = range(1, ADAPTERS + 1)
-    folders = [str(adapter_of(kind.device, number)) for number in numbers]
-    return [None] + [LoRARequest(f"adapter {n}", n, f) for n, f in zip(numbers, folders)]
-
-
 class _Serving:
     """The traffic of one engine in this process.
 
@@ -169,23 +172,23 @@ class _Serving:
 
     calls = 0.08
 
-    def __init__(self, kind: Kind, llm: Any, judge: Judge) -> None:
+    def __init__(self, kind: Kind, llm: Any, judge: Judge, stored: Path) -> None:
         self.kind, self.llm, self.core, self.judge = kind, llm, llm.llm_engine, judge
         self.rng, self.count = np.random.default_rng((kind.seed, 35)), Counter[str]()
         self.scheduler = self.core.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free = self.pool.get_num_free_blocks()
         self.prompts = prompts(kind.device, kind.family)
-        self.loras = adapters_of(kind)
+        self.adapters = Adapters(kind.device, stored, ADAPTERS * kind.adapters)
         self.preempted = count_preemptions(llm)
         self.verified = count_verified(llm) if kind.drafts else Counter[str]()
         self.sessions: Sessions | None = None
         if kind.sessions:
             asked = [prompt["prompt_token_ids"] for prompt in self.prompts]
-            self.sessions = Sessions(llm, kind.seed, asked, self.loras, judge.look_behind)
+            self.sessions = Sessions(llm, kind.seed, asked, self.adapters, judge.look_behind)
         levels = (0, *self._levels) if kind.sleeps else (0,)
         self.life_cycle = LifeCycle(llm, kind.seed, self._step, levels, self.verified)
-        self.alive: dict[str, tuple[int, int]] = {}  # prompt and adapter of each request
+        self.alive: dict[str, tuple[int, Use]] = {}  # prompt and adapter of each request
         self.said: dict[str, list[int]] = {}  # tokens of each that came so far
         if kind.connector:
             self._count_loads(self.scheduler.connector)
@@ -252,19 +255,24 @@ class _Serving:
         while added < number or self.core.has_unfinished_requests() or self.scheduler.requests:
             while added < number and self.rng.random() < 0.6:
                 prompt, adapter = (
-                    int(self.rng.integers(n)) for n in (len(self.prompts), len(self.loras))
+                    int(self.rng.integers(n)) for n in (len(self.prompts), len(self.adapters))
                 )
+                use = self.adapters.use(adapter)
                 name = f"{self.count['waves']}-{added}"
                 self.core.add_request(
                     name,
                     self.prompts[prompt],
                     greedy(int(self.rng.integers(1, MAX_TOKENS + 1))),
-                    lora_request=self.loras[adapter],
+                    lora_request=use.request,
                 )
-                alive[name] = prompt, adapter
+                alive[name] = prompt, use
                 added += 1
             if self.sessions is not None:
                 self.sessions.step(begin=added < number)
+            if self.kind.adapters and self.rng.random() < 0.1:
+                how = self.adapters.change(self.rng, self.core)
+                self.count[f"adapters overwritten, loaded {how}"] += 1
+                self.count["adapters overwritten"] += 1
             if alive and self.rng.random() < 0.05:
                 name = list(alive)[int(self.rng.integers(len(alive)))]
                 self.core.abort_request([name])
@@ -286,12 +294,15 @@ class _Serving:
         self.count["steps"] += 1
 
 
-def serve_ranks(kind: Kind, model: Any, settings: dict[str, Any], judge: Judge, steps: int) -> Any:
+def serve_ranks(
+    kind: Kind, model: Any, settings: dict[str, Any], judge: Judge, steps: int, stored: Path
+) -> Any:
     """Serve waves by an engine of several ranks, as a server would."""
     # At rest `serve_on_ranks` shuts an engine down; what it has then is asked for in the traffic
     settings = {**settings, "distributed_executor_backend": "mp"}
-    asked, loras = prompts(kind.device, kind.family), adapters_of(kind)
-    traffic = partial(_waves, kind, asked, loras, steps)
+    asked = prompts(kind.device, kind.family)
+    adapters = Adapters(kind.device, stored, ADAPTERS * kind.adapters)
+    traffic = partial(_waves, kind, asked, adapters, steps)
     with asked_for(kind.runner):
         answered, count = serve_on_ranks(model, settings, traffic, seconds=SECONDS)
     for answer in answered:
@@ -300,21 +311,22 @@ def serve_ranks(kind: Kind, model: Any, settings: dict[str, Any], judge: Judge, 
 
 
 async def _waves(
-    kind: Kind, asked: list[Any], loras: list[Any], steps: int, ranks: Ranks
-) -> tuple[list[tuple[int, int, list[int]]], Counter]:
+    kind: Kind, asked: list[Any], adapters: Adapters, steps: int, ranks: Ranks
+) -> tuple[list[tuple[int, Use, list[int]]], Counter]:
     """Prompt, adapter and tokens of each request, and what happened how often."""
     rng, count = np.random.default_rng((kind.seed, 35)), Counter[str]()
-    answered: list[tuple[int, int, list[int]]] = []
+    answered: list[tuple[int, Use, list[int]]] = []
 
     async def one(prompt: int, adapter: int, tokens: int, patience: float | None) -> None:
-        task = ranks.generate([asked[prompt]], tokens, loras=[loras[adapter]])
+        use = adapters.use(adapter)
+        task = ranks.generate([asked[prompt]], tokens, loras=[use.request])
         try:
             (got,) = await asyncio.wait_for(task, patience)
         except TimeoutError:
             count["aborted"] += 1
             return
         assert len(got) == tokens
-        answered.append((prompt, adapter, got))
+        answered.append((prompt, use, got))
         count["finished"] += 1
 
     async def pause(clear_cache: bool) -> None:
@@ -322,14 +334,22 @@ async def _waves(
         await ranks.llm.resume_generation()
         count["life-cycle calls"] += 1
 
+    async def change() -> None:
+        of_name, adapter = adapters.overwrite(rng)
+        assert await ranks.llm.add_lora(in_place(adapter))
+        of_name.weights = of_name.weights[-1:]
+        count["adapters overwritten"] += 1
+
     while count["steps"] < steps:
         requests = []
         for _ in range(int(rng.integers(4, 20))):
-            prompt, adapter = (int(rng.integers(n)) for n in (len(asked), len(loras)))
+            prompt, adapter = (int(rng.integers(n)) for n in (len(asked), len(adapters)))
             patience = float(rng.random()) / 5 if rng.random() < 0.05 else None
             requests.append(one(prompt, adapter, int(rng.integers(1, MAX_TOKENS + 1)), patience))
         for _ in range(int(rng.integers(0, 4))):
             requests.append(pause(clear_cache=bool(rng.random() < 0.3)))
+        if kind.adapters:
+            requests.append(change())
         await asyncio.gather(*requests)
         count["waves"] += 1
         if kind.sleeps and (count["waves"] == 1 or rng.random() < 0.5):

@@ -157,9 +157,14 @@ class Reader:
 
     def margin_behind(self, prompt: Any, got: list[int]) -> float:
         """The same of a prompt that is none of `asked`."""
+        return max(self.margins_behind(prompt, got))
+
+    def margins_behind(self, prompt: Any, got: list[int]) -> list[float]:
+        """The same of each token."""
         logits = self._logits_of(prompt, got).double()
         chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
-        return float(((logits.amax(1) - chosen) / logits.std(1)).max())
+        margins: list[float] = ((logits.amax(1) - chosen) / logits.std(1)).tolist()
+        return margins
 
 
 def reader_of(network: Any, asked: list[Any]) -> Reader:

@@ -14,6 +14,7 @@ import numpy as np
 from tests.helpers.engine import greedy
 from tests.helpers.prompts import VOCAB
 from tests.helpers.sessions import send_part
+from tests.soak.adapters import Adapters, Use
 from tests.soak.models import MAX_TOKENS
 
 AT_ONCE = -1
@@ -27,7 +28,7 @@ class Session:
     Attributes
     ----------
     adapter
-        Number of its adapter.
+        What it has of adapters.
     parts
         Token ids of each part that was not sent yet.
     wait
@@ -42,7 +43,7 @@ class Session:
         Step in which the next part is sent.
     """
 
-    adapter: int
+    adapter: Use
     parts: list[list[int]]
     wait: int
     sent: list[Any] = field(default_factory=list)
@@ -73,8 +74,8 @@ class Sessions:
         llm: Any,
         seed: int,
         prompts: list[list[int]],
-        adapters: list[Any],
-        look: Callable[[list[int], int, list[int]], None],
+        adapters: Adapters,
+        look: Callable[[list[int], Use, list[int]], None],
     ) -> None:
         self._llm, self._prompts, self._adapters, self._look = llm, prompts, adapters, look
         self._rng, self._begun, self._step = np.random.default_rng((seed, 36)), 0, 0
@@ -112,7 +113,8 @@ class Sessions:
             prompt = self._prompts[rng.integers(len(self._prompts))]
             parts.append(prompt[: rng.integers(1, longest + 1)])
         wait = AT_ONCE if rng.random() < 0.5 else int(rng.integers(0, 4))
-        session = Session(int(rng.integers(len(self._adapters))), parts, wait)
+        adapter = self._adapters.use(int(rng.integers(len(self._adapters))))
+        session = Session(adapter, parts, wait)
         name, self._begun = f"session-{self._begun}", self._begun + 1
         self._open[name] = session
         for _ in range(number + 1 if wait == AT_ONCE else 1):
@@ -124,7 +126,7 @@ class Sessions:
         part = session.parts.pop(0) if session.parts else None
         stop = self._rng.choice(VOCAB, VOCAB // 8, replace=False).tolist()
         params = greedy(MAX_TOKENS, stop_token_ids=stop)
-        send_part(self._llm, name, part, params, self._adapters[session.adapter])
+        send_part(self._llm, name, part, params, session.adapter.request)
         session.sent.append(part)
         session.due = math.inf
         self._drop_if_over(name)

@@ -27,7 +27,8 @@ def first(device=CPU, layout="one rank", **having) -> Kind:
 
 
 KINDS = {
-    "adapters": first(adapters=True, runner="V1", drafts=""),
+    "adapters": first(adapters=True, runner="V1", drafts="", connector=""),
+    "adapters on the host": first(adapters=True, runner="V2", connector=HOST),
     "sleep": first(sleeps=True, family="DeepseekV3", int8=""),
     "files": first(connector=FILES, runner="V1"),
     "host": first(connector=HOST, runner="V2", family="Qwen3_5"),
@@ -81,6 +82,7 @@ def test_an_engine_of_each_kind_agrees(name):
     assert not KINDS[name].sleeps or count["sleeps"] > 0
     assert count["life-cycle calls"] > 0
     assert not KINDS[name].sessions or count["parts of sessions"] > 0
+    assert not KINDS[name].adapters or count["adapters overwritten"] > 0
     for what, happened in (
         (KINDS[name].connector, "tokens that a connector had"),
         (KINDS[name].drafts, "drafts accepted"),
@@ -102,7 +104,7 @@ def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, caps
     # transformers itself would say that the engine's token is the best one
     monkeypatch.setattr(Reader, "margin", lambda self, n, got: float(got != wrong[n][: len(got)]))
     outcome, recorded = soak.Engines().play(seed, 60)
-    assert outcome == "failed" and "prompt 9, adapter 0" in recorded["error"]
+    assert outcome == "failed" and "prompt 9, adapters [0]" in recorded["error"]
     assert (tmp_path / "seeds.txt").read_text() == f"{seed}\n"
     assert f"seed {seed} FAILED" in capsys.readouterr().out
 

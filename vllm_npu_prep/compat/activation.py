@@ -12,6 +12,7 @@ import sys
 
 from vllm_npu_prep import torchvision_import
 from vllm_npu_prep.compat import (
+    adapters,
     answers,
     connectors,
     hosts,
@@ -106,6 +107,7 @@ def prepare_process() -> bool:
         models.take_no_mtp_layers_for_none()
         schedulers.get_our_schedulers_quietly()
         schedulers.begin_parts_of_sessions_with_what_was_computed()
+        adapters.identify_loads()
         connectors.refuse_sessions_beside_offloading()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
@@ -114,6 +116,7 @@ def prepare_process() -> bool:
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
             server.let_servers_drain_and_stop_quietly()
             server.let_servers_drain_and_fail_with_their_engine()
+            server.read_adapters_once_they_are_loaded()
         hosts.refuse_ray_where_it_is_missing()
         hosts.keep_addresses_on_their_host()
         hosts.wake_who_reads_from_another_host()

@@ -25,6 +25,26 @@ def _tell(what: str) -> None:
         getattr(connector, what)()
 
 
+def forget_hashes(connector: Any, request: Any) -> None:
+    """Have the scheduler's side of a connector forget what it made of a request's block hashes.
+
+    vLLM's offloading keeps names of its own for the blocks of each request, and assumes that their
+    hashes never change. Nothing is done where there is no such list.
+
+    Parameters
+    ----------
+    connector
+        Of the scheduler; None without.
+    request
+        Whose blocks have other hashes now, and which holds none.
+    """
+    offloading = getattr(connector, "connector_scheduler", None)
+    status = getattr(offloading, "_req_status", {}).get(request.request_id)
+    for group in status.group_states if status is not None else ():
+        group.offload_keys.clear()
+        group.next_stored_chunk_idx = group.num_hit_chunks = 0
+
+
 def refuse_sessions_beside_offloading() -> None:
     """Refuse a session where blocks are stored in the host's memory: vLLM's engine would end.
 

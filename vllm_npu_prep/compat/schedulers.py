@@ -71,9 +71,14 @@ def begin_parts_of_sessions_with_what_was_computed() -> None:
         session.num_computed_tokens = min(session.num_computed_tokens, kept)
         begin(self, session, update)
         if getattr(session, "begins_anew", False):  # no answer has ended: nothing was noted
-            self._free_request_blocks(session)
-            session.num_computed_tokens = 0
-            self.reset_preempted_req_ids.add(session.request_id)  # the step tells of its blocks
+            begin_anew(self, session)
 
     Scheduler._handle_stopped_request = handle_stopped_request  # type: ignore[method-assign]
     Scheduler._update_request_as_session = update_request_as_session  # type: ignore[method-assign]
+
+
+def begin_anew(scheduler: "Scheduler", request: "Request") -> None:
+    """Give back the blocks of a request that holds some and doesn't run, as if it was preempted."""
+    scheduler._free_request_blocks(request)
+    request.num_computed_tokens = 0
+    scheduler.reset_preempted_req_ids.add(request.request_id)  # the step tells of its blocks

@@ -5,6 +5,8 @@ import logging
 import sys
 from typing import Any
 
+from vllm_npu_prep.compat.adapters import once
+
 
 def let_servers_drain_and_stop_quietly() -> None:
     """Let a server that was told to stop finish its requests, log no crash, and really stop.
@@ -101,6 +103,30 @@ def let_servers_drain_and_fail_with_their_engine() -> None:
         return fail()
 
     entry.serve_http = serve_http  # type: ignore[attr-defined]
+
+
+def read_adapters_once_they_are_loaded() -> None:
+    """Have a server that was told to load an adapter in place do so once.
+
+    Upstream keeps the request to load, so that each later one of a client reads the folder again.
+    It also warns that cached blocks of the old weights are found, which they are not
+    (`compat.adapters`).
+    """
+    from vllm.entrypoints.openai.models import serving
+
+    upstream = serving.OpenAIServingModels.load_lora_adapter
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = await upstream(self, request, *args, **kwargs)
+        if (adapter := self.lora_requests.get(request.lora_name)) is not None:
+            self.lora_requests[request.lora_name] = once(adapter)
+        return answer
+
+    serving.OpenAIServingModels.load_lora_adapter = load_lora_adapter  # type: ignore[method-assign]
+    serving.logger.addFilter(lambda record: not str(record.msg).startswith("Reloaded LoRA"))
 
 
 def _log(line: str) -> None:

@@ -47,8 +47,14 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
     groups = [ledger_group(spec, size, shards) for spec, size in zip(specs, block_sizes)]
     num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
     loads = runner.vllm_config.kv_transfer_config is not None
-    ledger = SlotLedger(groups, num_blocks, loads)
+    ledger = SlotLedger(groups, num_blocks, loads, lambda number: load_of(runner, number))
     return FullCheck(vocab_size, num_slots, ledger)
+
+
+def load_of(runner: Any, number: int) -> str | None:
+    """What a runner holds as the adapter of this number, as `compat.adapters` names it."""
+    adapters = runner.lora_manager._adapter_manager.list_adapters()
+    return getattr(adapters.get(number), "load", None)
 
 
 def ledger_group(spec: Any, block_size: int, shards: ContextShards | None = None) -> LedgerGroup:

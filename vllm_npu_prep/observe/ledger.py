@@ -2,12 +2,12 @@
 
 A worker sees the scheduler's decisions only: which blocks a request gets, and that it finished or
 was preempted. From these the ledger knows each block's purpose without the runner's own tables. A
-slot's content is named by a hash of the tokens up to it, as prefix caching names blocks: only
-requests with the same beginning may read the same slot. A state of linear attention is named
-likewise, by all tokens that are in it.
+slot's content is named by a hash of the tokens up to it and of what was loaded as the request's
+adapter, as prefix caching names blocks: only requests with the same beginning may read the same
+slot. A state of linear attention is named likewise, by all tokens that are in it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,11 +80,12 @@ class LedgerGroup:
 class _Request:
     """A request as the scheduler describes it."""
 
-    seed: int  # of the hash of its tokens
+    adapter: int  # number of its adapter; 0: none
     prompt: list[int]  # UNKNOWN for positions given as vectors
     contents: dict[int, int]  # by position, content other than token ids: vectors, images
     blocks: list[list[int]]  # by group
     former: list[set[int]]  # blocks that it lost when it was preempted
+    load: object = None  # of its adapter, since it began
     num_computed_tokens: int = 0
     num_cached: list[int] = field(default_factory=list)  # leading blocks that were cached, by group
     begins: bool = True  # starts or resumes in this step
@@ -96,7 +97,7 @@ class _Request:
     def extend_chain(self, end: int) -> None:
         """Name the contents of the positions up to `end`."""
         for position in range(len(self.chain), end):
-            before = self.chain[-1] if self.chain else self.seed
+            before = self.chain[-1] if self.chain else hash(self.load)
             what = self.contents.get(position, self.tokens[position])
             self.chain.append(hash((before, what)) % LARGEST_CONTENT + 1)
 
@@ -112,6 +113,8 @@ class SlotLedger:
         Blocks of each, of their tables.
     loads
         Whether a KV connector may fill blocks.
+    load_of
+        What an adapter of this number has been loaded as; None if it isn't.
     """
 
     def __init__(
@@ -119,8 +122,9 @@ class SlotLedger:
         groups: Sequence[LedgerGroup],
         num_blocks: int,
         loads: bool = False,
+        load_of: Callable[[int], object] = lambda number: None,
     ) -> None:
-        self.groups, self.loads = tuple(groups), loads
+        self.groups, self.loads, self._load_of = tuple(groups), loads, load_of
         with_slots = [group for group in groups if not group.holds_states]
         width = max((group.block_size for group in with_slots), default=1)
         # [num_blocks, largest block size] int64, content of each slot
@@ -181,8 +185,7 @@ class SlotLedger:
         return self.requests[req_id]
 
     def _arrived(self, new: "NewRequestData") -> _Request:
-        lora = new.lora_request
-        seed = hash((lora.lora_name, lora.lora_path)) if lora is not None else 1
+        adapter = 0 if new.lora_request is None else new.lora_request.lora_int_id
         contents: dict[int, int] = {}
         is_token_ids = new.prompt_is_token_ids or [new.prompt_embeds is None] * new.prompt_len
         prompt = list(new.prompt_token_ids or [UNKNOWN] * new.prompt_len)
@@ -197,12 +200,13 @@ class SlotLedger:
             for index in range(place.length):
                 contents[place.offset + index] = hash((feature.identifier, index))
         empty: list[list[int]] = [[] for _ in self.groups]
-        return _Request(seed, prompt, contents, empty, [set() for _ in self.groups])
+        return _Request(adapter, prompt, contents, empty, [set() for _ in self.groups])
 
     def _begin(self, req_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> None:
         """Start a request: blocks of computed tokens are cached ones, all others are empty."""
         request = self.requests[req_id]
         request.begins, request.num_computed_tokens = True, computed
+        request.load = self._load_of(request.adapter) if request.adapter else None
         request.tokens = request.tokens or request.prompt.copy()
         request.chain.clear()
         request.certain = None
@@ -324,6 +328,14 @@ class SlotLedger:
     ) -> None:
         """Check counts against the scheduler's, and prompt tokens against the prompt."""
         request = self._known(req_id)
+        if request.adapter and (load := self._load_of(request.adapter)) != request.load:
+            raise given_allowed(
+                "adapter",
+                "a request computes with one load of its adapter",
+                f"load {load} of adapter {request.adapter}",
+                f"load {request.load}, with which it began",
+                request=req_id,
+            )
         computed, told = int(step.num_computed_tokens[row]), request.num_computed_tokens
         text = "computed tokens are the scheduler's"
         if num_kept is not None and request.certain is not None:

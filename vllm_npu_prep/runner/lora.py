@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import msgspec
 import numpy as np
 from vllm.lora.layers import LoRAMapping, LoRAMappingType
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -63,11 +62,9 @@ def activate_adapters(
         is_prefill=True,
         type=mapping_type,
     )
-    adapters = batch.lora_id_to_lora_request
-    manager.set_active_adapters(set(adapters.values()), mapping)
-    for lora_id, adapter in adapters.items():
-        if adapter.load_inplace:  # once per request; upstream reads the file in every step
-            adapters[lora_id] = msgspec.structs.replace(adapter, load_inplace=False)
+    # Not a set: adapters of one name are equal, and one that was removed has its requests still
+    adapters: Any = batch.lora_id_to_lora_request.values()
+    manager.set_active_adapters(adapters, mapping)
 
 
 def score_prompts(

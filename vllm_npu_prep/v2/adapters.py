@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 
-import msgspec
 import numpy as np
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -22,7 +21,7 @@ class SlotAdapters(LoraState):
 
     def make_lora_inputs(  # type: ignore[override]  # arrays in place of tuples
         self, req_ids: list[str], idx_mapping: np.ndarray, num_scheduled_tokens: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, set[LoRARequest]]:
+    ) -> tuple[np.ndarray, np.ndarray, list[LoRARequest]]:
         """LoRA id of each sample and of each token, 0 without one, and the step's adapters.
 
         Parameters
@@ -33,20 +32,17 @@ class SlotAdapters(LoraState):
         lora_ids = self.lora_ids[idx_mapping]
         return lora_ids, lora_ids.repeat(num_scheduled_tokens), self.get_activate_loras(req_ids)
 
-    def get_activate_loras(self, req_ids: Iterable[str]) -> set[LoRARequest]:
-        """Adapters of these requests. Of two for one name, the one to be read anew counts."""
-        if not self.lora_requests:
-            return set()
-        asked = [self.lora_requests[each] for each in self.lora_requests.keys() & req_ids]
-        return {each for each in asked if each.load_inplace} | {*asked}
+    def get_activate_loras(  # type: ignore[override]  # a list: adapters of one name are equal
+        self, req_ids: Iterable[str]
+    ) -> list[LoRARequest]:
+        """Adapters of these requests, in one order on all ranks.
 
-    def are_loaded(self, adapters: Iterable[LoRARequest]) -> None:
-        """Have no adapter read again that was to be read anew; upstream reads it in every step."""
-        if any(each.load_inplace for each in adapters):
-            for req_id, adapter in self.lora_requests.items():
-                if adapter.load_inplace and adapter in adapters:
-                    known = msgspec.structs.replace(adapter, load_inplace=False)
-                    self.lora_requests[req_id] = known
+        Of one name there may be two: one that was removed has its requests still.
+        """
+        if not self.lora_requests:
+            return []
+        asked = [self.lora_requests[each] for each in req_ids if each in self.lora_requests]
+        return list({each.lora_int_id: each for each in asked}.values())
 
 
 def score_with_adapters(

@@ -12,7 +12,6 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.lora.layers import LoRAMappingType
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.utils.platform_utils import is_pin_memory_available
@@ -546,7 +545,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self,
         prompt_lora_mapping: Sequence[int] | np.ndarray,
         token_lora_mapping: Sequence[int] | np.ndarray,
-        lora_requests: set[LoRARequest],
+        lora_requests: Any,
         mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
     ) -> None:
         """As upstream's, which makes tuples of the mappings and compares them; here: arrays."""
@@ -560,7 +559,6 @@ class NPUModelRunnerV2(GPUModelRunner):
             type=mapping_type,
         )
         self.lora_manager.set_active_adapters(lora_requests, mapping)
-        self.lora_state.are_loaded(lora_requests)
 
     # ----------------------------------------------------------------- graphs
 
