@@ -10,7 +10,7 @@ from vllm_npu_prep import platform
 from vllm_npu_prep.attention import fused_calls
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
-from vllm_npu_prep.device import CPU_KIND, NPU_KIND
+from vllm_npu_prep.device import CPU_KIND, NPU_KIND, waits_for_launches
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.config import settle_mode, settle_sizes
 
@@ -263,6 +263,24 @@ def test_an_old_driver_has_no_full_graphs(configure, monkeypatch, mode, instead)
         assert config.compilation_config.splitting_ops_contain_attention()
     config.compilation_config.cudagraph_mode = getattr(CUDAGraphMode, mode)
     assert f"{mode} graphs: driver 24.1.RC3" in off_lines(config)
+
+
+@pytest.mark.parametrize(("mode", "instead"), WITHOUT_FULL)
+def test_waits_for_each_launch_leave_no_full_graphs(configure, monkeypatch, mode, instead):
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    config = configure(compilation_config={"cudagraph_mode": mode})
+    assert mode_of(config) == mode  # the CPU fallback launches nothing
+    config.device_config.device_type = "npu"
+    assert f"{mode} graphs: with ASCEND_LAUNCH_BLOCKING" in off_lines(config)
+    assert mode_of(config) == instead
+
+
+@pytest.mark.parametrize(
+    ("value", "waits"), [("1", True), (" 2x", True), ("0", False), ("", False)]
+)
+def test_waits_for_launches_are_read_as_torch_npu_reads_them(monkeypatch, value, waits):
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", value)
+    assert waits_for_launches("npu") == waits
 
 
 def test_a_driver_that_is_not_known_keeps_full_graphs(configure, monkeypatch):

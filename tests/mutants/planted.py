@@ -3859,4 +3859,25 @@ MUTANTS = [
         "if False:",
         ("tests/engine/test_offloading.py",),
     ),
+    Mutant(
+        "graphs are captured with a task queue of level 2",
+        "device/npu.py",
+        "torch_npu.npu.set_task_queue_enable(1)",
+        "pass",
+        (f"{ON_NPU}[fia-documented]",),
+    ),
+    Mutant(
+        "full graphs are replayed with waits for each launch",
+        "graph/config.py",
+        "    if waits_for_launches(device_type):\n",
+        "    if False:\n",
+        ("tests/graph/test_config.py",),
+    ),
+    Mutant(
+        "graphs are captured beside pinned memory that expands",
+        "startup/subjects/graphs.py",
+        "captures and EXPANDING_PINS in _allocator_settings()",
+        "False",
+        ("tests/startup/test_refusals.py",),
+    ),
 ]

@@ -340,6 +340,17 @@ GRAPHS = {
             "additional_config": DENSE,
         },
     ),
+    "graphs beside pinned memory that expands": Case(
+        ("expanding-pins",),
+        ("PYTORCH_NPU_ALLOC_CONF=max_split_size_mb:64,pin_memory", "--enforce-eager"),
+        {"enforce_eager": False, **HALF},
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+        environment={
+            "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64, pin_memory_expandable_segments:True"
+        },
+    ),
 }
 
 STATES = ("state-space or linear-attention model", "prepared for the states of these only")

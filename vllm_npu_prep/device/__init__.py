@@ -6,6 +6,7 @@ doesn't ask which device it runs on.
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from vllm_npu_prep.errors import PrepError
 
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
 DEVICE_CHOICES = ("auto", "npu", "cpu")
+BLOCKING_ENV_VAR = "ASCEND_LAUNCH_BLOCKING"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ class Device(Memory, Protocol):
 
     def bind_cpus(self) -> str:
         """Run this process on CPUs near the device; says which, empty if nothing changed."""
+
+    def allow_captures(self) -> str:
+        """Undo what the environment asks of this process and no graph can be captured with.
+
+        Says what was changed; empty if nothing was.
+        """
 
     def record_event(self) -> object:
         """Mark the current end of the current stream's work."""
@@ -280,6 +288,15 @@ def driver_version(device_type: str) -> str:
 
         return npu.installed_version("DRIVER")
     return ""
+
+
+def waits_for_launches(device_type: str) -> bool:
+    """Whether torch_npu waits on the host for each launch and each replay of a graph.
+
+    It reads the number at the beginning of the variable, as ``strtol`` does.
+    """
+    number = re.match(r"\s*[+-]?\d+", os.environ.get(BLOCKING_ENV_VAR, ""))
+    return device_type == "npu" and number is not None and int(number[0]) != 0
 
 
 def graph_pool(device_type: str) -> Any:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
-from vllm_npu_prep.device import DeviceKind, driver_version
+from vllm_npu_prep.device import (
+    BLOCKING_ENV_VAR,
+    DeviceKind,
+    driver_version,
+    waits_for_launches,
+)
 from vllm_npu_prep.driver import TASK_UPDATES, is_older
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
@@ -97,7 +102,14 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
         CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
     }[mode]
-    driver = driver_version(vllm_config.device_config.device_type)
+    device_type = vllm_config.device_config.device_type
+    if waits_for_launches(device_type):
+        compilation.cudagraph_mode = without_full
+        return [
+            f"{mode} graphs: with {BLOCKING_ENV_VAR} a replay is waited for before its attention "
+            f"gets the lengths for which it waits; {without_full} instead"
+        ]
+    driver = driver_version(device_type)
     if is_older(driver, TASK_UPDATES):
         compilation.cudagraph_mode = without_full
         return [
