@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_emulator import __version__, faults, profiles
-from ascend_emulator.build import SITE, acl_configuration, ensure_built
+from ascend_emulator.build import SITE, acl_configuration, ensure_built, operators_folder
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import (
     DELAYS,
@@ -202,7 +202,8 @@ def _environment(
     options: Options, libraries: Path, report_folder: Path, site: list[Path]
 ) -> dict[str, str]:
     environment = os.environ | options.environment(libraries, report_folder)
-    added = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": [HOOK, *site]}
+    operators = operators_folder(libraries, profiles.find(options.profile).release)
+    added = {"LD_LIBRARY_PATH": [operators, libraries], "PYTHONPATH": [HOOK, *site]}
     for name, entries in added.items():
         rest = os.environ.get(name)
         environment[name] = os.pathsep.join([*map(str, entries), *([rest] if rest else [])])

@@ -234,6 +234,24 @@ def test_a_device_that_others_use(tmp_path):
     assert "chip 1:" in finding.do
 
 
+def test_functions_that_cann_lacks_are_named_with_the_release_that_has_them(tmp_path):
+    lacks = {
+        "npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule",
+        "npu_swiglu": "aclnnSwiGlu",
+    }
+    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": lacks}, hosts.FIA))
+    finding = changed(tmp_path, run=ran)["CANN's functions"]
+    assert finding.status == "warning"
+    assert "aclnnChunkGatedDeltaRule (npu_chunk_gated_delta_rule), which CANN 9.1 has" in (
+        finding.found
+    )
+    assert "aclnnSwiGlu (npu_swiglu), which CANN 8.5 has" in finding.found
+    assert "install CANN 9.1 or newer" in finding.do
+    (tmp_path / "b").mkdir()
+    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": {}}, hosts.FIA))
+    assert changed(tmp_path / "b", run=ran)["CANN's functions"].status == "ok"
+
+
 def test_a_driver_that_hangs_and_a_probe_that_dies(tmp_path):
     hung = changed(tmp_path, run=hosts.run(Ran(None, ""), hosts.loads(hosts.SEEN, hosts.FIA)))
     assert hung["npu-smi"].status == "failure"

@@ -74,8 +74,8 @@ GRAPHS = (
         "expanding-pins",
         _captures_with_expanding_pins,
         "PYTORCH_NPU_ALLOC_CONF={settings}",
-        f"torch_npu captures no graph with {EXPANDING_PINS}",
-        "take that out, or give --enforce-eager",
+        "no graph can be captured beside pinned memory in segments that expand",
+        "take pin_memory_expandable_segments out, or give --enforce-eager",
         lambda c: {"settings": _allocator_settings()},
     ),
 )
