@@ -3880,4 +3880,32 @@ MUTANTS = [
         "False",
         ("tests/startup/test_refusals.py",),
     ),
+    Mutant(
+        "an operator counts as there although CANN lacks its function",
+        "aclnn.py",
+        "    return bool(libraries) and not has_it\n",
+        "    return False\n",
+        ("tests/npu/test_hybrids.py::test_a_release_without_the_operators_is_refused_at_start_up",),
+    ),
+    Mutant(
+        "gated delta nets load their weights on a CANN that lacks them",
+        "startup/subjects/states.py",
+        "        lambda c: c.functions_missing_for(*OPERATORS),\n",
+        "        lambda c: False,\n",
+        ("tests/startup/test_refusals.py",),
+    ),
+    Mutant(
+        "the operator rotates more heads than an older CANN holds",
+        "ops/fused_rotary.py",
+        "return most is not None and math.prod(query.shape[1:]) > most",
+        "return False",
+        FUSED,
+    ),
+    Mutant(
+        "sections in turn go to a CANN that does not know them",
+        "ops/fused_rotary.py",
+        "        self._merges |= self.mrope_interleaved and is_missing(MROPE_V2)\n",
+        "",
+        FUSED,
+    ),
 ]
