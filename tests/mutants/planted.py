@@ -3908,4 +3908,11 @@ MUTANTS = [
         "",
         FUSED,
     ),
+    Mutant(
+        "SwiGLU rounds rows that CANN's operator takes in parts",
+        "quantization/int8.py",
+        "    if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:\n",
+        "    if True:\n",
+        INT8_ON_NPU,
+    ),
 ]

@@ -107,6 +107,14 @@ def test_a_llama_in_graphs_stays_within_its_budget(tmp_path, seed):
     assert replayed < BOUND["float16"]
 
 
+def test_wide_rows_are_rounded_in_a_launch_of_their_own(tmp_path, seed):
+    model = make_model(tmp_path / "float", "Llama", **{**MODEL, "intermediate_size": 7872})
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    worst, counts = distance(model, tmp_path / "int8", "float16", seed)
+    assert worst < BOUND["float16"]
+    assert counts["launches"] == BUDGET["Llama"] + 1
+
+
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
 def test_static_scales_beside_float_biases(tmp_path, seed, form):
     """Of Qwen2's attention; with zero points, which are taken out before biases are added."""
