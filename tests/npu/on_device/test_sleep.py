@@ -9,6 +9,7 @@ from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
+from vllm_npu_prep.device import host_bytes, npu_regions
 from vllm_npu_prep.device.npu import NPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
@@ -150,3 +151,31 @@ def test_memory_that_comes_back_is_zero():
     del others
     memory.resume()
     assert not cache.any()
+
+
+def test_a_region_is_one_range_of_several_pieces(monkeypatch):
+    monkeypatch.setattr(npu_regions, "PIECE", 2 * PAGE)
+    region, before = NPUDevice(0).region(5 * PAGE - 3), free()
+    assert len(region._pieces) == 3
+    values = torch.arange(region.data.numel(), dtype=torch.int32).to(torch.uint8)
+    region.data.copy_(values)
+    torch.npu.synchronize()
+    region.release(keep=True)
+    assert free() == before + 5 * PAGE and not region._pieces
+    held, left = hold_all_but(3 * PAGE), free()
+    assert 2 * PAGE <= left < 5 * PAGE, "room for a piece, not for all"
+    with pytest.raises(PrepError, match="no memory"):
+        region.map()
+    assert not region._pieces and free() == left
+    held.clear()
+    assert free() > left  # torch_npu's allocator gives it back
+    region.map()
+    assert torch.equal(region.data.cpu(), values)
+
+
+def test_pinned_memory_above_the_threshold_is_not_rounded():
+    """What the plugin sets in the environment reaches torch_npu's allocator."""
+    before = torch.npu.host_memory_stats()["allocated_bytes.current"]
+    held = torch.empty(65 << 20, dtype=torch.uint8, pin_memory=True)
+    taken = torch.npu.host_memory_stats()["allocated_bytes.current"] - before
+    assert taken == host_bytes("npu", held.numel()) == held.numel()
