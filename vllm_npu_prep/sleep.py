@@ -69,9 +69,9 @@ class SleepingMemory(SleepModeBackend):
             if not shared.is_known:
                 stayed += shared.nbytes
                 continue
-            waiting.append(shared)
-            if sum(each.room for each in waiting) >= REGION_BYTES:
+            if sum(each.room for each in waiting) + shared.room > REGION_BYTES:
                 self._move(waiting)
+            waiting.append(shared)
         self._move(waiting)
         gc.collect()
         logger.info(

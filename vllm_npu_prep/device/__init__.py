@@ -22,6 +22,9 @@ from vllm_npu_prep.errors import PrepError
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
 DEVICE_CHOICES = ("auto", "npu", "cpu")
 BLOCKING_ENV_VAR = "ASCEND_LAUNCH_BLOCKING"
+ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
+PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
+"""Setting of `ALLOCATOR_ENV_VAR`: above so many MiB, pinned memory is not rounded up."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,20 @@ def host_memory(device_type: str, nbytes: int) -> torch.Tensor:
     if device_type == "npu":
         return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
     return torch.from_numpy(np.zeros(nbytes, np.int8))  # pages that are taken on first use
+
+
+def host_bytes(device_type: str, nbytes: int) -> int:
+    """What `host_memory` of so many bytes takes of the host.
+
+    Pinned memory is rounded up to a power of two, unless a threshold is set and it is above that.
+    """
+    if device_type != "npu":
+        return nbytes
+    settings = os.environ.get(ALLOCATOR_ENV_VAR, "").replace(" ", "")
+    threshold = re.search(rf"{PINNED_THRESHOLD}:(\d+)", settings)
+    if threshold is not None and nbytes > int(threshold[1]) << 20:
+        return nbytes
+    return 1 << (nbytes - 1).bit_length()
 
 
 def device_name(device_type: str, index: int = 0) -> str:
