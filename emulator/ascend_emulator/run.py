@@ -23,6 +23,7 @@ from ascend_emulator.options import (
     check_driver,
     check_soc,
     check_streams,
+    streams_of,
     write_driver_info,
 )
 
@@ -91,8 +92,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--streams",
         type=int,
-        default=defaults.streams,
-        help="of each device (default: %(default)s)",
+        help="of each device (default: 2048, or 32768 on A3 with a newer driver and CANN)",
     )
     parser.add_argument(
         "--hccl-streams",
@@ -152,16 +152,18 @@ def emulate(args: argparse.Namespace) -> int:
         raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
-    check_streams(args.streams, args.hccl_streams)
     profile = profiles.find(args.profile)
+    soc, driver, cann = check_soc(args.soc), check_driver(args.driver), args.cann or profile.cann
+    streams = streams_of(soc, driver, cann) if args.streams is None else args.streams
+    check_streams(streams, args.hccl_streams)
     options = Options(
-        soc=check_soc(args.soc),
+        soc=soc,
         profile=profile.name,
-        cann=args.cann or profile.cann,
-        driver=check_driver(args.driver),
+        cann=cann,
+        driver=driver,
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
-        streams=args.streams,
+        streams=streams,
         hccl_streams=args.hccl_streams,
         delay=args.delay,
         hazards=args.hazards,

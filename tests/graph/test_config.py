@@ -236,6 +236,31 @@ def test_streams_of_collectives_count(configure, parallel, groups):
     assert len(sizes_of(config)) == min(27, most) == (27, 14, 8, 5)[groups]
 
 
+@pytest.mark.parametrize(
+    ("chip", "driver", "cann", "count"),
+    [
+        ("Ascend910_9391", "25.5.1", "8.5.0", 60),
+        ("Ascend910_9391", "25.5.0", "9.1.0", 43),
+        ("Ascend910_9391", "25.5.1", "8.3.0", 43),
+        ("Ascend910_9391", "", "9.1.0", 43),
+        ("Ascend910B3", "25.5.1", "9.1.0", 43),
+    ],
+)
+def test_newer_drivers_of_a3_hold_more_graphs(configure, monkeypatch, chip, driver, cann, count):
+    """1800 streams hold 43 sizes of 41 pieces each."""
+    for name, value in {
+        "device_name": chip,
+        "driver_version": driver,
+        "cann_version": cann,
+    }.items():
+        monkeypatch.setattr(f"vllm_npu_prep.graph.config.{name}", lambda kind, value=value: value)
+    mode = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*range(1, 61)]}
+    config = configure(max_num_seqs=60, compilation_config=mode)
+    config.model_config.get_total_num_hidden_layers = lambda: 40
+    settle_sizes(config, NPU_KIND)
+    assert len(sizes_of(config)) == count
+
+
 def test_only_npus_have_a_budget():
     assert NPU_KIND.graph_streams == 1800
     assert CPU_KIND.graph_streams is None

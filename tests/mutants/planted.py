@@ -3915,4 +3915,32 @@ MUTANTS = [
         "    if True:\n",
         INT8_ON_NPU,
     ),
+    Mutant(
+        "pieces of a region that were mapped are kept when one has no memory",
+        "device/npu_regions.py",
+        "                self._unmap()\n                refuse_to_wake",
+        "                refuse_to_wake",
+        ("tests/npu/test_suites_on_device.py::test_on_the_device[sleep]",),
+    ),
+    Mutant(
+        "pinned memory counts as asked for, not as rounded",
+        "device/__init__.py",
+        "    return 1 << (nbytes - 1).bit_length()\n",
+        "    return nbytes\n",
+        ("tests/startup/test_device_settings.py",),
+    ),
+    Mutant(
+        "a region of weights is closed after it has passed its size",
+        "sleep.py",
+        "for each in waiting) + shared.room > REGION_BYTES:",
+        "for each in waiting) > REGION_BYTES:",
+        ("tests/device/test_sleep.py",),
+    ),
+    Mutant(
+        "graphs of A3 are planned with more streams whatever the driver",
+        "graph/config.py",
+        "    has_queues = driver_key(driver) is not None and not is_older(driver, QUEUES)\n",
+        "    has_queues = True\n",
+        ("tests/graph/test_config.py",),
+    ),
 ]
