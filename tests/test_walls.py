@@ -275,7 +275,7 @@ WALLS: dict[str, set[str]] = {
     "compat": {"compat", "server"},
     "compat.activation": {"compat", "device", "server", "torchvision_import"},
     "device": {"compat.torch_names", "device", "prep"},
-    "ops": {"compat.kernels", "config", "ops"},
+    "ops": {"aclnn", "compat.kernels", "config", "ops"},
     "quantization": {
         "config",
         "ops.experts",
@@ -288,9 +288,10 @@ WALLS: dict[str, set[str]] = {
     # Decodes absorb weights, which can't be int8 then
     "attention.mla": {"attention", "config", "device", "prep", "quantization.loaded"},
     "graph": {"attention", "config", "device", "driver", "graph", "prep"},
-    "startup": {"attention.families", "attention.fused_calls", "attention.fused_releases"}
+    "startup": {"aclnn"}
+    | {"attention.families", "attention.fused_calls", "attention.fused_releases"}
     | {"attention.latent_releases", "attention.state_pages"}
-    | {"config", "device", "prep", "quantization.formats", "startup"},
+    | {"config", "device", "driver", "prep", "quantization.formats", "startup"},
     # What Ray's workers are given names the folder of counts
     "startup.ray_cluster": {"device", "observe.metrics"},
     # Steps are kept as records are read
@@ -318,11 +319,20 @@ WALLS: dict[str, set[str]] = {
     }
     | {"runner.padding", "runner.preparer", "runner.prompt_embeds", "runner.step", "v2"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": {"attention", "device", "graph", "inspect.doctor", "inspect.files", "ops.fused"}
+    "verify": {
+        "aclnn",
+        "attention",
+        "device",
+        "graph",
+        "inspect.doctor",
+        "inspect.files",
+        "ops.fused",
+    }
     | {"ops.fused_experts", "prep", "verify"},
     "inspect": {"inspect", "prep", "validation"},
     # They ask an installation, and vLLM's own runner
     "inspect.doctor": {
+        "aclnn",
         "attention.families",
         "attention.fused_releases",
         "config",

@@ -1,4 +1,4 @@
-"""Versions of the Ascend driver, and what they lack."""
+"""Versions of the Ascend driver, and what they lack; what torch_npu can't capture graphs with."""
 
 import re
 
@@ -8,6 +8,11 @@ documentation)."""
 
 QUEUES = "25.5.1"
 """First driver without "Alloc sq cq fail" (vllm-project/vllm-ascend, ``acl_graph.py``)."""
+
+
+EXPANDING_PINS = "pin_memory_expandable_segments:True"
+"""Setting of ``PYTORCH_NPU_ALLOC_CONF`` with which ``capture_begin`` refuses (Ascend/pytorch,
+``NPUGraph.cpp``): such pinned memory could be reused while a graph still reads it."""
 
 
 def driver_key(version: str) -> tuple[int, ...] | None:

@@ -79,9 +79,10 @@ class SleepingMemory(SleepModeBackend):
                 stayed += shared.nbytes
                 continue
             is_drafters = shared.storage.data_ptr() not in of_model
-            waiting[is_drafters].append(shared)
-            if sum(each.room for each in waiting[is_drafters]) >= REGION_BYTES:
-                self._move(waiting[is_drafters], is_drafters)
+            together = waiting[is_drafters]
+            if sum(each.room for each in together) + shared.room > REGION_BYTES:
+                self._move(together, is_drafters)
+            together.append(shared)
         for is_drafters, rest in waiting.items():
             self._move(rest, is_drafters)
         gc.collect()

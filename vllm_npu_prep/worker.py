@@ -116,6 +116,10 @@ class NPUWorker(Worker):
             bound = self.prep_device.bind_cpus()
             if bound:
                 logger.info("Rank %d runs on %s (cpu_binding).", self.rank, bound)
+        if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            changed = self.prep_device.allow_captures()
+            if changed:
+                logger.info("%s.", changed)
         if options.probe and self.device.type == "npu" and self.model_config.quantization:
             assert isinstance(self.model_config.dtype, torch.dtype)
             refuse_wrong(self.model_config.dtype, lambda tensor: tensor.to(self.device))

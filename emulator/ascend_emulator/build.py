@@ -17,7 +17,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_emulator import functions
 from ascend_emulator.errors import EmulatorError
+from ascend_emulator.profiles import PROFILES
 
 NATIVE = Path(__file__).parent / "native"
 SITE = Path(sys.prefix) / "npu-emulator"
@@ -25,11 +27,13 @@ SITE = Path(sys.prefix) / "npu-emulator"
 SUPPORTED_TORCH_NPU = ("2.13.0",)
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 RUNTIME_LIBRARY = "libascendcl.so"
+OPERATORS_LIBRARY = "libopapi.so"
 HCCL_LIBRARY = "libhccl.so"
 HCCL_OTHER_NAME = "libhcomm.so"  # from which torch_npu takes the calls that begin and end a group
 LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
-# torch_npu is linked against these, too; one library stands for all of them.
-OTHER_NAMES = ("opapi", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+# torch_npu is linked against these, too; one library stands for all of them but libopapi, which
+# exports what its release has.
+OTHER_NAMES = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
 LARGEST_PAUSE = 30.0
 """Longest time between two lines about a build, in seconds; it doubles from line to line."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
@@ -168,6 +172,7 @@ def _key(target: Target) -> str:
     for part in (*target.versions, target.compiler, platform.machine(), sys.version, *FLAGS):
         digest.update(f"{part}\n".encode())
     digest.update(Path(__file__).read_bytes())
+    digest.update(Path(functions.__file__).read_bytes())
     for path in _sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -192,6 +197,8 @@ def _build(target: Target, out: Path) -> None:
         _link(target, out / RUNTIME_LIBRARY, runtime_objects, ["-lpthread"])
         for name in OTHER_NAMES:
             (out / f"lib{name}.so").symlink_to(RUNTIME_LIBRARY)
+        for release in {profile.release for profile in PROFILES.values()}:
+            _operators_of(target, release, out)
         hccl_objects = _results(hccl_jobs, jobs, start)
         _link(target, out / HCCL_LIBRARY, hccl_objects, [f"-L{out}", "-lascendcl", "-lpthread"])
         (out / HCCL_OTHER_NAME).symlink_to(HCCL_LIBRARY)
@@ -256,15 +263,34 @@ def _traps(target: Target, objects: list[Path], out: Path) -> Path:
     missing = sorted(
         needed - _symbols("--defined-only", npu_objects) - _symbols("--defined-only", objects, [])
     )
+    (out / "trapped.txt").write_text("\n".join(missing) + "\n")
+    return _compile(target, _trap(missing, out / "traps.cpp"), out, [])
+
+
+def _trap(names: Sequence[str], source: Path) -> Path:
+    """Write functions of these names, which name themselves and end the process."""
     lines = ['extern "C" long emulator_unimplemented(const char* name);']
-    for index, name in enumerate(missing):
+    for index, name in enumerate(names):
         visible = '__attribute__((visibility("default")))'
         lines.append(f'extern "C" {visible} long trap_{index}() __asm__("{name}");')
         lines.append(f'long trap_{index}() {{ return emulator_unimplemented("{name}"); }}')
-    source = out / "traps.cpp"
     source.write_text("\n".join(lines) + "\n")
-    (out / "trapped.txt").write_text("\n".join(missing) + "\n")
-    return _compile(target, source, out, [])
+    return source
+
+
+def operators_folder(libraries: Path, release: str) -> Path:
+    """Folder with libopapi of a release."""
+    return libraries / f"opapi-{release}"
+
+
+def _operators_of(target: Target, release: str, out: Path) -> None:
+    """Make libopapi of a release: what operators call is replaced, but programs look for it."""
+    folder = operators_folder(out, release)
+    folder.mkdir()
+    names = [name + end for name in functions.exported(release) for end in ("", "GetWorkspaceSize")]
+    compiled = _compile(target, _trap(names, folder / "opapi.cpp"), folder, [])
+    _link(target, folder / OPERATORS_LIBRARY, [compiled], [f"-L{out}", "-lascendcl"])
+    compiled.unlink()
 
 
 def _symbols(which: str, objects: list[Path], table: list[str] | None = None) -> set[str]:

@@ -20,8 +20,11 @@ DELAYS = ("none", "equal", "skewed")
 HAZARDS = ("error", "warn")
 FEWEST_STREAMS = 2
 """torch_npu creates two when it is initialised."""
-MOST_STREAMS = 2048
-"""Of a device of A2 and A3; vllm-ascend's stream budget begins with 1800 of them."""
+STREAMS_OF_A_DEVICE = 2048
+"""Of A2 and A3; vllm-ascend's stream budget begins with 1800 of them."""
+MOST_STREAMS = 1 << 15
+"""Of A3 with driver 25.5.1 and CANN 8.5, and newer ones: so many graphs were captured there
+(vllm-project/vllm-ascend 9572, 9962)."""
 
 CHIPS = (
     *("Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
@@ -165,6 +168,14 @@ def check_streams(streams: int, hccl_streams: int) -> None:
         raise EmulatorError(
             f"--hccl-streams {hccl_streams} is not between 0 and --streams {streams}"
         )
+
+
+def streams_of(soc: str, driver: str, cann: str) -> int:
+    """Streams that a device has by its chip, driver and CANN."""
+    version = [int(number) for number in re.findall(r"\d+", driver)]
+    release = [int(number) for number in re.findall(r"\d+", cann)]
+    holds_many = soc.startswith("Ascend910_93") and version >= [25, 5, 1] and release >= [8, 5]
+    return MOST_STREAMS if holds_many else STREAMS_OF_A_DEVICE
 
 
 def write_driver_info(folder: Path, version: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_emulator import __version__, faults, profiles
-from ascend_emulator.build import SITE, acl_configuration, ensure_built
+from ascend_emulator.build import SITE, acl_configuration, ensure_built, operators_folder
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import (
     DELAYS,
@@ -23,6 +23,7 @@ from ascend_emulator.options import (
     check_driver,
     check_soc,
     check_streams,
+    streams_of,
     write_driver_info,
 )
 
@@ -91,8 +92,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--streams",
         type=int,
-        default=defaults.streams,
-        help="of each device (default: %(default)s)",
+        help="of each device (default: 2048, or 32768 on A3 with a newer driver and CANN)",
     )
     parser.add_argument(
         "--hccl-streams",
@@ -152,16 +152,18 @@ def emulate(args: argparse.Namespace) -> int:
         raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")
     if not 1 <= args.devices <= 16:
         raise EmulatorError(f"--devices {args.devices} is not between 1 and 16")
-    check_streams(args.streams, args.hccl_streams)
     profile = profiles.find(args.profile)
+    soc, driver, cann = check_soc(args.soc), check_driver(args.driver), args.cann or profile.cann
+    streams = streams_of(soc, driver, cann) if args.streams is None else args.streams
+    check_streams(streams, args.hccl_streams)
     options = Options(
-        soc=check_soc(args.soc),
+        soc=soc,
         profile=profile.name,
-        cann=args.cann or profile.cann,
-        driver=check_driver(args.driver),
+        cann=cann,
+        driver=driver,
         devices=args.devices,
         memory_bytes=bytes_of(args.memory),
-        streams=args.streams,
+        streams=streams,
         hccl_streams=args.hccl_streams,
         delay=args.delay,
         hazards=args.hazards,
@@ -202,7 +204,8 @@ def _environment(
     options: Options, libraries: Path, report_folder: Path, site: list[Path]
 ) -> dict[str, str]:
     environment = os.environ | options.environment(libraries, report_folder)
-    added = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": [HOOK, *site]}
+    operators = operators_folder(libraries, profiles.find(options.profile).release)
+    added = {"LD_LIBRARY_PATH": [operators, libraries], "PYTHONPATH": [HOOK, *site]}
     for name, entries in added.items():
         rest = os.environ.get(name)
         environment[name] = os.pathsep.join([*map(str, entries), *([rest] if rest else [])])

@@ -64,6 +64,13 @@ def test_parameters_move_with_all_that_refers_to_them(memory):
     assert not begin <= layer.derived.data_ptr() < end
 
 
+def test_regions_close_before_they_pass_their_size(memory, monkeypatch):
+    monkeypatch.setattr("vllm_npu_prep.sleep.REGION_BYTES", 2_500_000)
+    memory.adopt([Layer(), Layer(), Layer()])  # of 1.05 MB each
+    sizes = [region.data.numel() for region in memory._regions["weights"]]
+    assert len(sizes) == 2 and max(sizes) <= 2_500_000
+
+
 def test_a_weight_that_something_unknown_refers_to_stays_awake(memory):
     layer = Layer()
     other = layer.scales.detach()

@@ -223,6 +223,45 @@ def test_an_external_event_that_is_never_recorded_hangs_the_stream(emulate):
     )
 
 
+def test_a_replay_that_is_waited_for_gets_no_lengths(emulate, monkeypatch):
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    emulate(
+        GROUP
+        + """
+    try:
+        graph.replay()
+    except RuntimeError as error:
+        assert "external event" in str(error)
+    else:
+        raise SystemExit("torch_npu did not wait for the replay")
+    """,
+        "--hang-seconds",
+        "1",
+        "--hazards",
+        "error",
+    )
+
+
+def test_no_graph_is_captured_with_a_task_queue_of_level_2(emulate, monkeypatch):
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    emulate(
+        """
+    graph = torch.npu.NPUGraph()
+    try:
+        graph.capture_begin()
+    except RuntimeError as error:
+        assert "TASK_QUEUE_ENABLE = 2" in str(error)
+    else:
+        raise SystemExit("the capture began")
+    torch.npu.set_task_queue_enable(1)
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        torch.zeros(4, device="npu")
+    """,
+        "--hazards",
+        "error",
+    )
+
+
 def test_updates_must_match_what_was_captured(emulate):
     run = emulate(
         GROUP

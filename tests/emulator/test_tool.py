@@ -48,8 +48,8 @@ def test_bad_input_gets_one_line():
             ("--driver", "new", "--", "true"),
             "'new' is not a version of a driver; write for example 25",
         ),
-        (("--streams", "1", "--", "true"), "--streams 1 is not between 2 and 2048"),
-        (("--streams", "4096", "--", "true"), "--streams 4096 is not between 2 and 2048"),
+        (("--streams", "1", "--", "true"), "--streams 1 is not between 2 and 32768"),
+        (("--streams", "40000", "--", "true"), "--streams 40000 is not between 2 and 32768"),
         (("--hccl-streams", "-1", "--", "true"), "--hccl-streams -1 is not between 0 and"),
         (("--", "no-such-command"), "no such command"),
     ):

@@ -10,7 +10,7 @@ from vllm_npu_prep import platform
 from vllm_npu_prep.attention import fused_calls
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
-from vllm_npu_prep.device import CPU_KIND, NPU_KIND
+from vllm_npu_prep.device import CPU_KIND, NPU_KIND, waits_for_launches
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.config import settle_mode, settle_sizes
 
@@ -236,6 +236,31 @@ def test_streams_of_collectives_count(configure, parallel, groups):
     assert len(sizes_of(config)) == min(27, most) == (27, 14, 8, 5)[groups]
 
 
+@pytest.mark.parametrize(
+    ("chip", "driver", "cann", "count"),
+    [
+        ("Ascend910_9391", "25.5.1", "8.5.0", 60),
+        ("Ascend910_9391", "25.5.0", "9.1.0", 43),
+        ("Ascend910_9391", "25.5.1", "8.3.0", 43),
+        ("Ascend910_9391", "", "9.1.0", 43),
+        ("Ascend910B3", "25.5.1", "9.1.0", 43),
+    ],
+)
+def test_newer_drivers_of_a3_hold_more_graphs(configure, monkeypatch, chip, driver, cann, count):
+    """1800 streams hold 43 sizes of 41 pieces each."""
+    for name, value in {
+        "device_name": chip,
+        "driver_version": driver,
+        "cann_version": cann,
+    }.items():
+        monkeypatch.setattr(f"vllm_npu_prep.graph.config.{name}", lambda kind, value=value: value)
+    mode = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*range(1, 61)]}
+    config = configure(max_num_seqs=60, compilation_config=mode)
+    config.model_config.get_total_num_hidden_layers = lambda: 40
+    settle_sizes(config, NPU_KIND)
+    assert len(sizes_of(config)) == count
+
+
 def test_only_npus_have_a_budget():
     assert NPU_KIND.graph_streams == 1800
     assert CPU_KIND.graph_streams is None
@@ -263,6 +288,24 @@ def test_an_old_driver_has_no_full_graphs(configure, monkeypatch, mode, instead)
         assert config.compilation_config.splitting_ops_contain_attention()
     config.compilation_config.cudagraph_mode = getattr(CUDAGraphMode, mode)
     assert f"{mode} graphs: driver 24.1.RC3" in off_lines(config)
+
+
+@pytest.mark.parametrize(("mode", "instead"), WITHOUT_FULL)
+def test_waits_for_each_launch_leave_no_full_graphs(configure, monkeypatch, mode, instead):
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    config = configure(compilation_config={"cudagraph_mode": mode})
+    assert mode_of(config) == mode  # the CPU fallback launches nothing
+    config.device_config.device_type = "npu"
+    assert f"{mode} graphs: with ASCEND_LAUNCH_BLOCKING" in off_lines(config)
+    assert mode_of(config) == instead
+
+
+@pytest.mark.parametrize(
+    ("value", "waits"), [("1", True), (" 2x", True), ("0", False), ("", False)]
+)
+def test_waits_for_launches_are_read_as_torch_npu_reads_them(monkeypatch, value, waits):
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", value)
+    assert waits_for_launches("npu") == waits
 
 
 def test_a_driver_that_is_not_known_keeps_full_graphs(configure, monkeypatch):

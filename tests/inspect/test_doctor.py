@@ -148,6 +148,18 @@ def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
         ("ASCEND_HOME_PATH", "/opt/gone", "failure", "set_env.sh"),
         ("LD_LIBRARY_PATH", "/usr/lib", "warning", "set_env.sh"),
         ("NUMBA_CACHE_DIR", "/var/cache/numba", "ok", ""),
+        ("TASK_QUEUE_ENABLE", "1", "ok", ""),
+        ("TASK_QUEUE_ENABLE", "2", "warning", "workers take for 1"),
+        ("TASK_QUEUE_ENABLE", "3", "failure", "set it to 1"),
+        ("ASCEND_LAUNCH_BLOCKING", "0", "ok", ""),
+        ("ASCEND_LAUNCH_BLOCKING", "1", "warning", "full graphs are off"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "ok", ""),
+        (
+            "PYTORCH_NPU_ALLOC_CONF",
+            "pin_memory_expandable_segments:True",
+            "failure",
+            "no graph can be captured",
+        ),
         ("HCCL_CONNECT_TIMEOUT", "600", "ok", ""),
         ("HCCL_CONNECT_TIMEOUT", "60", "failure", "from 120 to 7200"),
         ("HCCL_EXEC_TIMEOUT", "0", "ok", ""),
@@ -220,6 +232,24 @@ def test_a_device_that_others_use(tmp_path):
     finding = changed(tmp_path, run=ran)["device memory"]
     assert finding.status == "warning"
     assert "chip 1:" in finding.do
+
+
+def test_functions_that_cann_lacks_are_named_with_the_release_that_has_them(tmp_path):
+    lacks = {
+        "npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule",
+        "npu_swiglu": "aclnnSwiGlu",
+    }
+    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": lacks}, hosts.FIA))
+    finding = changed(tmp_path, run=ran)["CANN's functions"]
+    assert finding.status == "warning"
+    assert "aclnnChunkGatedDeltaRule (npu_chunk_gated_delta_rule), which CANN 9.1 has" in (
+        finding.found
+    )
+    assert "aclnnSwiGlu (npu_swiglu), which CANN 8.5 has" in finding.found
+    assert "install CANN 9.1 or newer" in finding.do
+    (tmp_path / "b").mkdir()
+    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": {}}, hosts.FIA))
+    assert changed(tmp_path / "b", run=ran)["CANN's functions"].status == "ok"
 
 
 def test_a_driver_that_hangs_and_a_probe_that_dies(tmp_path):

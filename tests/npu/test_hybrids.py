@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engine.test_record import check, records_in
-from tests.helpers.emulator import why_no_emulator
+from tests.helpers.emulator import emulate, why_no_emulator
 from tests.helpers.engine import make_model
 from tests.helpers.hybrids import EXPERTS, ON_NPUS
 from tests.helpers.mtp import make_mtp_model
@@ -72,7 +72,7 @@ MODELS = {
         one_of=2,
     ),
 }
-CASES = [("9.1", name) for name in MODELS] + [("8.5", "Qwen3.5"), ("docs", "Qwen3.5")]
+CASES = [("9.1", name) for name in MODELS] + [("docs", "Qwen3.5")]
 
 
 def drafts(name: str) -> bool:
@@ -119,6 +119,15 @@ def test_tokens_equal_those_of_the_fallback(profile, name, model_of, on_card):
     same_but_close_calls(model_of(name), "async", got, expected, one_of=one_of)
     if "recorded" in how:
         check_records(generate.records_of(model_of(name)), with_upstream=not drafts(name))
+
+
+def test_a_release_without_the_operators_is_refused_at_start_up(model_of):
+    ask = "import sys; from tests.helpers.engine import engine_config as ask; "
+    code, model = f"{ask}ask(sys.argv[1], dtype='bfloat16')", str(model_of("Qwen3.5"))
+    result = emulate("-c", code, model, options=("--profile", "8.5"))
+    said = result.stdout + result.stderr
+    assert "error: CANN 8.5.0 for" in said and "no aclnnChunkGatedDeltaRule" in said, said
+    assert "install CANN 9.1 or newer" in said
 
 
 def check_records(folder: Path, with_upstream: bool) -> None:

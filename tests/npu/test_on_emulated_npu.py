@@ -127,18 +127,21 @@ def on_npu(request, folder, tmp_path_factory):
         out = tmp_path_factory.mktemp("on_npu") / "tokens.json"
         report = out.with_name("report.json")
         name, *others = delay.split()
-        allocator = [each for each in others if "expandable" in each]
-        options = [each for each in others if each not in allocator]
+        options = [each for each in others if each.startswith("--")]
+        environment = dict(each.split("=") for each in others if each not in options)
         result = emulate(
             *("-m", "tests.npu.generate", str(out), *asked[delay]),
             options=("--delay", name, "--report", str(report), *options),
-            **({"PYTORCH_NPU_ALLOC_CONF": allocator[0]} if allocator else {}),
+            **environment,
         )
         assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
         written = json.loads(report.read_text())
         assert written["hazards"] == []
         # Segments expand unless the user says otherwise.
-        assert (written["calls"].get("aclrtMapMem", 0) > 0) == (not allocator)
+        is_fixed = "PYTORCH_NPU_ALLOC_CONF" in environment
+        assert (written["calls"].get("aclrtMapMem", 0) > 0) != is_fixed
+        said = "TASK_QUEUE_ENABLE=2 is taken for 1" in result.stdout + result.stderr
+        assert said == ("TASK_QUEUE_ENABLE" in environment)
         return json.loads(out.read_text())
 
     def of(model: Path, delay: str, attention: str, cases: list[str]) -> dict[str, dict]:
@@ -152,10 +155,11 @@ def on_npu(request, folder, tmp_path_factory):
     return of
 
 
-FIXED = "skewed expandable_segments:False"
-"""A delay, and the settings of torch_npu's allocator."""
+FIXED = "skewed PYTORCH_NPU_ALLOC_CONF=expandable_segments:False"
+"""A delay, and a variable of torch_npu's."""
 
-OLD_CANN, DOCUMENTED = "skewed --profile=8.5", "skewed --profile=docs"
+OLD_CANN = "skewed --profile=8.5"
+DOCUMENTED = "skewed --profile=docs TASK_QUEUE_ENABLE=2"
 OLD_DRIVER = "skewed --driver=24.1.RC3"
 """A delay, and other options of the emulated card. The driver keeps old arguments in replays."""
 

@@ -7,6 +7,7 @@ import torch
 
 from vllm_npu_prep.quantization import fused
 from vllm_npu_prep.quantization.fused import two_factors
+from vllm_npu_prep.quantization.int8 import swiglu_may_round
 
 KNOWN = fused.DECODERS | fused.ATTENTIONS | fused.LATENT_ATTENTIONS | fused.MLPS
 
@@ -31,3 +32,8 @@ def test_the_product_of_two_factors_is_the_number(dtype, bound, seed):
     assert ((got - product).abs() <= bound * product.abs()).all()
     alone = product.to(dtype).double()
     assert ((alone - product).abs() > bound * product.abs()).any()
+
+
+def test_swiglu_rounds_wide_rows_by_static_scales_alone():
+    asked = (7840, False), (7841, False), (28672, True)
+    assert [swiglu_may_round(*each) for each in asked] == [True, False, True]

@@ -131,6 +131,11 @@ def cann(version: str) -> dict[str, Any]:
     return {"vllm_npu_prep.startup.asked.cann_version": lambda device_type: version}
 
 
+def lacking(*functions: str) -> dict[str, Any]:
+    """Patches for a host whose CANN lacks these functions."""
+    return {"vllm_npu_prep.aclnn.is_missing": lambda function: function in functions}
+
+
 LIMITS = {
     "a chip whose caches are in another layout": Case(
         ("nz-cache",),
@@ -177,6 +182,14 @@ LIMITS = {
         HALF,
         family="fia",
         patches=cann("8.1.0"),
+    ),
+    "a CANN without what attention calls": Case(
+        ("cann-functions",),
+        ("CANN 9.1.0: ", "no aclnnScatterPaKvCache, which", "install CANN 8.5 or newer"),
+        HALF,
+        family="fia",
+        on_npu=True,
+        patches={**NPUS, **lacking("aclnnScatterPaKvCache", "aclnnGatherPaKvCache")},
     ),
     "heads that CANN 8.5 doesn't take": Case(
         ("fused-attention",),
@@ -340,6 +353,17 @@ GRAPHS = {
             "additional_config": DENSE,
         },
     ),
+    "graphs beside pinned memory that expands": Case(
+        ("expanding-pins",),
+        ("PYTORCH_NPU_ALLOC_CONF=max_split_size_mb:64,pin_memory", "--enforce-eager"),
+        {"enforce_eager": False, **HALF},
+        family="fia",
+        on_npu=True,
+        patches=NPUS,
+        environment={
+            "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64, pin_memory_expandable_segments:True"
+        },
+    ),
 }
 
 STATES = ("state-space or linear-attention model", "prepared for the states of these only")
@@ -396,6 +420,15 @@ MODELS = {
         family="atb",
         on_npu=True,
         patches=NPUS,
+    ),
+    "a CANN without the operators of states": Case(
+        ("states-release",),
+        ("CANN 9.0.0 for", "no aclnnChunkGatedDeltaRule", "install CANN 9.1 or newer"),
+        HALF,
+        ("Qwen3Next", {**HYBRID[1], **ON_NPUS, "head_dim": 64}),
+        family="fia",
+        on_npu=True,
+        patches={**NPUS, **cann("9.0.0"), **lacking("aclnnChunkGatedDeltaRule")},
     ),
     "states in float16 on an NPU": Case(
         ("states-dtype",),

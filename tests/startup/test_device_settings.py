@@ -17,9 +17,12 @@ def test_a_thread_of_vllms_gets_the_device(monkeypatch):
     device.set_device(torch.device("cpu"))  # needs none
 
 
+DEFAULT = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(None, "expandable_segments:True"), ("max_split_size_mb:64", "max_split_size_mb:64")],
+    [(None, DEFAULT), ("max_split_size_mb:64", "max_split_size_mb:64")],
     ids=["unset", "the user's"],
 )
 def test_the_allocator_extends_its_segments_unless_the_user_wants_something_else(
@@ -33,3 +36,21 @@ def test_the_allocator_extends_its_segments_unless_the_user_wants_something_else
     assert activation.activate_platform() == activation.PLATFORM_CLASS
     assert os.environ[activation.ALLOCATOR_ENV_VAR] == after
     monkeypatch.delenv(activation.ALLOCATOR_ENV_VAR)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "nbytes", "taken"),
+    [
+        (DEFAULT, 65 * MIB, 65 * MIB),
+        (DEFAULT, 33 * MIB, 64 * MIB),
+        ("max_split_size_mb:64", 65 * MIB, 128 * MIB),
+        ("", 64 * MIB, 64 * MIB),
+    ],
+)
+def test_pinned_memory_counts_as_it_is_rounded(monkeypatch, settings, nbytes, taken):
+    monkeypatch.setenv(device.ALLOCATOR_ENV_VAR, settings)
+    assert device.host_bytes("npu", nbytes) == taken
+    assert device.host_bytes("cpu", nbytes) == nbytes

@@ -39,7 +39,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_npu_prep.attention.kernels.latent import planes_of
-from vllm_npu_prep.device import copy_stream, free_memory, host_memory
+from vllm_npu_prep.device import copy_stream, free_memory, host_bytes, host_memory
 from vllm_npu_prep.device.transfers import Transfer
 from vllm_npu_prep.errors import PrepError
 
@@ -210,15 +210,16 @@ class PlaneOffloadingWorker(OffloadingWorker):
         self._groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         num_rows = num_chunks * blocks_per_chunk
         self.nbytes = num_rows * sum(plane.shape[1] for plane in self._planes)
-        if self.nbytes > free_memory():
+        device = self._planes[0].device
+        rows = [num_rows * plane.shape[1] for plane in self._planes]
+        taken = sum(host_bytes(device.type, nbytes) for nbytes in rows)
+        if taken > free_memory():
             raise PrepError(
-                f"--kv-offloading-size: this rank's part is {self.nbytes:,} bytes of host memory, "
+                f"--kv-offloading-size: this rank's part takes {taken:,} bytes of host memory, "
                 f"of which {free_memory():,} are free: give less"
             )
-        device = self._planes[0].device
         self._host = [  # int8 [num_chunks * blocks_per_chunk, bytes], for each plane
-            host_memory(device.type, num_rows * plane.shape[1]).view(num_rows, -1)
-            for plane in self._planes
+            host_memory(device.type, nbytes).view(num_rows, -1) for nbytes in rows
         ]
         self._loads, self._stores = _Direction(device), _Direction(device)
 

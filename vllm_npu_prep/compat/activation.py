@@ -24,14 +24,20 @@ from vllm_npu_prep.compat import (
     v2,
 )
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
-from vllm_npu_prep.device import NPU_KIND, choose_device, requested_device
+from vllm_npu_prep.device import (
+    ALLOCATOR_ENV_VAR,
+    NPU_KIND,
+    PINNED_THRESHOLD,
+    choose_device,
+    requested_device,
+)
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.processes import look_after_processes
 
 PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
-ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
+PINNED_THRESHOLD_MB = 64
 
 
 def check_vllm_version() -> None:
@@ -151,8 +157,12 @@ def _let_segments_expand() -> None:
     It reads the variable when it first allocates, in each process. A value of the user's stays.
     Sleep mode and pluggable allocators don't work with it; both are refused or absent here. Graph
     pools do: vllm-project/vllm-ascend captures with this default (``platform.py``).
+
+    Pinned host memory is rounded up to a power of two (torch, ``CachingHostAllocator.h``), which
+    would be up to twice what sleep mode and offloading ask for; above a threshold it is not.
     """
-    os.environ.setdefault(ALLOCATOR_ENV_VAR, "expandable_segments:True")
+    settings = f"expandable_segments:True,{PINNED_THRESHOLD}:{PINNED_THRESHOLD_MB}"
+    os.environ.setdefault(ALLOCATOR_ENV_VAR, settings)
 
 
 def _select_runner() -> None:

@@ -6,6 +6,7 @@ doesn't ask which device it runs on.
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,10 @@ from vllm_npu_prep.errors import PrepError
 
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
 DEVICE_CHOICES = ("auto", "npu", "cpu")
+BLOCKING_ENV_VAR = "ASCEND_LAUNCH_BLOCKING"
+ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
+PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
+"""Setting of `ALLOCATOR_ENV_VAR`: above so many MiB, pinned memory is not rounded up."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,12 @@ class Device(Memory, Protocol):
 
     def bind_cpus(self) -> str:
         """Run this process on CPUs near the device; says which, empty if nothing changed."""
+
+    def allow_captures(self) -> str:
+        """Undo what the environment asks of this process and no graph can be captured with.
+
+        Says what was changed; empty if nothing was.
+        """
 
     def record_event(self) -> object:
         """Mark the current end of the current stream's work."""
@@ -220,6 +231,20 @@ def host_memory(device_type: str, nbytes: int) -> torch.Tensor:
     return torch.from_numpy(np.zeros(nbytes, np.int8))  # pages that are taken on first use
 
 
+def host_bytes(device_type: str, nbytes: int) -> int:
+    """What `host_memory` of so many bytes takes of the host.
+
+    Pinned memory is rounded up to a power of two, unless a threshold is set and it is above that.
+    """
+    if device_type != "npu":
+        return nbytes
+    settings = os.environ.get(ALLOCATOR_ENV_VAR, "").replace(" ", "")
+    threshold = re.search(rf"{PINNED_THRESHOLD}:(\d+)", settings)
+    if threshold is not None and nbytes > int(threshold[1]) << 20:
+        return nbytes
+    return 1 << (nbytes - 1).bit_length()
+
+
 def device_name(device_type: str, index: int = 0) -> str:
     """Name of a device for logs and metrics."""
     if device_type == "npu":
@@ -280,6 +305,15 @@ def driver_version(device_type: str) -> str:
 
         return npu.installed_version("DRIVER")
     return ""
+
+
+def waits_for_launches(device_type: str) -> bool:
+    """Whether torch_npu waits on the host for each launch and each replay of a graph.
+
+    It reads the number at the beginning of the variable, as ``strtol`` does.
+    """
+    number = re.match(r"\s*[+-]?\d+", os.environ.get(BLOCKING_ENV_VAR, ""))
+    return device_type == "npu" and number is not None and int(number[0]) != 0
 
 
 def graph_pool(device_type: str) -> Any:

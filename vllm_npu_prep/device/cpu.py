@@ -29,6 +29,10 @@ class CPUDevice:
         """Nothing: the host's threads compute on all of its CPUs."""
         return ""
 
+    def allow_captures(self) -> str:
+        """Nothing: graphs here are fakes."""
+        return ""
+
     def record_event(self) -> object:
         """An event without state, because work on the CPU is complete when it returns."""
         return None

@@ -92,6 +92,13 @@ class NPUDevice:
         """See `vllm_npu_prep.device.cpu_binding`."""
         return bind_to_device(self.device.index)
 
+    def allow_captures(self) -> str:
+        """Take torch_npu's task queue down to level 1: ``capture_begin`` refuses level 2."""
+        if torch_npu.npu.get_task_queue_enable() != 2:
+            return ""
+        torch_npu.npu.set_task_queue_enable(1)
+        return "TASK_QUEUE_ENABLE=2 is taken for 1: no graph can be captured with it"
+
     def record_event(self) -> object:
         """An event at the current end of the current stream."""
         event = torch_npu.npu.Event()

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch_npu
@@ -18,6 +19,10 @@ from vllm_npu_prep.errors import PrepError
 
 PAGE = 2 << 20
 """Bytes of a page of device memory; sizes of physical memory are multiples."""
+
+PIECE = 1 << 30
+"""Most bytes of one physical allocation. torch_npu's own segments have no larger ones, so a driver
+may not serve tens of gigabytes at once; addresses of a region are one range all the same."""
 
 _HUGE_PAGES = 4  # ACL_HBM_MEM_HUGE
 _ON_DEVICE = 1  # ACL_MEM_LOCATION_TYPE_DEVICE
@@ -38,6 +43,13 @@ class _Properties(ctypes.Structure):
         ("location", _Location),
         ("reserve", ctypes.c_uint64),
     ]
+
+
+class _Piece(NamedTuple):
+    """Physical memory, and where it is mapped."""
+
+    address: ctypes.c_void_p
+    physical: ctypes.c_void_p
 
 
 class NPURegion:
@@ -64,7 +76,8 @@ class NPURegion:
                 "install a newer CANN, or leave --enable-sleep-mode out"
             )
         self._device, self._size = device, -(-nbytes // PAGE) * PAGE
-        self._address, self._physical = ctypes.c_void_p(), ctypes.c_void_p()
+        self._address = ctypes.c_void_p()
+        self._pieces: list[_Piece] = []  # that are mapped, in the order of their addresses
         size, none = ctypes.c_size_t(self._size), ctypes.c_size_t(0)
         flag = ctypes.c_uint64(_HUGE_PAGE_ADDRESSES)
         self._demand("ReserveMemAddress", ctypes.byref(self._address), size, none, None, flag)
@@ -81,20 +94,16 @@ class NPURegion:
             self._call("ReleaseMemAddress", self._address)
             raise
         # CANN counts what a process leaves behind as lost
-        self._end = weakref.finalize(self, self._give_all_back, self._acl, self._handles)
-
-    @property
-    def _handles(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-        return self._address, self._physical
+        give_back = self._give_all_back
+        self._end = weakref.finalize(self, give_back, self._acl, self._address, self._pieces)
 
     @staticmethod
-    def _give_all_back(acl: ctypes.CDLL, handles: tuple[ctypes.c_void_p, ctypes.c_void_p]) -> None:
-        address, physical = handles
+    def _give_all_back(acl: ctypes.CDLL, address: ctypes.c_void_p, pieces: "list[_Piece]") -> None:
         with contextlib.suppress(RuntimeError):  # of work that failed: it is over as well
             torch_npu.npu.synchronize()
-        if physical.value:
-            acl.aclrtUnmapMem(address)
-            acl.aclrtFreePhysical(physical)
+        for piece in pieces:
+            acl.aclrtUnmapMem(piece.address)
+            acl.aclrtFreePhysical(piece.physical)
         acl.aclrtReleaseMemAddress(address)
 
     def release(self, keep: bool) -> None:
@@ -110,35 +119,46 @@ class NPURegion:
                     f"weights ({error}), and nothing of them was released"
                 ) from error
             self._kept.copy_(self.data)
-        self._demand("UnmapMem", self._address)
-        self._demand("FreePhysical", self._physical)
-        self._physical.value = None
+        self._unmap()
         self.is_mapped = False
 
     def map(self) -> None:
         """See `Region`."""
         if self.is_mapped:
             return
-        prop = _Properties(0, 0, _HUGE_PAGES, _Location(self._device.index, _ON_DEVICE), 0)
-        size, none = ctypes.c_size_t(self._size), ctypes.c_uint64(0)
-        error = self._call(
-            "MallocPhysical", ctypes.byref(self._physical), size, ctypes.byref(prop), none
-        )
-        if error:
-            self._physical.value = None
-            refuse_to_wake(self._size, f"aclrtMallocPhysical: {error}")
-        at, offset = self._address, ctypes.c_size_t(0)
-        error = self._call("MapMem", at, size, offset, self._physical, none)
-        if error:
-            self._call("FreePhysical", self._physical)
-            self._physical.value = None
-            refuse_to_wake(self._size, f"aclrtMapMem: {error}")
+        for begin in range(0, self._size, PIECE):
+            failed = self._map_piece(begin, min(PIECE, self._size - begin))
+            if failed:
+                self._unmap()
+                refuse_to_wake(self._size, failed)
         self.is_mapped = True
         if self._kept is None:
             self.data.zero_()  # what other programs left may be NaN, which masks don't stop
         else:
             self.data.copy_(self._kept)
             self._kept = None
+
+    def _map_piece(self, begin: int, nbytes: int) -> str:
+        """Have physical memory from an offset on; says which call failed, empty if none did."""
+        prop = _Properties(0, 0, _HUGE_PAGES, _Location(self._device.index, _ON_DEVICE), 0)
+        size, none, physical = ctypes.c_size_t(nbytes), ctypes.c_uint64(0), ctypes.c_void_p()
+        error = self._call("MallocPhysical", ctypes.byref(physical), size, ctypes.byref(prop), none)
+        if error:
+            return f"aclrtMallocPhysical: {error}"
+        assert self._address.value is not None
+        at, offset = ctypes.c_void_p(self._address.value + begin), ctypes.c_size_t(0)
+        error = self._call("MapMem", at, size, offset, physical, none)
+        if error:
+            self._call("FreePhysical", physical)
+            return f"aclrtMapMem: {error}"
+        self._pieces.append(_Piece(at, physical))
+        return ""
+
+    def _unmap(self) -> None:
+        while self._pieces:
+            piece = self._pieces.pop()
+            self._demand("UnmapMem", piece.address)
+            self._demand("FreePhysical", piece.physical)
 
     def _call(self, name: str, *args: object) -> int:
         function: Callable[..., int] = getattr(self._acl, f"aclrt{name}")

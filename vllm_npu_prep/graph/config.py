@@ -4,10 +4,17 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.fused_calls import batch_limits
-from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, version_of
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
-from vllm_npu_prep.device import DeviceKind, driver_version
-from vllm_npu_prep.driver import TASK_UPDATES, is_older
+from vllm_npu_prep.device import (
+    BLOCKING_ENV_VAR,
+    DeviceKind,
+    cann_version,
+    device_name,
+    driver_version,
+    waits_for_launches,
+)
+from vllm_npu_prep.driver import QUEUES, TASK_UPDATES, driver_key, is_older
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm
@@ -26,6 +33,13 @@ STREAMS_PER_GROUP = 2
 STREAMS_KEPT_PER_GROUP = 40
 """Streams that HCCL holds beside graphs, for each group. Both numbers are those with which
 vllm-project/vllm-ascend sizes its graphs (9596, 3869, 9691)."""
+
+
+A3, A3_GRAPH_STREAMS, A3_RELEASE = "Ascend910_93", 30_000, (8, 5)
+"""Chips whose captured graphs hold queues of their own with a driver from `QUEUES` on and a CANN of
+this release on: about 32K graphs were captured there, and vllm-project/vllm-ascend thins no sizes
+any more (9572, 9962). Of A2 nothing is known. If streams run out all the same, sizes are given
+back during captures."""
 
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
@@ -97,7 +111,14 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
         CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
     }[mode]
-    driver = driver_version(vllm_config.device_config.device_type)
+    device_type = vllm_config.device_config.device_type
+    if waits_for_launches(device_type):
+        compilation.cudagraph_mode = without_full
+        return [
+            f"{mode} graphs: with {BLOCKING_ENV_VAR} a replay is waited for before its attention "
+            f"gets the lengths for which it waits; {without_full} instead"
+        ]
+    driver = driver_version(device_type)
     if is_older(driver, TASK_UPDATES):
         compilation.cudagraph_mode = without_full
         return [
@@ -176,10 +197,11 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
                 f"{max_model_len} can't hold their padding"
             )
         sizes = fitting
-    if kind.graph_streams is not None:
+    graph_streams = _graph_streams(vllm_config, kind)
+    if graph_streams is not None:
         groups = _communication_groups(vllm_config)
         streams = _streams_for_each_size(vllm_config, mode) * (1 + STREAMS_PER_GROUP * groups)
-        budget = kind.graph_streams - STREAMS_KEPT_PER_GROUP * groups
+        budget = graph_streams - STREAMS_KEPT_PER_GROUP * groups
         kept = thin_sizes(sizes, budget // streams, [largest, query_len, *sizes[:1]])
         if mode == mode.FULL:
             kept = fitting_sizes(kept, scheduler.max_num_seqs, max_model_len)
@@ -196,6 +218,17 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     if mode.has_full_cudagraphs():
         compilation.adjust_cudagraph_sizes_for_spec_decode(query_len)
     return notes
+
+
+def _graph_streams(vllm_config: "VllmConfig", kind: DeviceKind) -> int | None:
+    """Streams that captured graphs may hold together, by chip, driver and CANN."""
+    device_type = vllm_config.device_config.device_type
+    if kind.graph_streams is None or not device_name(device_type).startswith(A3):
+        return kind.graph_streams
+    driver, release = driver_version(device_type), version_of(cann_version(device_type))
+    has_queues = driver_key(driver) is not None and not is_older(driver, QUEUES)
+    has_many = has_queues and release is not None and release >= A3_RELEASE
+    return A3_GRAPH_STREAMS if has_many else kind.graph_streams
 
 
 def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:

@@ -116,8 +116,8 @@ def register_fused(
     if not names:
         return
     missing = missing_operators(names)
-    for name, operator in missing.items():
-        log(f"fused operator {name} is switched off: the installed torch_npu has no {operator}")
+    for name, why in missing.items():
+        log(f"fused operator {name} is switched off: {why}")
     names -= missing.keys()
     if is_right is not None:
         dtype = vllm_config.model_config.dtype

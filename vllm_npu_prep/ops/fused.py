@@ -1,6 +1,6 @@
 """Fused operators of torch_npu: what each replaces, and which of them an engine uses.
 
-An engine asks for them by its options; an operator that the installed torch_npu lacks is left out.
+An engine asks for them by its options; an operator that torch_npu or CANN lacks is left out.
 What is used stands in the engine's config, where layers find it when they are made.
 """
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_npu_prep.aclnn import first_release, missing_functions
 from vllm_npu_prep.config import SECTION, FusedConfig, fused_operators
 
 if TYPE_CHECKING:
@@ -42,8 +43,18 @@ assert OPERATORS.keys() == FusedConfig.model_fields.keys()
 
 
 def missing_operators(names: Iterable[str]) -> dict[str, str]:
-    """Which of these switches the installed torch_npu can't serve: the operator that it lacks."""
-    return {name: OPERATORS[name] for name in names if not hasattr(torch.ops.npu, OPERATORS[name])}
+    """Which of these switches the installed software can't serve, and what it lacks."""
+    found = {}
+    for name in names:
+        operator = OPERATORS[name]
+        if not hasattr(torch.ops.npu, operator):
+            found[name] = f"the installed torch_npu has no {operator}"
+        elif function := missing_functions([operator]).get(operator):
+            found[name] = (
+                f"the installed CANN has no {function}, which {operator} calls; "
+                f"CANN {first_release(function)} has it"
+            )
+    return found
 
 
 def is_fused(name: str) -> bool:

@@ -240,7 +240,8 @@ def keep_part_weights(parts: ProjectionParts) -> None:
 def project(layer: Any, x: Any) -> list[torch.Tensor]:
     """The parts of a projection, each contiguous.
 
-    One launch with float weights. With int8 ones two, as their product has a single result:
+    One launch with float weights. With int8 ones a copy of each part follows the product, which
+    has a single result:
     ``npu_grouped_matmul`` refuses several int8 inputs with scales for each token (cann/
     ops-transformer 9.1.0, ``CheckPerTokenScale`` in ``aclnn_grouped_matmul.cpp``).
     """
@@ -253,7 +254,11 @@ def project(layer: Any, x: Any) -> list[torch.Tensor]:
 
 
 def split_columns(rows: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Columns of rows ``[T, sum(sizes)]`` as tensors of their own, in one launch."""
+    """Columns of rows ``[T, sum(sizes)]`` as tensors of their own.
+
+    A launch for each, for up to 32 parts (op-plugin, ``SplitWithSizesCopyNpuOpApi.cpp``); what
+    reads them would copy strided slices, too.
+    """
     parts = [rows.new_empty(len(rows), size) for size in sizes]
     torch.ops.aten.split_with_sizes_copy.out(rows, sizes, -1, out=parts)
     return parts

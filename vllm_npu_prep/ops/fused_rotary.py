@@ -6,6 +6,7 @@ proportional) are served by the same layer. Left to vLLM: tables by head (FoPE),
 chunks (dual chunk attention), and the tables of Ernie, Bailing and openPangu.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
+from vllm_npu_prep.aclnn import MROPE_V2, is_missing
 from vllm_npu_prep.ops.fused import is_fused
 
 MULTIPLE = 32
@@ -34,7 +36,10 @@ MULTIPLE = 32
 
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12))
 """Frequencies of time, height and width that the operator knows: those of Qwen2.5-VL, Qwen3-VL and
-GLM-4.1V. Sections of other models are merged before it."""
+GLM-4.1V. Sections of other models are merged before it, and before CANN 9.0 also those in turn."""
+
+BUFFER = 192 << 10
+"""Bytes of a vector core's memory on A2 and A3."""
 
 MAX_HEAD_SIZE_OF_FACTORS = 896
 """``npu_rotary_mul`` takes smaller heads only."""
@@ -48,6 +53,24 @@ def suits(head_size: int, rotary_dim: int, dtype: torch.dtype) -> bool:
         and rotary_dim % MULTIPLE == 0
         and 0 < rotary_dim <= head_size
     )
+
+
+def most_columns(head_size: int, rotary_dim: int, is_neox_style: bool) -> int | None:
+    """Columns of Q that the operator takes at most; None: any number.
+
+    Before CANN 9.0 its tiling divides by the number of tokens whose heads fit into `BUFFER` at
+    once, also if that is zero (ops-transformer, ``rope_with_sin_cos_cache_tiling.cpp`` of v8.5.0;
+    guarded from v9.0.0 on, which has `MROPE_V2` first): the process would die of it.
+    """
+    if not is_missing(MROPE_V2):
+        return None
+    of_head = 4 * ((5 if is_neox_style else 6) * rotary_dim + 2 * head_size)
+    return head_size * ((BUFFER - 4 * 10 * rotary_dim) // of_head)
+
+
+def has_more(query: torch.Tensor, most: int | None) -> bool:
+    """Whether Q, ``[T, N * D]`` or ``[T, N, D]``, has more than `most` columns."""
+    return most is not None and math.prod(query.shape[1:]) > most
 
 
 def rotate(
@@ -84,6 +107,7 @@ class _Fused(RotaryEmbeddingBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_fused = is_fused("rotary") and suits(self.head_size, self.rotary_dim, self.dtype)
+        self._most_columns = most_columns(self.head_size, self.rotary_dim, self.is_neox_style)
 
     def forward_oot(
         self,
@@ -92,7 +116,8 @@ class _Fused(RotaryEmbeddingBase):
         key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As vLLM's; results are new tensors, contiguous."""
-        if not self._is_fused or query.dtype != self.dtype:
+        is_fused = self._is_fused and query.dtype == self.dtype
+        if not is_fused or has_more(query, self._most_columns):
             return self.forward_native(positions, query, key)
         cache = self._match_cos_sin_cache_dtype(query)
         return rotate(positions.flatten(), query, key, cache, self.head_size, self.is_neox_style)
@@ -127,8 +152,10 @@ class FusedMRotaryEmbedding(MRotaryEmbedding):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_fused = is_fused("mrope") and suits(self.head_size, self.rotary_dim, self.dtype)
+        self._most_columns = most_columns(self.head_size, self.rotary_dim, self.is_neox_style)
         self._sections = tuple(self.mrope_section or ())
         self._merges = self._sections not in SECTIONS
+        self._merges |= self.mrope_interleaved and is_missing(MROPE_V2)
         if self._is_fused and self._sections and self._merges:
             columns = columns_of_sections(self._sections, self.mrope_interleaved)
             self.register_buffer("_section_of_column", columns, persistent=False)
@@ -141,7 +168,8 @@ class FusedMRotaryEmbedding(MRotaryEmbedding):
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As vLLM's; sections that the operator doesn't know take four launches more."""
-        if not self._is_fused or query.dtype != self.dtype or offsets is not None:
+        is_fused = self._is_fused and query.dtype == self.dtype and offsets is None
+        if not is_fused or has_more(query, self._most_columns):
             return self.forward_native(positions, query, key, offsets)
         cache = self._match_cos_sin_cache_dtype(query)
         size, is_neox = self.head_size, self.is_neox_style
@@ -228,6 +256,7 @@ class FusedLongRotaryEmbedding(nn.Module):
         super().__init__()
         self.layer = layer
         self._first = layer.original_max_position_embeddings if layer.use_long_rope else 0
+        self._most_columns = most_columns(layer.head_size, layer.rotary_dim, True)
 
     def forward(
         self,
@@ -237,7 +266,7 @@ class FusedLongRotaryEmbedding(nn.Module):
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As vLLM's, from the table of short or of long contexts."""
-        if offsets is not None:
+        if offsets is not None or has_more(query, self._most_columns):
             return self.layer(positions, query, key, offsets)
         table = self.layer.long_short_cos_sin_cache
         assert isinstance(table, torch.Tensor)

@@ -26,7 +26,7 @@ from vllm_npu_prep.ops.fused_experts import (
     Rows,
     grouped_product,
 )
-from vllm_npu_prep.quantization.int8 import TorchInt8Linear
+from vllm_npu_prep.quantization.int8 import TorchInt8Linear, swiglu_may_round
 from vllm_npu_prep.quantization.loaded import check_scales, name_of
 from vllm_npu_prep.quantization.modules import KnowsModules
 
@@ -80,7 +80,9 @@ class NPUInt8Experts:
 
     def __init__(self, layer: Any, dtype: torch.dtype, in_one_launch: bool) -> None:
         self.layer, self.dtype = layer, dtype
-        self.in_one_launch = in_one_launch and layer.activation == MoEActivation.SILU
+        is_silu = layer.activation == MoEActivation.SILU
+        columns = layer.w13_weight.shape[1] // 2
+        self.in_one_launch = in_one_launch and is_silu and swiglu_may_round(columns, False)
         self.activate = activation_of(layer.activation)
         # For bfloat16 results the operator wants bfloat16 scales, for float16 results float32.
         kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -23,7 +23,7 @@ from vllm_npu_prep.ops.fused_latent import (
     ProjectionParts,
     keep_part_weights,
 )
-from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
+from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows, swiglu_may_round
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -285,7 +285,10 @@ def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
             _fuse_norms(module)
         if "int8_swiglu" in names and _is_known(module, MLPS):  # shared experts among them
             linear = getattr(module.down_proj, "int8", None)
-            if linear is not None and isinstance(module.act_fn, SiluAndMul):
+            if linear is None or not isinstance(module.act_fn, SiluAndMul):
+                continue
+            columns = module.down_proj.input_size_per_partition
+            if swiglu_may_round(columns, linear.input_scale is not None):
                 module.act_fn = QuantizingSiluAndMul(linear)
 
 

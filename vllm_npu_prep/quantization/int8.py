@@ -10,9 +10,33 @@ Both devices compute the same: torch on the CPU, two operators of torch_npu on N
 from dataclasses import dataclass, replace
 
 import torch
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 LEVELS = 127
 """Largest magnitude that a dynamic scale gives to a number."""
+
+
+MOST_COLUMNS_OF_SWIGLU = 7840
+"""Of a result, to which ``npu_dequant_swiglu_quant`` gives scales by token as a whole row. It takes
+a wider row in parts, and reads a part's maximum without waiting for it (cann/ops-nn 8.5.0 to 9.1.0,
+``dequant_swiglu_quant_tiling_base.cpp`` and ``dynamicMultiColMax`` in
+``dequant_swiglu_quant_dynamic_base.hpp``): scales may be wrong, without an error. Rows
+``int8-swiglu-wide`` of ``verify-device`` tell on a device; none has been asked yet."""
+
+
+def swiglu_may_round(columns: int, is_static: bool) -> bool:
+    """Whether SwiGLU may round its result of so many columns itself; a line says if not."""
+    if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:
+        return True
+    logger.info_once(
+        "int8_swiglu is off for results of %s columns: above %s, CANN's operator takes rows in "
+        "parts, and may read a maximum too early; no device has shown that it does not.",
+        f"{columns:,}",
+        f"{MOST_COLUMNS_OF_SWIGLU:,}",
+    )
+    return False
 
 
 @dataclass

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm_npu_prep.aclnn import missing_functions
 from vllm_npu_prep.attention.families import FIA, KernelFamily
 from vllm_npu_prep.attention.fused_calls import block_size_of, rules_of
 from vllm_npu_prep.attention.fused_releases import FusedRules
 from vllm_npu_prep.config import PrepConfig, parse_config
-from vllm_npu_prep.device import DeviceKind, cann_version
+from vllm_npu_prep.device import NPU_KIND, DeviceKind, cann_version
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
@@ -101,6 +102,10 @@ class Asked:
     def fused_rules(self) -> FusedRules:
         """What the installed fused attention takes; of the newest release if that is not known."""
         return rules_of(self.config, self.cann)
+
+    def functions_missing_for(self, *operators: str) -> dict[str, str]:
+        """Functions that CANN lacks, by the operators of torch_npu that call them."""
+        return missing_functions(operators) if self.kind == NPU_KIND else {}
 
     @property
     def transfer(self) -> "KVTransferConfig | None":

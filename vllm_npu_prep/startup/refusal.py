@@ -1,8 +1,9 @@
 """A refusal: when it applies, what it says, and what it has in common with others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from vllm_npu_prep.aclnn import release_with
 from vllm_npu_prep.startup.asked import Asked
 
 NOT_SUPPORTED = " is not supported by vllm_npu_prep"
@@ -11,6 +12,16 @@ NOT_SUPPORTED = " is not supported by vllm_npu_prep"
 
 def _no_words(asked: Asked) -> dict[str, object]:
     return {}
+
+
+def words_of_functions(asked: Asked, operators: Iterable[str]) -> dict[str, object]:
+    """Words about functions that CANN lacks: its version, their names, and the release with all."""
+    functions = sorted(set(asked.functions_missing_for(*operators).values()))
+    return {
+        "version": asked.cann or "(of unknown version)",
+        "functions": ", ".join(functions),
+        "release": release_with(functions),
+    }
 
 
 def _always(asked: Asked) -> bool:

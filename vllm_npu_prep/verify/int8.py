@@ -19,6 +19,9 @@ Results = tuple[torch.Tensor, ...]
 
 EPSILON = 0.3
 OFFSET = -20
+WIDE = ((1, 7872), (49, 9216), (7, 28672))
+"""Rows and columns of results that the operator takes in parts."""
+
 STEP = 0.0234375
 """A static scale that bfloat16 holds."""
 
@@ -148,6 +151,29 @@ def swiglu(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], R
         return product / scale[:, None] / 128, scale, static / 128
 
     return call, expected
+
+
+def wide_swiglu(dtype: torch.dtype) -> Int8Probe:
+    """The activation that rounds rows wider than the plugin leaves to it, some of them much wider.
+
+    The last column of a row has its maximum, which a kernel that takes rows in parts meets last.
+    """
+    rows = [_numbers(tokens, 2 * columns, dtype) for tokens, columns in WIDE]
+    for x in rows:
+        x[:, x.shape[1] // 2 - 1] = x[:, -1] = 4
+
+    def call(put: Put) -> Results:
+        operator = torch.ops.npu.npu_dequant_swiglu_quant
+        results = [operator(put(x), activate_left=True, quant_mode=1) for x in rows]
+        return tuple(part for got, scale in results for part in (levels(got), scale.to(dtype)))
+
+    def expected() -> Results:
+        products = [formulas.swiglu(x) for x in rows]
+        scales = [product.abs().amax(-1) / 127 for product in products]
+        pairs = zip(products, scales)
+        return tuple(part for p, scale in pairs for part in (p / scale[:, None] / 128, scale))
+
+    return Int8Probe("npu_dequant_swiglu_quant", call, expected)
 
 
 def levels(values: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,10 @@ demanded and on whose word. Nothing here was run on an NPU.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from ascend_emulator import functions, profiles
 from ascend_emulator.operators import (
     atb_attention,
     cache_write,
@@ -194,6 +196,13 @@ CONSTRAINTS: tuple[Constraint, ...] = tuple(
 """Constraints by family."""
 
 
+def _not_found(function: str, *given: object, **named: object) -> None:
+    """Fail as op-plugin does when an operator is called whose function CANN lacks."""
+    raise RuntimeError(
+        f"{function} or {function}GetWorkspaceSize not in libopapi.so, or libopapi.so not found."
+    )
+
+
 class RegisterReference(Protocol):
     """How the runtime takes a reference."""
 
@@ -212,12 +221,14 @@ class RegisterReference(Protocol):
 
 def install(register_reference: RegisterReference) -> None:
     """Register every reference with a runtime."""
+    release = profiles.current().release
     for reference in REFERENCES:
+        function = functions.missing(release, reference.name)
         register_reference(
             reference.name,
             reference.function,
             overload=reference.overload,
-            on_host=reference.on_host,
+            on_host=partial(_not_found, function) if function else reference.on_host,
             contiguous=reference.contiguous,
             paged=reference.paged,
             block_ids=reference.block_ids,

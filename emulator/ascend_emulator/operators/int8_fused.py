@@ -4,14 +4,20 @@ from functools import partial
 
 import torch
 
+from ascend_emulator import faults
 from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
-from ascend_emulator.operators.int8 import round_all, round_tokens
+from ascend_emulator.operators.int8 import LEVELS, round_all, round_tokens
 
 ADD_RMS_NORM_DYNAMIC_QUANT = "npu::npu_add_rms_norm_dynamic_quant"
 ADD_RMS_NORM_QUANT = "npu::npu_add_rms_norm_quant"
 DEQUANT_SWIGLU_QUANT = "npu::npu_dequant_swiglu_quant"
 
 HALF = (torch.float16, torch.bfloat16)
+WHOLE_ROW = 7840
+"""Columns of a result that the kernel holds at once with dynamic scales: 192 KiB by 25 bytes, in
+steps of 32 (cann/ops-nn 9.1.0, ``CalcUbMaxTileLen`` in dequant_swiglu_quant_tiling_base.cpp)."""
+PART = 7680
+"""Columns of a part of a wider row: whole cache lines of 512 bytes."""
 
 NORM_NAME, SWIGLU_NAME = "norms to int8", "npu_dequant_swiglu_quant"
 norm = partial(Constraint, NORM_NAME)
@@ -359,7 +365,19 @@ def dequant_swiglu_quant(
         shown = None if tensor is None else f"{shape_of(tensor)} {tensor.dtype}"
         call.demand("static scales", fits, f"{shown} with quant_mode {quant_mode}", name)
     if quant_mode == 1:
-        return round_tokens(result)
+        return _round_rows(result)
     assert quant_scale is not None
     undefined = torch.full(result.shape[:-1], torch.nan)
     return round_all(result, quant_scale, quant_offset), undefined
+
+
+def _round_rows(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `round_tokens`; the kernel takes a wide row in parts, whose maxima it compares."""
+    if result.shape[-1] <= WHOLE_ROW:
+        return round_tokens(result)
+    parts = result.abs().split(PART, -1)
+    maxima = torch.stack([part.amax(-1) for part in parts], -1)
+    scale = faults.apply("maxima of the parts of a wide row", maxima).amax(-1) / LEVELS
+    steps = torch.where(scale > 0, scale, torch.ones_like(scale))
+    levels = torch.round(result / steps[..., None]).clamp(-LEVELS - 1, LEVELS)
+    return levels.to(torch.int8), scale

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ascend_emulator import profiles
 from ascend_emulator.operators.constraint import (
     Call,
     Constraint,
@@ -28,6 +29,10 @@ OPS = "cann/ops-transformer 9.1.0, `rope_with_sin_cos_cache`"
 TILING = f"{OPS}: `TilingCompute`"
 CHECKS = f"{OPS}: `CheckParams` of its aclnn function"
 SAME = "the same"
+OF_85 = "CANN 8.5"
+SOURCE = "rope_with_sin_cos_cache_tiling.cpp"
+BUFFER = 192 << 10
+"""Bytes of the unified buffer of A2 and A3, in which a token's heads are rotated in float32."""
 
 # In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
 MROPE_RULES = Family(
@@ -140,6 +145,27 @@ MROPE_RULES = Family(
             "'interleave' not with four sections; without sections not documented",
             OPS,
             AGREED,
+        ),
+        record(
+            "cache_mode",
+            "cache_mode of 8.5",
+            "'default' in CANN 8.5",
+            "not stated",
+            "'interleave' needs aclnnRopeWithSinCosCacheV2, which 9.0 has first",
+            "Ascend/op-plugin, its source of `npu_mrope`",
+            PRACTICE,
+            where=OF_85,
+        ),
+        record(
+            "query, key",
+            "heads of 8.5",
+            "heads of which the kernel's buffer of 192 KiB holds one token at once: 53 of 128, 94 "
+            "of 64 with interleaved pairs",
+            "not stated",
+            "with more, the host divides by zero",
+            f"cann/ops-transformer v8.5.0, `{SOURCE}`: `TilingCompute`, guarded from v9.0.0 on",
+            PRACTICE,
+            where=OF_85,
         ),
         record(
             "mrope_section",
@@ -265,5 +291,11 @@ def _check(
     for argument, tensor in list(tensors.items())[:2]:
         demand("whole heads", tensor.shape[1] % head_size == 0, shape_of(tensor), argument)
         demand("dense rows", tensor.stride(1) == 1, f"strides {tensor.stride()}", argument)
+    if profiles.current().release == "8.5":
+        demand("cache_mode of 8.5", cache_mode == "default", repr(cache_mode))
+        heads = max(query.shape[1], key.shape[1]) // head_size
+        words = (5 if rotary_mode == "half" else 6) * size + 2 * head_size
+        tokens_at_once = (BUFFER - 10 * size * 4) // (heads * words * 4)
+        demand("heads of 8.5", tokens_at_once > 0, f"{heads} heads of {head_size}")
     outside = positions[(positions < 0) | (positions >= len(cache))]
     demand("positions range", not outside.numel(), f"{outside.tolist()} of {len(cache)} rows")

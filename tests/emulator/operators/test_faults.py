@@ -77,6 +77,14 @@ def of_write(operator):
     return run
 
 
+def of_swiglu(columns):
+    """Scales of rows whose largest product is in the last column."""
+    x = torch.ones(2, 2 * columns, dtype=torch.float16)
+    x[:, columns - 1] = x[:, -1] = 4
+    arguments = {"x": x, "activate_left": True, "quant_mode": 1}
+    return lambda: call("npu::npu_dequant_swiglu_quant", arguments)[1]
+
+
 def of_latent(make):
     return lambda: fused_latent(make())[0]
 
@@ -97,6 +105,7 @@ CHANGED = {
         of_fusion(atten_mask=triangle(torch.uint8), sparse_mode=3),
     ],
     "ignored-mask": [of_fused(PROMPTS, "fresh"), of_fusion(**band(3)), FLASH, SPLITFUSE],
+    "early-maximum": [of_swiglu(7872)],
     "ignored-scale": [of_fused(MIXED, "paged"), of_fusion(), PAGED_DECODE, FLASH],
     "last-token-dropped": [of_fused(DECODES, "paged", **NO_MASK), of_fusion(), PAGED_DECODE],
     "interleaved-heads": [of_fused(DECODES, "paged", **NO_MASK), of_fusion(), PAGED_DECODE],
@@ -121,6 +130,7 @@ UNCHANGED = {
     "upper-left-causal": [of_fused(PROMPTS, "fresh"), of_fused(MIXED, "paged", **WINDOW)],
     "wrong-lse": [of_fused(MIXED, "paged")],
     "added-flags": [of_atb("atb::_npu_flash_attention", flash_arguments, torch.float16)],
+    "early-maximum": [of_swiglu(7840)],
 }
 
 

@@ -6,6 +6,7 @@ several arguments or both versions are concerned, there is one for each.
 
 import torch
 
+from ascend_emulator import profiles
 from ascend_emulator.operators import check_placement
 from tests.emulator.operators.calls import (
     V1,
@@ -283,6 +284,16 @@ GELU_VIOLATIONS = {
 }
 
 
+def on_85(broken):
+    """The call in the profile of 8.5."""
+
+    def run():
+        with profiles.using("8.5"):
+            broken()
+
+    return run
+
+
 def mrope(**functions):
     return lambda: call("npu::npu_mrope", spoiled(mrope_arguments(), **functions))
 
@@ -324,6 +335,20 @@ MROPE_VIOLATIONS = {
     "cache_mode": [
         lambda: call("npu::npu_mrope", mrope_arguments(cache_mode="interleave")),
         sections(16, 16, 16, 16, positions=4, cache_mode="interleave"),
+    ],
+    "cache_mode of 8.5": [on_85(sections(24, 20, 20, cache_mode="interleave"))],
+    "heads of 8.5": [
+        on_85(mrope(query=lambda q: q[:, :128].repeat(1, 54))),
+        on_85(
+            lambda: call(
+                "npu::npu_mrope",
+                mrope_arguments(rotary_mode="interleave", head_size=64)
+                | {
+                    "query": torch.ones(5, 95 * 64).half(),
+                    "cos_sin_cache": torch.ones(64, 64).half(),
+                },
+            )
+        ),
     ],
     "mrope_section": [sections(16, 16, 32), sections(8, 12, 12)],
     "positions range": [

@@ -26,7 +26,7 @@ from tests.helpers.engine import (
 )
 from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings
 from vllm_npu_prep.attention.fused_releases import version_of
-from vllm_npu_prep.ops import fused_vision, register_fused, register_overrides
+from vllm_npu_prep.ops import fused_rotary, fused_vision, register_fused, register_overrides
 from vllm_npu_prep.ops.fused import OPERATORS
 from vllm_npu_prep.ops.fused_sampling import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
 from vllm_npu_prep.verify.fused import is_right
@@ -169,6 +169,52 @@ def test_rotary_embeddings_of_images(configs, sections, interleaved, launches, s
     positions = torch.tensor([[0, 9, 9, 9, 20], [0, 3, 4, 5, 20], [0, 7, 2, 1, 20]]).npu()
     check(layers, positions, query, key, launches=launches)
     check(layers, positions[0], query, key, launches=1)
+
+
+@pytest.fixture
+def on_85(monkeypatch):
+    """The operators of CANN 8.5, which has no second form of ``npu_mrope``."""
+    monkeypatch.setenv(profiles.PROFILE, "8.5")
+    profiles._of_process.cache_clear()
+    monkeypatch.setattr(fused_rotary, "is_missing", lambda function: True)
+    yield
+    monkeypatch.undo()
+    profiles._of_process.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("size", "is_neox", "most"), [(128, True, 53), (64, False, 94)], ids=["half", "interleaved"]
+)
+def test_many_heads_are_left_to_torch_before_cann_9(configs, on_85, size, is_neox, most, seed):
+    parameters = {"rope_theta": 10000.0, "rope_type": "default"}
+    layers = pair(
+        configs,
+        lambda: rotary_embedding.get_rope(size, 256, is_neox, parameters, torch.float16),
+    )
+    positions = torch.tensor([3, 0, 200]).npu()
+    key = on_device(3, size, seed=seed)
+    check(layers, positions, on_device(3, most * size, seed=seed), key, launches=1)
+    results, counts = zip(
+        *(run(layer, positions, on_device(3, (most + 1) * size), key) for layer in layers)
+    )
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results))
+    assert counts[0].launches == counts[1].launches
+
+
+def test_sections_in_turn_are_merged_before_cann_9(configs, on_85, seed):
+    parameters = {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    }
+    layers = pair(
+        configs,
+        lambda: rotary_embedding.get_rope(128, 64, True, parameters, torch.float16),
+    )
+    query, key = on_device(5, 512, seed=seed), on_device(5, 256, seed=seed + 1)
+    positions = torch.tensor([[0, 9, 9, 9, 20], [0, 3, 4, 5, 20], [0, 7, 2, 1, 20]]).npu()
+    check(layers, positions, query, key, launches=5)
 
 
 @pytest.mark.parametrize("is_neox", [True, False], ids=["half", "interleaved"])

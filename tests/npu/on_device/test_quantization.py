@@ -25,9 +25,9 @@ BUDGET = {"Qwen3": 14, "Llama": 12}
 """Launches of a layer, with copies: two more than of the float layer. One rounds the input of the
 attention's last projection; one copies V out of the projection, which int8 products don't split."""
 
-LATENT = {"float": 15, "int8": 18}
-"""Launches of a dense latent layer with its MLP. Two split what two projections give, as int8
-products have one result; one rounds the input of the attention's last projection."""
+LATENT = {"float": 15, "int8": 21}
+"""Launches of a dense latent layer with its MLP. Five copy parts of what two projections give, as
+int8 products have one result; one rounds the input of the attention's last projection."""
 
 FORMATS = {
     "compressed-tensors": ("compressed-tensors", False),
@@ -107,6 +107,14 @@ def test_a_llama_in_graphs_stays_within_its_budget(tmp_path, seed):
     assert replayed < BOUND["float16"]
 
 
+def test_wide_rows_are_rounded_in_a_launch_of_their_own(tmp_path, seed):
+    model = make_model(tmp_path / "float", "Llama", **{**MODEL, "intermediate_size": 7872})
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    worst, counts = distance(model, tmp_path / "int8", "float16", seed)
+    assert worst < BOUND["float16"]
+    assert counts["launches"] == BUDGET["Llama"] + 1
+
+
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
 def test_static_scales_beside_float_biases(tmp_path, seed, form):
     """Of Qwen2's attention; with zero points, which are taken out before biases are added."""
@@ -153,7 +161,8 @@ def test_latent_layers_whose_queries_are_projected_at_once(tmp_path, seed, stati
     QUANTIZE(model, tmp_path / "int8", "modelslim", static, left_out)
     worst, counts = distance(model, tmp_path / "int8", "bfloat16", seed)
     assert worst < BOUND["bfloat16"]
-    assert counts == {"launches": LATENT["int8"] - 1}, "no copies and no syncs"
+    # Four copies of parts; where queries are left in float, two less and a launch that rounds.
+    assert counts == {"launches": LATENT["int8"] - 2 - static}, "no copies and no syncs"
 
 
 FAMILIES = {

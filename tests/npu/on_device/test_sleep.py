@@ -11,6 +11,7 @@ from tests.helpers.mtp import make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
 from tests.helpers.v2 import RUNNERS, engine_of
+from vllm_npu_prep.device import host_bytes, npu_regions
 from vllm_npu_prep.device.npu import NPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
@@ -178,3 +179,31 @@ def test_drafts_are_accepted_after_weights_were_lost(tmp_path, runner):
     assert rounds[1][0] != before[0]
     for _, steps in (before, rounds[1]):
         assert any(count for _, count in steps)
+
+
+def test_a_region_is_one_range_of_several_pieces(monkeypatch):
+    monkeypatch.setattr(npu_regions, "PIECE", 2 * PAGE)
+    region, before = NPUDevice(0).region(5 * PAGE - 3), free()
+    assert len(region._pieces) == 3
+    values = torch.arange(region.data.numel(), dtype=torch.int32).to(torch.uint8)
+    region.data.copy_(values)
+    torch.npu.synchronize()
+    region.release(keep=True)
+    assert free() == before + 5 * PAGE and not region._pieces
+    held, left = hold_all_but(3 * PAGE), free()
+    assert 2 * PAGE <= left < 5 * PAGE, "room for a piece, not for all"
+    with pytest.raises(PrepError, match="no memory"):
+        region.map()
+    assert not region._pieces and free() == left
+    held.clear()
+    assert free() > left  # torch_npu's allocator gives it back
+    region.map()
+    assert torch.equal(region.data.cpu(), values)
+
+
+def test_pinned_memory_above_the_threshold_is_not_rounded():
+    """What the plugin sets in the environment reaches torch_npu's allocator."""
+    before = torch.npu.host_memory_stats()["allocated_bytes.current"]
+    held = torch.empty(65 << 20, dtype=torch.uint8, pin_memory=True)
+    taken = torch.npu.host_memory_stats()["allocated_bytes.current"] - before
+    assert taken == host_bytes("npu", held.numel()) == held.numel()

@@ -118,6 +118,10 @@ FOUND_BY = {
         {"write-fia-bf16", "write-atb-bf16", "fia-decode-bf16", "graph-fia-decode-bf16"},
         {"fia-one-kv-head-decode", "fia-encoder-bf16"},
     ),
+    "early-maximum": (
+        {"int8-swiglu-wide-bf16", "int8-swiglu-wide-fp16"},
+        {"int8-dynamic-quant-bf16"},
+    ),
     "added-flags": (
         {"atb-prompt-bf16", "atb-window-encoder-bf16"},
         {"atb-prompt-fp16", "atb-chunk-bf16"},

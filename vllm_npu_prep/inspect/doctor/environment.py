@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_npu_prep.driver import EXPANDING_PINS
 from vllm_npu_prep.inspect.doctor.collectives import collective_findings
 from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
 from vllm_npu_prep.inspect.doctor.host import Host, set_env_of
@@ -18,6 +19,9 @@ VALUES = (
     "NUMBA_DISABLE_JIT",
 )
 """Variables that matter by their value alone."""
+
+OF_TORCH_NPU = ("TASK_QUEUE_ENABLE", "ASCEND_LAUNCH_BLOCKING", "PYTORCH_NPU_ALLOC_CONF")
+"""Variables of torch_npu that decide whether graphs can be captured and replayed."""
 
 VISIBLE_DEVICES, CACHE = "ASCEND_RT_VISIBLE_DEVICES", "NUMBA_CACHE_DIR"
 RUNTIME = "libascendcl.so"
@@ -41,6 +45,9 @@ def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterat
             yield _value_finding(host, name)
     if VISIBLE_DEVICES in host.environment:
         yield _visible_devices(host, num_nodes)
+    for name in OF_TORCH_NPU:
+        if host.needs_npu and name in host.environment:
+            yield _of_torch_npu(name, host.environment[name])
     yield _compiled_code(host)
     if host.needs_npu:
         yield _libraries(host, cann)
@@ -83,6 +90,22 @@ def _value_finding(host: Host, name: str) -> Finding:
             found,
             "unset it: otherwise the code that prepares a step is not compiled, and slow",
         )
+    return ok(name, found)
+
+
+def _of_torch_npu(name: str, given: str) -> Finding:
+    """Sources: ``NPUGraph.cpp`` and ``OptionsManager.cpp`` of Ascend/pytorch."""
+    found, value = repr(given), given.strip()
+    if name == "TASK_QUEUE_ENABLE" and value not in ("0", "1"):
+        bad = warning if value == "2" else failure
+        do = "set it to 1: no graph can be captured with 2, which workers take for 1"
+        return bad(name, found, do)
+    if name == "ASCEND_LAUNCH_BLOCKING" and value != "0":
+        do = "unset it to serve: torch_npu waits for each launch, and full graphs are off"
+        return warning(name, found, do)
+    if name == "PYTORCH_NPU_ALLOC_CONF" and EXPANDING_PINS in value:
+        do = f"take {EXPANDING_PINS} out: no graph can be captured with it"
+        return failure(name, found, do)
     return ok(name, found)
 
 

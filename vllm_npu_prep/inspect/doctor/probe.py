@@ -27,6 +27,7 @@ def ask_torch() -> dict[str, Any]:
 
 def ask_devices() -> dict[str, Any]:
     """What torch_npu sees."""
+    from vllm_npu_prep.aclnn import FUNCTIONS, missing_functions
     from vllm_npu_prep.device import device_name, total_memory
     from vllm_npu_prep.device.probe import probe_npu
 
@@ -34,6 +35,7 @@ def ask_devices() -> dict[str, Any]:
     answer: dict[str, Any] = {"visible": probe.visible, "reason": probe.reason}
     if probe.visible:
         answer |= {"device": device_name("npu"), "total_memory": total_memory("npu")}
+        answer["missing"] = missing_functions(FUNCTIONS)
     return answer
 
 

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_npu_prep.aclnn import FUNCTIONS, first_release, release_with
 from vllm_npu_prep.compat.releases import note_on_torch
-from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok
+from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host, Ran, gib, set_env_of
 from vllm_npu_prep.inspect.doctor.probe import MARK, TOKENS_OF_A_STEP
@@ -84,6 +85,7 @@ class Software:
                 return
             if "error" not in answer:
                 yield tell(label, answer)
+                yield from _functions(answer.get("missing"))
             elif not (name == "kernels" and answer["error"].startswith("PrepError")):
                 yield self._import_fails(label, answer["error"])
             if "error" in answer and name == "torch":  # nothing else can be asked
@@ -156,6 +158,26 @@ class Software:
         is_wanted = self.host.asked == "auto" and bool(answer["built_in"])
         found = f"{platform}; the plugin is inactive: {why}"
         return bad_if(not is_wanted)(name, found, do)
+
+
+def _functions(missing: dict[str, str] | None) -> Iterator[Finding]:
+    """What CANN lacks of what the plugin calls; nothing where it was not asked."""
+    name = "CANN's functions"
+    if missing is None:
+        return
+    if not missing:
+        yield ok(name, f"all {len(set(FUNCTIONS.values()))} that the plugin's operators call")
+        return
+    by_release: dict[str, list[str]] = {}
+    for operator, function in missing.items():
+        by_release.setdefault(first_release(function), []).append(f"{function} ({operator})")
+    found = "; ".join(
+        f"no {', '.join(functions)}, which CANN {release} has"
+        for release, functions in by_release.items()
+    )
+    release = release_with(missing.values())
+    do = f"install CANN {release} or newer; start-up refuses models that need one of these"
+    yield warning(name, found, do)
 
 
 def _answers(text: str) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,10 @@
 """Graphs that can't be captured."""
 
+import os
+
 from vllm_npu_prep.config import SECTION, decisions_of, graphs_need_masks
+from vllm_npu_prep.device import NPU_KIND
+from vllm_npu_prep.driver import EXPANDING_PINS
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject
@@ -30,6 +34,15 @@ def _reads_dense_masks(asked: Asked) -> bool:
     return is_dense and graphs_need_masks(asked.config)
 
 
+def _captures_with_expanding_pins(asked: Asked) -> bool:
+    captures = bool(asked.config.compilation_config.cudagraph_mode)
+    return asked.kind == NPU_KIND and captures and EXPANDING_PINS in _allocator_settings()
+
+
+def _allocator_settings() -> str:
+    return os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").replace(" ", "")
+
+
 GRAPHS = (
     Refusal(
         "breakable-graphs",
@@ -56,6 +69,14 @@ GRAPHS = (
         "dense masks change their shape from step to step, and graphs need fixed shapes",
         f'use {{{{"{SECTION}": {{{{"mask": "compressed"}}}}}}}} where the kernel family has it, '
         "or cudagraph_mode FULL_AND_PIECEWISE",
+    ),
+    Refusal(
+        "expanding-pins",
+        _captures_with_expanding_pins,
+        "PYTORCH_NPU_ALLOC_CONF={settings}",
+        "no graph can be captured beside pinned memory in segments that expand",
+        "take pin_memory_expandable_segments out, or give --enforce-eager",
+        lambda c: {"settings": _allocator_settings()},
     ),
 )
 

@@ -18,7 +18,7 @@ from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, device_name, free_memory
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
-from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 NZ_CACHE_CHIPS = "Ascend310P"
 """Chips whose kernels take KV caches in the NZ layout only."""
+
+OF_LATENT_ROWS = (
+    "npu_fused_infer_attention_score_v2",
+    "npu_gather_pa_kv_cache",
+    "npu_attention_update",
+)
+OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
 
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
@@ -195,6 +202,17 @@ def _triton_words(asked: Asked) -> dict[str, object]:
     return {"missing": missing[HAS_TRITON]}
 
 
+def _needed_operators(asked: Asked) -> list[str]:
+    """Operators of torch_npu without which the engine can't attend or multiply."""
+    found: list[str] = []
+    if asked.uses_fused_operator:
+        found += ["npu_scatter_pa_kv_cache"]
+        found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
+    if asked.model.quantization is not None:
+        found += OF_INT8
+    return found
+
+
 LIMITS = (
     Refusal(
         "nz-cache",
@@ -255,6 +273,14 @@ LIMITS = (
         "what its fused attention takes is not known before {oldest}",
         "install CANN {oldest} or newer",
         lambda c: {"version": c.cann, "oldest": OLDEST.name},
+    ),
+    Refusal(
+        "cann-functions",
+        lambda c: c.functions_missing_for(*_needed_operators(c)),
+        "CANN {version}",
+        "its libopapi has no {functions}, which {model} needs on NPUs",
+        "install CANN {release} or newer, or use the CPU fallback",
+        lambda c: words_of_functions(c, _needed_operators(c)),
     ),
     Refusal(
         "fused-attention",

@@ -7,7 +7,7 @@ import torch
 from vllm_npu_prep.attention.families import ATB
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.startup.asked import Asked
-from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 
 if TYPE_CHECKING:
     from vllm_npu_prep.attention.state_pages import StatePage
@@ -53,7 +53,18 @@ def _page_words(asked: Asked) -> dict[str, object]:
     return {"block_size": page.asked, "tokens": f"{tokens:g}", "remedy": remedy}
 
 
+OPERATORS = ("npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule", "npu_rms_norm")
+"""Of torch_npu, without which there is no gated delta net on NPUs."""
+
 STATES = (
+    Refusal(
+        "states-release",
+        lambda c: c.functions_missing_for(*OPERATORS),
+        "CANN {version} for {model}",
+        "its libopapi has no {functions}, which gated delta nets need",
+        "install CANN {release} or newer, or use the CPU fallback",
+        lambda c: words_of_functions(c, OPERATORS),
+    ),
     Refusal(
         "states-kernels",
         lambda c: c.family is ATB,

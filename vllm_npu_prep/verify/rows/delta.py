@@ -2,8 +2,9 @@
 
 from functools import partial
 
+from vllm_npu_prep.aclnn import first_release, missing_functions
 from vllm_npu_prep.verify.delta import DeltaStep, forms_of
-from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row
+from vllm_npu_prep.verify.row import Bench, NotHereError, Outcome, Record, Row
 
 RECURRENT: tuple[Record, ...] = (("npu_recurrent_gated_delta_rule", "one sequence a state"),)
 
@@ -21,6 +22,9 @@ HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
 
 def delta(what: str, heads: tuple[int, int], bench: Bench) -> Outcome:
     """A step of a gated delta net beside its formula."""
+    operator = "npu_chunk_gated_delta_rule" if what == "prefill" else RECURRENT[0][0]
+    for function in missing_functions([operator]).values():
+        raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
     return DeltaStep(forms_of(*heads)[what], bench.device.device).run()
 
 

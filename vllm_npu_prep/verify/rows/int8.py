@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from vllm_npu_prep.verify.int8 import Int8Probe, experts_product, probes
+from vllm_npu_prep.verify.int8 import Int8Probe, experts_product, probes, wide_swiglu
 from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, compare, worst_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,8 +32,9 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
 
 
 def calls(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
-    """What start-up compares, and the product of experts."""
-    return {**probes(dtype), "experts": experts_product(dtype)}
+    """What start-up compares, the product of experts, and what the plugin does not call yet."""
+    others = {"experts": experts_product(dtype), "swiglu-wide": wide_swiglu(dtype)}
+    return {**probes(dtype), **others}
 
 
 def int8(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:

@@ -4,6 +4,7 @@
 #include <ATen/NativeFunctions.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/split_with_sizes_copy_native.h>
 
 #include <set>
 #include <sstream>
@@ -49,6 +50,11 @@ c10::KernelFunction kernel_for(const c10::OperatorHandle& op) {
     return c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(at::native::_to_copy));
   if (name == "aten::contiguous")
     return c10::KernelFunction::makeFromBoxedFunction<&run_contiguous>();
+  // op-plugin copies part by part but for 33 to 64 parts of few long rows, which have a kernel
+  // (SplitWithSizesCopyNpuOpApi.cpp); nothing here makes so many.
+  if (name == "aten::split_with_sizes_copy" && op.operator_name().overload_name == "out")
+    return c10::KernelFunction::makeFromUnboxedFunction(
+        TORCH_FN(at::native::split_with_sizes_copy_out));
   if (name != "aten::copy_") return c10::KernelFunction::makeFromBoxedFunction<&run_as_kernel>();
   keep_real_copy(op);
   return c10::KernelFunction::makeFromBoxedFunction<&run_copy>();
