@@ -103,7 +103,10 @@ class LifeCycle:
         self.count["caches cleared in pauses" if clear else "pauses"] += 1
 
     def _sleep(self) -> None:
-        level = int(self._rng.choice(self._levels)) if self._may_clear() else 0
+        self.sleep(int(self._rng.choice(self._levels)) if self._may_clear() else 0)
+
+    def sleep(self, level: int) -> None:
+        """Sleep and wake up; after level 2, the model's weights are read again."""
         self._engine.sleep(level, mode="keep")
         self._wait(whole=level > 0)
         if level == 0:

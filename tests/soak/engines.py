@@ -198,8 +198,7 @@ class _Serving:
         """Levels of sleep. At level 2, weights are read anew: those of the model, which adapters
         are not. Beside files that is refused: they have keys and values of the old ones."""
         kind = self.kind
-        stay = kind.adapters or kind.connector == FILES or kind.drafts not in ("", "ngram")
-        return (1,) if stay else (1, 2)
+        return (1,) if kind.adapters or kind.connector == FILES else (1, 2)
 
     def _count_loads(self, connector: Any) -> None:
         """Count the tokens that a connector has of requests."""
@@ -218,7 +217,8 @@ class _Serving:
             self.count["waves"] += 1
             self._rest()
             if self.kind.sleeps and (self.count["waves"] == 1 or self.rng.random() < 0.5):
-                self._sleep()
+                self.life_cycle.sleep(1 if self._levels == (1,) or self.rng.random() < 0.6 else 2)
+                self.count["sleeps"] += 1
             elif self.rng.random() < (0.6 if self.kind.connector else 0.2):
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
@@ -237,17 +237,6 @@ class _Serving:
         assert self.pool.get_num_free_blocks() == self.free, "blocks are kept"
         assert not self.scheduler.requests, "requests are kept by the scheduler"
         assert not self.core.output_processor.request_states, "requests are kept"
-
-    def _sleep(self) -> None:
-        level = 1 if self._levels == (1,) or self.rng.random() < 0.6 else 2
-        self.llm.sleep(level=level)
-        self.llm.wake_up(tags=["weights"])
-        if level == 2:
-            path = self.core.vllm_config.model_config.model
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        self.llm.wake_up(tags=["kv_cache"])
-        self.count[f"sleeps at level {level}"] += 1
-        self.count["sleeps"] += 1
 
     def _wave(self, number: int) -> None:
         alive, added = self.alive, 0
