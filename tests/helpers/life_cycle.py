@@ -91,7 +91,9 @@ class LifeCycle:
 
     def _may_clear(self) -> bool:
         """Whether requests can lose their blocks: vLLM raises for sessions between two parts."""
-        return not self._core.scheduler.num_waiting_for_streaming_input
+        scheduler = self._core.scheduler
+        others = scheduler.requests.keys() - {each.request_id for each in scheduler.running}
+        return not any(scheduler.requests[each].num_computed_tokens for each in others)
 
     def _pause(self) -> None:
         clear = self._may_clear() and self.chance(0.3)

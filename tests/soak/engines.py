@@ -170,7 +170,7 @@ class _Serving:
         Share of steps before which there is a call of the engine's life cycle.
     """
 
-    calls = 0.08
+    calls = 0.15
 
     def __init__(self, kind: Kind, llm: Any, judge: Judge, stored: Path) -> None:
         self.kind, self.llm, self.core, self.judge = kind, llm, llm.llm_engine, judge
