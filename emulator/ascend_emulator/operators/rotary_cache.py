@@ -163,7 +163,7 @@ MROPE_RULES = Family(
             "of 64 with interleaved pairs",
             "not stated",
             "with more, the host divides by zero",
-            f"cann/ops-transformer v8.5.0, `{SOURCE}`: `TilingCompute`, guarded from v9.0.0 on",
+            f"cann/ops-transformer v8.5.0, {SOURCE}: `TilingCompute`, guarded from v9.0.0 on",
             PRACTICE,
             where=OF_85,
         ),
