@@ -21,6 +21,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.step_memory import attention_bytes
 from vllm_npu_prep.compat import connectors, kernels, v2
+from vllm_npu_prep.compat.multimodal import items_of
 from vllm_npu_prep.compat.states import leave_states_in_their_blocks
 from vllm_npu_prep.config import decisions_of, parse_config
 from vllm_npu_prep.device import Device, make_device
@@ -313,6 +314,10 @@ class NPUWorker(Worker):
             self._tokens_since_return = 0
             self.prep_device.return_free_memory()
         self._tokens_since_return += scheduler_output.total_num_scheduled_tokens
+        for req_id, items in items_of(scheduler_output).items():
+            features = self.model_runner.features_of(req_id)
+            for number, feature in items.items():
+                features[number] = feature
         try:
             return self._keep(super().execute_model(scheduler_output, *args, **kwargs))
         except Exception as error:

@@ -1,8 +1,26 @@
 """Images and videos: greedy tokens and M-RoPE positions are those of transformers."""
 
+import os
 from collections import Counter
+from copy import copy
+from multiprocessing import Lock
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.cache import (
+    LruKeyReplicatedReceiverCache,
+    LruKeyReplicatedSenderCache,
+    MultiModalCacheMissError,
+    ShmObjectStoreReceiverCache,
+    ShmObjectStoreSenderCache,
+)
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
@@ -16,6 +34,7 @@ from tests.helpers.vision import (
     make_video,
     save_text_model,
     serve,
+    serve_with_resets,
     tokens_of,
     watch,
 )
@@ -112,15 +131,24 @@ def test_v2_sees_what_v1_sees(vision_models, references, seed, which):
         for _ in range(2):
             outputs = serve(llm, requests, greedy(MAX_TOKENS))
             assert tokens_of(outputs) == [answer.tokens for answer in answers]
+        if which == "synchronous":
+            again = serve_with_resets(llm, requests, greedy(MAX_TOKENS), (3, 9, 20))
+            assert again == [answer.tokens for answer in answers]
         kinds = runner.padding.counts.by_kind
         layers = runner.preparer.mrope_dims
     assert layers == 3
-    assert (preempted["preempted"] > 0) == (which == "eager")
+    assert (preempted["preempted"] > 0) == (which != "graphs")
     assert which != "graphs" or REPLAYED["FULL_AND_PIECEWISE"] <= set(kinds)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_prefix_cache_knows_images_by_what_they_show(vision_models, references, seed, name):
+@pytest.mark.parametrize(
+    ("name", "scheduler", "asynchronous"),
+    [("qwen2_5_vl", "upstream", False), ("qwen3_vl", "batched", True)],
+)
+def test_the_prefix_cache_knows_images_by_what_they_show(
+    vision_models, references, seed, name, scheduler, asynchronous
+):
+    """Pixels of an image that it has are left out, and come with the step that misses them."""
     one, other = make_image(seed, 64, 32), make_image(seed + 1, 64, 32)
     text = "A long text before the image, a few blocks of it, so that some can be cached. "
     requests = [
@@ -135,10 +163,17 @@ def test_the_prefix_cache_knows_images_by_what_they_show(vision_models, referenc
     ids = answers[0].prompt_token_ids
     first, num_tokens = ids.index(marks[0]), ids.count(marks[0])
     settings = SETTINGS | {"block_size": 8, "enable_prefix_caching": True}
-    with engine(vision_models / name, **settings) as llm:
+    settings["additional_config"] = {"npu_prep": {"scheduler": scheduler, "check": "full"}}
+    with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = [serve(llm, [each], greedy(MAX_TOKENS))[0] for each in requests]
         encoded = runner.inputs.counts.encoded
+        several = [*requests, chat(make_video(seed), one, other, QUESTION)]
+        expected = [answer.tokens for answer in references[name].answers(several, MAX_TOKENS)]
+        for first_reset in (2, 4, 9):
+            assert tokens_of(serve(llm, several, greedy(MAX_TOKENS))) == expected  # all is cached
+            steps = (first_reset, first_reset + 3)
+            assert serve_with_resets(llm, several, greedy(MAX_TOKENS), steps) == expected
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
     watched.check_positions(outputs, answers)
     cached = [output.num_cached_tokens for output in outputs]
@@ -160,9 +195,113 @@ def test_a_request_preempted_within_an_image_comes_back(vision_models, reference
     with engine(vision_models / name, **settings) as llm:
         watched = watch(llm)
         outputs = serve(llm, requests, greedy(40))
+        check_refused_requests(llm, references[name], seed + 1)
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
     watched.check_positions(outputs, answers)
     assert watched.preempted_in_item > 0
+
+
+def check_refused_requests(llm, reference, seed) -> None:
+    """The next request with the same image is answered; so is one after the engine lost it."""
+    refused = {
+        "a token that isn't there": ({"logit_bias": {10**6: 1.0}}, QUESTION),
+        "a prompt that is too long": ({}, QUESTION * 100),
+    }
+    for number, (name, (params, question)) in enumerate(refused.items()):
+        image = make_image(seed + number, 48, 32)
+        with pytest.raises(VLLMValidationError, match=r"logit_bias|length"):
+            serve(llm, [chat("And? "), chat(image, question)], [greedy(4), greedy(4, **params)])
+        sees = chat(image, QUESTION)
+        (answer,) = reference.answers([sees], 4)
+        assert tokens_of(serve(llm, [sees], greedy(4))) == [answer.tokens], name
+    llm.llm_engine.engine_core.engine_core.mm_receiver_cache.clear_cache()
+    with pytest.raises(MultiModalCacheMissError):
+        serve(llm, [chat("And? "), sees], greedy(4))
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert tokens_of(serve(llm, [sees], greedy(4))) == [answer.tokens]
+
+
+def caches(sender, receiver, nbytes: int, **more):
+    """Caches of a client and of an engine for so many bytes of items."""
+    settings = SimpleNamespace(mm_processor_cache_gb=nbytes / 2**30, **more)
+    config = SimpleNamespace(get_multimodal_config=lambda: settings)
+    return sender(config), receiver(config)
+
+
+def test_a_clients_cache_has_what_the_engines_has(seed):
+    """In the same order of eviction, whatever is refused, repeated or overtaken by others."""
+    sender, receiver = caches(LruKeyReplicatedSenderCache, LruKeyReplicatedReceiverCache, 3000)
+    rng, processed, outcomes = np.random.default_rng(seed), [], Counter()
+    for _ in range(3000):
+        if rng.random() < 0.5 or not processed:
+            hashes = [str(each) for each in rng.integers(0, 12, rng.integers(1, 4))]
+            there = sender.is_cached(hashes)
+            for each in hashes:
+                sender.touch_sender_cache_item(each)
+            items = [
+                sender.get_and_update_item(
+                    None if known else (MultiModalKwargsItem.dummy(100 * int(each) + 1), []), each
+                )[0]
+                for each, known in zip(hashes, there)
+            ]
+            place = PlaceholderRange(offset=0, length=1)
+            rows = zip(items, hashes)
+            processed.append([MultiModalFeatureSpec(i, "image", n, place, n) for i, n in rows])
+            continue
+        features = processed.pop(rng.integers(len(processed)))
+        if rng.random() < 0.3:
+            outcomes["refused"] += 1
+            continue
+        known = set(sender._cache)
+        sender.note_sent(features)
+        missing = [each.mm_hash for each in features if each.data is None]
+        if known.issuperset(missing):
+            receiver.get_and_update_features([copy(feature) for feature in features])
+            outcomes["arrived"] += 1
+        else:  # evicted while it waited, on either side
+            with pytest.raises(MultiModalCacheMissError):
+                receiver.get_and_update_features([copy(feature) for feature in features])
+            outcomes["missed"] += 1
+        assert list(sender._cache.order) == list(receiver._cache.order)
+        assert sender._cache.currsize == receiver._cache.currsize
+    assert min(outcomes.values()) > 10 and len(outcomes) == 3, outcomes
+
+
+def test_a_handle_that_is_not_sent_holds_no_shared_memory(monkeypatch):
+    """What is sent stays until it is read, and what is refused can be freed."""
+    monkeypatch.setenv("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", f"npu-prep-{os.getpid()}")
+    settings = SimpleNamespace(mm_processor_cache_gb=4 * 2**-10, mm_shm_cache_max_object_size_mb=1)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1),
+        model_config=SimpleNamespace(get_multimodal_config=lambda: settings),
+    )
+    sender = ShmObjectStoreSenderCache(config)
+    receiver = ShmObjectStoreReceiverCache(config, Lock())
+
+    def process(name):
+        item = sender.get_and_update_item((MultiModalKwargsItem.dummy(900_000), []), name)[0]
+        place = PlaceholderRange(offset=0, length=1)
+        return [MultiModalFeatureSpec(item, "image", name, place, name)]
+
+    try:
+        for number in range(12):
+            features = process(f"refused {number}")
+            assert "address" in features[0].data, number
+        del features
+        sent = process("sent")
+        sender.note_sent(sent)
+        for number in range(12):
+            features = process(f"read {number}")
+            sender.note_sent(features)
+            if "address" in features[0].data:
+                receiver.get_and_update_features(features)
+        assert "address" not in features[0].data, "what is behind the one that waits"
+        receiver.get_and_update_features(sent)
+        assert "dummy" in sent[0].data
+        assert "address" in process("last")[0].data
+    finally:
+        del receiver
+        sender.close()
 
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}

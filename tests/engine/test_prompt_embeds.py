@@ -99,6 +99,14 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed, runner):
             with pytest.raises(VLLMValidationError, match="row 41 has NaN or an infinity"):
                 run(llm, [{"prompt_embeds": vectors}, {**mixed, "prompt_embeds": bad}])
         assert run(llm, [mixed]) == expected
+        answers = []
+        for choose in (is_token_ids, torch.arange(70) % 5 < 2):  # the rest is the same
+            rows = torch.where(choose[:, None], embedding[0], embedding[ids])
+            answers.append(run(llm, [{"prompt_embeds": rows}]))
+            chosen = {"prompt_token_ids": [0] * 70, "prompt_embeds": embedding[ids]}
+            chosen["prompt_is_token_ids"] = choose.tolist()
+            assert run(llm, [chosen]) == answers[-1]
+        assert answers[0] != answers[1]
 
 
 HOSTILE = {

@@ -2,6 +2,7 @@
 
 import inspect
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,26 @@ def watch(llm: Any) -> Watched:
 def serve(llm: Any, requests: list[Request], params: Any) -> list[Any]:
     """Outputs of `LLM.generate`."""
     return llm.generate([request.prompt() for request in requests], params, use_tqdm=False)
+
+
+def serve_with_resets(
+    llm: Any, requests: list[Request], params: Any, steps: Collection[int]
+) -> list[list[int]]:
+    """Generated token ids, where all caches are emptied before these steps, under what runs.
+
+    As a pause that clears the cache does: running requests lose their blocks and come again.
+    """
+    core, tokens, step = llm.llm_engine, {}, 0
+    for number, request in enumerate(requests):
+        core.add_request(str(number), request.prompt(), params)
+    while core.has_unfinished_requests():
+        if step in steps:
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+            core.reset_encoder_cache()
+        for output in core.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        step += 1
+    return [tokens[number] for number in range(len(requests))]
 
 
 def tokens_of(outputs: list[Any]) -> list[list[int]]:

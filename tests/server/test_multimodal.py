@@ -107,6 +107,29 @@ def check_hostile_requests(
     assert other() == expected
 
 
+def check_refused_requests(server: Server, reference: Reference, seed: int) -> None:
+    """An image that comes with a refused request first is seen with the next one."""
+    question = "What is this?"
+    refused = {
+        "logit_bias": {"logit_bias": {"1000000": 1}},
+        "length": {"max_tokens": 1 << 20},
+        "number": {"n": 1 << 20},
+    }
+    for number, (name, change) in enumerate(refused.items()):
+        image = make_image(seed + number, 48, 32)
+        png = url("image_url", f"data:image/png;base64,{encoded(image, 'PNG')}")
+        body = {
+            "messages": [{"role": "user", "content": [png, {"type": "text", "text": question}]}],
+            **{"temperature": 0, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True},
+        }
+        status, told = server.request("POST", "/v1/chat/completions", body | change)
+        assert status == 400, (name, told)
+        status, told = server.request("POST", "/v1/chat/completions", body)
+        assert status == 200, (name, told)
+        expected = reference.answer(chat(image, question), 4).tokens
+        assert json.loads(told)["choices"][0]["token_ids"] == expected, name
+
+
 def check_forged_items(
     server: Server, image: dict, other: Callable[[], list[int]], expected: list[int]
 ) -> None:
@@ -221,6 +244,7 @@ def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
         check_hostile_requests(
             server, model, ask, lambda: tokens("one image"), expected["one image"]
         )
+        check_refused_requests(server, reference, seed + 10)
         check_forged_items(server, png[1], lambda: tokens("one image"), expected["one image"])
         assert tokens("two images") == expected["two images"]
         assert server.stop(signal.SIGTERM) == 0

@@ -17,6 +17,7 @@ from vllm_npu_prep.compat import (
     connectors,
     hosts,
     models,
+    multimodal,
     processes,
     schedulers,
     server,
@@ -114,6 +115,9 @@ def prepare_process() -> bool:
         schedulers.get_our_schedulers_quietly()
         schedulers.begin_parts_of_sessions_with_what_was_computed()
         adapters.identify_loads()
+        multimodal.send_items_that_were_left_out()
+        multimodal.believe_only_what_was_sent()
+        multimodal.tell_masks_of_embeddings_apart()
         connectors.refuse_sessions_beside_offloading()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()

@@ -498,6 +498,10 @@ class NPUModelRunner(GPUModelRunner):
             return None, inputs_embeds, positions, None, model_kwargs, None
         return input_ids, None, positions, None, model_kwargs, None
 
+    def features_of(self, req_id: str) -> list[Any]:
+        """Images and videos of a request, as the encoder reads them."""
+        return self.requests[req_id].mm_features
+
     def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
         """Run the encoder on the items that the scheduler chose, and count them."""
         outputs = super()._execute_mm_encoder(scheduler_output)

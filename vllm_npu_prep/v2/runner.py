@@ -254,6 +254,11 @@ class NPUModelRunnerV2(GPUModelRunner):
             if self.execute_model_state is None:
                 self._end_step()
 
+    def features_of(self, req_id: str) -> list[Any]:
+        """Images and videos of a request, as the encoder reads them."""
+        assert self.encoder_cache is not None
+        return self.encoder_cache.mm_features[req_id]
+
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool
     ) -> tuple[BatchReqState | None, int | None]:

@@ -1,0 +1,308 @@
+"""Images and videos: what is left out on the way to an engine has to be there when it is needed.
+
+Twice vLLM leaves out what a receiver should have: a client sends an item without its data if the
+engine keeps it, and a scheduler does the same if the prefix cache covers the item. Both guess what
+the other side has.
+"""
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+if TYPE_CHECKING:
+    from vllm.multimodal.cache import LruKeyReplicatedSenderCache, ShmObjectStoreSenderCache
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.request import Request
+
+# ------------------------------------------------------------------------ scheduler and runner
+
+
+def send_items_that_were_left_out() -> None:
+    """Send the data of an item when its encoder runs, if the request came without.
+
+    A request of which the prefix cache has an image comes to the runner without its pixels. Should
+    its blocks be lost (the cache is emptied, the request is preempted and others take its blocks,
+    a connector fails to load them), the image is encoded once more: vLLM then skips it, and the
+    engine ends. Model Runner V2 gets a request anew after a preemption, but not after a failed
+    load.
+
+    It applies to vLLM's schedulers and ours. `NPUWorker` gives a runner what `items_of` has.
+    """
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    make = NewRequestData.from_request.__func__  # type: ignore[attr-defined]
+    update = Scheduler._update_after_schedule
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def from_request(
+        cls: type[NewRequestData], request: "Request", *args: Any, **kwargs: Any
+    ) -> NewRequestData:
+        new: NewRequestData = make(cls, request, *args, **kwargs)
+        if request.mm_features:
+            pairs = enumerate(zip(request.mm_features, new.mm_features, strict=True))
+            left_out = {number for number, (whole, sent) in pairs if sent is not whole}
+            request.left_out = left_out  # type: ignore[attr-defined]
+        return new
+
+    @functools.wraps(update)
+    def update_after_schedule(self: "Scheduler", scheduler_output: "SchedulerOutput") -> None:
+        if scheduler_output.scheduled_encoder_inputs:
+            step: Any = scheduler_output
+            step.items_left_out = _left_out(self.requests, step.scheduled_encoder_inputs)
+        update(self, scheduler_output)
+
+    NewRequestData.from_request = classmethod(from_request)  # type: ignore[assignment]
+    Scheduler._update_after_schedule = update_after_schedule  # type: ignore[method-assign]
+
+
+def _left_out(
+    requests: Mapping[str, Any], encoded: Mapping[str, list[int]]
+) -> dict[str, dict[int, "MultiModalFeatureSpec"]]:
+    """Items that a step encodes and whose data the runner never got, by request and number."""
+    found: dict[str, dict[int, MultiModalFeatureSpec]] = {}
+    for req_id, numbers in encoded.items():
+        missing = getattr(requests[req_id], "left_out", ())
+        items = {n: requests[req_id].mm_features[n] for n in numbers if n in missing}
+        if items:
+            found[req_id] = items
+    return found
+
+
+def items_of(scheduler_output: "SchedulerOutput") -> Mapping[str, dict[int, Any]]:
+    """Items that come with a step because they were left out before, by request and number."""
+    found: Mapping[str, dict[int, Any]] = getattr(scheduler_output, "items_left_out", {})
+    return found
+
+
+# --------------------------------------------------------------------------- client and engine
+
+
+def believe_only_what_was_sent() -> None:
+    """Have a client's cache of processed items follow the requests that it sends.
+
+    vLLM's cache notes an item when a prompt is processed. The request may still be refused (a bad
+    parameter, a prompt that is too long, too many requests) or given up, and never reaches the
+    engine: the next one with the same image comes without pixels, and fails. Here an item is noted
+    when its request is sent, in the order of sending, as the engine's cache does when it arrives.
+
+    Of items in shared memory, a request that is not sent gives its reference back: an item that
+    waits for a reader can't be freed, nor can any behind it.
+
+    A request that fails on its way to the engine also leaves no state behind: vLLM would wait for
+    its answer forever.
+    """
+    from vllm.multimodal.cache import LruKeyReplicatedSenderCache, ShmObjectStoreSenderCache
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if hasattr(LLMEngine.add_request, "__wrapped__"):
+        return
+    _note_when_sent(LruKeyReplicatedSenderCache)
+    _give_references_back(ShmObjectStoreSenderCache)
+    for engine in (LLMEngine, AsyncLLM):
+        _tell_of_the_cache(engine)
+    for client in (SyncMPClient, AsyncMPClient):
+        _tell_what_is_sent(client)
+    _tell_what_is_handed_over(InprocClient)
+    _leave_no_state_of_refused_requests(LLMEngine)
+
+
+def _note_when_sent(cache: "type[LruKeyReplicatedSenderCache]") -> None:
+    """Keep what an item's entry will be with the item, and enter it once it is sent."""
+    import cachetools
+    from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata as Entry
+
+    lock = threading.Lock()  # an event loop sends, another thread processes and clears
+    clear, invalidate = cache.clear_cache, cache.invalidate
+
+    def get_and_update_item(
+        self: "LruKeyReplicatedSenderCache", mm_item: Any, mm_hash: str
+    ) -> tuple[Any, Any]:
+        entries: Any = self._cache
+        entries._total += 1
+        if mm_hash in entries:
+            entries._hits += 1
+            entry = cachetools.Cache.__getitem__(entries, mm_hash)  # it stays at its place
+            return None, entry.prompt_updates
+        assert mm_item is not None, f"item {mm_hash} is neither here nor cached"
+        mm_item[0].entry = Entry(*mm_item)
+        return mm_item
+
+    def touch_sender_cache_item(self: "LruKeyReplicatedSenderCache", mm_hash: str) -> None:
+        """Nothing: eviction follows what is sent."""
+
+    def note_sent(
+        self: "LruKeyReplicatedSenderCache", features: Iterable["MultiModalFeatureSpec"]
+    ) -> None:
+        """Do what the engine's `LruKeyReplicatedReceiverCache` does with these."""
+        items = [(each.mm_hash or each.identifier, each.data) for each in features]
+        with lock:
+            for mm_hash, _ in items:
+                self._cache.touch(mm_hash)
+            for mm_hash, data in items:
+                entry = getattr(data, "entry", None)
+                if entry is None:
+                    self._cache.touch(mm_hash)
+                    continue
+                self._cache.pop(mm_hash, None)
+                self.cache_if_fits(self._cache, mm_hash, entry)
+
+    def clear_cache(self: "LruKeyReplicatedSenderCache") -> None:
+        with lock:
+            clear(self)
+
+    def invalidate_item(self: "LruKeyReplicatedSenderCache", mm_hash: str) -> None:
+        with lock:
+            invalidate(self, mm_hash)
+
+    kind: Any = cache
+    kind.get_and_update_item = functools.wraps(cache.get_and_update_item)(get_and_update_item)
+    kind.touch_sender_cache_item = touch_sender_cache_item
+    kind.note_sent = note_sent
+    kind.clear_cache, kind.invalidate = clear_cache, invalidate_item
+
+
+def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
+    """Take back the reference that a handle stands for if the handle goes unsent."""
+    upstream = cache.get_and_update_item
+
+    @functools.wraps(upstream)
+    def get_and_update_item(
+        self: "ShmObjectStoreSenderCache", mm_item: Any, mm_hash: str
+    ) -> tuple[Any, Any]:
+        if not hasattr(self, "unsent"):
+            self.unsent = deque[int]()  # type: ignore[attr-defined]
+        unsent: deque[int] = self.unsent  # type: ignore[attr-defined]
+        references = self._shm_cache.writer_flag
+        while unsent:  # here, as one thread alone may write
+            number = unsent.popleft()
+            if number in references:  # else the cache was cleared
+                references[number] -= 1
+        item, updates = upstream(self, mm_item, mm_hash)
+        if item is not None and "address" in item:
+            written: Any = item["monotonic_id"].data
+            item.reference = finalize(item, unsent.append, written)  # type: ignore[attr-defined]
+        return item, updates
+
+    def note_sent(
+        self: "ShmObjectStoreSenderCache", features: Iterable["MultiModalFeatureSpec"]
+    ) -> None:
+        """Leave the references to the readers."""
+        for each in features:
+            if (reference := getattr(each.data, "reference", None)) is not None:
+                reference.detach()
+
+    cache.get_and_update_item = get_and_update_item  # type: ignore[method-assign]
+    cache.note_sent = note_sent  # type: ignore[attr-defined]
+
+
+def _tell_of_the_cache(engine: Any) -> None:
+    """Let an engine's client know the cache of its renderer."""
+    upstream = engine.__init__
+
+    @functools.wraps(upstream)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        upstream(self, *args, **kwargs)
+        cache = self.renderer.mm_processor_cache
+        self.engine_core.note_sent = getattr(cache, "note_sent", None)
+
+    engine.__init__ = __init__
+
+
+def _note(client: Any, request: "EngineCoreRequest") -> None:
+    note_sent = getattr(client, "note_sent", None)
+    if note_sent is not None and request.mm_features:
+        note_sent(request.mm_features)
+
+
+def _tell_what_is_sent(client: "type[SyncMPClient | AsyncMPClient]") -> None:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    upstream: Any = client._send_input
+
+    @functools.wraps(upstream)
+    def send_input(self: Any, request_type: EngineCoreRequestType, request: Any, *args: Any) -> Any:
+        sent = upstream(self, request_type, request, *args)
+        if request_type is EngineCoreRequestType.ADD:
+            _note(self, request)
+        return sent
+
+    client._send_input = send_input  # type: ignore[method-assign]
+
+
+def _tell_what_is_handed_over(client: "type[InprocClient]") -> None:
+    """The same in one process, where the engine's cache comes first of all that may fail."""
+    upstream = client.add_request
+
+    @functools.wraps(upstream)
+    def add_request(self: "InprocClient", request: "EngineCoreRequest") -> None:
+        _note(self, request)
+        upstream(self, request)
+
+    client.add_request = add_request  # type: ignore[method-assign]
+
+
+def _leave_no_state_of_refused_requests(engine: "type[LLMEngine]") -> None:
+    from vllm.multimodal.cache import MultiModalCacheMissError
+
+    upstream = engine.add_request
+
+    @functools.wraps(upstream)
+    def add_request(self: "LLMEngine", *args: Any, **kwargs: Any) -> str:
+        states = self.output_processor.request_states
+        before = len(states)
+        try:
+            return upstream(self, *args, **kwargs)
+        except Exception as error:
+            added = list(islice(reversed(states), len(states) - before))
+            self.abort_request(added, internal=True)
+            cache = self.renderer.mm_processor_cache
+            if isinstance(error, MultiModalCacheMissError) and cache is not None:
+                for mm_hash in error.mm_hashes:
+                    cache.invalidate(mm_hash)
+            raise
+
+    engine.add_request = add_request  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------- prefix cache
+
+
+def tell_masks_of_embeddings_apart() -> None:
+    """Have a block's hash include which positions are embeddings and which are token ids.
+
+    A prompt may have both everywhere, and a mask that chooses. vLLM hashes ids and embeddings.
+    """
+    import hashlib
+
+    from vllm.v1.core import kv_cache_utils
+
+    upstream = kv_cache_utils._gen_prompt_embeds_extra_hash_keys
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def keys_of_embeddings(
+        request: "Request", start_token_idx: int, end_token_idx: int
+    ) -> list[tuple[str, bytes]]:
+        keys = upstream(request, start_token_idx, end_token_idx)
+        is_token_ids = request.prompt_is_token_ids
+        if not keys or is_token_ids is None:
+            return keys
+        mask = bytes(is_token_ids[start_token_idx:end_token_idx])
+        return [(name, hashlib.sha256(digest + mask).digest()) for name, digest in keys]
+
+    kv_cache_utils._gen_prompt_embeds_extra_hash_keys = keys_of_embeddings
