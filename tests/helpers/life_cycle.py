@@ -90,10 +90,10 @@ class LifeCycle:
         return calls[int(self._rng.integers(len(calls)))]
 
     def _may_clear(self) -> bool:
-        """Whether requests can lose their blocks: vLLM raises for sessions between two parts."""
+        """Whether requests can lose their blocks: vLLM raises for sessions between two parts, and
+        while a connector loads for a request."""
         scheduler = self._core.scheduler
-        others = scheduler.requests.keys() - {each.request_id for each in scheduler.running}
-        return not any(scheduler.requests[each].num_computed_tokens for each in others)
+        return not (scheduler.num_waiting_for_streaming_input or scheduler.kv_holding_waiting)
 
     def _pause(self) -> None:
         clear = self._may_clear() and self.chance(0.3)

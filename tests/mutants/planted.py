@@ -3604,8 +3604,8 @@ MUTANTS = [
     Mutant(
         "an adapter that a request exchanges is read in every step",
         "compat/adapters.py",
-        "        request.lora_request = once(adapter)\n        add_request(",
-        "        add_request(",
+        "                request.lora_request = once(adapter)\n",
+        "                request.lora_request = adapter\n",
         V2_LORA,
     ),
     Mutant(
@@ -3618,8 +3618,8 @@ MUTANTS = [
     Mutant(
         "a request goes on with keys and values of an adapter's old weights",
         "compat/adapters.py",
-        "        for request in reversed(changed.values()):",
-        "        for request in ():",
+        "            and load_of(request) != self._held.get(request.lora_request.lora_int_id)\n",
+        "            and False\n",
         V2_LORA,
     ),
     Mutant(

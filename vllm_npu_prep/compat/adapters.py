@@ -101,35 +101,37 @@ class AdapterLoads:
         number = adapter.lora_int_id
         if request.request_id in self._scheduler.reset_preempted_req_ids:
             return False
-        if number not in self._held and not self._read(request):
-            return False
-        if self._in_use is not None:
+        if number not in self._held:
+            self._read(request)
+        elif self._in_use is not None:
             self._in_use[number] = adapter
-        load = self._held[number]
+        load = self._held.get(number)
+        if request.num_computed_tokens and load_of(request) != load:
+            begin_anew(self._scheduler, request)  # a session, or blocks that came from a connector
+            return False
+        if load is None:
+            return False
         if load_of(request) != load:
-            if request.num_computed_tokens:  # a session, or blocks that came from a connector
-                begin_anew(self._scheduler, request)
-                return False
             _set_load(request, load)
             request.block_hashes.clear()
             request.update_block_hashes()
             forget_hashes(self._scheduler.connector, request)
         return True
 
-    def _read(self, request: "Request") -> bool:
-        """Have ranks read the adapter of a request; whether they could."""
+    def _read(self, request: "Request") -> None:
+        """Have ranks read the adapter of a request, if it finds room."""
         adapter: Any = request.lora_request
         if self._in_use is None:
             self._in_use = self._of_running()
         if len(self._in_use.keys() | {adapter.lora_int_id}) > self._max_loras:
-            return False
+            return
         try:
             self._held = _on_all(self._load([*self._in_use.values(), adapter]))
         except Exception as error:
             self._held = {}
             self.refuse(request, error)
-            return False
-        return True
+        else:
+            self._in_use[adapter.lora_int_id] = adapter
 
     def refuse(self, request: "Request", error: Exception) -> None:
         """End a request whose adapter can't be read; the others go on."""
@@ -261,10 +263,9 @@ def _tell_loads_of_calls() -> None:
     @functools.wraps(add_request)
     def add_request_with_load(self: Any, request: "Request", *args: Any, **kwargs: Any) -> None:
         adapter, loads = request.lora_request, _loads(self)
-        if loads is None or adapter is None or not adapter.load_inplace:
-            return add_request(self, request, *args, **kwargs)
-        request.lora_request = once(adapter)
         add_request(self, request, *args, **kwargs)
+        if loads is None or adapter is None or not adapter.load_inplace:
+            return
         try:
             self.add_lora(adapter)
         except Exception as error:
