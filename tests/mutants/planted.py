@@ -53,6 +53,7 @@ RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
 RUN_KEYS = ("tests/inspect/test_run_keys.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+MESSAGES = ("tests/inspect/test_check_messages.py",)
 CHECKS_OF_STATES = ("tests/engine/test_full_check_of_states.py",)
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
@@ -3858,5 +3859,42 @@ MUTANTS = [
         'if offloads and settings.get("resumable"):',
         "if False:",
         ("tests/engine/test_offloading.py",),
+    ),
+    Mutant(
+        "a message about states reads the row of the batch, where V2 keeps requests elsewhere",
+        "observe/check.py",
+        "row, size = tables.block_table(group)[step.slots[req]]",
+        "row, size = tables.block_table(group)[req]",
+        MESSAGES,
+    ),
+    Mutant(
+        "a message about states names the block behind the right one",
+        "observe/check.py",
+        "row[state_column(start, token, size, num_drafts)]",
+        "row[state_column(start, token, size, num_drafts) + 1]",
+        MESSAGES,
+    ),
+    Mutant(
+        "the cheap check leaves out states where the pass that wrote the step found nothing",
+        "observe/check.py",
+        "step.rule == HOLDS and step.local is None and step.states is None",
+        "step.rule == HOLDS and step.local is None",
+        MESSAGES,
+    ),
+    Mutant(
+        "a fault in a dummy run on V2 is a traceback until a request came",
+        "observe/check.py",
+        "runner.input_batch.req_ids if step.num_reqs else []",
+        "runner.input_batch.req_ids",
+        MESSAGES,
+    ),
+    Mutant(
+        "a message about drafts names the request whose row is the draft's number",
+        "observe/full_check.py",
+        "        if level in counts:  # the request that has the element\n",
+        "        if level is Level.TOKEN:\n",
+        (
+            "tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",
+        ),
     ),
 ]
