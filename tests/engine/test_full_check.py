@@ -3,16 +3,22 @@
 That it stays silent in mixed traffic is seen wherever episodes are played (tests/differential).
 """
 
+import ast
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from vllm.lora.request import LoRARequest
 
+from tests.engine.test_full_check_of_states import FAULTS as FAULTS_OF_STATES
+from tests.helpers import forced_messages
 from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
 from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.violations import names
-from vllm_npu_prep.observe.check import StepCheck
+from vllm_npu_prep.observe import full_check, ledger
+from vllm_npu_prep.observe.check import RULES, StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.checks import NOT_CHECKED
@@ -315,6 +321,18 @@ def device_table_changed(steps, monkeypatch):
     steps.decode()
 
 
+def request_that_never_arrived(steps, monkeypatch):
+    steps.first().decode(cached={"Z": ([], 5, 1)}, counts={"Z": 1})
+
+
+def block_that_nobody_handed_out(steps, monkeypatch):
+    """B's row has a second block, in which its 17th token is to be."""
+    row = steps.first().row("B")
+    steps.table()[row, 1], steps.tables.num_blocks[0, row] = 9, 2
+    steps.tables.token_ids[row, 11:17] = 7
+    steps.step({"B": 7}, cached={"B": ([], 10, 1)})
+
+
 def in_step(monkeypatch, fault):
     """Plant a fault in what is prepared, before it is sent."""
     prepare_step = model_runner.prepare_step
@@ -371,20 +389,46 @@ OTHER_STATE = in_metadata(lambda metadata: {"attn_state": AttentionState.SpecDec
 FAULTS = {
     another_ones_block: ("write into another's block", "A", "block 3 of request B, allowed 2"),
     freed_block: ("write after free", "B", "block 2, which request A freed, allowed 3"),
-    block_from_before_preemption: ("stale block", "A", "block 1, which it had before"),
+    block_from_before_preemption: (
+        "stale block",
+        "A",
+        "given block 1, which it had before it was preempted, allowed 5",
+    ),
     null_block: ("null block", "A", "given the null block, allowed 1"),
     block_of_nobody: ("wrong block", "A", "block 33, which no request was given"),
     blocks_in_another_order: ("wrong block", "A", "block 2, another one of its own, allowed 1"),
     forgotten_block: ("block table", "A", "given 2 blocks, allowed 3"),
     slot_in_its_block: ("slot", "A, token 3, position 3", "given 16, allowed 19"),
-    slot_in_a_foreign_block: ("write into another's block", "A, token 3", "block 3 of request B"),
-    cached_block_that_nobody_wrote: ("use before write", "C, position 0", "of block 7 that nobody"),
-    cached_block_with_other_tokens: ("content", "C, position 15", "last written by request A"),
+    slot_in_a_foreign_block: (
+        "write into another's block",
+        "A, token 3, position 3",
+        "given block 3 of request B, allowed 1",
+    ),
+    cached_block_that_nobody_wrote: (
+        "use before write",
+        "C, position 0",
+        "given a slot of block 7 that nobody wrote, allowed",
+    ),
+    cached_block_with_other_tokens: (
+        "content",
+        "C, position 15",
+        "given a slot of block 1, last written by request A",
+    ),
     cached_block_of_another_load: ("content", "D, position 0", "last written by request C"),
     adapter_loaded_anew: ("adapter", "C", "given load second of adapter 1, allowed load first"),
-    cached_block_that_was_written_over: ("content", "C, position 0", "written by request B"),
-    shared_block_written: ("write into another's block", "A, token 0", "also of request C"),
-    block_handed_out_twice: ("owners", "B", "block 3, also of request C"),
+    cached_block_that_was_written_over: (
+        "content",
+        "C, position 0",
+        "given a slot of block 1, last written by request B",
+    ),
+    shared_block_written: (
+        "write into another's block",
+        "A, token 0, position 15",
+        "given block 1, also of request C",
+    ),
+    block_handed_out_twice: ("owners", "B", "given block 3, also of request C"),
+    request_that_never_arrived: ("requests", "Z", "given a request that never arrived"),
+    block_that_nobody_handed_out: ("blocks", "B", "given 17, allowed up to 16"),
     block_twice_in_a_row: ("owners", "C", "block 4 twice"),
     counted_one_more: ("computed tokens", "B", "given 11, allowed 10"),
     prompt_changed: ("prompt", "B, token 24, position 4", "given 77, allowed 34"),
@@ -392,7 +436,7 @@ FAULTS = {
     discarded: ("discard_request_mask", "B", "given True, allowed False"),
     logits_of_another_token: ("logits_indices", "A", "given 18, allowed 19"),
     wrong_state: ("state", None, "given ChunkedPrefill, allowed DecodeOnly"),
-    copied_in_part: ("device", None, "on the device is the host's"),
+    copied_in_part: ("device", None, "on the device is the host's: given"),
     buffer_written_too_early: ("staging", None, "must not change before it is used again"),
     device_table_changed: ("device block table", "B", "block 9 at place 0, allowed 3"),
     OTHER_STATE: ("state of layers", None, "given SpecDecoding, allowed PrefillNoCache"),
@@ -465,3 +509,50 @@ def test_a_violation_ends_the_engine_before_the_step_runs(model, monkeypatch, ru
         with pytest.raises(StepCheckError, match=r'"vocabulary".*token 0: given 1048576') as raised:
             generate(llm, prompts, params)
     assert (raised.value.rule, raised.value.token) == ("vocabulary", 0)
+
+
+# ----------------------------------------------------------------- every message
+
+
+def rules_of(module) -> set[str]:
+    """Names of the rules in a module's calls, as patterns: what they are made of may be anything.
+
+    A rule that has a name of its own in the code is a variable's value elsewhere in the module.
+    """
+    tree, named = ast.parse(Path(module.__file__).read_text()), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "expect",
+            "given_allowed",
+        ):
+            named.append(node.args[0])
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                target, value = target.elts[0], value.elts[0]
+            named += [value] if getattr(target, "id", "") == "rule" else []
+    assert len(named) > 10
+    found = set()
+    for each in named:
+        parts = each.values if isinstance(each, ast.JoinedStr) else [each]
+        found.add(
+            "".join(re.escape(p.value) if isinstance(p, ast.Constant) else ".+" for p in parts)
+        )
+    return found - {".+"}
+
+
+def test_the_message_of_every_rule_is_forced():
+    """Here, in steps with states, or in those of an engine (`tests.helpers.forced_messages`)."""
+    forced = {rule for rule, *_ in [*FAULTS.values(), *FAULTS_OF_STATES.values()]}
+    forced |= {rule for rule, *_ in forced_messages.CASES.values()}
+    for pattern in rules_of(full_check) | rules_of(ledger):
+        assert any(re.fullmatch(pattern, rule) for rule in forced), pattern
+    of_arrays = {"input_ids", "discard_request_mask", "logits_indices", *full_check.DRAFT_ARRAYS}
+    assert forced >= of_arrays, "what the cheap check does not look at"
+    for rule in forced - of_arrays - {"length of logits_indices"}:
+        known = (
+            rules_of(full_check)
+            | rules_of(ledger)
+            | {re.escape(name) for name, _ in RULES.values()}
+        )
+        assert any(re.fullmatch(pattern, rule) for pattern in known), f"{rule}: no such rule"

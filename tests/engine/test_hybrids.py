@@ -15,6 +15,7 @@ from tests.engine.test_multimodal import requests_of
 from tests.engine.test_record import check, records_in
 from tests.engine.test_speculation import named
 from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
 from tests.helpers.mtp import add_mtp_layer, make_mtp_model
@@ -91,8 +92,8 @@ def test_tokens_equal_transformers(
 ):
     """In chunks of prompts, mixed with decodes, preempted, from the prefix cache, in graphs.
 
-    The full check follows states from step to step; core, oracle and upstream prepare each step
-    again from its record.
+    The full check follows states from step to step, and names what is broken in one; core, oracle
+    and upstream prepare each step again from its record.
     """
     folder, prompts, expected = made(family)
     record = {"dir": str(tmp_path), "steps": "0:1000"}
@@ -109,6 +110,7 @@ def test_tokens_equal_transformers(
     ) as llm:
         runner = runner_of(llm)
         states, preempted = count_states(llm), count_preemptions(llm)
+        forced = Forced(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         counts, sizes = runner.padding.counts.by_kind, sizes_of(runner)
         groups = runner.preparer.tables.states.groups
@@ -121,6 +123,8 @@ def test_tokens_equal_transformers(
     assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
     assert states["ChunkedPrefill"] > 0 and states["DecodeOnly"] > 0
     assert mode is None or set(counts) >= REPLAYED[mode]
+    kinds = ("all", "states", "async" if asynchronous else "sync")
+    assert forced.of(*kinds, *(["full graphs"] if mode else []))
 
     records = records_in(tmp_path)
     check(records)
@@ -224,12 +228,13 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys, ru
             "npu_prep": {"check": "full", "record": {"dir": str(records), "steps": "0:1000"}}
         },
     ) as llm:
-        verified = count_verified(llm)
+        verified, forced = count_verified(llm), Forced(llm)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert (scheduler.reason, scheduler.needs.known) == ("", True), "it is batched"
         assert generate(llm, asked, greedy(40)) == expected
     print(dict(verified))
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+    assert forced.of("all", "states", "drafts", "states drafts")
     read = records_in(records)
     for record in read:
         assert replay_core(record) is None and replay_oracle(record) is None

@@ -13,6 +13,7 @@ from tests.helpers.engine import (
     make_model,
     runner_of,
 )
+from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of
@@ -43,7 +44,8 @@ def settings(**more):
 def test_a_context_that_ends_inside_an_attention_chunk(tmp_path, runner_name):
     """Three blocks, of which two are a chunk: rows of block tables are longer than a request.
 
-    Shorter requests follow longer ones into their rows, whose last blocks mean nothing then.
+    Shorter requests follow longer ones into their rows, whose last blocks mean nothing then. What
+    the full check says of virtual requests is forced here.
     """
     model = make_model(tmp_path, **{**LLAMA4, "attention_chunk_size": 256})
     prompts = prompts_of(SEED, [300, 5, 250, 370, 17, 260, 100, 33])
@@ -51,7 +53,9 @@ def test_a_context_that_ends_inside_an_attention_chunk(tmp_path, runner_name):
     check = {"npu_prep": {"check": "full"}}
     with engine_of(runner_name, model, **settings(**longest), additional_config=check) as llm:
         assert set(runner_of(llm).preparer.tables.max_num_blocks.tolist()) == {4}
+        forced = Forced(llm)
         assert generate(llm, prompts, greedy(8)) == reference(model, prompts, 8)
+    assert forced.of("all", "local")
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)

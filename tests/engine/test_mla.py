@@ -10,6 +10,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
+from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.latent import (
     GLM_FLASH,
@@ -68,7 +69,8 @@ def small_chunks(monkeypatch):
 def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     """Queries through a low rank; experts by sigmoid, bias and groups; dense masks, async.
 
-    Chunks of prompts, then the same prompts from the prefix cache.
+    Chunks of prompts, then the same prompts from the prefix cache. The full check names what is
+    broken in a step.
     """
     folder = make_model(tmp_path, "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
@@ -84,12 +86,14 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     ) as llm:
         served = runner_of(llm)
         states, watch, runs = count_states(llm), CacheWatch(served), count_halves(llm)
+        forced = Forced(llm)
         got = [generate(llm, prompts, greedy(16)) for _ in range(2)]
         shapes = {tuple(plane.shape[1:]) for plane in served.kv_caches}
         planes, counts = len(served.kv_caches), served.padding.counts.by_kind
     expected = reference(folder, prompts, 16)
     assert got == [expected] * 2
     check_varied(expected)
+    assert forced.of("all", "latent", "full graphs")
     print(dict(states), dict(counts), "padding", watch.padding_seen)
     assert set(states) == {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
     assert states["PrefillNoCache"] == 1, "the second time, long prompts come from the cache"

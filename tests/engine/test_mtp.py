@@ -29,6 +29,7 @@ from tests.helpers.engine import (
     runner_of,
     save_tokenizer,
 )
+from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import with_a_tower
 from tests.helpers.lora import make_adapter, merge
@@ -121,7 +122,10 @@ CASES = [(*case, "V1") for case in CASES] + [
     ],
 )
 def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, runner):
-    """In chunks of prompts, from the prefix cache, preempted, in graphs."""
+    """In chunks of prompts, from the prefix cache, preempted, in graphs.
+
+    The full check names what is broken in steps of states and drafts.
+    """
     folder, drafter, prompts, tokens = made(family)
     settings = {"enable_prefix_caching": True, "max_num_seqs": 5, **settings}
     caches = settings["enable_prefix_caching"]
@@ -141,6 +145,7 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, 
         states, preempted = count_states(llm), count_preemptions(llm)
         verified, records = count_verified(llm), record_verified(llm)
         cached, resumed = record_cached(llm), record_cached(llm, of_resumed=True)
+        forced = Forced(llm) if family.startswith("Qwen") and asynchronous else None
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         runner = runner_of(llm)
         counts = dict(runner.padding.counts.by_kind)
@@ -157,6 +162,8 @@ def test_tokens_and_accepted_drafts(made, family, asynchronous, mode, settings, 
     assert states["ChunkedPrefill"] > 0
     assert not caches or max(cached) > 0 or settings["block_size"] == 128
     assert mode is None or set(counts) >= REPLAYED[mode]
+    kinds = ("all", "states", "drafts", "states drafts", "async", "async drafts")
+    assert forced is None or forced.of(*kinds, *(["full graphs"] if mode else []))
     if settings.keys() >= CACHED_AND_FEW.keys():
         print(resumed)
         assert max(resumed) >= 16, "states that a preempted request found again"

@@ -23,3 +23,16 @@ def names(error: StepCheckError, rule: str, req_id: str | None, values: str) -> 
     assert req_id is None or f"request {req_id}" in said, said
     assert values in said, said
     return True
+
+
+def ending(
+    given: object,
+    allowed: object,
+    request: str | None = None,
+    token: int | None = None,
+    group: int | None = None,
+) -> str:
+    """The end of a message, from the place of the fault on."""
+    where = {"request": request, "token": token, "KV-cache group": group}
+    place = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+    return f": {place}{': ' if place else ''}given {given}, allowed {allowed}"

@@ -234,7 +234,7 @@ FAULTS = {
     ),
     "a virtual length beyond its chunk": (
         changed("chunk_local_seq_lens", 0, 9),
-        ["local lengths", "virtual request 0", "given 9", "one chunk of 8"],
+        ["local lengths", "virtual request 0", "given 9 of 1 computed, allowed 2 of 1 computed"],
     ),
     "a graph of virtual requests that ends early": (
         virtual_requests_without_padding,
@@ -271,7 +271,7 @@ def test_only_samples_on_the_device_may_be_placeholders():
     assert find_fault(step, limits(step)).rule == Rule.VOCABULARY
 
 
-def test_every_rule_has_a_fault():
+def test_every_rule_of_attention_has_a_fault():
     planted = {parts[0] for _, parts in FAULTS.values()} | {"local end"}
     planted |= {RULES[rule][0] for rule in Rule if rule >= Rule.NO_SLOT}  # prep/test_states.py
     assert planted == {name for name, _ in RULES.values()}

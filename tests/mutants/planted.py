@@ -56,6 +56,7 @@ RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
 RUN_KEYS = ("tests/inspect/test_run_keys.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+MESSAGES = ("tests/inspect/test_check_messages.py",)
 CHECKS_OF_STATES = ("tests/engine/test_full_check_of_states.py",)
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
@@ -4111,8 +4112,8 @@ MUTANTS = [
     Mutant(
         "a region of weights is closed after it has passed its size",
         "sleep.py",
-        "for each in waiting) + shared.room > REGION_BYTES:",
-        "for each in waiting) > REGION_BYTES:",
+        "for each in together) + shared.room > REGION_BYTES:",
+        "for each in together) > REGION_BYTES:",
         ("tests/device/test_sleep.py",),
     ),
     Mutant(
@@ -4121,5 +4122,42 @@ MUTANTS = [
         "    has_queues = driver_key(driver) is not None and not is_older(driver, QUEUES)\n",
         "    has_queues = True\n",
         ("tests/graph/test_config.py",),
+    ),
+    Mutant(
+        "a message about states reads the row of the batch, where V2 keeps requests elsewhere",
+        "observe/check.py",
+        "row, size = tables.block_table(group)[step.slots[req]]",
+        "row, size = tables.block_table(group)[req]",
+        MESSAGES,
+    ),
+    Mutant(
+        "a message about states names the block behind the right one",
+        "observe/check.py",
+        "row[state_column(start, token, size, num_drafts)]",
+        "row[state_column(start, token, size, num_drafts) + 1]",
+        MESSAGES,
+    ),
+    Mutant(
+        "the cheap check leaves out states where the pass that wrote the step found nothing",
+        "observe/check.py",
+        "step.rule == HOLDS and step.local is None and step.states is None",
+        "step.rule == HOLDS and step.local is None",
+        MESSAGES,
+    ),
+    Mutant(
+        "a fault in a dummy run on V2 is a traceback until a request came",
+        "observe/check.py",
+        "runner.input_batch.req_ids if step.num_reqs else []",
+        "runner.input_batch.req_ids",
+        MESSAGES,
+    ),
+    Mutant(
+        "a message about drafts names the request whose row is the draft's number",
+        "observe/full_check.py",
+        "        if level in counts:  # the request that has the element\n",
+        "        if level is Level.TOKEN:\n",
+        (
+            "tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",
+        ),
     ),
 ]

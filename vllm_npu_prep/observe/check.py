@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.checks import HOLDS, Fault, Rule, find_fault
+from vllm_npu_prep.prep.states import state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -54,12 +55,13 @@ class StepCheck:
             Names the rule, the request, the token, what was given and what is allowed.
         """
         step = runner.in_flight.step
-        if step.rule == HOLDS and step.local is None:
-            return
+        if step.rule == HOLDS and step.local is None and step.states is None:
+            return  # virtual requests and states are written after that pass
         limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
         fault = find_fault(step, limits)
         if fault is not None:
-            raise explain_fault(step, limits, fault, runner.input_batch.req_ids)
+            req_ids = runner.input_batch.req_ids if step.num_reqs else []  # a dummy run has none
+            raise explain_fault(step, limits, fault, req_ids)
 
 
 def explain_fault(
@@ -95,7 +97,7 @@ def explain_fault(
         allowed = step.total_num_scheduled_tokens
     elif rule == Rule.SEQ_LENS:
         given = f"{arrays.seq_lens[req]} of {arrays.num_computed_tokens[req]} computed"
-        computed = int(tables.num_computed_tokens[step.slots[req]])
+        computed = max(0, int(tables.num_computed_tokens[step.slots[req]]))
         allowed = f"{computed + step.query_lens[req]} of {computed} computed"
     elif rule == Rule.MODEL_LEN:
         given, allowed = arrays.seq_lens[req], f"up to max_model_len {tables.max_model_len}"
@@ -127,10 +129,13 @@ def explain_fault(
     elif rule == Rule.PADDING_TOKENS:
         given, allowed = arrays.slot_mapping[group, token], "-1"
     elif rule == Rule.PADDING_REQS:
-        given = f"tokens {starts[req]} to {starts[req + 1]}, length {arrays.seq_lens[req]}"
+        given = (
+            f"tokens {starts[req]} to {starts[req + 1]}, length {arrays.seq_lens[req]}, "
+            f"{arrays.num_computed_tokens[req]} of them computed"
+        )
         allowed = (
             f"tokens that rise to {step.num_input_tokens} at most, and a length that is their "
-            f"number, up to max_model_len {tables.max_model_len}"
+            f"number, up to max_model_len {tables.max_model_len}, 0 of them computed"
         )
     elif rule in (Rule.ENDS_AT_INPUT_TOKENS, Rule.LOCAL_ENDS_AT_INPUT_TOKENS):
         given, allowed = starts[-1], step.num_input_tokens
@@ -145,15 +150,17 @@ def explain_fault(
         given, computed = bool(arrays.has_initial_state[req]), arrays.num_computed_tokens[req]
         allowed = f"{bool(computed)}, with {counted(int(computed), 'computed token')}"
     elif rule in (Rule.STATE_BLOCKS, Rule.STATE_SHARED, Rule.STATE_PADDING):
-        given, allowed = _states(step, req, token, group, rule)
+        given, allowed = _states(step, req, token, group, rule, req_ids)
     elif rule == Rule.STATE_ACCEPTED:
         given, kept = arrays.num_accepted_tokens[req], int(step.batch.num_accepted_tokens[req])
         allowed = kept if arrays.num_computed_tokens[req] else 1
     else:
-        given = arrays.chunk_local_seq_lens[req]
         assert tables.local is not None
+        computed = int(arrays.chunk_local_num_computed_tokens[req])
+        given = f"{arrays.chunk_local_seq_lens[req]} of {computed} computed"
         allowed = (
-            f"computed and scheduled tokens of one chunk of {tables.local.attention_chunk_size}"
+            f"{computed + starts[req + 1] - starts[req]} of {computed} computed, up to a chunk of "
+            f"{tables.local.attention_chunk_size}"
         )
     who = None
     if is_local and req >= 0:
@@ -166,37 +173,68 @@ def explain_fault(
     return given_allowed(name, text, given, allowed, **where, group=group if group >= 0 else None)
 
 
-def _states(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
+def _states(
+    step: "PreparedStep", req: int, token: int, group: int, rule: Rule, req_ids: list[str]
+) -> tuple[str, str]:
     """What a rule of states says of a request: the blocks that it was given, and those allowed."""
     arrays, tables = step.arrays, step.batch.tables
-    assert tables.states is not None
-    if group < 0:
-        return "a state of a padding request", "none"
-    index = tables.states.groups.index(group)
-    if req < 0:
+    assert tables.states is not None and step.states is not None
+    if group < 0:  # of a padding request, what all groups share
+        if arrays.has_initial_state[req]:
+            return "an initial state", "none"
+        return counted(int(arrays.num_accepted_tokens[req]), "accepted token"), "1"
+    index, speculates = tables.states.groups.index(group), tables.states.num_drafts > 0
+    if rule == Rule.STATE_PADDING and token >= 0:
         return f"block {arrays.token_state_indices[index, token]}", "the null block"
-    if token >= 0:
-        size, row = int(tables.block_sizes[group]), tables.block_table(group)[req]
-        column = (int(arrays.seq_lens[req]) - 1) // size + token - int(arrays.query_start_loc[req])
-        given = f"writes block {arrays.token_state_indices[index, token]}"
-        return given, f"writes block {row[column]}, which is not the null block"
     reads = int(arrays.initial_state_indices[index, req])
     writes = int(arrays.state_indices[index, req])
-    has_state = bool(arrays.has_initial_state[req])
-    given = f"reads block {reads}, writes block {writes}" if has_state else f"writes block {writes}"
     if rule == Rule.STATE_PADDING:
-        return given, "the null block"
+        return f"reads block {reads}, writes block {writes}", "the null block"
     if rule == Rule.STATE_SHARED:
-        return f"{given}, as another request does", "a block of its own"
-    size, row = int(tables.block_sizes[group]), tables.block_table(group)[req]
-    after = int(row[(int(arrays.seq_lens[req]) - 1) // size])
-    if not has_state:
-        return given, f"writes block {after}"
-    column = (int(arrays.num_computed_tokens[req]) - 1) // size
-    if tables.states.num_drafts:
-        column += int(arrays.num_accepted_tokens[req]) - 1
-    before = int(row[column])
-    return given, f"reads block {before}, writes block {after}, and neither is the null block"
+        return _shared_state(step, req, index, req_ids), "a block of its own"
+
+    row, size = tables.block_table(group)[step.slots[req]], int(tables.block_sizes[group])
+    num_drafts = tables.states.num_drafts
+
+    def named(start: int, token: int) -> str:
+        """Block of the state after a token, by the request's row of the table."""
+        return f"block {row[state_column(start, token, size, num_drafts)]}"
+
+    computed, length = int(arrays.num_computed_tokens[req]), int(arrays.seq_lens[req])
+    is_decode = speculates and req < step.states.num_decodes
+    if token >= 0:
+        after = named(computed, token - int(arrays.query_start_loc[req]))
+        given = f"writes block {arrays.token_state_indices[index, token]}"
+        return given, f"writes {after}, which is not the null block"
+    after = named(computed if is_decode else length - 1, 0)
+    if not computed:
+        return f"writes block {writes}", f"writes {after}, which is not the null block"
+    kept = int(arrays.num_accepted_tokens[req]) if speculates else 1
+    before = named(computed - kept, kept - 1)
+    given = f"reads block {reads}, writes block {writes}"
+    return given, f"reads {before}, writes {after}, and neither is the null block"
+
+
+def _shared_state(step: "PreparedStep", req: int, index: int, req_ids: list[str]) -> str:
+    """Which state of a request another one has in this step, too, and which one that is."""
+    arrays, tables = step.arrays, step.batch.tables
+    assert tables.states is not None and step.states is not None
+    num_decodes = step.states.num_decodes if tables.states.num_drafts else 0
+    written = []
+    for each in range(step.num_reqs):
+        tokens = slice(*arrays.query_start_loc[each : each + 2].tolist())
+        of_tokens = arrays.token_state_indices[index, tokens].tolist() if num_decodes else []
+        blocks = of_tokens if each < num_decodes else [int(arrays.state_indices[index, each])]
+        written.append(blocks)
+    for block in written[req]:
+        for other, blocks in enumerate(written):
+            if other != req and block in blocks:
+                return f"writes block {block}, as request {req_ids[other]} does"
+        if written[req].count(block) > 1:
+            return f"writes block {block} after two of its tokens"
+    reads = int(arrays.initial_state_indices[index, req])
+    writer = next(other for other, blocks in enumerate(written) if other != req and reads in blocks)
+    return f"reads block {reads}, which request {req_ids[writer]} writes"
 
 
 def _shards(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
@@ -205,8 +243,12 @@ def _shards(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) 
     assert tables.dcp is not None
     if rule == Rule.SHARDED_LENS:
         lens = arrays.dcp_local_seq_lens[req], arrays.dcp_local_context_lens[req]
-        allowed = "what this rank keeps of the request, and of its computed tokens"
-        return f"{lens[0]}, {lens[1]} of them computed", allowed
+        length = int(arrays.seq_lens[req]) if req < step.num_reqs else 0
+        computed = int(arrays.num_computed_tokens[req])
+        is_kept = tables.dcp.owner(np.arange(length)) == tables.dcp.rank
+        allowed = f"{is_kept.sum()}, {is_kept[:computed].sum()} of them computed"
+        given = f"{lens[0]}, {lens[1]} of them computed"
+        return given, f"{allowed}, which rank {tables.dcp.rank} keeps"
     position, slot = int(arrays.positions[token]), int(arrays.slot_mapping[group, token])
     owner = tables.dcp.owner(position)
     given = f"{slot} on rank {tables.dcp.rank}"
@@ -248,7 +290,10 @@ RULES: dict[Rule, tuple[str, str]] = {
     Rule.STATE_BEGINS: ("initial state", "a state is read if tokens are computed already"),
     Rule.SHARDED_SLOTS: ("shared slots", "a token has its slot on the one rank that keeps it"),
     Rule.SHARDED_LENS: ("shared lengths", "a rank's lengths count the tokens that it keeps"),
-    Rule.STATE_PADDING: ("padding states", "padding has the state of the null block"),
+    Rule.STATE_PADDING: (
+        "padding states",
+        "padding, and tokens whose state is not kept, have that of the null block",
+    ),
     Rule.STATE_ACCEPTED: ("accepted tokens", "a state is that after the last token that counts"),
 }
 """Each rule's name and text."""

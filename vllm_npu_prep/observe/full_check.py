@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.inspect.contract import (
+    LEVELS,
     REQUEST_LEVEL,
     STATE_BLOCKS,
     TOKEN_LEVEL,
@@ -23,7 +24,7 @@ from vllm_npu_prep.inspect.contract import (
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
 from vllm_npu_prep.observe.violation import expect, given_allowed
-from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, STEP_ARRAYS
+from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, STEP_ARRAYS, Level
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import (
@@ -319,14 +320,19 @@ class FullCheck(StepCheck):
             expect(f"length of {name}", len(given), len(expected), group=group)
             return
         mine, other = pairs[index]
-        token = row = None
-        if len(expected) == step.total_num_scheduled_tokens and name not in REQUEST_LEVEL:
-            token = index
-            row = int(np.searchsorted(step.query_start_loc, token, side="right")) - 1
-        elif len(expected) == step.num_reqs:
-            row = index
-        request = None if row is None else self._req_ids[row]
-        where: dict[str, Any] = {"request": request, "token": token, "group": group}
+        level = LEVELS.get(name, Level.TOKEN)
+        token = index if level is Level.TOKEN else None
+        counts = {
+            Level.TOKEN: step.query_lens,
+            Level.LOGIT: step.num_sampled_tokens,
+            Level.DRAFT: step.num_sampled_tokens - 1,
+        }
+        row = index
+        if level in counts:  # the request that has the element
+            row = int(np.searchsorted(np.cumsum(counts[level]), index, side="right"))
+        # A border is where the request before it ends
+        row = max(0, row - (name in STEP_ARRAYS and STEP_ARRAYS[name].has_borders))
+        where: dict[str, Any] = {"request": self._req_ids[row], "token": token, "group": group}
         text = f"{name}[{index}] is the oracle's"
         raise given_allowed(name, text, mine, other, **where)
 
@@ -502,7 +508,9 @@ class FullCheck(StepCheck):
         for row, count in enumerate(owned.tolist()):
             for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:
                 given, allowed = f"block {entries[row, place]} at place {place}", table[row, place]
-                request = None if builder.attention_chunk_size else self._req_ids[row]
+                request = self._req_ids[row] if builder.attention_chunk_size is None else None
+                if request is None:
+                    text = f"{text} (virtual request {row})"
                 raise given_allowed(
                     "device block table", text, given, allowed, request=request, group=group
                 )

@@ -429,7 +429,7 @@ class SlotLedger:
                     index,
                     block,
                     "a block of its own",
-                    0,
+                    position // size,
                     first + offset,
                     position,
                 )
