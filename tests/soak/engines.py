@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
+from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import greedy, runner_of
 from tests.helpers.fused import forget_layers
@@ -25,6 +27,7 @@ from tests.soak.kinds import FILES, Kind
 from tests.soak.models import (
     ADAPTERS,
     MAX_TOKENS,
+    VISION,
     adapter_of,
     answers,
     drafter_of,
@@ -229,6 +232,19 @@ class _Serving:
         self.count[f"sleeps at level {level}"] += 1
         self.count["sleeps"] += 1
 
+    def _refuse_or_take_back(self) -> None:
+        """Now and then: send a prompt that is refused, or empty the caches under what runs."""
+        chance = self.rng.random()
+        if chance < 0.1:
+            prompt = self.prompts[int(self.rng.integers(len(self.prompts)))]
+            with pytest.raises(VLLMValidationError, match="logit_bias"):
+                self.core.add_request("refused", prompt, greedy(1, logit_bias={10**6: 1.0}))
+            self.count["refused"] += 1
+        elif chance < 0.15:
+            assert self.llm.reset_prefix_cache(reset_running_requests=True)
+            self.core.reset_encoder_cache()
+            self.count["resets under requests"] += 1
+
     def _wave(self, number: int) -> None:
         alive: dict[str, tuple[int, int]] = {}
         said: dict[str, list[int]] = {}
@@ -249,6 +265,8 @@ class _Serving:
                 added += 1
             if self.sessions is not None:
                 self.sessions.step(begin=added < number)
+            if self.kind.family in VISION:
+                self._refuse_or_take_back()
             if alive and self.rng.random() < 0.05:
                 name = list(alive)[int(self.rng.integers(len(alive)))]
                 self.core.abort_request([name])

@@ -35,6 +35,12 @@ KINDS = {
     "V2": first(runner="V2", family="Qwen3Next", drafts="mtp", int8=""),
     "int8": first(runner="V2", family="DeepseekV3", int8="modelslim"),
     "images": first(runner="V2", family="Qwen3-VL"),
+    "images in the prefix cache": next(
+        kind
+        for kind in DRAWN[CPU]
+        if kind.family == "Qwen3-VL" and kind.runner == "V1" and not kind.drafts
+        if kind.settings["enable_prefix_caching"] and kind.settings["mm_processor_cache_gb"] < 1
+    ),
     "ranks": first(layout="tp2", runner="V2", family="Qwen3"),
     "stages": first(layout="pp2"),
     "engines": first(layout="dp2", sleeps=True, family="Glm4Moe"),
@@ -80,6 +86,8 @@ def test_an_engine_of_each_kind_agrees(name):
     assert KINDS[name].int8 or count["close calls"] == 0
     assert not KINDS[name].sleeps or count["sleeps"] > 0
     assert not KINDS[name].sessions or count["parts of sessions"] > 0
+    if "images" in name:
+        assert count["refused"] > 0 and count["resets under requests"] > 0
     for what, happened in (
         (KINDS[name].connector, "tokens that a connector had"),
         (KINDS[name].drafts, "drafts accepted"),
