@@ -16,6 +16,7 @@ FILE = Path(__file__).with_name("bodies.txt")
 RUN = {
     "scheduling/": "pytest tests/scheduling and python -m tests.scheduling",
     "quantization/": "pytest tests/quantization",
+    "compat/multimodal": "pytest tests/engine/test_multimodal.py",
     "": "pytest tests/ops tests/v2 tests/prep",
 }
 """What to run for the code that relies on a function, by what its place contains."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import greedy, runner_of
 from tests.helpers.fused import forget_layers
@@ -28,6 +30,7 @@ from tests.soak.kinds import FILES, Kind
 from tests.soak.models import (
     ADAPTERS,
     MAX_TOKENS,
+    VISION,
     answers,
     drafter_of,
     int8_of,
@@ -238,6 +241,13 @@ class _Serving:
         assert not self.scheduler.requests, "requests are kept by the scheduler"
         assert not self.core.output_processor.request_states, "requests are kept"
 
+    def _send_a_bad_prompt(self) -> None:
+        """A prompt, with an image perhaps, that is refused, and leaves no trace."""
+        prompt = self.prompts[int(self.rng.integers(len(self.prompts)))]
+        with pytest.raises(VLLMValidationError, match="logit_bias"):
+            self.core.add_request("refused", prompt, greedy(1, logit_bias={10**6: 1.0}))
+        self.count["refused"] += 1
+
     def _wave(self, number: int) -> None:
         alive, added = self.alive, 0
         alive.clear()
@@ -262,6 +272,8 @@ class _Serving:
                 how = self.adapters.change(self.rng, self.core)
                 self.count[f"adapters overwritten, loaded {how}"] += 1
                 self.count["adapters overwritten"] += 1
+            if self.kind.family in VISION and self.rng.random() < 0.1:
+                self._send_a_bad_prompt()
             if alive and self.rng.random() < 0.05:
                 name = list(alive)[int(self.rng.integers(len(alive)))]
                 self.core.abort_request([name])

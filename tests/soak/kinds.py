@@ -263,6 +263,8 @@ class _Draw:
             settings |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         if self.parts["sleeps"]:
             settings["enable_sleep_mode"] = True
+        if self.sees:  # all processed images, or two of them
+            settings["mm_processor_cache_gb"] = self.pick(4, 2e-4)
         if self.experts and not alone and self.layout != "pp2":
             settings["enable_expert_parallel"] = self.chance(0.6)
         settings["additional_config"] = {"npu_prep": options}

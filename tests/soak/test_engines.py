@@ -36,6 +36,12 @@ KINDS = {
     "V2": first(runner="V2", family="Qwen3Next", drafts="mtp", int8=""),
     "int8": first(runner="V2", family="DeepseekV3", int8="modelslim"),
     "images": first(runner="V2", family="Qwen3-VL"),
+    "images in the prefix cache": next(
+        kind
+        for kind in DRAWN[CPU]
+        if kind.family == "Qwen3-VL" and kind.runner == "V1" and not kind.drafts
+        if kind.settings["enable_prefix_caching"] and kind.settings["mm_processor_cache_gb"] < 1
+    ),
     "ranks": first(layout="tp2", runner="V2", family="Qwen3"),
     "stages": first(layout="pp2"),
     "engines": first(layout="dp2", sleeps=True, family="Glm4Moe"),
@@ -83,6 +89,7 @@ def test_an_engine_of_each_kind_agrees(name):
     assert count["life-cycle calls"] > 0
     assert not KINDS[name].sessions or count["parts of sessions"] > 0
     assert not KINDS[name].adapters or count["adapters overwritten"] > 0
+    assert KINDS[name].family not in VISION or count["refused"] > 0
     for what, happened in (
         (KINDS[name].connector, "tokens that a connector had"),
         (KINDS[name].drafts, "drafts accepted"),
