@@ -8,14 +8,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.server.test_server import QUESTIONS, Server, check_all_gone, wait_until
+from tests.helpers.waiting import LIMIT, wait_until
+from tests.server.test_server import QUESTIONS, Server, check_all_gone
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 
 def command(*words: str | Path) -> tuple[int, str]:
     """Exit code and output of ``vllm-npu-prep``."""
     words = (Path(sys.executable).with_name("vllm-npu-prep"), *words)
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=LIMIT)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -49,7 +50,7 @@ def test_a_served_run_is_recorded_when_asked_and_replayed(demo_model, tmp_path):
         assert (code, rank["steps"], rank["answer"]) == (1, 0, nothing)
 
         server.process.kill()
-        check_all_gone(server, seconds=30)
+        check_all_gone(server)
         why = f"EngineCore stops: the process that started it (pid {server.process.pid}) is gone."
         assert why in server.log() and "it exits now" not in server.log()
     finally:
