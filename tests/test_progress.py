@@ -2,15 +2,16 @@
 
 import asyncio
 import json
+import multiprocessing
 import re
 import threading
-import time
 from types import SimpleNamespace
 
 import numba
 import pytest
 
 from tests.helpers.examples import EXAMPLES
+from tests.helpers.waiting import LIMIT, until
 from vllm_npu_prep import progress
 from vllm_npu_prep.server.draining import (
     END_SECONDS,
@@ -27,15 +28,31 @@ def hurried(monkeypatch):
     monkeypatch.setattr(progress, "LARGEST_PAUSE", 0.2)
 
 
-def test_a_wait_says_how_long_and_how_far_until_it_ends(hurried):
+def test_a_wait_says_how_long_and_how_far_until_it_ends(monkeypatch):
     """Pauses double up to the largest, so that a long wait fills no log."""
-    said, done = [], iter(range(100))
+    said, done, clock, over = [], iter(range(100)), SimpleNamespace(now=0.0), threading.Event()
+
+    class Done:
+        """Of a wait that ends after two minutes, by a clock that only pauses move."""
+
+        def wait(self, pause: float) -> bool:
+            clock.now += pause
+            if clock.now >= 120:
+                over.set()
+            return over.is_set()
+
+        def set(self) -> None:
+            pass
+
+    of_threads = SimpleNamespace(Event=Done, Thread=threading.Thread)
+    monkeypatch.setattr(progress, "threading", of_threads)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with progress.log_while_waiting("Baking", said.append, lambda: f"{next(done)} of 9"):
-        time.sleep(0.95)
+        assert over.wait(LIMIT)
     *during, last = said
-    assert all(re.fullmatch(r"Baking: [01] s, \d of 9 \.\.\.", line) for line in during)
-    assert last == "Baking: 1 s in all"
-    assert 2 <= len(during) <= 6  # at best after 0.05, 0.1, 0.2, 0.4, 0.6, 0.8
+    seconds = [2, 4, 8, 16, 32, 62, 92]
+    assert during == [f"Baking: {each} s, {n} of 9 ..." for n, each in enumerate(seconds)]
+    assert last == "Baking: 122 s in all"
 
 
 def test_a_short_wait_is_not_worth_a_line():
@@ -46,11 +63,11 @@ def test_a_short_wait_is_not_worth_a_line():
 
 
 def test_a_wait_that_fails_is_not_waited_for_any_longer(hurried):
-    said = []
+    said = threading.Event()
 
     def burn() -> None:
-        with progress.log_while_waiting("Baking", said.append):
-            time.sleep(0.15)
+        with progress.log_while_waiting("Baking", lambda line: said.set()):
+            assert said.wait(LIMIT)
             raise OSError("burnt")
 
     with pytest.raises(OSError, match="burnt"):
@@ -101,25 +118,24 @@ def test_draining_refuses_new_requests_and_waits_for_old_ones(hurried):
         await asyncio.sleep(0)
         assert (await client.ask("/short"))[0]["status"] == 200
         assert drain.num_running == 2
-        waited = asyncio.create_task(asyncio.to_thread(drain.wait, 30, said.append))
-        while not drain.is_stopping:
-            await asyncio.sleep(0.001)
+        waited = asyncio.create_task(asyncio.to_thread(drain.wait, LIMIT, said.append))
+        await until(lambda: drain.is_stopping)
         head, body = await client.ask("/health")
         assert head["status"] == 503
         assert (b"connection", b"close") in head["headers"]
         assert json.loads(body["body"])["error"]["code"] == 503
         assert (await client.ask("/realtime", "websocket"))[0]["type"] == "websocket.close"
         assert (await client.ask("/metrics"))[0]["status"] == 200
-        await asyncio.sleep(0.2)
+        await until(lambda: len(said) > 1)
         assert not waited.done()
         client.release.set()
         assert [each[0]["status"] for each in await asyncio.gather(*old)] == [200, 200]
         assert await waited
 
     asyncio.run(live())
-    assert said[0] == "Stopping: waiting up to 30 s for 2 requests to finish."
-    assert re.fullmatch(r"Draining: 0 s, 2 requests left, \d\d s left \.\.\.", said[1])
-    assert said[-1] == "Draining: 0 s in all"
+    assert said[0] == f"Stopping: waiting up to {LIMIT} s for 2 requests to finish."
+    assert re.fullmatch(r"Draining: \d+ s, 2 requests left, \d+ s left \.\.\.", said[1])
+    assert re.fullmatch(r"Draining: \d+ s in all", said[-1])
 
 
 def test_draining_ends_when_its_time_is_up_or_nothing_runs():
@@ -165,7 +181,19 @@ def test_making_a_demo_model_says_that_it_goes_on(hurried, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(EXAMPLES)
     import tiny_model
 
-    make = (tmp_path / "model", "recipe", lambda folder: (folder.mkdir(), time.sleep(0.5)))
+    told = multiprocessing.get_context("fork").Event()  # by this process to the one that makes it
+
+    def fill(folder) -> None:
+        assert told.wait(LIMIT)
+        folder.mkdir()
+
+    def log(line: str) -> None:
+        print(line)
+        if re.fullmatch(r"a model: \d+ s \.\.\.", line):
+            told.set()
+
+    monkeypatch.setattr(tiny_model, "log", log)
+    make = (tmp_path / "model", "recipe", fill)
     tiny_model.make_once("a model", *make)
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("a model: making ")

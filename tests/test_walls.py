@@ -469,3 +469,61 @@ LONG = {
 def test_a_long_file_says_what_its_one_job_is(path):
     is_long = len(path.read_text().splitlines()) > 500
     assert is_long == (relative(path) in LONG), "a second job? else give the reason in LONG"
+
+
+# ----------------------------------------------------------------- waiting by time
+
+TESTS = sorted({*(ROOT / "tests").rglob("*.py")} - {Path(__file__)})
+MAY_SLEEP = {
+    "tests/helpers/waiting.py": "looks again and again, up to a limit, for everybody else",
+    "tests/emulator/ranks.py": "looks which of several processes ended, until one has failed",
+    "tests/server/test_lifecycle.py": "a process is killed at a moment that is drawn",
+    "tests/server/test_ray.py": "a host is killed at a moment that is drawn",
+    "tests/server/test_server.py": "clients hang up at moments that are drawn",
+}
+"""Why a test may sleep: not for something that another thread or process does."""
+SLEEP = re.compile(r"\b(?:time|asyncio)\.sleep\((?!0\))")
+CLOCKS = {"monotonic", "perf_counter", "time"}
+
+
+def is_elapsed(node: ast.AST) -> bool:
+    """Whether an expression is the time since a moment."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        return False
+    return isinstance(node.left, ast.Call) and getattr(node.left.func, "attr", "") in CLOCKS
+
+
+def waits_by_time(tree: ast.AST) -> list[int]:
+    """Lines that sleep, in programs that tests write, too, or that limit the time of something."""
+    lines = []
+    for node in ast.walk(tree):
+        sleeps = isinstance(node, ast.Call) and SLEEP.match(ast.unparse(node))
+        says = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if says:
+            sleeps = SLEEP.search(node.value)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt | ast.LtE):
+            sleeps = is_elapsed(node.left)
+        lines += [node.lineno] if sleeps else []
+    return lines
+
+
+def test_no_test_waits_by_time():
+    """It waits for the thing: by an event, a line, a file, or `tests.helpers.waiting`."""
+    found = {path.relative_to(ROOT).as_posix(): waits_by_time(ast.parse(path.read_text()))
+             for path in TESTS}  # fmt: skip
+    assert {name: lines for name, lines in found.items() if lines and name not in MAY_SLEEP} == {}
+    assert all(len(found[name]) == 1 for name in MAY_SLEEP), "a reason is for one place"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "time.sleep(0.1)",
+        "await asyncio.sleep(pause)",
+        "run('import time; time.sleep(1)')",
+        "assert time.monotonic() - began < 60",
+    ],
+)
+def test_waiting_by_time_is_found(program):
+    tree = ast.parse(f"async def test():\n    {program}\n    await asyncio.sleep(0)")
+    assert waits_by_time(tree) == [2]

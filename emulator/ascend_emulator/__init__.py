@@ -12,6 +12,7 @@ from ascend_emulator.api import (
     fail_kernel,
     is_active,
     is_on_device,
+    let_run,
     register_reference,
     touch,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "fail_kernel",
     "is_active",
     "is_on_device",
+    "let_run",
     "register_reference",
     "touch",
 ]

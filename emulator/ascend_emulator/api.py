@@ -153,6 +153,16 @@ def fail_kernel(name: str, skip: int = 0, times: int = 1) -> None:
     _runtime().emulator_fail_kernel(name.encode(), skip, times)
 
 
+def let_run() -> None:
+    """Wait until the current device has run what was launched, which orders nothing.
+
+    As a program that has waited long enough: all has run, and it can't know. No sync is counted,
+    and none of the device's errors is raised.
+    """
+    _drain_task_queue()
+    _runtime().emulator_let_run()
+
+
 def register_reference(
     name: str,
     function: Callable[..., Any],

@@ -225,14 +225,24 @@ def _environment(
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
+    started: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that came before the command was there
+
+    def forward(received: int, _frame: Any) -> None:
+        if started:
+            started[0].send_signal(received)
+        else:
+            early.append(received)
+
+    for number in FORWARDED_SIGNALS:
+        signal.signal(number, forward)
+    from_terminal = sys.stdin is not None and sys.stdin.isatty()
+    # A terminal sends it to the command, too; what is ignored here would be ignored there
+    signal.signal(signal.SIGINT, (lambda *_: None) if from_terminal else forward)
     process = subprocess.Popen(command, env=environment)
-    forwarded = [*FORWARDED_SIGNALS]
-    if sys.stdin is not None and sys.stdin.isatty():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command, too
-    else:
-        forwarded.append(signal.SIGINT)
-    for number in forwarded:
-        signal.signal(number, lambda received, _frame: process.send_signal(received))
+    started.append(process)
+    for number in early:
+        process.send_signal(number)
     code = process.wait()
     return code if code >= 0 else 128 - code
 

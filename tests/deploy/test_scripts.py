@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.deploy import ROOT, files_of
+from tests.helpers.waiting import LIMIT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from healthcheck import health_url
@@ -122,7 +123,7 @@ def test_signals_and_exit_codes_are_those_of_the_command(image):
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 7
+    assert process.wait(LIMIT) == 7
 
 
 @pytest.mark.parametrize(

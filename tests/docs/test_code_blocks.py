@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, CodeBlock
 from tests.helpers.emulator import import_path
 from tests.helpers.releases import serve_parser
+from tests.helpers.waiting import LIMIT, wait_until
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.inspect.scenario import parse_scenario
@@ -194,14 +194,15 @@ class Server:
 
     def wait(self) -> None:
         """Wait until it answers, ask it something, and have the steps of that written."""
-        end = time.monotonic() + SECONDS
-        while not self.answers("/health"):
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
-            time.sleep(0.2)
+        wait_until(self.is_up, SECONDS)
         model = f".cache/{self.demo_model.name}"
         prompt = {"model": model, "prompt": "What is a slot mapping?", "max_tokens": 8}
         assert self.answers("/v1/completions", prompt), self.log.read_text()
         assert self.answers("/collective_rpc", {"method": "dump_steps"}), self.log.read_text()
+
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return self.answers("/health")
 
     def answers(self, path: str, body: dict | None = None) -> bool:
         request = urllib.request.Request(
@@ -218,7 +219,7 @@ class Server:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise

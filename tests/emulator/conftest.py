@@ -16,6 +16,7 @@ import pytest
 from ascend_emulator.options import Options
 from ascend_emulator.run import merged_report
 from tests.helpers.emulator import ROOT, why_no_emulator
+from tests.helpers.waiting import LIMIT
 
 PROLOGUE = """
 import ctypes, torch, torch_npu
@@ -36,7 +37,6 @@ def pinned(n, value=0):
 
 TOOL = [sys.executable, "-m", "ascend_emulator"]
 TEMPLATE = "tests.emulator.template"
-SECONDS = 180
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Template:
         """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(LIMIT)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def run_by_command(script: Path, report: Path, options: tuple[str, ...]) -> Run:
         [*TOOL, "--report", str(report), *options, "--", sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=LIMIT,
         check=False,
     )
     outcome = Run(done.returncode, done.stdout, done.stderr)

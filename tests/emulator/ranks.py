@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 60
+SECONDS = 240
 SECONDS_AFTER_FAILURE = 15
 """How long other ranks may go on after one has failed."""
 

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-OPTIONS = ("--devices", "4", "--hang-seconds", "3")
+OPTIONS = ("--devices", "4", "--hang-seconds", "120")
 SETUP = """
 import torch.distributed as dist
 from tests.emulator.ranks import run_ranks
@@ -13,7 +13,7 @@ from tests.emulator.ranks import run_ranks
 
 @pytest.fixture
 def ranks(emulate):
-    """Run a script with four devices, in which a stuck collective is reported after 3 seconds."""
+    """Run a script with four devices, whose ranks may come late on a busy host."""
 
     def run(script: str, *options: str):
         head, _, body = script.partition("\n")
@@ -319,14 +319,9 @@ def test_a_missing_wait_names_rank_operator_and_streams(ranks):
 
 
 def test_a_communicator_on_two_streams_needs_an_order(ranks):
-    """Its buffers would be used by two collectives at once.
-
-    On a host without time for it, ranks may begin with different ones, which is named instead.
-    """
+    """Its buffers would be used by two collectives at once."""
     run = ranks(
         """
-        import time
-
         def rank_main(rank):
             x, y = torch.ones(4, device="npu"), torch.ones(4, device="npu")
             dist.all_reduce(x)
@@ -335,19 +330,16 @@ def test_a_communicator_on_two_streams_needs_an_order(ranks):
                 dist.all_reduce(y)
             torch.npu.synchronize()
             work = dist.all_reduce(x, async_op=True)
-            time.sleep(0.2)                    # orders nothing, but lets it be first on each rank
+            emulator.let_run()                 # orders nothing, but lets it be first on each rank
             graph.replay()                     # the bug: on a stream that doesn't wait for it
             message = sync_error()
             work.wait()
             return message
 
         messages = run_ranks(rank_main)
-        disagree = "ranks 0 and 1 disagree" in messages[0]
         for rank, message in enumerate(messages):
-            if not disagree:
-                assert f"HcclAllReduce of rank {rank} of 2" in message, message
-                assert "write after write" in message and "communicator" in message, message
-        print("disagree" if disagree else "hazards")
+            assert f"HcclAllReduce of rank {rank} of 2" in message, message
+            assert "write after write" in message and "communicator" in message, message
         """
     )
-    assert len(run.report["hazards"]) == (0 if "disagree" in run.out else 2)
+    assert len(run.report["hazards"]) == 2

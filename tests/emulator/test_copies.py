@@ -86,7 +86,7 @@ def test_an_early_read_of_a_target_sees_poison(emulate):
         device, target = torch.full((64,), 7, dtype=INT, device="npu"), pinned(64)
         torch.npu.synchronize()
         target.copy_(device, non_blocking=True)
-        import time; time.sleep(0.05)  # the copy has run, and the host can't know
+        emulator.let_run()  # and the host can't know
         assert target[0].item() & 0xFFFFFFFF == 0xCBCBCBCB
         torch.npu.synchronize()
         assert target[0] == 7

@@ -202,7 +202,7 @@ def test_updates_that_nothing_orders_with_the_replay_are_found(emulate):
         + """
     update(5)
     graph.replay()
-    import time; time.sleep(0.1)
+    emulator.let_run()
     update(9)                                         # the first replay isn't known to be complete
     assert "while an earlier replay may still run it" in sync_error()
     """

@@ -84,7 +84,7 @@ def test_memory_freed_while_a_stream_may_use_it_is_a_hazard(emulate):
         assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
         n = ctypes.c_size_t(4096)
         assert acl.aclrtMemsetAsync(address, n, 0, n, ctypes.c_void_p(stream.npu_stream)) == 0
-        import time; time.sleep(0.1)  # it has run, and the host can't know
+        emulator.let_run()  # and the host can't know
         assert acl.aclrtFree(address) == 0
         assert "freed while a stream may still use it" in sync_error()
         """

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ from ascend_emulator import build
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import bytes_of, check_driver
 from tests.helpers.emulator import import_path
+from tests.helpers.waiting import LIMIT
 
 TOOL = [sys.executable, "-m", "ascend_emulator"]
 
@@ -64,9 +64,8 @@ def test_signals_reach_the_command():
         [*TOOL, "--quiet", "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 9
+    assert process.wait(LIMIT) == 9
 
 
 def test_the_hook_leaves_another_sitecustomize_alone(tmp_path):

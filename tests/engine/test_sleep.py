@@ -24,6 +24,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
+from tests.helpers.waiting import LIMIT
 from tests.helpers.watch import record_cached
 from vllm_npu_prep.runner import new_weights
 from vllm_npu_prep.sleep import _places_of
@@ -122,25 +123,31 @@ async def sleep_amid(prompts, mode, ranks):
     Others may still wait, be in a chunk of their prompts or, in another engine, have ended.
     """
     tokens, ends = [[] for _ in prompts], [None] * len(prompts)
+    has_begun = asyncio.Event()
 
     async def run(index):
         async for output in ranks.stream(prompts[index], TOKENS):
             tokens[index] = list(output.outputs[0].token_ids)
             ends[index] = output.outputs[0].finish_reason
+            if len(tokens[index]) >= 3:
+                has_begun.set()
+
+    async def ask_all():
+        """Questions to all engines, between which each could step; tokens come before answers."""
+        for _ in range(20):
+            assert await ranks.llm.is_sleeping()
 
     def come():
         return sum(map(len, tokens))
 
     tasks = [asyncio.create_task(run(index)) for index in range(len(prompts))]
-    while max(map(len, tokens)) < 3:
-        await asyncio.sleep(0.001)
+    await asyncio.wait_for(has_begun.wait(), LIMIT)
     before = come()
     await ranks.llm.sleep(level=1, mode=mode)
-    assert await ranks.llm.is_sleeping()
-    await asyncio.sleep(0.05)  # for what is on its way
+    await ask_all()
     asleep = come()
     if mode == "keep":
-        await asyncio.sleep(0.3)
+        await ask_all()
         assert come() == asleep, "nobody computes"
     await ranks.llm.wake_up(["weights"])
     await ranks.llm.wake_up(["kv_cache"])

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -327,11 +326,8 @@ def test_any_bytes_in_any_file_and_any_output_are_findings(content, text, code, 
 
 def test_commands_are_run_with_a_limit():
     assert run_command([sys.executable, "-c", "print('a' * 9)"], 60) == Ran(0, "a" * 9 + "\n")
-    started = time.monotonic()
-    script = "print('said', flush=True); import time; time.sleep(60)"
-    ran = run_command([sys.executable, "-c", script], 2)
+    ran = run_command(["sh", "-c", "echo said; exec sleep 300"], 2)
     assert (ran.code, ran.out) == (None, "said\n")
-    assert time.monotonic() - started < 30
     with pytest.raises(OSError, match="npu-smi-that-is-not"):
         run_command(["npu-smi-that-is-not"], 1)
 

@@ -162,7 +162,9 @@ def test_a_planted_change_names_its_tests():
 
 def test_a_test_that_does_not_end_ends_the_run(tmp_path):
     """Even one that never returns to the interpreter, as compiled code may not."""
-    (tmp_path / "test_endless.py").write_text("import time\n\ndef test_a():\n    time.sleep(99)\n")
+    (tmp_path / "test_endless.py").write_text(
+        "import signal\n\ndef test_a():\n    signal.pause()\n"
+    )
     code = "import sys, pytest\nfrom tests.mutants import order\norder.SECONDS = 1\n"
     code += "sys.exit(pytest.main(['-q', '-p', 'tests.mutants.order', 'test_endless.py']))"
     run = subprocess.run(

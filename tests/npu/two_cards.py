@@ -8,7 +8,6 @@ the model, until the other engine decodes the prompt before.
 import asyncio
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from tests.helpers.engine import graphs
 from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
+from tests.helpers.waiting import until
 
 BLOCK_SIZE = 16
 TOKENS = 24
@@ -54,10 +54,7 @@ class Board:
 
     async def heard(self, note: str) -> None:
         """Wait for a note."""
-        deadline = time.monotonic() + SECONDS
-        while not self.has(note):
-            assert time.monotonic() < deadline, f"nobody said {note!r}"
-            await asyncio.sleep(0.005)
+        await until(lambda: self.has(note))
 
     def wait_for(self, note: str) -> None:
         """The same, where nothing else runs."""

@@ -38,8 +38,6 @@ class Hostile:
         Of the answer. Others than `REFUSED` where vLLM serves such a request by now.
     headers
         Of the request.
-    seconds
-        Within which there is an answer.
     """
 
     advisory: str
@@ -47,7 +45,6 @@ class Hostile:
     path: str = COMPLETIONS
     statuses: frozenset[int] = REFUSED
     headers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 60
 
 
 def encoded(tensor: Any) -> str:

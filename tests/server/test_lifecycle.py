@@ -16,11 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.waiting import LIMIT, wait_until
 from tests.server.hostile import COMPLETIONS
 from tests.server.test_server import QUESTIONS, Server, check_all_gone, check_clean_stop
 from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR
 
-FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", "60", "--enforce-eager")
+FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", str(LIMIT), "--enforce-eager")
 LONG = {"prompt": "one, two,", "ignore_eos": True, "stream": True, "temperature": 0}
 SEEDED = {"temperature": 2.0, "seed": 7}
 
@@ -96,18 +97,15 @@ def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[
         clients = [pool.submit(client, number) for number in range(CLIENTS)]
         try:
             for _ in range(2 * CLIENTS):
-                assert served.acquire(timeout=SECONDS)
+                assert served.acquire(timeout=LIMIT)
             yield outcomes
             for each in clients:
-                each.result(timeout=SECONDS)
+                each.result(timeout=LIMIT)
         finally:  # where the block failed, the server goes on, and so would they
             over.set()
 
 
 CLIENTS = 12
-SECONDS = 300
-"""In which a server that lost a process ends and its clients hear of it. It takes a few, but many
-more on a machine that has other work."""
 KILLED = {
     "engine": ("VLLM::EngineCore", (), "EngineCore was killed by SIGKILL"),
     "worker": (
@@ -147,8 +145,8 @@ def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
             else:
                 (victim,) = (each for each in first.children if each.name().startswith(name))
                 os.kill(victim.pid, signal.SIGKILL)
-            code = first.process.wait(SECONDS)
-        check_all_gone(first, seconds=SECONDS)
+            code = first.process.wait(LIMIT)
+        check_all_gone(first)
         failed = [each for each in outcomes if each != "answered"]
         print(killed, "exit code", code, Counter(outcomes))
         assert len(failed) == CLIENTS, "each client heard of it"
@@ -174,18 +172,16 @@ def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
         assert answers(second) == expected
         running = stream(second, 900)
         second.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while (status := second.request("GET", "/health")[0]) == 200:
-            assert time.monotonic() < deadline
+        wait_until(lambda: second.request("GET", "/health")[0] == 503)
         refused, told = second.request("POST", COMPLETIONS, {**LONG, "max_tokens": 4})
-        assert (status, refused) == (503, 503)
+        assert refused == 503
         assert json.loads(told)["error"]["code"] == 503
         assert second.request("GET", "/metrics")[0] == 200
         rest = running.read()
         assert rest.count(b'"finish_reason":"length"') == 1
         assert rest.rstrip().endswith(b"data: [DONE]")
         check_clean_stop(second)
-        assert "Stopping: waiting up to 60 s for 1 request to finish." in second.log()
+        assert f"Stopping: waiting up to {LIMIT} s for 1 request to finish." in second.log()
         assert "Waiting for the engine to start" in second.log()
     finally:
         second.kill()
@@ -206,7 +202,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("manner", FAILING)
-def test_a_step_that_fails_ends_the_server_in_time_with_its_reason(demo_model, tmp_path, manner):
+def test_a_step_that_fails_ends_the_server_with_its_reason(demo_model, tmp_path, manner):
     """A client that waits gets an error, and no process is left."""
     flags, why = FAILING[manner]
     server = Server(
@@ -218,12 +214,10 @@ def test_a_step_that_fails_ends_the_server_in_time_with_its_reason(demo_model, t
     try:
         assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
         body = {**LONG, "max_tokens": 900, "stream": False, "vllm_xargs": {"fail": manner}}
-        began = time.monotonic()
         with contextlib.suppress(OSError, http.client.HTTPException):  # cut, or told
             status, told = server.request("POST", COMPLETIONS, body)
             assert status == 500, told
-        assert server.process.wait(60) == 1
-        assert time.monotonic() - began < 60
+        assert server.process.wait(LIMIT) == 1
         log = server.log()
         assert why in log
         assert log.count("vllm_npu_prep: error: the engine died") == 1
@@ -231,14 +225,15 @@ def test_a_step_that_fails_ends_the_server_in_time_with_its_reason(demo_model, t
         told = [line for line in log.splitlines() if line.startswith("(EngineCore")]
         assert any(why in line for line in told)
         assert not any("Traceback" in line for line in told)
-        check_all_gone(server, seconds=30)
+        check_all_gone(server)
     finally:
         server.kill()
 
 
 def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, tmp_path):
     """Told by Ctrl-C. Its stream ends with an error; the log tells progress and has none."""
-    flags = ("--shutdown-timeout", "3", "--enforce-eager", "--max-model-len", "4096")
+    seconds = 6  # of which the first two are not worth a line
+    flags = ("--shutdown-timeout", str(seconds), "--enforce-eager", "--max-model-len", "4096")
     server = Server(demo_model, tmp_path / "log", *flags)
     try:
         running = stream(server, 4000)
@@ -246,13 +241,13 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, 
         server.process.send_signal(signal.SIGINT)
         rest = running.read()
         assert b"error" in rest and b"DONE" not in rest[: rest.find(b"error")]
-        assert time.monotonic() - began > 2.5
+        assert time.monotonic() - began > seconds - 0.5
         check_clean_stop(server)
         log = server.log()
         for line in (
-            "Stopping: waiting up to 3 s for 1 request to finish.",
+            f"Stopping: waiting up to {seconds} s for 1 request to finish.",
             "s, 1 request left, ",
-            "Aborting 1 request that did not finish within 3 s.",
+            f"Aborting 1 request that did not finish within {seconds} s.",
         ):
             assert line in log
         assert "force killing" not in log, log

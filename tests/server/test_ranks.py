@@ -16,11 +16,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
 
-from tests.server.test_server import Server, check_all_gone, wait_until
+from tests.helpers.waiting import LIMIT, wait_until
+from tests.server.test_server import Server, check_all_gone
 
 QUESTION, ANSWER = tiny_model.exchanges()[0]
-SECONDS = 60
-"""In which a server that lost a rank ends."""
 
 LAYOUTS = {
     "tensors": (
@@ -74,7 +73,7 @@ def test_a_rank_that_dies_ends_the_server_with_a_message_and_no_orphan(
         os.kill(rank.pid, signal.SIGKILL)
         with contextlib.suppress(http.client.IncompleteRead):  # the stream is cut, or says so
             assert b"error" in response.read()
-        assert server.process.wait(SECONDS) == 1
+        assert server.process.wait(LIMIT) == 1
         print(f"the server ended after {time.monotonic() - began:.1f} s")
         log = server.log()
         assert message in re.search("^.*(ERROR | error: ).*$", log, re.MULTILINE)[0]
@@ -129,7 +128,7 @@ def test_a_server_that_is_killed_leaves_no_process(demo_model, tmp_path):
             wait_until(lambda number=number: server.log().count(says) == number)
         assert server.chat(QUESTION) == ANSWER
         server.process.kill()
-        check_all_gone(server, seconds=30)
+        check_all_gone(server)
         gone = f"stops: the process that started it (pid {server.process.pid}) is gone."
         for name in ("ApiServer_0", "ApiServer_1", "EngineCore"):
             assert f"{name} {gone}" in server.log()

@@ -14,12 +14,10 @@ import pytest
 
 from examples import tiny_model
 from tests.helpers.cluster import Host, ServerOnHost, two_hosts, why_no_hosts
+from tests.helpers.waiting import LIMIT, wait_until
 from tests.server.hostile import COMPLETIONS
 from tests.server.test_lifecycle import CLIENTS, load
-from tests.server.test_server import QUESTIONS, check_all_gone, wait_until
-
-SECONDS = 45
-"""In which a server that lost a host ends; about 15 of them are Ray's, by these settings."""
+from tests.server.test_server import QUESTIONS, check_all_gone
 
 RAY = {
     # The head gives a host up after 4 times 3 seconds without an answer; 5 times 13 unless told.
@@ -65,19 +63,19 @@ def test_two_hosts_serve_one_model_and_nothing_is_left_after_its_end(
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             response.read(20)
-            connection.sock.settimeout(SECONDS)
+            connection.sock.settimeout(LIMIT)
             began = time.monotonic()
             workers = head.workers() + other.workers()
             other.cut()
             with contextlib.suppress(http.client.IncompleteRead):  # the stream is cut, or says so
                 assert b"error" in response.read()
-            assert server.process.wait(began + SECONDS - time.monotonic()) == 1
+            assert server.process.wait(LIMIT) == 1
             print(f"the server ended after {time.monotonic() - began:.1f} s")
             log = server.log()
             assert f"address: {other.address}" in log and "has been marked dead" in log
             assert "RayWorkerProc rank=[1] died unexpectedly" in log
             assert log.strip().splitlines()[-1].endswith("the first error above says why")
-            _, alive = psutil.wait_procs(server.children + workers, timeout=SECONDS)
+            _, alive = psutil.wait_procs(server.children + workers, timeout=LIMIT)
             assert not alive, f"left behind: {alive}"
             print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
         finally:
@@ -104,7 +102,7 @@ def check_a_killed_host(head: Host, other: Host, model: Path, folder: Path, seed
             for process in killed:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            code = server.process.wait(SECONDS)
+            code = server.process.wait(LIMIT)
         print(f"{len(killed)} killed; the server ended after {time.monotonic() - began:.1f} s")
         failed = [each for each in outcomes if each != "answered"]
         print("exit code", code, Counter(outcomes))
@@ -112,7 +110,7 @@ def check_a_killed_host(head: Host, other: Host, model: Path, folder: Path, seed
         assert len(failed) == CLIENTS, "each client heard of it"
         assert not any("Traceback" in each for each in failed)
         assert "vllm_npu_prep: error:" in server.log().strip().splitlines()[-1]
-        _, alive = psutil.wait_procs(server.children + workers, timeout=SECONDS)
+        _, alive = psutil.wait_procs(server.children + workers, timeout=LIMIT)
         assert not alive, f"left behind: {alive}"
         print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
     finally:
@@ -138,6 +136,6 @@ def check_records_and_a_kill(
             wait_until(lambda before=before: newest() != before)
         wait_until(lambda: len([*folder.glob("steps/*-rank?/manifest.json")]) == 2)
         server.process.kill()
-        check_all_gone(server, *workers, seconds=SECONDS)
+        check_all_gone(server, *workers)
     finally:
         server.kill()

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import LIMIT, wait_until
 from tests.server import fields
 from tests.server import test_server as of_plain
 from tests.server.hostile import HOSTILE
-from tests.server.test_server import QUESTIONS, XGRAMMAR, Server, check_all_gone, wait_until
+from tests.server.test_server import QUESTIONS, XGRAMMAR, Server, check_all_gone
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 
 
 def command(*words: str | Path) -> tuple[int, str]:
     """Exit code and output of ``vllm-npu-prep``."""
     words = (Path(sys.executable).with_name("vllm-npu-prep"), *words)
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=LIMIT)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -85,7 +86,7 @@ def test_a_served_run_is_recorded_when_asked_and_replayed(server):
         assert (code, rank["steps"], rank["answer"]) == (1, 0, nothing)
 
         server.process.kill()
-        check_all_gone(server, seconds=30)
+        check_all_gone(server)
         why = f"EngineCore stops: the process that started it (pid {server.process.pid}) is gone."
         assert why in server.log() and "it exits now" not in server.log()
     finally:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.waiting import LIMIT, wait_until
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.observe import record_client
 from vllm_npu_prep.observe.record_client import Address, server_of
@@ -195,10 +196,7 @@ def test_sigusr1_to_the_server_asks_all_ranks(caplog):
 
     def send():
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(100):
-            if caplog.messages or engine.asked:
-                break
-            threading.Event().wait(0.02)
+        wait_until(lambda: caplog.messages)
 
     with caplog.at_level("INFO", logger=record_server.logger.name):
         while_serving(engine, send)
@@ -227,11 +225,11 @@ def test_what_is_no_question_does_no_harm(words):
 
     def send():
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5)
+            connection.settimeout(LIMIT)
             connection.connect(here().name)
             connection.sendall(words)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(10) == b""
-        return record_client.ask(here(), "describe", 5)
+        return record_client.ask(here(), "describe", LIMIT)
 
     assert while_serving(engine, send)["model"] == "some/model" and not engine.asked

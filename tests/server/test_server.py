@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tests.helpers.examples import run_client
 from tests.helpers.huggingface import reference
 from tests.helpers.lora import make_adapter, merge
 from tests.helpers.prompts import prompts_of
+from tests.helpers.waiting import LIMIT, wait_until
 from tests.server.hostile import CHAT, COMPLETIONS, HOSTILE
 
 ROOT = Path(__file__).parents[2]
@@ -84,23 +84,25 @@ class Server:
                 process_group=0,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             )
-        deadline = time.monotonic() + self.start_seconds
-        while True:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"the server did not start:\n{self.log()[-5000:]}")
-            try:
-                if self.request("GET", "/health")[0] == 200:
-                    break
-            except OSError:
-                time.sleep(0.2)
+        try:
+            wait_until(self._is_up, self.start_seconds)
+        except AssertionError:
+            self.kill()
+            raise AssertionError(f"the server did not start:\n{self.log()[-5000:]}") from None
         self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None
+        try:
+            return self.request("GET", "/health")[0] == 200
+        except OSError:
+            return False
 
     def log(self) -> str:
         return self.log_path.read_text()
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
 
     def request(
         self, method: str, path: str, body: dict | None = None, **headers: str
@@ -146,7 +148,7 @@ class Server:
     def stop(self, signum: int) -> int:
         """Its exit code. That of a server which had to kill an engine or a rank is 0, too."""
         self.process.send_signal(signum)
-        code = self.process.wait(60)
+        code = self.process.wait(LIMIT)
         assert not (found := [line for line in self.log().splitlines() if FORCED.search(line)]), (
             found
         )
@@ -396,12 +398,9 @@ def test_a_hostile_request_is_answered_and_nobody_else_notices(server, hostile):
     body = {name: value for name, value in body.items() if value is not None}
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(server.chat, question)
-        began = time.monotonic()
         status, told = server.request("POST", hostile.path, body, **hostile.headers)
-        took = time.monotonic() - began
         assert other.result() == answer
     assert status in hostile.statuses, told
-    assert took < hostile.seconds
     if status != 200:
         error = json.loads(told)["error"]
         assert error["code"] == status and error["message"]
@@ -452,7 +451,7 @@ def test_clients_that_hang_up_leave_the_server_well(server, seed):
             connections.pop(rng.randrange(len(connections))).close()
             time.sleep(rng.random() / 20)
         assert other.result() == answer
-    wait_until(lambda: not any(held_by_requests(server).values()), seconds=60)
+    wait_until(lambda: not any(held_by_requests(server).values()))
     assert server.chat(question) == answer
 
 
@@ -465,13 +464,13 @@ def test_a_client_that_reads_slowly_gets_the_whole_answer_and_delays_nobody(serv
     connection = server.connect()
     connection.sock = socket.socket()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.sock.settimeout(120)
+    connection.sock.settimeout(LIMIT)
     connection.sock.connect(("127.0.0.1", server.port))
     try:
         connection.request("POST", COMPLETIONS, json.dumps({**body, "stream": True}), headers)
         for question, answer in QUESTIONS[:4]:
             assert server.chat(question) == answer
-        wait_until(lambda: not any(held_by_requests(server).values()), seconds=60)
+        wait_until(lambda: not any(held_by_requests(server).values()))
         *pieces, end, _ = connection.getresponse().read().decode().split("\n\n")
     finally:
         connection.close()
@@ -530,24 +529,17 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
     check({"base": "base", "first": "third"})  # nobody asked to load it
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def check_all_gone(server: Server, *more: psutil.Process, seconds: float = 10) -> None:
+def check_all_gone(server: Server, *more: psutil.Process) -> None:
     """No process of the server is left, nor of others that belong to it."""
     began = time.monotonic()
-    _, alive = psutil.wait_procs([*server.children, *more], timeout=seconds)
+    _, alive = psutil.wait_procs([*server.children, *more], timeout=LIMIT)
     assert not alive, f"left behind: {alive}"
     print(f"the last of its processes ended after {time.monotonic() - began:.1f} s")
 
 
 def check_clean_stop(server: Server, signum: int | None = None) -> None:
     """Without a signal: the server has had one."""
-    code = server.process.wait(60) if signum is None else server.stop(signum)
+    code = server.process.wait(LIMIT) if signum is None else server.stop(signum)
     assert code == 0, server.log()[-3000:]
     log = server.log()
     assert "Traceback" not in log
@@ -558,7 +550,7 @@ def check_clean_stop(server: Server, signum: int | None = None) -> None:
 
 def test_the_serve_example_prints_the_answer_and_exits(demo_model):
     command = [sys.executable, "examples/serve.py", "--once", "--port", str(free_port())]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert run.returncode == 0, run.stderr[-3000:]
     answer = dict(QUESTIONS)["What is a slot mapping?"]
     assert f"assistant: {answer}" in run.stdout

@@ -4,12 +4,12 @@ import importlib.util
 import logging
 import os
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.waiting import LIMIT
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
 from vllm_npu_prep.errors import PrepError
@@ -143,7 +143,7 @@ def test_a_host_keeps_its_address_and_its_devices_to_itself(monkeypatch):
     assert carried["HCCL_CONNECT_TIMEOUT"] == "1"
 
 
-def test_who_waits_for_another_host_hears_of_messages_of_time_and_of_the_end():
+def test_who_waits_for_another_host_hears_of_messages_time_and_end(monkeypatch):
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     activation.prepare_process()
@@ -154,11 +154,18 @@ def test_who_waits_for_another_host_hears_of_messages_of_time_and_of_the_end():
     reader.wait_until_ready()
     ready.join()
     writer.enqueue("output")
-    assert reader.dequeue(timeout=60) == "output"
+    assert reader.dequeue(timeout=LIMIT) == "output"
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0)
-    threading.Timer(0.2, reader.shutdown).start()
-    began = time.monotonic()
+    poll, waits = reader.remote_socket.poll, threading.Event()
+
+    def waited(*args):
+        waits.set()
+        return poll(*args)
+
+    monkeypatch.setattr(reader, "remote_socket", SimpleNamespace(poll=waited))
+    ending = threading.Thread(target=lambda: waits.wait(LIMIT) and reader.shutdown())
+    ending.start()
     with pytest.raises(RuntimeError, match="cancelled"):
-        reader.dequeue(timeout=60)
-    assert time.monotonic() - began < 20
+        reader.dequeue(timeout=2 * LIMIT)
+    ending.join()

@@ -52,11 +52,11 @@ for name in rows:
     if what == "exit":
         sys.exit(7)
     if what == "hang":
-        time.sleep(1000)
+        signal.pause()
     if what == "one rank dies":
         if args.rank == 1:
             sys.exit("rank 1 gave up")
-        time.sleep(1000)
+        signal.pause()
     tell(end=name, outcome=dict(given="", expected="a", got="a", verdict=what))
     if what == "FAILED":
         break
@@ -65,7 +65,7 @@ for name in rows:
 
 @pytest.fixture
 def run(tmp_path):
-    def run(seconds=2.0, missing=False, last_start=100, selection=(), **what) -> Found:
+    def run(seconds=300.0, missing=False, last_start=100, selection=(), **what) -> Found:
         script = CHILD.format(
             folder=str(tmp_path), what=what, missing=missing, last_start=last_start
         )
@@ -101,7 +101,7 @@ def test_rows_after_a_dead_one_run_in_the_next_process(run, tmp_path):
 
 
 def test_a_row_that_hangs_is_dead_after_its_time(run):
-    found = run(a="same", b="hang", c="same")
+    found = run(seconds=2.0, a="same", b="hang", c="same")
     assert list(verdicts(found).values()) == ["same", "DEAD", "same"]
     assert found.results[1].got == "no end after 2 seconds"
 
@@ -125,7 +125,7 @@ def test_a_first_process_that_dies_is_one_line(run):
 
 
 def test_ranks_run_a_row_together_and_one_that_ends_ends_all(run):
-    found = run(seconds=30, a="same", pair_good="same", pair_bad="one rank dies", b="same")
+    found = run(a="same", pair_good="same", pair_bad="one rank dies", b="same")
     assert verdicts(found) == {"a": "same", "pair_good": "same", "pair_bad": "DEAD", "b": "same"}
     assert found.results[2].got.startswith("rank 1: ")
     assert "rank 1 gave up" in found.results[2].got

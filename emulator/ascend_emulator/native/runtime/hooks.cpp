@@ -1,4 +1,5 @@
 // What HCCL uses of the runtime and no other file here defines (declared in ../runtime_api.h).
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
@@ -21,6 +22,8 @@ Names& names() {
   static Names& instance = *new Names;
   return instance;
 }
+
+std::atomic<int> hang_seconds{0};  // 0: those of the command
 
 }  // namespace
 
@@ -62,4 +65,10 @@ ACL_API int emulator_is_allocated(const void* address, size_t size) {
   return is_device(address) && is_within_allocation(address, size);
 }
 
-ACL_API int emulator_hang_seconds() { return options().hang_seconds; }
+ACL_API int emulator_hang_seconds() {
+  const int set = hang_seconds.load();
+  return set ? set : options().hang_seconds;
+}
+
+// For tests: ranks first do what they have to in their own time, and then one of them hangs.
+ACL_API void emulator_set_hang_seconds(int seconds) { hang_seconds = seconds; }
