@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, greedy, make_model, save_tokenizer
 from tests.helpers.prompts import prompts_of
-from tests.helpers.v2 import engine_of
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 
 START, END = 5, [7, 8]
@@ -124,3 +124,16 @@ def test_drafts_change_nothing_of_what_is_thought(tmp_path, prompts, async_sched
         assert min(verified[kind] for kind in ("accepted", "rejected")) > 0
         assert asked(llm, prompts, allowed_token_ids=ALLOWED) == expected[1]
         assert preempted["preempted"] > 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_budget_leaves_with_its_request(model, prompts, runner):
+    """Requests without one move to the rows of those that had one, and think on."""
+    budgeted = greedy(3, thinking_token_budget=2, allowed_token_ids=ALLOWED)
+    free = greedy(40, allowed_token_ids=ALLOWED)
+    with engine_of(runner, model, **THINKS, max_num_seqs=16) as llm:
+        expected = generate(llm, prompts, free)
+        mixed = [budgeted if number < 5 else free for number in range(len(prompts))]
+        got = generate(llm, prompts, mixed)
+    assert got[5:] == expected[5:]
+    assert sum(answer[:30].count(START) for answer in expected[-5:]) > 3

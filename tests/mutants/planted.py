@@ -4012,6 +4012,13 @@ MUTANTS = [
         SPECULATION,
     ),
     Mutant(
+        "a budget of thinking tokens stays in the row of a request that left",
+        "runner/sampling.py",
+        "            holder._state.pop(row, None)\n",
+        "            pass\n",
+        ("tests/engine/test_thinking.py",),
+    ),
+    Mutant(
         "whoever chose fewer tokens gets others' likeliest in their place",
         "runner/sampling.py",
         "torch.where(is_chosen, wanted, ids[:, columns])",

@@ -72,7 +72,11 @@ from vllm_npu_prep.runner.request_updates import (
     put_drafts_first,
     states_are_read,
 )
-from vllm_npu_prep.runner.sampling import score_chosen_tokens, top_k_top_p_sampler
+from vllm_npu_prep.runner.sampling import (
+    forget_thoughts,
+    score_chosen_tokens,
+    top_k_top_p_sampler,
+)
 from vllm_npu_prep.runner.speculation import LastSamples, Speculation
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
 from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
@@ -268,6 +272,7 @@ class NPUModelRunner(GPUModelRunner):
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
         """As upstream's; with states, requests that begin with drafts are among the decodes."""
+        forget_thoughts(self.input_batch)
         super()._may_reorder_batch(scheduler_output)
         states = self.preparer.tables.states
         if states is not None and scheduler_output.scheduled_spec_decode_tokens:

@@ -111,3 +111,20 @@ def score_chosen_tokens(sampler: "Sampler", batch: "InputBatch") -> Iterator[Non
     finally:
         del asked.gather_logprobs
         batch.sampling_metadata = metadata
+
+
+def forget_thoughts(batch: "InputBatch") -> None:
+    """Forget budgets of thinking tokens in rows that other requests have moved to.
+
+    vLLM's V1 keeps the budget of a request that has left if the one that moves to its row has none:
+    that one would be made to end a thought for which nobody gave it a budget.
+
+    Parameters
+    ----------
+    batch
+        vLLM's, condensed and not reordered yet: all moves are to rows of requests that have left.
+    """
+    holder = batch.thinking_budget_state_holder
+    if holder is not None:
+        for _, row, _ in batch.batch_update_builder.moved:
+            holder._state.pop(row, None)
