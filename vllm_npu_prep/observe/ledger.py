@@ -200,7 +200,10 @@ class SlotLedger:
             for index in range(place.length):
                 contents[place.offset + index] = hash((feature.identifier, index))
         empty: list[list[int]] = [[] for _ in self.groups]
-        return _Request(adapter, prompt, contents, empty, [set() for _ in self.groups])
+        arrived = _Request(adapter, prompt, contents, empty, [set() for _ in self.groups])
+        # That Model Runner V2 gets anew after a preemption has generated tokens already
+        arrived.tokens = [*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]
+        return arrived
 
     def _begin(self, req_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> None:
         """Start a request: blocks of computed tokens are cached ones, all others are empty."""
