@@ -23,6 +23,7 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import GATED_DELTA
 from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.sessions import send_part
@@ -110,6 +111,9 @@ def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed,
         again = computed_again(llm, prompts, others, expected)
         # All at once: loads and stores beside other requests' steps, and blocks that change hands
         assert generate(llm, prompts + others, greedy(6))[: len(prompts)] == expected
+        disturbed, calls = generate_with_calls(llm, prompts + others, greedy(6), seed)
+    assert disturbed[: len(prompts)] == expected, dict(calls)
+    assert calls["requests reset"] + calls["caches cleared in pauses"] > 0
     left = sum(left_to_compute(length, chunk) + 5 for length in LENGTHS)
     drafts = 2 * 6 * len(LENGTHS) if "speculative_config" in settings else 0  # two a token, at most
     assert left <= again + drafts and again <= left + drafts

@@ -119,6 +119,7 @@ def prepare_process() -> bool:
         multimodal.believe_only_what_was_sent()
         multimodal.tell_masks_of_embeddings_apart()
         connectors.refuse_sessions_beside_offloading()
+        connectors.let_preempted_requests_load_at_once()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
         processes.let_engines_end_by_themselves()

@@ -1,5 +1,6 @@
 """KV connectors: what they are told when the cache sleeps, and requests that one can't serve."""
 
+import copy
 import functools
 from typing import Any
 
@@ -72,3 +73,30 @@ def refuse_sessions_beside_offloading() -> None:
         return upstream(self, *args, **settings)
 
     InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
+
+
+def let_preempted_requests_load_at_once() -> None:
+    """Keep vLLM's offloading from ending the engine after a reset of requests that it stores.
+
+    A reset of the prefix cache, also by a pause, takes the blocks of requests that run. The next
+    step tells of that, and may already load what the host has of them. vLLM then looks for stores
+    to end, and asserts that a request's transfers are stores. A request that loads has no other.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
+
+    upstream = OffloadingConnectorScheduler.build_connector_meta
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def build_connector_meta(self: "OffloadingConnectorScheduler", scheduler_output: Any) -> Any:
+        loading = {job.req_id for job in self._current_batch_load_jobs.values()}
+        preempted = scheduler_output.preempted_req_ids or set()
+        if not loading.isdisjoint(preempted):
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.preempted_req_ids = set(preempted) - loading
+        return upstream(self, scheduler_output)
+
+    OffloadingConnectorScheduler.build_connector_meta = build_connector_meta  # type: ignore[method-assign]
