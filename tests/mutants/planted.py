@@ -3677,7 +3677,7 @@ MUTANTS = [
         "compat/adapters.py",
         "self._load([*self._in_use.values(), adapter])",
         "self._load([adapter])",
-        ("tests/soak/test_engines.py",),
+        ("tests/runner/test_lora.py",),
     ),
     Mutant(
         "an adapter that can't be read ends the engine",

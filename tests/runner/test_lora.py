@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
 
+from vllm_npu_prep.compat.adapters import AdapterLoads
 from vllm_npu_prep.runner import lora
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
 from vllm_npu_prep.v2.adapters import SlotAdapters
@@ -30,6 +32,37 @@ def test_tokens_and_samples_get_the_adapter_of_their_request():
     assert mapping.index_mapping.tolist() == [5, 5, 0, 0, 0]
     assert mapping.prompt_mapping.tolist() == [5, 0, 0]
     assert without.prompt_mapping.tolist() == [5, 0]
+
+
+def test_adapters_in_use_are_touched_before_another_is_read():
+    """So none of them has to go. One too many waits, and two ranks' loads make one name."""
+    told, names = [], {1: "running", 2: "waiting", 3: "one too many"}
+
+    def load(adapters: list[LoRARequest]) -> list[dict[int, str]]:
+        told.append([each.lora_int_id for each in adapters])
+        return [{1: "first", 2: "second"}, {1: "first", 2: "of another stage"}]
+
+    running, waiting, third = requests = [
+        SimpleNamespace(
+            request_id=name,
+            lora_request=LoRARequest(name, number, "/path"),
+            status=RequestStatus.WAITING,
+            num_computed_tokens=0,
+            block_hashes=["of no load"],
+            update_block_hashes=lambda: None,
+        )
+        for number, name in names.items()
+    ]
+    running.status = RequestStatus.RUNNING
+    scheduler = SimpleNamespace(
+        requests={each.request_id: each for each in requests},
+        reset_preempted_req_ids=set(),
+        connector=None,
+    )
+    loads = AdapterLoads(scheduler, load, max_loras=2)
+    assert [loads.is_ready(waiting), loads.is_ready(third), loads.is_ready(waiting)] == [1, 0, 1]
+    assert told == [[1, 2]]
+    assert waiting.adapter_load == "secondof another stage" and not waiting.block_hashes
 
 
 def test_two_adapters_of_one_name_are_both_told():
