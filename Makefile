@@ -52,9 +52,10 @@ RETRY ?=
 MERGE ?=
 SLICE = --minutes $(MINUTES) $(if $(FRESH),--fresh) $(if $(RETRY),--retry)
 
-test-all: install lint ## every combination, the long runs and make compat for each release, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
+test-all: install lint ## every combination, the long runs, every architecture of vLLM and make compat for each release, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
 	@$(PY) -m tests.resume.suite $(SLICE) $(if $(SEED),--seed $(SEED)); suite=$$?; \
-	  $(PY) -m tests.compat.every $(SLICE) && exit $$suite
+	  $(PY) -m tests.registry $(SLICE); registry=$$?; \
+	  $(PY) -m tests.compat.every $(SLICE) && exit $$((suite | registry))
 
 matrix: install ## docs/reference/matrix.md: runs tests whose cells are empty or stale, in slices; MINUTES=30, MERGE=1 to run none
 	$(PY) -m tests.matrix $(if $(MERGE),--merge,$(SLICE))

@@ -164,6 +164,9 @@ class NPUPlatform(Platform):
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         """One backend for K and V, one for latent rows; each uses the chosen kernel family."""
+        from vllm_npu_prep.attention.layers import refuse_what_is_asked
+
+        refuse_what_is_asked(attn_selector_config)
         if attn_selector_config.use_mla:
             return "vllm_npu_prep.attention.mla.AscendMLABackend"
         return "vllm_npu_prep.attention.backend.AscendAttentionBackend"

@@ -5,6 +5,7 @@ import contextlib
 import fnmatch
 import gc
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_npu_prep.attention.layers import refuse_other_layers
 from vllm_npu_prep.attention.step_memory import attention_bytes
 from vllm_npu_prep.compat import connectors, kernels, v2
+from vllm_npu_prep.compat.models import look_at_models_before_weights
 from vllm_npu_prep.compat.multimodal import items_of
 from vllm_npu_prep.compat.states import leave_states_in_their_blocks
 from vllm_npu_prep.config import decisions_of, parse_config
@@ -32,6 +35,7 @@ from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
+from vllm_npu_prep.ops.fused_routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
@@ -70,6 +74,11 @@ fills only in part: in one engine, 128k tokens took 658 MB after four other prom
 return 100 MB takes 8 ms, for which nobody's next token should wait."""
 
 
+def _refuse_what_is_not_computed(model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+    refuse_other_layers(layers)
+    refuse_routers(model)
+
+
 class NPUWorker(Worker):
     """One rank of the engine."""
 
@@ -96,6 +105,7 @@ class NPUWorker(Worker):
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
         gc.freeze()  # so that collections while loading and profiling skip modules
+        look_at_models_before_weights(_refuse_what_is_not_computed)
         if self.parallel_config.use_ray:  # vLLM's other processes do so from their start
             survive_signals()
         if self.model_config.is_hybrid:

@@ -4216,4 +4216,32 @@ MUTANTS = [
             "tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",
         ),
     ),
+    Mutant(
+        "layers of other classes than the known ones are served",
+        "attention/layers.py",
+        "kind not in COMPUTED and not _is_ours(kind)",
+        "False",
+        ("tests/attention/test_layers.py",),
+    ),
+    Mutant(
+        "attention that no kernel has is left out",
+        "attention/layers.py",
+        "        if getattr(config, name):\n",
+        "        if False:\n",
+        ("tests/attention/test_layers.py",),
+    ),
+    Mutant(
+        "layers are looked at after their weights were loaded",
+        "compat/models.py",
+        "        check(model, vllm_config.compilation_config.static_forward_context)\n",
+        "",
+        ("tests/attention/test_layers.py",),
+    ),
+    Mutant(
+        "chips whose operators nobody has read pass start-up",
+        "startup/subjects/kernels.py",
+        "and not KNOWN_CHIPS.match(device_name(c.kind.device_type))",
+        "and False",
+        ("tests/startup/test_refusals.py",),
+    ),
 ]

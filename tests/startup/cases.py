@@ -145,6 +145,17 @@ LIMITS = {
         on_npu=True,
         patches={**NPUS, f"{SUBJECTS}.kernels.device_name": lambda device_type: "Ascend310P3"},
     ),
+    **{
+        f"a chip whose operators were not read: {name}": Case(
+            ("chip",),
+            (f"NPUs of type {name}: ", "Ascend910B (A2) and Ascend910_93 (A3) only"),
+            HALF,
+            family="fia",
+            on_npu=True,
+            patches={**NPUS, f"{SUBJECTS}.kernels.device_name": lambda of, name=name: name},
+        )
+        for name in ("Ascend950PR_9599", "Ascend910_9589", "Ascend910B", "Ascend310B1")
+    },
     "a dtype that operators don't take": Case(
         ("dtype",), ("--dtype torch.float32", "bfloat16, float16"), family="fia"
     ),
@@ -394,6 +405,16 @@ MODELS = {
         ("sparse attention", "indexer"),
         model=("DeepseekV2", {**MLA, "q_lora_rank": 20, "index_topk": 8}),
     ),
+    "sparse attention of another name": Case(
+        ("sparse-attention",),
+        ("sparse attention", "indexer"),
+        model=("Qwen3", {EDITED: {"sparse_attention_config": {"sparse_topk_blocks": 2}}}),
+    ),
+    "a drafter without its model": Case(
+        ("drafter-alone",),
+        ("EagleLlamaForCausalLM as a model of its own", "--speculative-config"),
+        model=("Llama", {EDITED: {"architectures": ["EagleLlamaForCausalLM"]}}),
+    ),
     "states": Case(
         ("states",),
         STATES,
@@ -581,7 +602,7 @@ FEATURES = {
         ("linear-backend",), ("--linear-backend cutlass",), {"linear_backend": "cutlass"}
     ),
     "watermarks": Case(
-        ("watermarking",), ("--watermark-config", "V2"), {"watermark_config": {"key": 7}}
+        ("watermarking",), ("--watermark-config", "Triton"), {"watermark_config": {"key": 7}}
     ),
     "weights on the host": Case(
         ("weight-offloading",), ("weight offloading", "device memory"), {"cpu_offload_gb": 1}
@@ -877,6 +898,13 @@ SEEING = {
         {"enforce_eager": True, "enable_lora": True},
         environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
     ),
+    "V2 with a draft model behind images": Case(
+        ("v2-multimodal-drafts",),
+        ("Model Runner V2 with drafts for a multimodal model",),
+        {"enforce_eager": True, **drafts()},
+        drafter=("Qwen3", {"vocab_size": 876}),
+        environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    ),
     "V2 with drafts behind images": Case(
         ("v2-multimodal-drafts",),
         ("Model Runner V2 with drafts for a multimodal model", "VLLM_USE_V2_MODEL_RUNNER"),
@@ -1088,7 +1116,7 @@ SPECULATION = {
     ),
     "a drafter of states": Case(
         ("drafter-states",),
-        ("as a drafter", "K and V planes only"),
+        ("as a drafter", "no states"),
         drafts(),
         drafter=("Mamba2", {"num_heads": 8, "state_size": 16, "n_groups": 1}),
     ),
@@ -1167,8 +1195,17 @@ V2 = {
         model=WITH_MTP,
         **drafts("mtp", disable_padded_drafter_batch=True),
     ),
-    "V2 with stages scheduled ahead": on_v2(
-        ("v2-async-stages",), "give --no-async-scheduling", pipeline_parallel_size=2
+    "V2 with a draft model without padding": Case(
+        ("v2-unpadded-drafter-batch",),
+        ("disable_padded_drafter_batch", "drafts the same; leave the key out"),
+        {**EAGER, **drafts(disable_padded_drafter_batch=True)},
+        environment=ON_V2,
+    ),
+    "V2 with stages scheduled ahead": Case(
+        ("v2-async-stages",),
+        ("stages", "give --no-async-scheduling"),
+        {**EAGER, "pipeline_parallel_size": 2},
+        environment=ON_V2,
     ),
     "V2 with stages that pool": on_v2(
         ("v2-stages",), "pipeline stages", runner="pooling", convert="embed", **SYNC_STAGES

@@ -390,12 +390,15 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **unsupported: Any,
     ) -> None:
-        if alibi_slopes is not None:
-            raise NotImplementedError("ALiBi is not supported by the Ascend attention backend")
-        if attn_type not in ATTN_TYPES:
-            raise NotImplementedError(f"{attn_type} attention is not supported: {ATTN_TYPES} are")
-        if set(unsupported.values()) - {None}:
-            raise NotImplementedError(f"not supported by this backend: {sorted(unsupported)}")
+        asked = [name for name, value in unsupported.items() if value is not None]
+        asked += ["alibi_slopes"] * (alibi_slopes is not None)
+        asked += [f"attn_type {attn_type}"] * (attn_type not in ATTN_TYPES)
+        if asked:
+            raise PrepError(
+                f"attention with {', '.join(asked)} is not supported by vllm_npu_prep: its kernels "
+                "have causal attention over K and V and encoders' attention, in full, in windows "
+                "or in chunks; use another model"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale

@@ -88,6 +88,7 @@ def activate_platform() -> str | None:
             torch_names.silence_accelerator_calls()
         _select_runner()
         _switch_off_aot_compile()
+        _leave_graphs_unbroken()
         torchvision_import.install()
     except PrepError as error:
         # vLLM would swallow the error, then fail because it has no platform.
@@ -188,3 +189,11 @@ def _switch_off_aot_compile() -> None:
     what was never saved (``support_torch_compile``): 10 ms a step.
     """
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+
+
+def _leave_graphs_unbroken() -> None:
+    """Keep vLLM from choosing graphs that break at attention for some architectures by itself.
+
+    Start-up refuses them where a user asks for them.
+    """
+    os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")

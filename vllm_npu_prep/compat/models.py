@@ -2,11 +2,16 @@
 
 import functools
 import importlib.util
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.server.one_line import why_not_made
+
+logger = logging.getLogger("vllm." + __name__)
 
 TORCHVISION = "torchvision==0.28.0"  # the one that belongs to torch 2.13.0
 
@@ -62,3 +67,41 @@ def take_no_mtp_layers_for_none() -> None:
         return changed
 
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)  # type: ignore[method-assign]
+
+
+def look_at_models_before_weights(
+    check: Callable[[nn.Module, Mapping[str, Any]], None],
+) -> None:
+    """Look at each model between its making and its weights, and say in one line why none is made.
+
+    vLLM's code of a model may refuse a config, a runner or a platform, in the midst of a traceback.
+
+    Parameters
+    ----------
+    check
+        Gets the model, and the engine's layers with a KV cache or states by name.
+    """
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    upstream = BaseModelLoader.create_model
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def create_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        try:
+            model = upstream(self, vllm_config, model_config, prefix=prefix)
+        except Exception as error:
+            why = why_not_made(error)
+            if why is None:
+                raise
+            logger.debug("Where vLLM refused the model:", exc_info=True)
+            raise PrepError(
+                f"{model_config.architecture} ({model_config.model}) is refused by vLLM's own code "
+                f"of it: {why}; use a config.json that this release reads, or another model "
+                "(VLLM_LOGGING_LEVEL=DEBUG shows where)"
+            ) from None
+        check(model, vllm_config.compilation_config.static_forward_context)
+        return model
+
+    BaseModelLoader.create_model = create_model  # type: ignore[method-assign]

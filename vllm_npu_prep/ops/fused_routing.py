@@ -15,7 +15,10 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from vllm_npu_prep.errors import PrepError
 
 MAX_EXPERTS = 2048
 MAX_TOP_K = 1024
@@ -278,6 +281,22 @@ def _takes_groups(experts: int, top_k: int, number: int, kept: int) -> bool:
     size = experts // number
     padded = number * -(-size // GROUP_MULTIPLE) * GROUP_MULTIPLE
     return size > 2 and padded <= MAX_EXPERTS and top_k <= kept * size
+
+
+def refuse_routers(model: nn.Module) -> None:
+    """Raise for a model, made but not loaded, whose routers launch kernels of Triton.
+
+    Raises
+    ------
+    PrepError
+        If it has experts that compute nothing, which vLLM's router adds up itself.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MoERunner) and isinstance(module.router, ZeroExpertRouter):
+            raise PrepError(
+                f"experts that compute nothing ({name}) are not supported by vllm_npu_prep: the "
+                "kernel of Triton that adds them up is not replaced; use another model"
+            )
 
 
 def replace_routers(model: nn.Module, switches: Collection[str]) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 
 from vllm_npu_prep.errors import PrepError
@@ -55,8 +56,11 @@ CONFIGURING = {
 }
 """Functions of vLLM that check a command's flags: the user has to fix what they raise."""
 
-MISTAKES = (ValueError, TypeError, KeyError, NotImplementedError)
-"""Exceptions that vLLM and transformers raise on purpose for bad flags."""
+OURS = "vllm_npu_prep."
+"""How names of this plugin's modules begin."""
+
+MISTAKES = (ValueError, TypeError, KeyError, NotImplementedError, StrictDataclassError)
+"""Exceptions that vLLM and transformers raise on purpose for bad flags and configs of models."""
 
 
 # ----------------------------------------------------------------- between processes
@@ -263,6 +267,23 @@ def mistake_of(error: BaseException) -> str | None:
     else:
         return None
     return f"{' '.join(text.split())} (VLLM_LOGGING_LEVEL=DEBUG shows where)"
+
+
+def why_not_made(error: BaseException) -> str | None:
+    """What vLLM's code of a model said on purpose against making it; None if that is a bug.
+
+    A field that a config lacks was named by nobody, but by the code that reads it.
+    """
+    if isinstance(error, PrepError) or error.__traceback__ is None:
+        return None
+    if isinstance(error, AttributeError) and hasattr(error.obj, "model_type"):
+        return f"it reads {error.name}, which config.json lacks"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(str(frame.f_globals.get("__name__")).startswith(OURS) for frame in frames[1:]):
+        return None
+    at = [each for each in traceback.extract_tb(error.__traceback__) if "/vllm/" in each.filename]
+    where = f"{at[-1].filename.rpartition('/vllm/')[2]}:{at[-1].lineno}" if at else "vLLM"
+    return f"{' '.join(str(error).split()) or type(error).__name__} ({where})"
 
 
 def _is_of_vllm(frame: FrameType) -> bool:

@@ -27,7 +27,7 @@ CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/late
 CANN_IN_TABLE = (9, 1)
 """Newest CANN in torch_npu's published table, there for torch_npu 2.12.0."""
 
-REFUSED_CHIPS = ("310P",)
+NZ_CHIP, LATER_CHIP = "310P", "950"
 KNOWN_CHIPS = r"(Ascend)?(910B\d|910_93|910$)"
 """Of ``npu-smi``, which calls 910_93 ``Ascend910``."""
 
@@ -213,7 +213,13 @@ class Hardware:
     def _chip_names(self) -> Finding:
         names = Counter(chip.name for chip in self.chips)
         found = ", ".join(f"{count} x {name}" for name, count in names.items())
-        if any(refused in name for name in names for refused in REFUSED_CHIPS):
+        if any(LATER_CHIP in name for name in names):
+            return bad_if(self.host.needs_npu)(
+                "npu-smi",
+                f"{found}: what operators take is known of 910B (A2) and 910_93 (A3) only",
+                "use one of them, or the CPU: NPU_PREP_DEVICE=cpu",
+            )
+        if any(NZ_CHIP in name for name in names):
             return bad_if(self.host.needs_npu)(
                 "npu-smi",
                 f"{found}: Ascend310P keeps its KV cache in the NZ layout, which is not supported",

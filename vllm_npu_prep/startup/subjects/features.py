@@ -8,7 +8,22 @@ STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Layers with a state instead of K and V, by transformers' ``layer_types``. For an architecture
 that vLLM doesn't know, it runs transformers' code and doesn't notice that the model is a hybrid."""
 
+
+def _only_drafts(asked: Asked) -> bool:
+    from vllm.model_executor.models import registry
+
+    return asked.model.architecture in registry._SPECULATIVE_DECODING_MODELS
+
+
 MODELS = (
+    Refusal(
+        "drafter-alone",
+        _only_drafts,
+        "{architecture} as a model of its own ({model})",
+        "it drafts for another model",
+        'serve that one, with this as "model" in --speculative-config',
+        lambda c: {"architecture": c.model.architecture},
+    ),
     Refusal(
         "encoder-decoder",
         lambda c: c.model.is_encoder_decoder,
@@ -25,7 +40,7 @@ MODELS = (
     ),
     Refusal(
         "sparse-attention",
-        lambda c: hasattr(c.text, "index_topk"),
+        lambda c: hasattr(c.text, "index_topk") or getattr(c.text, "sparse_attention_config", None),
         "sparse attention ({model})",
         "attention reads the whole context, and has no indexer",
         "use another model",
@@ -167,8 +182,8 @@ FEATURES = (
             or c.config.attention_config.backend_per_kind
         ),
         "--attention-backend",
-        "the plugin chooses the attention backend",
-        "leave the flag out",
+        "the plugin chooses the attention backend, in place of a flag or vLLM's rule for a model",
+        "leave the flag out; use another model if it was not given",
     ),
     Refusal(
         "non-causal",
@@ -189,7 +204,7 @@ FEATURES = (
         "watermarking",
         lambda c: c.config.watermark_config is not None,
         "--watermark-config",
-        "vLLM marks tokens in its V2 model runner only",
+        "the kernels of Triton that mark tokens are not replaced",
         "leave the flag out",
     ),
     Refusal(

@@ -1,5 +1,6 @@
 """What a device and its kernel family can't do."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,7 @@ from vllm_npu_prep.attention.fused_releases import (
 )
 from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_refusal
 from vllm_npu_prep.config import SECTION
-from vllm_npu_prep.device import CPU_KIND, device_name, free_memory
+from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
@@ -33,6 +34,10 @@ OF_LATENT_ROWS = (
     "npu_attention_update",
 )
 OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
+
+KNOWN_CHIPS = re.compile(r"Ascend910(B\d|_93)")
+"""Chips whose operators' demands were read: A2 and A3. CANN calls a first 910 ``Ascend910B``, and
+the chips of A5 ``Ascend950PR_...`` and ``Ascend950DT_...``, once ``Ascend910_95...``."""
 
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
@@ -213,6 +218,10 @@ def _needed_operators(asked: Asked) -> list[str]:
     return found
 
 
+def _chip(asked: Asked) -> dict[str, object]:
+    return {"chip": device_name(asked.kind.device_type)}
+
+
 LIMITS = (
     Refusal(
         "nz-cache",
@@ -220,7 +229,19 @@ LIMITS = (
         "NPUs of type {chip}",
         "Ascend310P keeps its KV cache in the NZ layout, which is not supported",
         "use an Ascend910B or Ascend910_93 device",
-        lambda c: {"chip": device_name(c.kind.device_type)},
+        _chip,
+    ),
+    Refusal(
+        "chip",
+        lambda c: (
+            c.kind == NPU_KIND
+            and not device_name(c.kind.device_type).startswith(NZ_CACHE_CHIPS)
+            and not KNOWN_CHIPS.match(device_name(c.kind.device_type))
+        ),
+        "NPUs of type {chip}",
+        "what operators take is known of Ascend910B (A2) and Ascend910_93 (A3) only",
+        "use one of them",
+        _chip,
     ),
     Refusal(
         "dtype",

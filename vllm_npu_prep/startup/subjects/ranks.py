@@ -125,7 +125,7 @@ RANKS = (
         "batch-sharded-sampling",
         lambda c: _parallel(c).enable_batch_sharded_sampling,
         "--enable-batch-sharded-sampling",
-        "vLLM's V1 runner samples every request on every rank",
+        "every rank samples all requests of a step",
         "leave the flag out",
     ),
     Refusal(

@@ -62,7 +62,7 @@ SPECULATION = (
         "speculation-stages",
         lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
         "speculation over pipeline stages",
-        "drafts need a rank that has all layers of the model",
+        "drafters have been tried on ranks that have all layers of the model",
         "use --tensor-parallel-size",
     ),
     Refusal(
@@ -112,17 +112,23 @@ SPECULATION = (
     Refusal(
         "unpadded-drafter-batch",
         lambda c: (
-            c.speculative.method == "draft_model" and c.speculative.disable_padded_drafter_batch
+            c.speculative.method == "draft_model"
+            and c.speculative.disable_padded_drafter_batch
+            and not c.config.use_v2_model_runner  # which refuses the key for every method
         ),
         "disable_padded_drafter_batch (draft_model)",
-        "vLLM runs draft models on padded batches only",
+        "vLLM's V1 runner runs draft models on padded batches only",
         "leave the key out",
     ),
     Refusal(
         "draft-model-mrope",
-        lambda c: c.speculative.method == "draft_model" and c.model.uses_mrope,
+        lambda c: (
+            c.speculative.method == "draft_model"
+            and c.model.uses_mrope
+            and not c.config.use_v2_model_runner  # which drafts for no such model
+        ),
         "speculative method draft_model for a model with M-RoPE ({model})",
-        "vLLM's draft models have one position for each token",
+        "draft models of vLLM's V1 runner have one position for each token",
         "use ngram or EAGLE",
     ),
     Refusal(
@@ -144,7 +150,7 @@ SPECULATION = (
         "adaptive-verification",
         lambda c: c.speculative.enable_adaptive_verification,
         "enable_adaptive_verification",
-        "vLLM's V1 runner verifies every draft",
+        "every draft is verified",
         "leave the key out",
     ),
     Refusal(
@@ -215,7 +221,7 @@ DRAFTERS = (
         "drafter-layer-kinds",
         lambda c: not c.mtp and len(layer_types(c.drafter)) > 1,  # MTP layers are of one kind
         "{drafter} as a drafter ({method})",
-        "its layers ({kinds}) are of several kinds, and a drafter's metadata describes one",
+        "its layers ({kinds}) are of several kinds, and drafters have been tried with one",
         "use another drafter",
         _drafter,
     ),
@@ -223,7 +229,7 @@ DRAFTERS = (
         "drafter-states",
         lambda c: c.drafter.is_hybrid or c.drafter.is_attention_free,
         "{drafter} as a drafter ({method})",
-        "the KV cache holds K and V planes only",
+        "draft passes prepare no states",
         "use another drafter",
         _drafter,
     ),

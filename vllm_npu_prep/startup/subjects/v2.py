@@ -31,7 +31,7 @@ V2 = (
         lambda c: _has_stages(c) and c.config.scheduler_config.async_scheduling,
         "Model Runner V2 with asynchronous scheduling over pipeline stages",
         "the scheduler tells its stages what was sampled, which it has to know by then",
-        "give --no-async-scheduling, or unset VLLM_USE_V2_MODEL_RUNNER",
+        "give --no-async-scheduling",
     ),
     Refusal(
         "v2-stages",
@@ -77,7 +77,8 @@ V2_SPECULATION = (
         lambda c: c.speculative.disable_padded_drafter_batch,
         "Model Runner V2 with disable_padded_drafter_batch",
         "rejected tokens stay in its first draft pass, which drafts the same",
-        "leave the key out, or " + BY_V1,
+        "leave the key out{or_v1}",
+        lambda c: {"or_v1": "" if c.speculative.method == "draft_model" else f", or {BY_V1}"},
     ),
 )
 

@@ -1,0 +1,1 @@
+"""Every architecture of vLLM's registry, asked for with a tiny model."""

@@ -1,0 +1,71 @@
+"""Asks for a tiny model of each architecture of vLLM's registry, in slices: part of make test-all.
+
+python -m tests.registry [--minutes 30] [--fresh] [--retry] [architecture ...]
+
+A unit is an architecture. Results are in tests/results/registry.jsonl, from which the page
+docs/reference/architectures.md is written. Architectures that are named are asked, and nothing is
+recorded.
+"""
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+from tests.registry import ask, page, tiny
+from tests.resume.slice import Slice, SliceError, add_arguments
+
+COMMAND = "make test-all"
+
+
+def timed(architecture: str) -> tuple[ask.Came, float]:
+    """What came of an architecture, and how many seconds it took."""
+    started = time.monotonic()
+    return ask.in_child(architecture), time.monotonic() - started
+
+
+def main(arguments: list[str]) -> int:
+    """Run a slice; exit code 1 if an architecture is neither served nor refused in one line."""
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.registry", description=about)
+    add_arguments(parser)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at a time")
+    parser.add_argument("architectures", nargs="*", help="to be asked, whatever came before")
+    parser.add_argument("--page", action="store_true", help="write the page, and ask nothing")
+    args = parser.parse_args(arguments)
+    if args.page:
+        page.write()
+        return 0
+    known = list(tiny.registered())
+    ask.prepare()
+    if args.architectures:
+        for each in args.architectures:
+            came = ask.in_child(each)
+            print(f"{each}: {came.what}: {came.how}\n{came.where}", flush=True)
+        return 0
+    try:
+        part = Slice(page.RESULTS_FILE, args.minutes, fresh=args.fresh, retry=args.retry)
+    except SliceError as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
+        return 2
+
+    with part, ThreadPoolExecutor(args.processes) as pool:
+        pending = part.pending(dict.fromkeys(known, ""))
+        asked = {each: pool.submit(timed, each) for each in pending}
+
+        def one(architecture: str) -> None:
+            came, seconds = asked[architecture].result()
+            outcome = "failed" if came.what == "fault" else "passed"
+            part.record(architecture, outcome, seconds, by=came.what, **asdict(came))
+
+        whole = part.play(pending, one, len(pending))
+        pool.shutdown(cancel_futures=True)
+        failed = part.finish(sum(each not in part.latest for each in known), COMMAND)
+    page.write()
+    return failed or int(not whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""Asks start-up for an engine of one architecture, in a forked child, and tells what came of it."""
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import tempfile
+import traceback
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.helpers.engine import save_tokenizer
+from tests.registry import tiny
+
+PROMPTS = [[5, 17, 300, 41, 8, 99, 120], [7, 3, 250, 11, 480, 64, 2, 33, 19, 77, 150]]
+NEW_TOKENS = 4
+SECONDS = 300
+"""After which a child counts as hanging: generous, as others may use the machine."""
+
+LACKING = re.compile(
+    r"it reads (\w+), which config|(\w+) not exist|Config' object has no attribute '(\w+)'"
+)
+OF_WEIGHTS = re.compile(r"model_loader/|load_weights|weight_loader|parameter\.py")
+NEEDS_FILES = re.compile(
+    r"Can't load \w+ processor|preprocessor_config\.json|processor_config|not found at|sees"
+)
+
+WARM = (
+    "torch.fx",
+    "transformers.models.llama.modeling_llama",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm_npu_prep.worker",
+    "vllm_npu_prep.runner.model_runner",
+)
+"""Modules that most children need: imported once, before they are forked."""
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enforce_eager": True,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Came:
+    """What came of an architecture.
+
+    Attributes
+    ----------
+    what
+        ``served``, ``refused`` (by this plugin), ``refused by vLLM``, ``not made`` or ``fault``.
+    how
+        Of a served one: against what its tokens were held. Of a refusal: its ids, or vLLM's line.
+        Of one that is not made: why. Of a fault: the error.
+    where
+        Of a fault: the last lines of the traceback.
+    """
+
+    what: str
+    how: str
+    where: str = ""
+
+
+def ask(architecture: str) -> Came:
+    """Make a tiny model of an architecture, and ask for an engine, in this process."""
+    folder = Path(tempfile.mkdtemp(prefix="registry-"))
+    try:
+        config = tiny.tiny_config(architecture)
+        reference = tiny.save_model(folder, architecture, config)
+        save_tokenizer(folder)
+        return _without_paths(_with_fields(folder, reference), folder)
+    except tiny.CannotBeMadeError as error:
+        return Came("not made", str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_paths(came: Came, folder: Path) -> Came:
+    """The same on every machine."""
+    how, where = (
+        re.sub(r'(/[^\s/"]+)+/(?=site-packages/|tests/|vllm_npu_prep/)', "", text)
+        for text in (
+            came.how.replace(str(folder), "MODEL"),
+            came.where.replace(str(folder), "MODEL"),
+        )
+    )
+    return Came(came.what, how, where)
+
+
+def _with_fields(folder: Path, reference: Any) -> Came:
+    """Ask, and again with each field that vLLM missed in the config and `tiny.FIELDS` has.
+
+    Where vLLM doesn't read what transformers' class of it has written, weights are made up.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    load, added = "auto" if reference else "dummy", set()
+    while True:
+        came = _ask(folder, reference if load == "auto" else None, load_format=load)
+        missed = LACKING.search(f"{came.how} {came.where}")
+        name = next((each for each in missed.groups() if each), "") if missed else ""
+        if came.what != "served" and name in tiny.FIELDS and name not in added:
+            added.add(name)
+            tiny.add_field(folder, name)
+        elif came.what == "fault" and load == "auto" and OF_WEIGHTS.search(came.where):
+            load = "dummy"
+        elif came.what == "fault" and came.how.startswith("start-up: ") and name:
+            return Came("not made", f"transformers' config of it lacks {name}, which vLLM reads")
+        elif came.what in ("fault", "refused by vLLM") and NEEDS_FILES.search(came.how):
+            return Came("not made", "it needs files of a processor")
+        else:
+            return came
+        cleanup_dist_env_and_memory()
+
+
+def _ask(folder: Path, reference: Any, **settings: Any) -> Came:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tests.helpers.engine import inspect_models_here
+    from vllm_npu_prep.errors import PrepError
+    from vllm_npu_prep.server.one_line import mistake_of, refusal_of
+
+    inspect_models_here()
+    refused: list[str] = []
+    settings = {**SETTINGS, **settings}
+    with _noting(refused):
+        try:
+            config = EngineArgs(model=str(folder), **settings).create_engine_config()
+        except PrepError as error:
+            lines = str(error).splitlines()
+            return Came("refused", " ".join(refused), lines[0] if len(lines) == 1 else str(error))
+        except Exception as error:
+            if (text := mistake_of(error)) is not None:
+                return Came("refused by vLLM", text)
+            return Came("fault", "start-up: " + tiny.first_line(error), _where())
+    pools = config.model_config.runner_type == "pooling"
+    if config.model_config.is_multimodal_model:  # no files of a processor are made
+        settings |= {"language_model_only": True}
+    loaded: list[str] = []
+    try:
+        with _noting_loads(loaded):
+            return _pooled(folder, settings) if pools else _generated(folder, settings, reference)
+    except Exception as error:
+        text = refusal_of(error)
+        if text is not None and not loaded and "\n" not in text:
+            return Came("refused", "while layers are made", text)
+        if pools and "language_model_only" in settings:
+            return Came("fault", f"it sees, and pools no text alone: {tiny.first_line(error)}")
+        return Came("fault", tiny.first_line(error), _where())
+
+
+def _where() -> str:
+    return "".join(traceback.format_exc().splitlines(keepends=True)[-14:])
+
+
+@contextlib.contextmanager
+def _noting(refused: list[str]) -> Any:
+    from vllm_npu_prep import platform
+    from vllm_npu_prep.startup.refusals import refusals_that_apply, refuse_unsupported
+
+    def refuse(*asked: Any) -> None:
+        refused[:] = refusals_that_apply(*asked)
+        refuse_unsupported(*asked)
+
+    with mock.patch.object(platform, "refuse_unsupported", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def _noting_loads(loaded: list[str]) -> Any:
+    """Note when weights are first loaded, by whichever loader."""
+    from vllm.model_executor.model_loader import default_loader, dummy_loader
+
+    with contextlib.ExitStack() as patches:
+        for loader in (default_loader.DefaultModelLoader, dummy_loader.DummyModelLoader):
+
+            def load(
+                self: Any, *args: Any, upstream: Any = loader.load_weights, **more: Any
+            ) -> Any:
+                loaded.append(type(self).__name__)
+                return upstream(self, *args, **more)
+
+            patches.enter_context(mock.patch.object(loader, "load_weights", load))
+        yield
+
+
+def _generated(folder: Path, settings: dict[str, Any], reference: Any) -> Came:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(folder), **settings)
+    params = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=1
+    )
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def tokens() -> tuple[list[list[int]], list[float]]:
+        outputs = [each.outputs[0] for each in llm.generate(inputs, params, use_tqdm=False)]
+        scores = [
+            score.logprob for each in outputs for place in each.logprobs for score in place.values()
+        ]
+        return [list(each.token_ids) for each in outputs], scores
+
+    (first, scores), (second, _) = tokens(), tokens()
+    if not all(map(float("inf").__gt__, map(abs, scores))):
+        return Came("fault", f"scores that are no numbers: {scores[:4]}")
+    if first != second:
+        return Came("fault", f"other tokens at the second time: {first} {second}")
+    if reference is None:
+        return Came("served", "tokens twice the same")
+    expected = tiny.greedy(reference, PROMPTS, NEW_TOKENS)
+    if isinstance(expected, str):
+        return Came("served", "tokens twice the same", expected)
+    if expected != first:
+        return Came("fault", f"tokens {first}, those of transformers {expected}")
+    return Came("served", "tokens of transformers")
+
+
+def _pooled(folder: Path, settings: dict[str, Any]) -> Came:
+    import torch
+    from vllm import LLM
+
+    llm = LLM(str(folder), **settings)
+    task = llm.pooling_task
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def vectors() -> list[Any]:
+        outputs = llm.encode(inputs, pooling_task=task, use_tqdm=False)
+        return [torch.as_tensor(each.outputs.data) for each in outputs]
+
+    first, second = vectors(), vectors()
+    if not all(bool(torch.isfinite(each.float()).all()) for each in first):
+        return Came("fault", "vectors that are no numbers")
+    if not all(torch.equal(one, other) for one, other in zip(first, second)):
+        return Came("fault", "other vectors at the second time")
+    return Came("served", f"pools ({task})")
+
+
+def _child(architecture: str, quiet: bool, to: Connection) -> None:
+    if quiet:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    gc.disable()  # what a short life leaves goes with it
+    gc.collect = lambda *_: 0
+    try:
+        came = FAULTS[architecture]() if architecture in FAULTS else ask(architecture)
+    except BaseException as error:
+        came = Came("fault", tiny.first_line(error), _where())
+    to.send(asdict(came))
+    to.close()
+    os._exit(0)
+
+
+FAULTS: dict[str, Any] = {
+    "no architecture: dies": lambda: os._exit(3),
+    "no architecture: hangs": lambda: signal.pause(),
+}
+"""What stands for an architecture in tests of the walk itself."""
+
+
+def prepare() -> None:
+    """Import what each child needs, once."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    for module in WARM:
+        importlib.import_module(module)
+
+
+def in_child(architecture: str, seconds: float = SECONDS, quiet: bool = True) -> Came:
+    """Ask for an architecture in a child, forked from this process, that may die or hang."""
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(architecture, quiet, its))
+    child.start()
+    its.close()
+    try:
+        if not mine.poll(seconds):
+            return Came("fault", f"no answer after {seconds:.0f} seconds")
+        return Came(**mine.recv())
+    except EOFError:
+        child.join()
+        return Came("fault", f"its process ended with exit code {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()

@@ -1,0 +1,70 @@
+"""Writes what came of each architecture into docs/reference/architectures.md."""
+
+import re
+from collections import Counter
+
+from tests.resume.log import Result, Results
+from tests.resume.tree import RESULTS, ROOT
+
+RESULTS_FILE = RESULTS / "registry.jsonl"
+PAGE = ROOT / "docs/reference/architectures.md"
+MARKED = re.compile(r"(<!-- architectures -->\n).*(<!-- architectures: end -->)", re.DOTALL)
+
+
+def latest() -> dict[str, Result]:
+    """Last result of each architecture, of the run that was begun last."""
+    results = Results(RESULTS_FILE)
+    runs = results.runs()
+    return results.latest(runs[-1]) if runs else {}
+
+
+def group_of(result: Result) -> str:
+    """What came of an architecture, as the page's table says it."""
+    what, how, said = (str(result.more[each]) for each in ("what", "how", "where"))
+    if what == "served":
+        return {"tokens of transformers": "served: the tokens of transformers"}.get(
+            how,
+            "served: finite values, twice the same"
+            if how.startswith("pools")
+            else "served: tokens twice the same, with made-up weights",
+        )
+    if what == "refused" and how == "while layers are made":
+        if "is refused by vLLM's own code of it" in said:
+            return "refused before weights: vLLM's code of it does not take the tiny config"
+        return "refused before weights: by what its layers ask for"
+    if what == "refused":
+        return f"refused at start-up: `{how.split()[-1]}`"
+    if what == "refused by vLLM":
+        return "refused at start-up by vLLM itself"
+    if what == "not made":
+        reason = how.partition(":")[0]
+        return "not tried: " + ("its config is remote code" if "remote" in how else reason)
+    return "**a fault**"
+
+
+def render(page: str) -> str:
+    """The page with its table written anew."""
+    groups: dict[str, list[str]] = {}
+    for unit, result in sorted(latest().items()):
+        groups.setdefault(group_of(result), []).append(unit)
+    rows = ["| what came of it | number | architectures |", "| --- | --- | --- |"]
+    for group in sorted(
+        groups, key=lambda each: (ORDER.index(each.split(":")[0].split(" ")[0]), each)
+    ):
+        names = ", ".join(f"`{each}`" for each in groups[group])
+        rows.append(f"| {group} | {len(groups[group])} | {names} |")
+    return MARKED.sub(lambda match: match[1] + "\n" + "\n".join(rows) + "\n\n" + match[2], page)
+
+
+ORDER = ["served", "refused", "not", "**a"]
+"""First words of groups, as the table has them."""
+
+
+def counts() -> Counter[str]:
+    """How many architectures came to what."""
+    return Counter(str(result.more["what"]) for result in latest().values())
+
+
+def write() -> None:
+    """Write the page."""
+    PAGE.write_text(render(PAGE.read_text()))

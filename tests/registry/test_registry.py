@@ -1,0 +1,61 @@
+"""Some architectures of vLLM's registry; `python -m tests.registry` asks for each of them."""
+
+import pytest
+import transformers
+
+from tests.registry import page, tiny
+from tests.registry.walker import Walker
+from tests.resume.tree import ROOT
+
+CAME = {
+    "Qwen3ForCausalLM": ("served", "tokens of transformers"),
+    "BertForSequenceClassification": ("served", "pools (classify)"),
+    "GptOssForCausalLM": ("refused", "layers with attention sinks are not supported"),
+    "HrmTextForCausalLM": ("refused", "PrefillPrefixLMAttention"),
+    "LongcatFlashForCausalLM": ("refused", "experts that compute nothing"),
+    "LongcatFlashNgramForCausalLM": ("refused", "is refused by vLLM's own code of it"),
+    "MiniMaxM3SparseForConditionalGeneration": ("refused", "sparse attention"),
+    "MedusaModel": ("refused", "MedusaModel as a model of its own"),
+    "OrionForCausalLM": ("not made", "its config is remote code"),
+}
+"""What comes of them, and what is said of it."""
+
+
+@pytest.fixture(scope="module")
+def walker():
+    with Walker() as walker:
+        yield walker
+
+
+@pytest.mark.parametrize("architecture", CAME)
+def test_an_architecture_is_served_or_refused_in_one_line(architecture, walker):
+    what, said = CAME[architecture]
+    came = walker.ask(architecture)
+    assert came.what == what, f"{came.how}\n{came.where}"
+    assert said in f"{came.how} {came.where}"
+    assert what != "refused" or "\n" not in came.where
+
+
+def test_a_crash_and_a_hang_are_a_fault_each(walker):
+    assert "exit code" in walker.ask("no architecture: dies").how
+    assert "no answer" in walker.ask("no architecture: hangs", seconds=0.1).how
+
+
+def test_fields_are_small_in_configs_inside_of_configs_too():
+    config = tiny.tiny_config("Qwen3VLForConditionalGeneration")
+    assert isinstance(config, transformers.Qwen3VLConfig)
+    text = config.text_config
+    assert (text.hidden_size, text.num_hidden_layers, text.vocab_size) == (64, 2, 512)
+    assert config.vision_config.depth == 2
+
+
+def test_every_architecture_of_the_registry_has_a_result_and_none_is_a_fault():
+    latest = page.latest()
+    assert set(latest) == set(tiny.registered())
+    assert [unit for unit, result in latest.items() if result.failed] == []
+
+
+def test_the_page_says_what_the_results_say():
+    text = page.PAGE.read_text()
+    assert text == page.render(text), "run python -m tests.registry --page"
+    assert page.PAGE.is_relative_to(ROOT)

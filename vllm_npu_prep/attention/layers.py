@@ -1,0 +1,89 @@
+"""Layers of a model that this plugin computes: all others are refused before weights are loaded.
+
+A model's config doesn't tell what its layers ask of attention; layers do, once they are made.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.layers.attention import (
+    Attention,
+    ChunkedLocalAttention,
+    EncoderOnlyAttention,
+    MLAAttention,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_npu_prep.errors import PrepError
+
+COMPUTED = (Attention, ChunkedLocalAttention, EncoderOnlyAttention, MLAAttention)
+"""vLLM's layers beside this plugin's; those derived from them differ in what they keep or see."""
+
+ASKED = {
+    "has_sink": ("attention sinks", "the softmax of its kernels gets the scores of tokens only"),
+    "use_sparse": ("sparse attention", "attention reads the whole context, and has no indexer"),
+    "use_rswa": (
+        "a sliding window that keeps prompts in sight (R-SWA)",
+        "windows move over prompts, too",
+    ),
+}
+"""What a layer may ask of attention, by vLLM's name of it: what that is, and why it is refused."""
+
+
+def refuse_what_is_asked(config: Any) -> None:
+    """Raise if a layer asks for attention that no kernel family has.
+
+    Parameters
+    ----------
+    config
+        vLLM's ``AttentionSelectorConfig`` of the layer.
+
+    Raises
+    ------
+    PrepError
+        Names it.
+    """
+    for name, (what, why) in ASKED.items():
+        if getattr(config, name):
+            raise PrepError(
+                f"layers with {what} are not supported by vllm_npu_prep: {why}; use another model"
+            )
+
+
+def refuse_other_layers(layers: Mapping[str, Any]) -> None:
+    """Raise if a model has layers with a KV cache or states that this plugin doesn't compute.
+
+    Parameters
+    ----------
+    layers
+        By name, as vLLM's ``static_forward_context`` has them.
+
+    Raises
+    ------
+    PrepError
+        Names the first of each kind.
+    """
+    others: dict[str, str] = {}
+    for name, layer in layers.items():
+        kind = type(layer)
+        if isinstance(layer, AttentionLayerBase) and kind not in COMPUTED and not _is_ours(kind):
+            others.setdefault(kind.__name__, name)
+    if others:
+        found = ", ".join(f"{kind} ({name})" for kind, name in others.items())
+        known = ", ".join(kind.__name__ for kind in COMPUTED)
+        raise PrepError(
+            f"layers of this model are not supported by vllm_npu_prep: {found}; layers that have a "
+            f"KV cache or states may be {known} or gated delta nets; use another model"
+        )
+    for name, layer in layers.items():
+        if isinstance(layer, AttentionLayerBase):
+            backend = layer.get_attn_backend()
+            if not any(map(_is_ours, backend.__mro__)):
+                raise PrepError(
+                    f"the attention of {name} is not supported by vllm_npu_prep: its model chose "
+                    f"{backend.__name__}, whose kernels do not run on NPUs; use another model"
+                )
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("vllm_npu_prep.")
