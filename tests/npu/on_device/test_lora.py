@@ -1,5 +1,8 @@
 """What adapters ask of the device while a step is prepared: a copy and a launch if they change."""
 
+import shutil
+
+import msgspec
 import numpy as np
 from vllm.lora.request import LoRARequest
 
@@ -28,8 +31,16 @@ def test_a_mapping_that_stays_is_not_sent_again(tmp_path, seed):
         states = record_states(llm)
         got = generate(llm, prompts, greedy(8), [lora, None, lora])
         plain = generate(llm, prompts, greedy(8))
+        again, kept = [], shutil.copytree(folder, tmp_path / "kept")
+        another = make_adapter(tmp_path / "another", model, seed=seed + 1, modules=MLP + HEAD)
+        for source in (another, kept):
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+            llm.llm_engine.add_lora(msgspec.structs.replace(lora, load_inplace=True))
+            again.append(generate(llm, prompts, greedy(8), [lora, None, lora]))
     assert got[1] == plain[1]
     assert got[0] != plain[0] and got[2] != plain[2]
+    assert again[0][1] == plain[1] and again[0][0] not in (got[0], plain[0])
+    assert again[1] == got, "its folder is as it was"
     assert states[:3] == ["PrefillNoCache", "DecodeOnly", "DecodeOnly"]
     copies = [step["h2d_copies"] for step in counts.steps[:8]]
     # The prompts, the first decode of these three rows, and then the step's own copy alone.
