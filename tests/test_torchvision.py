@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from tests.helpers.engine import make_model
+from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.compat.models import TORCHVISION
 
 ROOT = Path(__file__).parents[1]
@@ -147,13 +148,13 @@ def test_the_installation_adds_the_hook_where_it_is_needed(environment, library)
     root = environment.parents[2]
     script = [ROOT / "scripts/install.sh", "--venv", root, "--python", sys.executable]
     install = subprocess.run(
-        [*script, "--steps", "torchvision"], capture_output=True, text=True, timeout=120
+        [*script, "--steps", "torchvision"], capture_output=True, text=True, timeout=LIMIT
     )
     assert install.returncode == 0, install.stderr
     assert [hook.exists(), hook.with_suffix(".py").exists()] == [library == UNFIT] * 2
     assert ("for another torch" in install.stdout) == (library == UNFIT)
     command = [root / "bin/python", "-P", "-c", "import sys, torchvision; print(torchvision)"]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT)
     assert run.returncode == 0, run.stderr
     assert str(environment) in run.stdout
 

@@ -241,8 +241,8 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
     signal.signal(signal.SIGINT, (lambda *_: None) if from_terminal else forward)
     process = subprocess.Popen(command, env=environment)
     started.append(process)
-    for number in early:
-        process.send_signal(number)
+    for received in early:
+        process.send_signal(received)
     code = process.wait()
     return code if code >= 0 else 128 - code
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import (
     Share,
@@ -82,9 +83,9 @@ class Group:
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.board[self.rank_in_group] = tensor
-        self.meet.wait(60)
+        self.meet.wait(LIMIT)
         got = [each.clone() for each in self.board]
-        self.meet.wait(60)
+        self.meet.wait(LIMIT)
         return got
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

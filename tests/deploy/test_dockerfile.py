@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.deploy import DEPLOY, ROOT, expanded, read_dockerfile, tool
+from tests.helpers.waiting import LIMIT
 
 ARGUMENTS, STAGES = read_dockerfile()
 TARGETS = ("ascend", "cpu")
@@ -45,7 +46,7 @@ def install_steps(stage) -> list[str]:
 
 def test_hadolint_has_nothing_to_say():
     command = [tool("hadolint"), "--disable-ignore-pragma", ROOT / "Dockerfile"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 

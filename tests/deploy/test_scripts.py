@@ -46,7 +46,7 @@ def start(image: Path, *command: str, **environment: str) -> subprocess.Complete
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
 
 
@@ -161,7 +161,9 @@ def test_health_is_the_servers_answer(tmp_path):
         command = [sys.executable, "-I", SCRIPTS / "healthcheck.py"]
         # A proxy is for the world outside.
         environment = {**os.environ, "TMPDIR": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
         assert "Traceback" not in ran.stderr
         return ran.returncode
 
@@ -180,7 +182,7 @@ def image_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         env={"PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT,
     )
 
 
@@ -270,7 +272,7 @@ def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert ran.returncode == 0, ran.stderr
     file, misses, hits = ran.stdout.split()
@@ -294,7 +296,7 @@ def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_pat
         [install, "--venv", tmp_path / "venv", "--python", python, "--steps", f"{all_steps},trim"],
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     calls = [line.partition("|") for line in log.read_text().splitlines()]
     pip = [(device, call.split()[2:]) for device, _, call in calls if call.startswith("-m pip ")]
@@ -321,7 +323,7 @@ def test_an_unknown_step_is_refused(tmp_path):
         [SCRIPTS / "install.sh", "--venv", tmp_path / "venv", "--steps", "torch,caches,vlm"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT,
     )
     assert ran.returncode == 1 and "unknown step vlm; steps are environment," in ran.stderr
     assert not (tmp_path / "venv").exists()

@@ -11,6 +11,7 @@ import pytest
 
 from ascend_emulator.build import SUPPORTED_TORCH_NPU
 from tests.helpers.deploy import ROOT, files_of
+from tests.helpers.waiting import LIMIT
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "vllm_npu_prep", "emulator")
@@ -45,7 +46,7 @@ def test_a_wheel_has_all_of_its_package_and_nothing_of_the_other(
         cwd=source,
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     [wheel] = tmp_path.glob("*.whl")
     with ZipFile(wheel) as archive:

@@ -24,7 +24,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import LIMIT, until
 from tests.helpers.watch import record_cached
 from vllm_npu_prep.runner import new_weights
 from vllm_npu_prep.sleep import _places_of
@@ -118,7 +118,7 @@ RANKS = {
 
 
 async def sleep_amid(prompts, mode, ranks):
-    """Sleep once a request has a few tokens: all tokens, how many came before and in sleep.
+    """Sleep once a request has a few tokens: all of them, how many came before, and each in sleep.
 
     Others may still wait, be in a chunk of their prompts or, in another engine, have ended.
     """
@@ -133,9 +133,11 @@ async def sleep_amid(prompts, mode, ranks):
                 has_begun.set()
 
     async def ask_all():
-        """Questions to all engines, between which each could step; tokens come before answers."""
+        """Questions to all engines, between which each could step, and what it sent is read."""
         for _ in range(20):
             assert await ranks.llm.is_sleeping()
+        await until(ranks.llm.engine_core.outputs_queue.empty)
+        assert await ranks.llm.is_sleeping()
 
     def come():
         return sum(map(len, tokens))
@@ -145,10 +147,10 @@ async def sleep_amid(prompts, mode, ranks):
     before = come()
     await ranks.llm.sleep(level=1, mode=mode)
     await ask_all()
-    asleep = come()
+    asleep = [len(each) for each in tokens]
     if mode == "keep":
         await ask_all()
-        assert come() == asleep, "nobody computes"
+        assert [len(each) for each in tokens] == asleep, "nobody computes"
     await ranks.llm.wake_up(["weights"])
     await ranks.llm.wake_up(["kv_cache"])
     await asyncio.gather(*tasks)
@@ -168,7 +170,10 @@ def experts(tmp_path_factory):
 
 @pytest.mark.parametrize(("layout", "runner"), on_both({name: name for name in RANKS}))
 def test_all_ranks_sleep_and_wake(request, model, layout, runner):
-    """Requests that run go on after the wake-up, or end before the sleep, or are aborted."""
+    """Requests that run go on after the wake-up, or end before the sleep, or are aborted.
+
+    Those that wait when the sleep is asked for begin after it.
+    """
     prompts = prompts_of(SEED, LENGTHS)
     model = request.getfixturevalue("experts") if layout == "dp2 experts" else model
     settings = {"enable_sleep_mode": True, "block_size": 8, **RANKS[layout]}
@@ -180,8 +185,9 @@ def test_all_ranks_sleep_and_wake(request, model, layout, runner):
     for mode in ("keep", "wait"):
         assert slept[mode]["tokens"] == expected
         assert slept[mode]["ends"] == ["length"] * len(prompts)
-    assert slept["keep"]["before"] < whole > slept["keep"]["asleep"]
-    assert slept["wait"]["before"] < whole == slept["wait"]["asleep"]
+    assert slept["keep"]["before"] < whole > sum(slept["keep"]["asleep"])
+    asleep = slept["wait"]["asleep"]
+    assert slept["wait"]["before"] < whole and TOKENS in asleep and {*asleep} <= {0, TOKENS}
     assert "abort" in slept["abort"]["ends"]
     for row, end, tokens in zip(slept["abort"]["tokens"], slept["abort"]["ends"], expected):
         assert (end, row) == ("abort" if len(row) < TOKENS else "length", tokens[: len(row)])

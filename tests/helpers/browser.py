@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.helpers.waiting import LIMIT
+
 
 @functools.cache
 def browser() -> str | None:
@@ -93,6 +95,6 @@ def opened(
         *flags,
         page.as_uri() + behind,
     ]
-    done = subprocess.run(command, capture_output=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT)
     assert picture.exists(), done.stderr.decode()[-2000:]
     return done.stdout.decode(), Image.open(picture).convert("RGB")

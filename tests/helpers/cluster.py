@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from tests.helpers.waiting import LIMIT
 from tests.server.test_server import ROOT, Server
 
 ADDRESSES = ("198.18.0.1", "198.18.0.2")  # of a range that is nobody's
@@ -107,7 +108,7 @@ class Host:
                     continue
             psutil.wait_procs(left, timeout=1)
         if self.ray is not None:
-            self.ray.wait(20)
+            self.ray.wait(LIMIT)
         _ip("netns", "del", self.name)
 
 
@@ -142,7 +143,7 @@ def two_hosts(**environment: str) -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             host.plug_in()
         flags = ("--head", f"--port={PORT}", "--include-dashboard=false")
-        if head.start_ray(*flags, **environment).wait(120):
+        if head.start_ray(*flags, **environment).wait(LIMIT):
             raise OSError((folder / "0" / "ray.log").read_text())
         other.start_ray(f"--address={head.address}:{PORT}", **environment)
         yield head, other

@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 from dockerfile_parse import DockerfileParser
 
+from tests.helpers.waiting import LIMIT
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
 COMPOSE = sorted((DEPLOY / "compose").glob("*.yaml"))
@@ -112,7 +114,7 @@ def compose(path: Path, *arguments: str, **environment: str) -> subprocess.Compl
         env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
 
 

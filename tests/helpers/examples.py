@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tests.helpers.ranks import in_a_fresh_process
+from tests.helpers.waiting import LIMIT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -41,6 +42,6 @@ def run_client(name: str, port: int, *args: str) -> str:
     """What a script prints that talks to a server."""
     command = [sys.executable, EXAMPLES / name, "--url", f"http://127.0.0.1:{port}/v1", *args]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.recorded_runs import Traffic
+from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.cli import main
 
 NODE = shutil.which("node")
@@ -42,7 +43,7 @@ def press(run):
     def press(*events: dict) -> list[dict]:
         script = Path(__file__).with_name("keys.mjs")
         command = [NODE, script, run[0] / "a run.html", json.dumps(events)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.engine import engine_config, graphs, make_model
+from tests.helpers.waiting import LIMIT
 from tests.matrix import collect, page, results
 from tests.matrix.__main__ import FOLDERS
 from tests.matrix.asked import answer
@@ -256,7 +257,7 @@ def test_engines_are_written_with_their_test_and_its_outcome(tmp_path, workers):
     )
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", "."]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [collect.ROOT]))}
-    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=LIMIT)
     lines = results.collected_in(tmp_path / "out" / "cells.jsonl")
     told = {(line["test"], line["outcome"]) for line in lines}
     wanted = [

@@ -27,8 +27,6 @@ REASONS = {
 }
 HANG = 1
 """Seconds after which the runtime calls a stream hung; CANN has minutes."""
-SECONDS = 30
-"""Within which an engine has to end; it takes one on a quiet host."""
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,7 @@ SECONDS = 30
 def test_a_card_that_fails_ends_the_engine_with_its_reason(
     scheduling, faults, runner_name, tmp_path
 ):
-    """In time and in one line. Nobody got a wrong token, the last steps are on disk, and the next
+    """In one line. Nobody got a wrong token, the last steps are on disk, and the next
     engine of the process serves as the first one did."""
     make_model(tmp_path / "model", num_hidden_layers=1, head_dim=HEAD_SIZE)
     # Slow streams: when the engine ends, kernels of the next step are still to fail
@@ -56,7 +54,6 @@ def test_a_card_that_fails_ends_the_engine_with_its_reason(
         assert of["as before"], fault
         assert re.match(REASONS[fault], of.get("error", "")), (fault, of)
         assert "\n" not in of["error"], fault
-        assert of["seconds"] < SECONDS, fault
         assert of["tokens"] > 0 and of["wrong"] == {}, (fault, of)
         assert of["records"] >= 4, fault
     # With asynchronous scheduling, the next step is under way by then

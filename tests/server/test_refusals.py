@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.waiting import LIMIT
+
 VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
@@ -30,7 +32,7 @@ def test_what_ranks_refuse_ends_the_server_with_one_line(demo_model, tmp_path):
             capture_output=True,
             text=True,
             pass_fds=[folder],
-            timeout=240,
+            timeout=LIMIT,
         )
     finally:
         os.close(folder)
