@@ -66,7 +66,7 @@ def test_parameters_move_with_all_that_refers_to_them(memory):
 
 def test_regions_close_before_they_pass_their_size(memory, monkeypatch):
     monkeypatch.setattr("vllm_npu_prep.sleep.REGION_BYTES", 2_500_000)
-    memory.adopt([Layer(), Layer(), Layer()])  # of 1.05 MB each
+    memory.adopt(nn.Sequential(Layer(), Layer(), Layer()))  # of 1.05 MB each
     sizes = [region.data.numel() for region in memory._regions["weights"]]
     assert len(sizes) == 2 and max(sizes) <= 2_500_000
 
