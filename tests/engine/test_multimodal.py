@@ -39,6 +39,7 @@ from tests.helpers.vision import (
     watch,
 )
 from tests.helpers.watch import count_preemptions, count_verified
+from vllm_npu_prep.compat.multimodal import believe_only_what_was_sent
 
 MODELS = ["qwen2_5_vl", "qwen3_vl"]
 QUESTION = "What is a slot mapping?"
@@ -230,6 +231,7 @@ def caches(sender, receiver, nbytes: int, **more):
 
 def test_a_clients_cache_has_what_the_engines_has(seed):
     """In the same order of eviction, whatever is refused, repeated or overtaken by others."""
+    believe_only_what_was_sent()
     sender, receiver = caches(LruKeyReplicatedSenderCache, LruKeyReplicatedReceiverCache, 3000)
     rng, processed, outcomes = np.random.default_rng(seed), [], Counter()
     for _ in range(3000):
@@ -269,6 +271,7 @@ def test_a_clients_cache_has_what_the_engines_has(seed):
 
 def test_a_handle_that_is_not_sent_holds_no_shared_memory(monkeypatch):
     """What is sent stays until it is read, and what is refused can be freed."""
+    believe_only_what_was_sent()
     monkeypatch.setenv("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", f"npu-prep-{os.getpid()}")
     settings = SimpleNamespace(mm_processor_cache_gb=4 * 2**-10, mm_shm_cache_max_object_size_mb=1)
     config = SimpleNamespace(

@@ -91,7 +91,8 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed, runner):
         "prompt_embeds": vectors,
         "prompt_is_token_ids": is_token_ids.tolist(),
     }
-    with engine_of(runner, model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
+    settings = {"block_size": 16, "max_num_batched_tokens": 32, "enable_prefix_caching": True}
+    with engine_of(runner, model, enable_prompt_embeds=True, **settings) as llm:
         expected = run(llm, [{"prompt_token_ids": ids}])
         for value in (torch.nan, -torch.inf):
             bad = vectors.clone()
