@@ -80,7 +80,8 @@ class Twin:
         self.shares_special = float(self.rng.choice([0, 0.3, 1]))
         self.clients = int(self.rng.choice([1, 1, 3]))
         self.nans = bool(self.rng.random() < 0.05)
-        self.kinds, self.streams, self.resets = KINDS, 0.1, 0.004
+        self.kinds, self.streams, self.resets, self.sleeps = KINDS, 0.1, 0.004, 0.01
+        self.sleep_rng = np.random.default_rng([settings.seed, 48])
         self.no_nans: dict[str, int] | None = {} if self.chance(0.5) else None
         self.longest = int(self.rng.choice([10, settings.max_model_len - 2]))
 
@@ -220,6 +221,8 @@ class Twin:
             self.count["aborted"] += 1
         if self.chance(self.resets):
             self.reset(whole=self.chance(0.6))
+        if self.sleep_rng.random() < self.sleeps:
+            self.sleep()
         if self.chance(0.02):
             states = [PauseState.UNPAUSED, PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]
             state = states[int(rng.choice(3, p=[0.8, 0.1, 0.1]))]
@@ -235,6 +238,21 @@ class Twin:
                 for scheduler in self.both:
                     mine = scheduler.requests[request_id]
                     mine.structured_output_request._grammar = "grammar"
+
+    def sleep(self) -> None:
+        """All is paused, loses its blocks and goes on; steps in flight end first, or later.
+
+        So it is in a sleep, and in a pause that clears the cache.
+        """
+        for scheduler in self.both:
+            scheduler._pause_state = PauseState.PAUSED_ALL
+        drains = self.sleep_rng.random() < 0.5
+        while drains and self.flight:
+            self.take()
+        self.reset(whole=True)
+        for scheduler in self.both:
+            scheduler._pause_state = PauseState.UNPAUSED
+        self.count["slept, steps in flight" if self.flight else "slept, drained"] += 1
 
     def reset(self, *, whole: bool) -> None:
         """The prefix cache is emptied, if nobody uses it; `whole`: all running are preempted.
