@@ -7,6 +7,7 @@ accepted, rejected and accepted in part.
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,9 @@ def test_the_full_check_counts_accepted_drafts_itself(model, drafters, expected,
             parts.updates.correct_counts = lambda *args: correct(*args[:-1], args[-1] - 1)
         else:
             exact = parts.req_states.exact_counts
-            parts.req_states.exact_counts = lambda *args: exact(*args) - 1
+            parts.req_states.exact_counts = lambda *args: exact(
+                *args[:-1], SimpleNamespace(read=lambda: args[-1].read() - 1)
+            )
         with pytest.raises(StepCheckError, match="without the drafts that the last step rejected"):
             generate(llm, expected[0], greedy(24))
 

@@ -40,6 +40,8 @@ NO_ROW: dict[Record, str] = {
     ("npu_quant_matmul", "inner limit"): "no model has rows of 65,536 elements",
     ("npu_grouped_matmul, rows", "inner limit"): "no model has rows of 65,536 elements",
     ("npu_grouped_matmul, int8 rows", "inner limit"): "no model has rows of 65,536 elements",
+    ("npu_mrope", "cache_mode of 8.5"): "the plugin passes 'default' before CANN 9.0",
+    ("npu_mrope", "heads of 8.5"): "the plugin leaves more heads to torch before CANN 9.0",
     ("npu_moe_gating_top_k", "no table"): "the plugin passes no table",
     ("npu_moe_finalize_routing", "unsupported argument"): "the plugin passes none of them",
     ("npu_moe_token_unpermute", "probability of 0"): "the plugin gives no row a probability of 0",
