@@ -32,7 +32,7 @@ EPISODES = {
     9: {"resumed", "dummy run", "full graph", "images encoded", "images placed"},
     11: {"resumed", "drafts accepted", "drafts rejected", "full graph", "piecewise graphs"},
     39: {"cached prefix", "images encoded", "images placed"},
-    73: {"drafts partly accepted", "dummy run", "SpecDecoding", "DecodeOnly"},
+    73: {"life-cycle calls", "dummy run", "SpecDecoding", "DecodeOnly"},
     76: {"resumed", "cached prefix", "drafts partly accepted", "dummy run", "PrefillCacheHit"},
     112: {"resumed", "prefix cache reset", "drafts accepted", "aborted", "PrefillCacheHit"},
     155: {"resumed", "cached prefix", "drafts rejected", "aborted", "full graph"},
