@@ -22,6 +22,7 @@ OWN = {
     "_update_others",
     "refuse_new_weights",
     "warm_up",
+    "features_of",
 }
 """What is no override; a part is the better place for most things."""
 

@@ -150,7 +150,7 @@ class Speculation:
             return logits_indices, None, 1
         num_reqs, num_drafts, layout = step.num_reqs, step.num_drafts, step.layout
         num_draft_tokens = step.batch.num_draft_tokens[:num_reqs]
-        self.last_ends = step.seq_lens - num_draft_tokens
+        self.last_ends = step.arrays.seq_lens[:num_reqs] - num_draft_tokens
         drafts, reqs = (num_drafts, layout.max_drafts), (num_reqs, layout.num_reqs_padded)
         metadata = SpecDecodeMetadata(
             draft_token_ids=_leading(arrays.draft_token_ids, *drafts),
