@@ -25,7 +25,9 @@ def test_a_process_follows_the_profile_of_its_environment(emulate):
     run = emulate(
         ATTEND
         + """
+    from ascend_emulator import profiles
     os.environ["NPU_EMULATOR_PROFILE"] = "8.5"
+    profiles._of_process.cache_clear()                # the process that this is a fork of read it
     assert attend(head_size=64).cpu()[5, 0, 0] == 4
     attend()
     error = sync_error()
