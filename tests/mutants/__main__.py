@@ -16,7 +16,7 @@ from dataclasses import astuple, replace
 
 from tests.mutants.bench import LIMIT, Bench, compiled_from
 from tests.mutants.planted import MUTANTS, Mutant
-from tests.mutants.suites import in_order
+from tests.mutants.suites import in_order, slowness
 from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
 
@@ -31,8 +31,6 @@ def version(mutant: Mutant) -> str:
     return hashlib.sha256(repr(astuple(mutant)).encode()).hexdigest()[:8]
 
 
-SLOW = ("benchmarks", "examples", "engine", "differential", "server", "npu")
-"""Folders of tests that take long, the longest last."""
 FIRST_FOLDERS = ("prep", "attention", "runner")
 """Of the package: what every step passes through."""
 
@@ -47,8 +45,7 @@ def cost(mutant: Mutant) -> tuple[int, bool, int]:
 
     Compiled code is compiled anew for each bug in it, which takes longer than its tests.
     """
-    folders = {test.split("/")[1] for test in mutant.tests}
-    slow = max((SLOW.index(each) + 1 for each in folders if each in SLOW), default=0)
+    slow = max(map(slowness, mutant.tests))
     order = [*FIRST_FOLDERS, mutant.path.split("/")[0]]
     return slow, bool(compiled_from(mutant.path)), order.index(order[-1])
 

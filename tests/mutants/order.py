@@ -10,8 +10,10 @@ import signal
 import pytest
 from hypothesis import Phase, settings
 
-SECONDS = int(os.environ.get("NPU_PREP_TEST_SECONDS", "240"))
+SECONDS = 240
 """Of a test with its fixtures, on a loaded machine too."""
+SECONDS_ON_CARD = int(os.environ.get("NPU_PREP_TEST_SECONDS", "900"))
+"""Of a test that is a whole suite on the emulated card."""
 _failed: list[str] = []
 
 
@@ -24,7 +26,8 @@ def pytest_configure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    signal.alarm(SECONDS)  # nobody handles it: the process ends
+    on_card = item.nodeid.startswith("tests/npu")
+    signal.alarm(SECONDS_ON_CARD if on_card else SECONDS)  # nobody handles it: the process ends
     result = yield
     signal.alarm(0)
     return result

@@ -17,18 +17,18 @@ import sys
 import time
 from pathlib import Path
 
-from tests.mutants.__main__ import SEED
+from tests.mutants.__main__ import SEED, SUITES
 from tests.mutants.bench import Bench
 from tests.mutants.planted import Mutant
 from tests.mutants.sites import POOLS, Site, draw, every_site
-from tests.mutants.suites import suite_for
+from tests.mutants.suites import slowness, suite_for
 from tests.resume.slice import Slice, SliceError, add_arguments
 from tests.resume.tree import RESULTS
 
 COMMAND = "make mutants RANDOM={count}"
 STEPS = next(iter(POOLS))
 COUNT = 50
-FEWER = {"NPU_PREP_TEST_EXAMPLES": "100"}
+FEWER = {"NPU_PREP_TEST_EXAMPLES": "100", **SUITES}
 """Examples of a property, of which `make test` has more. Episodes need all of their steps: tests
 demand what happens in these."""
 LIMIT = 15 * 60
@@ -73,7 +73,7 @@ def resume(part: Slice, count: int, bench: Bench, pool: str = STEPS) -> int:
         if key in EQUIVALENT and (known is None or known.outcome != "equivalent"):
             part.record(key, "equivalent", 0, by=EQUIVALENT[key], version=versions[key])
     todo = part.pending(versions)
-    todo.sort(key=lambda key: mutants[key].tests[0].startswith("tests/npu"))  # these take minutes
+    todo.sort(key=lambda key: slowness(mutants[key].tests[0]))  # stable: retried ones come first
 
     def one(key: str) -> None:
         start = time.perf_counter()

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "vllm_npu_prep"
 POOLS = {
     "steps": ("prep", "attention", "attention/kernels", "runner"),
     "scheduling": ("scheduling",),
+    "served": ("runner", "v2", "attention", "attention/kernels", "scheduling", "ops"),
 }
 """Folders of the package from which changes are drawn. A new folder gets a pool of its own, so that
 the draws of others stay as they are."""
@@ -248,7 +249,7 @@ def sites_of(path: str, source: bytes) -> list[Site]:
 
 def every_site(*pools: str) -> Iterator[Site]:
     """All changes of some pools' folders; of all of them, if none is named."""
-    for folder in chain(*(POOLS[pool] for pool in pools or POOLS)):
+    for folder in dict.fromkeys(chain(*(POOLS[pool] for pool in pools or POOLS))):
         for path in sorted((PACKAGE / folder).glob("*.py")):
             yield from sites_of(path.relative_to(PACKAGE).as_posix(), path.read_bytes())
 

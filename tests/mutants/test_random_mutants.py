@@ -82,7 +82,11 @@ def test_each_pool_is_drawn_by_itself():
         pool: {site.path.split("/")[0] for site in draw(seed=1, count=60, pool=pool)}
         for pool in POOLS
     }
-    assert folders == {"steps": {"prep", "attention", "runner"}, "scheduling": {"scheduling"}}
+    assert folders == {
+        "steps": {"prep", "attention", "runner"},
+        "scheduling": {"scheduling"},
+        "served": {"runner", "v2", "attention", "scheduling", "ops"},
+    }
     assert suite_for("scheduling/running.py")[-1] == "tests/scheduling"
 
 

@@ -12,6 +12,7 @@ RUNS = {
     "mutants": "mutants",
     "random-mutants": "mutants RANDOM=50",
     "random-mutants-scheduling": "mutants RANDOM=50 POOL=scheduling",
+    "random-mutants-served": "mutants RANDOM=50 POOL=served",
     "soak": "soak",
     "soak-device": "soak",
     "soak-engines": "soak",
