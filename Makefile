@@ -14,18 +14,18 @@ EMULATE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
-test test-fast test-all matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
+test test-fast test-touched test-all matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
 # One process for each core, a thread in each: small models gain nothing from more. numba, which
 # vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
-test test-fast test-all matrix timing mutants: export OMP_NUM_THREADS := 1
-test test-fast test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
+test test-fast test-touched test-all matrix timing mutants: export OMP_NUM_THREADS := 1
+test test-fast test-touched test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-all matrix timing bench throughput soak mutants image-dry-run compat seams docs lint \
+.PHONY: help install serve test test-fast test-touched test-all matrix timing bench throughput soak mutants image-dry-run compat seams docs lint \
   format clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: ## make .venv with vLLM and the plugin; quick when nothing changed; VLLM=0.33.0 for the other supported release
 	@scripts/install.sh --venv $(VENV) $(if $(VLLM),--vllm $(VLLM))
@@ -44,7 +44,11 @@ test-fast: install lint ## under two minutes: no engine, no server, fewer exampl
 	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \
 	  tests/emulator/operators tests/startup tests/test_*.py
 
+test-touched: install lint ## tests of make test-all that import what a change touched, the nearest first, in slices; BASE=commit, MINUTES=30, RETRY=1
+	@$(PY) -m tests.resume.touched $(SLICE) $(if $(BASE),--base $(BASE))
+
 # A slice of a long run: the next one goes on where it ended. tests/README.md tells how.
+BASE ?=
 MINUTES ?= 30
 SEED ?=
 FRESH ?=
@@ -116,9 +120,9 @@ compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0
 seams: install ## write tests/compat/seams.txt, when the code uses other names of vLLM or the pin moved
 	@$(PY) -m tests.compat --write
 
-BASE ?= .cache/image/base
-image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plain folders with chroot and tried; as root; BASE=, ARGS="--secret pip.conf"
-	$(PY) scripts/image_dry_run.py --target cpu --base $(BASE) --work .cache/image \
+IMAGE_BASE ?= .cache/image/base
+image-dry-run: install .cache/tiny-qwen3 $(IMAGE_BASE) ## the cpu image, built in plain folders with chroot and tried; as root; IMAGE_BASE=, ARGS="--secret pip.conf"
+	$(PY) scripts/image_dry_run.py --target cpu --base $(IMAGE_BASE) --work .cache/image \
 	  --serve .cache/tiny-qwen3 $(ARGS)
 
 .cache/tiny-qwen3: install

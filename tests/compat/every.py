@@ -6,18 +6,15 @@ A unit is a release: its seams, and whether the plugin starts beside it, by ``ma
 are in tests/results/compat.jsonl.
 """
 
-import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
 from tests.resume.tree import RESULTS, ROOT
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM
-
-COMMAND = "make test-all"
 
 
 def try_release(version: str) -> int:
@@ -32,27 +29,18 @@ def main(
     attempt: Callable[[str], int] = try_release,
 ) -> int:
     """Run a slice; exit code 1 if a release has failed."""
-    about = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m tests.compat.every", description=about)
-    add_arguments(parser)
-    args = parser.parse_args(arguments)
-    try:
-        part = Slice(path, args.minutes, fresh=args.fresh, retry=args.retry)
-    except SliceError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
+    args = slice_parser("tests.compat.every", __doc__).parse_args(arguments)
 
     def one(version: str) -> None:
         started = time.monotonic()
         code = attempt(version)
         part.record(version, "failed" if code else "passed", time.monotonic() - started)
 
-    with part:
+    with Slice(path, args.minutes, fresh=args.fresh, retry=args.retry) as part:
         pending = part.pending(dict.fromkeys(SUPPORTED_VLLM, ""))
         whole = part.play(pending, one, len(pending))
         left = sum(version not in part.latest for version in SUPPORTED_VLLM)
-        failed = part.finish(left, COMMAND)
-    return failed or int(not whole)
+        return part.finish(left, "make test-all") or int(not whole)
 
 
 if __name__ == "__main__":

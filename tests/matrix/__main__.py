@@ -9,13 +9,10 @@ and those that were never run here. Then it starts engines on purpose, for as ma
 those of `make test` say, is taken in.
 """
 
-import argparse
 import json
 import os
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests.matrix import engines, page
 from tests.matrix.cells import FEATURES
@@ -23,7 +20,8 @@ from tests.matrix.collect import FILE, commit
 from tests.matrix.results import RESULTS, Matrix, collected_in, package_now
 from tests.matrix.subjects import SUBJECTS, folder_of
 from tests.resume.plugin import Recorder
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
+from tests.resume.suite import run_tests
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make matrix"
@@ -76,21 +74,14 @@ def fill(part: Slice, processes: str, chosen: list[str]) -> int:
     done = (set(recorder.share["done"]) | fresh) - stale
     recorder.share |= {"done": sorted(done), "first": sorted(stale)}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    workers = ["-n", processes, "--maxprocesses", "4", "--dist", "loadfile"]
-    code = pytest.main(
-        ["-q", *workers, "--no-loadscope-reorder", *(chosen or FOLDERS)], plugins=[recorder]
-    )
-    whole = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    whole = whole or code == pytest.ExitCode.NO_TESTS_COLLECTED
+    whole = run_tests(recorder, processes, chosen or FOLDERS)
     failed = part.finish(recorder.left() if whole and not chosen else None, COMMAND)
     return failed or int(not whole)
 
 
 def main(words: list[str]) -> int:
     """Run a slice, merge, write; exit code 1 if a test failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_arguments(parser)
+    parser = slice_parser("tests.matrix", __doc__)
     parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
     parser.add_argument("--merge", action="store_true", help="run nothing")
     args, chosen = parser.parse_known_args(words)
@@ -101,12 +92,7 @@ def main(words: list[str]) -> int:
                 f"{COMMAND}: commit what you changed first: a cell names a commit", file=sys.stderr
             )
             return 2
-        try:
-            part = Slice(RUN, args.minutes, fresh=args.fresh, retry=args.retry)
-        except SliceError as error:
-            print(f"{COMMAND}: {error}", file=sys.stderr)
-            return 2
-        with part:
+        with Slice(RUN, args.minutes, fresh=args.fresh, retry=args.retry) as part:
             code = fill(part, args.processes, chosen)
         if not chosen:
             filler = engines.fill(args.minutes, retry=args.retry)

@@ -7,7 +7,6 @@ Without names: a slice of the run in tests/results/mutants.jsonl, which the next
 With names: those bugs, now, and nothing is recorded. Exit code 1 if a bug went unnoticed.
 """
 
-import argparse
 import hashlib
 import os
 import sys
@@ -17,7 +16,7 @@ from dataclasses import astuple, replace
 from tests.mutants.bench import LIMIT, Bench, compiled_from
 from tests.mutants.planted import MUTANTS, Mutant
 from tests.mutants.suites import in_order, slowness
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
 from tests.resume.tree import RESULTS
 
 COMMAND = "make mutants"
@@ -94,26 +93,20 @@ def resume(part: Slice, bench: Bench) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_arguments(parser)
+    parser = slice_parser("tests.mutants", __doc__)
     parser.add_argument("names", nargs="*", metavar="name", help="part of a planted bug's name")
     args = parser.parse_args()
     if args.names:
         with Bench() as bench:
             return narrow(args.names, bench)
-    try:
-        part = Slice(
-            RESULTS / "mutants.jsonl",
-            args.minutes,
-            default_seed=SEED,
-            settings={"NPU_PREP_TEST_EXAMPLES": 200},
-            fresh=args.fresh,
-            retry=args.retry,
-        )
-    except SliceError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
+    part = Slice(
+        RESULTS / "mutants.jsonl",
+        args.minutes,
+        default_seed=SEED,
+        settings={"NPU_PREP_TEST_EXAMPLES": 200},
+        fresh=args.fresh,
+        retry=args.retry,
+    )
     os.environ["NPU_PREP_TEST_SEED"] = str(part.seed)
     with part, Bench() as bench:
         return resume(part, bench)

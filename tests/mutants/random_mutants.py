@@ -11,7 +11,6 @@ survivor either gets a test that kills it, or a line in tests/mutants/equivalent
 no test can. Exit code 1 while a change survives. With --show: nothing runs, changes are listed.
 """
 
-import argparse
 import hashlib
 import sys
 import time
@@ -22,7 +21,7 @@ from tests.mutants.bench import Bench
 from tests.mutants.planted import Mutant
 from tests.mutants.sites import POOLS, Site, draw, every_site
 from tests.mutants.suites import slowness, suite_for
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
 from tests.resume.tree import RESULTS
 
 COMMAND = "make mutants RANDOM={count}"
@@ -110,9 +109,7 @@ def share(outcomes: dict[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants.random_mutants")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    add_arguments(parser)
+    parser = slice_parser("tests.mutants.random_mutants", __doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="how many changes a run has")
     parser.add_argument("--seed", type=int, help=f"of a run that begins; {SEED} without it")
     parser.add_argument("--pool", choices=POOLS, default=STEPS, help="of folders")
@@ -121,19 +118,15 @@ def main() -> int:
     if args.show is not None:
         print("\n".join(site.key for site in every_site() if args.show in site.key))
         return 0
-    try:
-        part = Slice(
-            RESULTS / f"random-mutants{'' if args.pool == STEPS else '-' + args.pool}.jsonl",
-            args.minutes,
-            seed=args.seed,
-            default_seed=SEED,
-            settings={"count": args.count, **FEWER},
-            fresh=args.fresh,
-            retry=args.retry,
-        )
-    except SliceError as error:
-        print(f"{command(args.count, args.pool)}: {error}", file=sys.stderr)
-        return 2
+    part = Slice(
+        RESULTS / f"random-mutants{'' if args.pool == STEPS else '-' + args.pool}.jsonl",
+        args.minutes,
+        seed=args.seed,
+        default_seed=SEED,
+        settings={"count": args.count, **FEWER},
+        fresh=args.fresh,
+        retry=args.retry,
+    )
     with part, Bench() as bench:
         return resume(part, args.count, bench, args.pool)
 

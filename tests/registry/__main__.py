@@ -7,7 +7,6 @@ docs/reference/architectures.md is written. Architectures that are named are ask
 recorded.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from tests.registry import ask, page, tiny
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
 
 COMMAND = "make test-all"
 
@@ -28,9 +27,7 @@ def timed(architecture: str) -> tuple[ask.Came, float]:
 
 def main(arguments: list[str]) -> int:
     """Run a slice; exit code 1 if an architecture is neither served nor refused in one line."""
-    about = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m tests.registry", description=about)
-    add_arguments(parser)
+    parser = slice_parser("tests.registry", __doc__)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at a time")
     parser.add_argument("architectures", nargs="*", help="to be asked, whatever came before")
     parser.add_argument("--page", action="store_true", help="write the page, and ask nothing")
@@ -45,12 +42,7 @@ def main(arguments: list[str]) -> int:
             came = ask.in_child(each)
             print(f"{each}: {came.what}: {came.how}\n{came.where}", flush=True)
         return 0
-    try:
-        part = Slice(page.RESULTS_FILE, args.minutes, fresh=args.fresh, retry=args.retry)
-    except SliceError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
-
+    part = Slice(page.RESULTS_FILE, args.minutes, fresh=args.fresh, retry=args.retry)
     with part, ThreadPoolExecutor(args.processes) as pool:
         pending = part.pending(dict.fromkeys(known, ""))
         asked = {each: pool.submit(timed, each) for each in pending}

@@ -30,23 +30,10 @@ ENDLESS = "endless"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one unit.
+    """What came of one unit: a test, a planted bug or the seed of an episode.
 
-    Attributes
-    ----------
-    unit
-        Id of a test, name of a planted bug, or seed of an episode.
-    outcome
-        One of `GOOD`, or a failure in a word.
-    seconds
-        How long it took.
-    slice
-        Id of the slice that it ran in, whose header names commit and seed.
-    version
-        Of the unit itself: a result of another version says nothing of it. Empty for units whose
-        version is the tree's.
-    more
-        What else was recorded.
+    `version` is the unit's own: a result of another version says nothing of it. It is empty for
+    units whose version is the tree's. `more` is what else was recorded.
     """
 
     unit: str
@@ -62,21 +49,7 @@ class Result:
 
 
 class Results:
-    """What a file of results holds.
-
-    Attributes
-    ----------
-    slices
-        Headers of slices by id, in the order of the file.
-    ends
-        The line that closed a slice, by id. A slice that was killed has none.
-    by_slice
-        Results of each slice, in the order of the file.
-    folded
-        Earlier runs, one line each.
-    unreadable
-        Lines that aren't JSON: what a killed process was writing.
-    """
+    """What a file of results holds: headers, ends and results of slices by their ids."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,23 +57,19 @@ class Results:
         self.ends: dict[str, dict[str, Any]] = {}
         self.by_slice: dict[str, list[Result]] = {}
         self.folded: list[dict[str, Any]] = []
-        self.unreadable = 0
-        text = path.read_text(errors="replace") if path.exists() else ""
-        for line in text.splitlines():
+        self.unreadable = 0  # lines that a killed process was writing
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
             try:
-                entry = json.loads(line)
+                self._take(json.loads(line))
             except json.JSONDecodeError:
                 self.unreadable += bool(line.strip())
-                continue
-            self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
         if "folded" in entry:
             self.folded.append(entry)
         elif "unit" in entry:
             known = {name: entry.pop(name) for name in ("unit", "outcome", "seconds", "slice")}
-            version = entry.pop("version", "")
-            result = Result(**known, version=version, more=entry)
+            result = Result(**known, version=entry.pop("version", ""), more=entry)
             self.by_slice.setdefault(result.slice, []).append(result)
         elif "ended" in entry:
             self.ends[entry["slice"]] = entry
@@ -126,15 +95,11 @@ class Results:
         }
 
     def left(self, run: str) -> int | str | None:
-        """How many units lacked a result when the last slice ended.
+        """How many units lacked a result when the last slice ended, or `ENDLESS`.
 
-        `ENDLESS` if the run has no end, None if it isn't known.
+        None if it isn't known: a slice that was killed has no end.
         """
         return self.ends.get(self.slices_of(run)[-1]["slice"], {}).get("left")
-
-    def complete(self, run: str) -> bool:
-        """Whether every unit of the run has a result, as far as its last slice knew."""
-        return self.left(run) == 0
 
     def fold(self, run: str) -> dict[str, Any]:
         """One line for a whole run."""
@@ -169,14 +134,10 @@ def append(path: Path, entry: dict[str, Any]) -> None:
 
 
 def fold_runs(path: Path) -> None:
-    """Make each run of the file one line, so that the file holds the units of one run only.
-
-    Git's history keeps the units of earlier ones.
-    """
+    """Make each run of the file one line; git's history keeps the units of earlier ones."""
     results = Results(path)
-    if not results.slices:
-        return
-    lines = results.folded + [results.fold(run) for run in results.runs()]
-    new = path.with_suffix(".new")
-    new.write_text("".join(map(dumps, lines)))
-    new.replace(path)
+    if results.slices:
+        lines = results.folded + [results.fold(run) for run in results.runs()]
+        new = path.with_suffix(".new")
+        new.write_text("".join(map(dumps, lines)))
+        new.replace(path)

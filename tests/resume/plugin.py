@@ -16,20 +16,11 @@ NAME = "npu_prep_slice"
 
 
 class Share:
-    """Where tests are run: leaves out what is done, begins nothing past the deadline.
+    """Where tests are run: leaves out the ids that are `done`, begins nothing past the deadline.
 
-    Attributes
-    ----------
-    deadline
-        `time.time()` after which no test is begun.
-    done
-        Ids of tests to leave out. Fixed when the slice begins: a worker that takes the place of a
-        crashed one has to collect the same tests.
-    first
-        Ids of tests whose files come first.
-    over
-        Ids of tests that are collected and passed over. With ``loadfile``, xdist gives a test that
-        ended a worker to the next worker.
+    `done` is fixed when the slice begins: a worker that takes the place of a crashed one has to
+    collect the same tests. It passes over those of `over`: with ``loadfile``, xdist gives a test
+    that ended a worker to the next worker. Files of the tests `first` come first.
     """
 
     def __init__(
@@ -54,12 +45,8 @@ class Share:
 class Recorder:
     """Where results come together: records them, and shares out what is to be done.
 
-    Attributes
-    ----------
-    collected
-        Ids of the tests that were to be run; None before they are known.
-    unreadable
-        Files that could not be collected: workers run the tests of the others.
+    `collected` are the ids that were to be run, None before they are known; `unreadable` are files
+    that could not be collected: workers run the tests of the others.
     """
 
     def __init__(self, part: Slice) -> None:
@@ -67,8 +54,7 @@ class Recorder:
         self.collected: list[str] | None = None
         self.unreadable: set[str] = set()
         self.phases: dict[str, list[Any]] = {}
-        known = part.latest.values()
-        again = [result.unit for result in known if part.again(result)]
+        again = [result.unit for result in part.latest.values() if part.again(result)]
         done = sorted(set(part.latest) - set(again))
         self.share = {"deadline": part.deadline, "done": done, "first": sorted(again)}
         self.told = time.time()

@@ -1,6 +1,5 @@
 """A command that plays random episodes seed by seed, in slices or as given."""
 
-import argparse
 import gc
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import psutil
 
 from tests.resume.log import ENDLESS
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
 from tests.resume.tree import RESULTS
 
 COMMAND = "make soak"
@@ -94,22 +93,9 @@ def run(
 ) -> int:
     """A command that plays seeds: a slice of the run in `results`, or the seeds that were given.
 
-    Parameters
-    ----------
-    player
-        Plays a seed.
-    prog, doc
-        Of the command's help.
-    results
-        File in tests/results.
-    default_seed
-        Where a new run begins; by the clock if None.
-    steps
-        Of an episode, at least, unless the command says otherwise.
+    A new run begins at `default_seed`, or by the clock; an episode has `steps` at least.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=doc)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_arguments(parser)
+    parser = slice_parser(prog.removeprefix("python -m "), doc)
     parser.add_argument("--seed", type=int, help="of the first episode")
     parser.add_argument("--episodes", type=int, default=1, help="how many from --seed on")
     parser.add_argument("--steps", type=int, default=steps, help="of an episode")
@@ -121,18 +107,13 @@ def run(
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # which is a thread of each engine, for good
     if args.seed is not None and not args.fresh:
         return repeat(args.seed, args.episodes, player, args.steps)
-    try:
-        part = Slice(
-            RESULTS / results,
-            args.minutes,
-            seed=args.seed,
-            default_seed=int(time.time()) if default_seed is None else default_seed,
-            settings={"steps": args.steps},
-            fresh=args.fresh,
-            retry=args.retry,
-        )
-    except SliceError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
-    with part:
+    with Slice(
+        RESULTS / results,
+        args.minutes,
+        seed=args.seed,
+        default_seed=int(time.time()) if default_seed is None else default_seed,
+        settings={"steps": args.steps},
+        fresh=args.fresh,
+        retry=args.retry,
+    ) as part:
         return resume(part, player, args.steps)

@@ -18,8 +18,8 @@ LONGEST = 30
 """Minutes within which a slice may begin units."""
 
 
-class SliceError(Exception):
-    """A slice that can't begin."""
+class SliceError(SystemExit):
+    """A slice that can't begin, said in the one line that the command prints."""
 
 
 def minutes(text: str) -> float:
@@ -30,52 +30,26 @@ def minutes(text: str) -> float:
     return value
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every long run is told."""
-    parser.add_argument(
-        "--minutes",
-        type=minutes,
-        default=LONGEST,
-        help=f"no unit is begun after these, at most {LONGEST}; those under way come to their end",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="begin a new run instead of going on with the last one"
-    )
-    parser.add_argument(
-        "--retry", action="store_true", help="run failed units again, though nothing changed"
-    )
+def slice_parser(module: str, about: str | None) -> argparse.ArgumentParser:
+    """What every long run is told; `about` is the docstring of its module."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    told = f"no unit is begun after these, at most {LONGEST}; those under way come to their end"
+    parser.add_argument("--minutes", type=minutes, default=LONGEST, help=told)
+    told = "begin a new run instead of going on with the last one"
+    parser.add_argument("--fresh", action="store_true", help=told)
+    told = "run failed units again, though nothing changed"
+    parser.add_argument("--retry", action="store_true", help=told)
+    return parser
 
 
 class Slice(AbstractContextManager):
-    """One slice, and the run that it belongs to.
+    """One slice, and the run that it belongs to, in a file of results.
 
     A slice goes on with the run that was begun last, whatever was committed meanwhile: a run of
     hours would never end if each commit began it anew. Each result names its slice, and with it the
-    commit. Units that failed are run again, first, as soon as any file has changed.
-
-    Parameters
-    ----------
-    path
-        File of the results.
-    length
-        Minutes after which no unit is begun.
-    seed
-        For a run that begins; a run that goes on has its own. None takes `default_seed`.
-    default_seed
-        Of a new run without a seed.
-    settings
-        Recorded with the slice.
-    fresh
-        Whether to begin a new run. Earlier ones become one line each.
-    retry
-        Whether failed units are run again though nothing changed.
-    look
-        Tells the state of the tree.
-
-    Raises
-    ------
-    SliceError
-        If another slice of the same run is under way, or the run has another seed.
+    commit. Units that failed are run again, first, as soon as any file has changed, or with
+    `retry`. A run keeps its seed; one that begins takes `default_seed` if it is given none.
     """
 
     def __init__(
@@ -116,8 +90,7 @@ class Slice(AbstractContextManager):
                     f"the run of {path.name} was begun with seed {self.seed}, not {seed}: leave the"
                     " seed away to go on with it, or begin another run (FRESH=1)"
                 )
-        header = {"slice": self.id, "run": self.run, "begun": now(), "commit": self.state.commit}
-        header |= {"dirty": self.state.dirty, "source": self.state.source}
+        header = {"slice": self.id, "run": self.run, "begun": now(), **self.state._asdict()}
         append(path, header | {"seed": self.seed, "settings": settings or {}})
         self.before = Results(path)
         self.latest = self.before.latest(self.run)
@@ -132,8 +105,9 @@ class Slice(AbstractContextManager):
 
     def again(self, result: Result) -> bool:
         """Whether a unit that has a result is to be run again: it failed, and things changed."""
-        changed = self.before.slices[result.slice]["source"] != self.state.source
-        return result.failed and result.slice != self.id and (changed or self.retry)
+        if not result.failed or result.slice == self.id:
+            return False
+        return self.retry or self.before.slices[result.slice]["source"] != self.state.source
 
     def pending(self, units: Mapping[str, str]) -> list[str]:
         """Units to run, given with their versions: those that failed, then those without result.
@@ -176,34 +150,21 @@ class Slice(AbstractContextManager):
                 outcome = last.outcome.upper() if last.failed else last.outcome
                 by = f", {last.more['by']}" if last.more.get("by") else ""
                 time_left = f"{max(self.seconds_left, 0) / 60:.0f} min left"
-                print(
-                    f"{place}: {outcome} ({unit}{by}; {last.seconds:.0f} s), {time_left}",
-                    flush=True,
-                )
+                said = f"{place}: {outcome} ({unit}{by}; {last.seconds:.0f} s), {time_left}"
+                print(said, flush=True)
         except KeyboardInterrupt:
             print("\ninterrupted: the unit under way is lost, the others are recorded")
             return False
         return True
 
     def finish(self, left: int | str | None, command: str) -> int:
-        """Close the slice, say what is done, failed and left, and the command that goes on.
+        """Close the slice, say what is done, failed and left, and the `command` that goes on.
 
-        Parameters
-        ----------
-        left
-            How many units of the run have no result; `ENDLESS` if there are always more, None if
-            that isn't known.
-        command
-            What to type for the next slice.
-
-        Returns
-        -------
-        int
-            Exit code: 1 while units of the run have failed.
+        Exit code 1 while units of the run have failed. `left` is how many have no result: `ENDLESS`
+        if there are always more, None if that isn't known.
         """
         changed = self.look().source != self.state.source
-        entry = {"slice": self.id, "ended": now(), "left": left, "changed": changed}
-        append(self.path, entry)
+        append(self.path, {"slice": self.id, "ended": now(), "left": left, "changed": changed})
         if changed:
             print("files were changed while this slice ran: its results may mix two states")
         print(summary(Results(self.path), self.run, command))
@@ -232,15 +193,12 @@ def summary(results: Results, run: str, command: str) -> str:
     for result in failed:
         commit = results.slices[result.slice]["commit"]
         lines.append(f"  {result.outcome.upper()} at {commit}: {result.unit}")
-    if left == ENDLESS:
-        lines.append(f"  go on with: {command}")
-    elif left:
-        lines.append(f"  unfinished, {left:,} left; go on with: {command}")
-    elif left == 0:
+    if left == 0:
         lines.append("  complete" + (f", {len(failed)} failed" if failed else ""))
         lines.append(f"  another run: {command} FRESH=1")
     else:
-        lines.append(f"  what is left is not known; go on with: {command}")
+        what = "what is left is not known; " if left is None else f"unfinished, {left} left; "
+        lines.append(f"  {what * (left != ENDLESS)}go on with: {command}")
     if results.unreadable:
         lines.append(f"  {results.unreadable} torn lines in {results.path.name} were passed over")
     return "\n".join(lines)

@@ -7,15 +7,15 @@ With another release of vLLM than the pinned one, the file has its number: test-
 With arguments for pytest that choose tests, these are run and recorded, and the run stays open.
 """
 
-import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.resume.plugin import Recorder
-from tests.resume.slice import Slice, SliceError, add_arguments
+from tests.resume.slice import Slice, slice_parser
 from tests.resume.tree import RESULTS
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 
@@ -30,44 +30,36 @@ def results_of(version: str) -> Path:
     return RESULTS / f"{name}.jsonl"
 
 
+def run_tests(recorder: Recorder, processes: str, chosen: Sequence[str]) -> bool:
+    """Run tests until the slice's time is up; False if some could not be collected."""
+    workers = ["-n", processes, "--maxprocesses", "4", "--dist", "loadfile"]
+    words = ["-q", *workers, "--no-loadscope-reorder", *chosen]
+    code = pytest.main(words, plugins=[recorder])
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and recorder.share["done"]:
+        code, recorder.collected = pytest.ExitCode.OK, recorder.collected or []
+    return code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not recorder.unreadable
+
+
 def main(arguments: list[str], path: Path | None = None, settings: dict = SETTINGS) -> int:
     """Run a slice; exit code 1 if a test of the run failed or nothing could be collected."""
-    path = path or results_of(installed_vllm())
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.resume.suite", description=__doc__.partition("\n")[0]
-    )
-    add_arguments(parser)
+    parser = slice_parser("tests.resume.suite", __doc__)
     parser.add_argument("--seed", type=int, help=f"of a run that begins; {SEED} without it")
     parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
     args, chosen = parser.parse_known_args(arguments)
-    try:
-        part = Slice(
-            path,
-            args.minutes,
-            seed=args.seed,
-            default_seed=SEED,
-            settings=settings,
-            fresh=args.fresh,
-            retry=args.retry,
-        )
-    except SliceError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
-    with part:
+    with Slice(
+        path or results_of(installed_vllm()),
+        args.minutes,
+        seed=args.seed,
+        default_seed=SEED,
+        settings=settings,
+        fresh=args.fresh,
+        retry=args.retry,
+    ) as part:
         os.environ.update({name: str(value) for name, value in settings.items()})
         os.environ["NPU_PREP_TEST_SEED"] = str(part.seed)
-        recorder = Recorder(part)
-        workers = ["-n", args.processes, "--maxprocesses", "4"]
-        workers += ["--dist", "loadfile", "--no-loadscope-reorder"]
-        code = pytest.main(["-q", *workers, *chosen], plugins=[recorder])
-        whole = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if code == pytest.ExitCode.NO_TESTS_COLLECTED and recorder.share["done"]:
-            whole, recorder.collected = True, recorder.collected or []
-        if recorder.unreadable:  # what tests they have isn't known
-            whole = False
-        if chosen or not whole:
-            left = None
-        else:
+        recorder, left = Recorder(part), None
+        whole = run_tests(recorder, args.processes, chosen)
+        if whole and not chosen:
             recorder.record_gone()
             left = recorder.left()
         failed = part.finish(left, COMMAND)

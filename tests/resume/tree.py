@@ -2,8 +2,8 @@
 
 import hashlib
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "results"
@@ -17,19 +17,11 @@ PRODUCTS = (
 """What long runs write themselves."""
 
 
-@dataclass(frozen=True)
-class TreeState:
-    """What was tried.
+class TreeState(NamedTuple):
+    """What was tried: ten digits of the commit, and whether files differ from it.
 
-    Attributes
-    ----------
-    commit
-        The commit that is checked out, ten digits; ``unknown`` outside of a git tree.
-    dirty
-        Whether files differ from that commit. What long runs write doesn't count.
-    source
-        Twelve digits of a hash over all files but `PRODUCTS`. Two states with the same one behave
-        the same, whatever their commits.
+    `source` is a hash over all files but `PRODUCTS`: two states with the same one behave the same,
+    whatever their commits.
     """
 
     commit: str
@@ -40,11 +32,11 @@ class TreeState:
 def tree_state(root: Path = ROOT) -> TreeState:
     """The state of the tree at `root` now."""
     files = ("--", ".", *(f":(exclude){folder}" for folder in PRODUCTS))
-    commit = _git(root, "rev-parse", "--short=10", "HEAD").strip()
+    commit = git("rev-parse", "--short=10", "HEAD", root=root).strip()
     if not commit:
         return TreeState("unknown", dirty=True, source="unknown")
-    dirty = bool(_git(root, "status", "--porcelain", *files))
-    listed = _git(root, "ls-files", "-z", "-c", "-o", "--exclude-standard", *files)
+    dirty = bool(git("status", "--porcelain", *files, root=root))
+    listed = git("ls-files", "-z", "-c", "-o", "--exclude-standard", *files, root=root)
     source = hashlib.sha256()
     for name in sorted(set(listed.split("\0")) - {""}):
         path = root / name
@@ -54,7 +46,7 @@ def tree_state(root: Path = ROOT) -> TreeState:
     return TreeState(commit, dirty, source.hexdigest()[:12])
 
 
-def _git(root: Path, *words: str) -> str:
+def git(*words: str, root: Path = ROOT) -> str:
     """Output of a git command; empty if git fails or is missing."""
     try:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)

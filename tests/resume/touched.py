@@ -1,0 +1,100 @@
+"""Tests that import the files of a change, the nearest ones first, in slices.
+
+python -m tests.resume.touched [--base COMMIT] [--minutes 30] [--retry] [--list]
+
+Files of a change are those that differ from the merge base with main, from the commit before on
+main itself, or from --base, committed or not. Tests lead to them by imports, and by names of
+modules and files in strings; `tests.resume.graph` tells how. Engines reach nearly all of the
+package, so the nearest tests come first: a slice has what matters most. Results are kept beside the
+caches until a file changes; the next slice runs the others.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+
+from tests.resume.graph import Graph
+from tests.resume.log import Results
+from tests.resume.plugin import Recorder
+from tests.resume.slice import Slice, slice_parser
+from tests.resume.suite import SEED, run_tests
+from tests.resume.tree import ROOT, git, tree_state
+
+COMMAND = "make test-touched"
+FILE = ROOT / ".cache" / "touched.jsonl"
+SETTINGS = {"NPU_PREP_TEST_EXAMPLES": 300}
+AT_A_TIME = 16
+"""Files that are collected together: fewer would leave processes idle."""
+OTHERS = {
+    "docs/": ("tests/docs",),
+    "README.md": ("tests/docs",),
+    "tests/README.md": ("tests/docs",),
+    "tests/brief.txt": ("tests/resume",),
+    "tests/soak/seeds": ("tests/soak", "tests/npu"),
+    "examples/deploy/": ("tests/deploy",),
+    "scripts/": ("tests/deploy",),
+    "Dockerfile": ("tests/deploy",),
+    "emulator/ascend_emulator/native/": ("tests/emulator", "tests/npu"),
+    "constraints.txt": ("tests",),
+    "pyproject.toml": ("tests",),
+    "setup.py": ("tests",),
+}
+"""What to run for files that no test names, by how their paths begin."""
+
+
+def base_of(chosen: str) -> str:
+    """The commit that a change is compared with."""
+    base = git("merge-base", "main", "HEAD").strip()
+    return chosen or (base if base != git("rev-parse", "HEAD").strip() else "") or "HEAD~1"
+
+
+def changed_since(base: str) -> set[str]:
+    new = git("ls-files", "--others", "--exclude-standard")
+    return set(f"{git('diff', '--name-only', base)}{new}".splitlines())
+
+
+def nearest(graph: Graph, changed: Iterable[str]) -> dict[str, int]:
+    """Files of tests, the nearest to a changed file first, and how far each is."""
+    changed = [file for file in changed if not file.startswith("tests/results/")]
+    found = graph.distances(changed)
+    folders = [f for file in changed for p, fs in OTHERS.items() if file.startswith(p) for f in fs]
+    for file in graph.files:
+        if any(file.startswith(f"{folder}/") for folder in folders):
+            found[file] = min(found.get(file, 1), 1)
+    tests = [f for f in graph.files & set(found) if re.search(r"(^|/)test_\w+\.py$", f)]
+    return {file: found[file] for file in sorted(tests, key=lambda file: (found[file], file))}
+
+
+def main(arguments: list[str]) -> int:
+    """Run a slice; exit code 1 if a test failed or could not be collected."""
+    parser = slice_parser("tests.resume.touched", __doc__)
+    parser.add_argument("--base", default="", help="commit that a change is compared with")
+    parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
+    parser.add_argument("--list", action="store_true", help="print files of tests, and run none")
+    args = parser.parse_args(arguments)
+    changed = changed_since(base_of(args.base))
+    graph = Graph(ROOT, git("ls-files", "-co", "--exclude-standard").splitlines())
+    tests = nearest(graph, changed)
+    print(f"{len(changed)} files changed since {base_of(args.base)[:10]}: {len(tests)} of tests")
+    if args.list or not tests:
+        print(*(f"{far} {file}" for file, far in tests.items()), sep="\n")
+        return 0
+    headers = list(Results(FILE).slices.values())
+    fresh = args.fresh or not headers or headers[-1]["source"] != tree_state().source
+    with Slice(FILE, args.minutes, default_seed=SEED, fresh=fresh, retry=args.retry) as part:
+        os.environ.update({name: str(value) for name, value in SETTINGS.items()})
+        whole, left = True, len(tests)
+        for first in range(0, len(tests), AT_A_TIME):
+            files = list(tests)[first : first + AT_A_TIME]
+            if part.seconds_left > 0:
+                recorder = Recorder(part)
+                whole &= run_tests(recorder, args.processes, files)
+                left -= len(files) * (recorder.left() == 0)
+        print(f"{len(tests) - left} of {len(tests)} files of tests are done")
+        failed = part.finish(None if left else 0, COMMAND)
+    return failed or int(not whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
