@@ -40,8 +40,8 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("vllm_npu_prep", "emulator", "tests", "examples", "benchmarks", "docs", "scripts")
 FILES = ("pyproject.toml", "README.md", "Makefile", "setup.py", "mkdocs.yml", "constraints.txt")
 PACKAGE = "vllm_npu_prep"
-LIMIT = 20 * 60
-"""Seconds that the tests of a planted bug may take. A bug that never ends is caught by this."""
+LIMIT = 3600
+"""Seconds that the tests of a bug may take, on a machine that others use, too."""
 FIRST = "first failure: "
 """Begins the line in which `tests.mutants.order` names the test that failed."""
 WITH_REFERENCE = "tests/npu/test_on_emulated_npu.py"
@@ -76,7 +76,7 @@ def verdict_of(returncode: int | None, output: str, limit: float = LIMIT) -> Ver
         return Verdict("caught", f"no end within {limit / 60:.0f} min")
     if returncode == 0:
         return Verdict("missed")
-    if returncode == -signal.SIGALRM:
+    if returncode in (-signal.SIGALRM, -signal.SIGPROF):
         return Verdict("caught", "a test did not end")
     failures = re.findall(rf"^{FIRST}(.+)", output, re.MULTILINE)
     if not failures:

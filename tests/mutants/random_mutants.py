@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.mutants.__main__ import SEED, SUITES
-from tests.mutants.bench import Bench
+from tests.mutants.bench import LIMIT, Bench
 from tests.mutants.planted import Mutant
 from tests.mutants.sites import POOLS, Site, draw, every_site
 from tests.mutants.suites import slowness, suite_for
@@ -30,8 +30,6 @@ COUNT = 50
 FEWER = {"NPU_PREP_TEST_EXAMPLES": "100", **SUITES}
 """Examples of a property, of which `make test` has more. Episodes need all of their steps: tests
 demand what happens in these."""
-LIMIT = 15 * 60
-"""Seconds that the tests of a change may take. One that never ends is caught by this."""
 MOST_SURVIVORS = 0.1
 """Share of the changes that may survive, of those that a test could notice."""
 

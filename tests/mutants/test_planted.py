@@ -60,7 +60,7 @@ HERE = "tests/mutants/test_planted.py"
         ),
         (-9, "", Verdict("broken")),
         (-14, "3 passed", Verdict("caught", "a test did not end")),
-        (None, "", Verdict("caught", "no end within 20 min")),
+        (None, "", Verdict("caught", "no end within 60 min")),
     ],
     ids=["missed", "caught", "caught when imported", "no such test", "killed", "endless", "late"],
 )

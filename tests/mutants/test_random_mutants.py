@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from tests.mutants import random_mutants
-from tests.mutants.bench import ROOT, Verdict, verdict_of
-from tests.mutants.random_mutants import EQUIVALENT, FEWER, LIMIT, mutant_of, resume, share
+from tests.mutants.bench import LIMIT, ROOT, Verdict, verdict_of
+from tests.mutants.random_mutants import EQUIVALENT, FEWER, mutant_of, resume, share
 from tests.mutants.sites import PACKAGE, POOLS, draw, every_site, sites_of
 from tests.mutants.suites import BY_NAME, suite_for
 from tests.resume.log import Results
@@ -164,12 +164,11 @@ def test_a_planted_change_names_its_tests():
     assert mutant.tests[-1] == "tests/differential"
 
 
-def test_a_test_that_does_not_end_ends_the_run(tmp_path):
+@pytest.mark.parametrize("how", ["signal.pause()", "while True: pass"])
+def test_a_test_that_does_not_end_ends_the_run(tmp_path, how):
     """Even one that never returns to the interpreter, as compiled code may not."""
-    (tmp_path / "test_endless.py").write_text(
-        "import signal\n\ndef test_a():\n    signal.pause()\n"
-    )
-    code = "import sys, pytest\nfrom tests.mutants import order\norder.SECONDS = 1\n"
+    (tmp_path / "test_endless.py").write_text(f"import signal\n\ndef test_a():\n    {how}\n")
+    code = "import sys, pytest\nfrom tests.mutants import order\norder.BUSY = order.WAITING = 1\n"
     code += "sys.exit(pytest.main(['-q', '-p', 'tests.mutants.order', 'test_endless.py']))"
     run = subprocess.run(
         [sys.executable, "-c", code],
