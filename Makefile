@@ -62,6 +62,7 @@ test-all: install lint ## every combination, the long runs, every architecture o
 	  $(PY) -m tests.compat.every $(SLICE) && exit $$((suite | registry))
 
 matrix: install ## docs/reference/matrix.md: runs tests whose cells are empty or stale, in slices; MINUTES=30, MERGE=1 to run none
+	$(if $(MERGE),,-$(EMULATED) --devices 2 --hang-seconds 300 -- $(PY) -m tests.matrix $(SLICE) --processes 0)
 	$(PY) -m tests.matrix $(if $(MERGE),--merge,$(SLICE))
 
 timing: JUNIT := --junitxml=.cache/timing.xml

@@ -4,9 +4,9 @@
     python -m tests.matrix --merge
 
 A slice runs, of the tests that start engines, those that fill a cell by an older package or failed,
-and those that were never run here. Then it starts engines on purpose, for as many minutes: see
-`tests.matrix.engines`. With --merge nothing runs: what tests have collected meanwhile,
-those of `make test` say, is taken in.
+and those that were never run here; under the emulator, those of `tests/matrix/test_rows.py` alone.
+With --merge nothing runs: what tests have collected meanwhile, those of `make test` say, is taken
+in.
 """
 
 import json
@@ -14,27 +14,25 @@ import os
 import sys
 from pathlib import Path
 
-from tests.matrix import engines, page
+from tests.matrix import page
 from tests.matrix.cells import FEATURES
 from tests.matrix.collect import FILE, commit
-from tests.matrix.results import RESULTS, Matrix, collected_in, package_now
-from tests.matrix.subjects import SUBJECTS, folder_of
+from tests.matrix.results import RESULTS, Matrix, collected_in
 from tests.resume.plugin import Recorder
 from tests.resume.slice import Slice, slice_parser
 from tests.resume.suite import run_tests
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make matrix"
-FOLDERS = ("tests/engine", "tests/npu")
-"""Tests that start engines."""
-RUN = FILE.with_suffix(".run.jsonl")
-"""What ran here, in slices: for this machine only. The cells are what is committed."""
+ROWS = "tests/matrix/test_rows.py"
+FOLDERS = {"cpu": ("tests/engine", "tests/npu", ROWS), "npu": (ROWS,)}
+"""Tests that start engines, by the device that they are started on."""
 
 
 def merge(collected: Path = FILE, results: Path = RESULTS) -> Matrix:
-    """Take in what was collected, ask start-up about every cell, write results and page."""
+    """Take in what was collected, ask start-up about every cell, and write the results."""
     matrix = Matrix.read(results)
-    matrix.merge(collected_in(collected), package_now())
+    matrix.merge(collected_in(collected), commit()[1])
     ask(matrix)
     matrix.write(results)
     return matrix
@@ -43,6 +41,7 @@ def merge(collected: Path = FILE, results: Path = RESULTS) -> Matrix:
 def ask(matrix: Matrix) -> None:
     """Ask start-up for each model with each feature, with the release that is installed."""
     from tests.matrix.asked import answers
+    from tests.matrix.subjects import SUBJECTS, folder_of
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     names = [feature.name for feature in FEATURES]
@@ -51,10 +50,8 @@ def ask(matrix: Matrix) -> None:
     }
     for table in matrix.tables():
         release, device, runner = table
-        if release != installed_vllm():
-            continue
-        for model in matrix.models(table):
-            config = matrix.config_of(model, device)
+        for model in matrix.models(table) if release == installed_vllm() else ():
+            config = matrix.configs.get((model, device))
             if config is None and model in SUBJECTS:  # it is refused there, whatever it is asked
                 config = json.loads((folder_of(model) / "config.json").read_text())
                 matrix.configs[model, device] = config
@@ -64,19 +61,16 @@ def ask(matrix: Matrix) -> None:
                 matrix.answers[table, model] = answers(config, names, device, runner)
 
 
-def fill(part: Slice, processes: str, chosen: list[str]) -> int:
+def fill(part: Slice, processes: str, chosen: tuple[str, ...]) -> int:
     """Run a slice."""
-    package = package_now()
-    recorder = Recorder(part)
+    package, recorder = commit()[1], Recorder(part)
     matrix, seen = Matrix.read(), collected_in(FILE)
     fresh = {line["test"] for line in (*matrix.engines, *seen) if line["package"] == package}
     stale = matrix.stale(package) - {line["test"] for line in seen if line["package"] == package}
     done = (set(recorder.share["done"]) | fresh) - stale
     recorder.share |= {"done": sorted(done), "first": sorted(stale)}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    whole = run_tests(recorder, processes, chosen or FOLDERS)
-    failed = part.finish(recorder.left() if whole and not chosen else None, COMMAND)
-    return failed or int(not whole)
+    whole = run_tests(recorder, processes, chosen)
+    return part.finish(recorder.left() if whole else None, COMMAND) or int(not whole)
 
 
 def main(words: list[str]) -> int:
@@ -84,22 +78,19 @@ def main(words: list[str]) -> int:
     parser = slice_parser("tests.matrix", __doc__)
     parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
     parser.add_argument("--merge", action="store_true", help="run nothing")
-    args, chosen = parser.parse_known_args(words)
-    code = 0
+    args = parser.parse_args(words)
+    code, device = 0, os.environ.get("NPU_PREP_DEVICE", "cpu")
     if not args.merge:
         if not all(commit()):
-            print(
-                f"{COMMAND}: commit what you changed first: a cell names a commit", file=sys.stderr
-            )
-            return 2
-        with Slice(RUN, args.minutes, fresh=args.fresh, retry=args.retry) as part:
-            code = fill(part, args.processes, chosen)
-        if not chosen:
-            filler = engines.fill(args.minutes, retry=args.retry)
-            print(f"{filler.agreed:,} of {filler.started:,} engines agreed")
-    matrix = merge()
-    page.write(matrix)
-    print(f"{len(matrix.filled()):,} cells ran; page: {page.PAGE}")
+            sys.exit(f"{COMMAND}: commit what you changed first: a cell names a commit")
+        # What ran here, in slices: for this machine only. The cells are what is committed.
+        run = FILE.with_suffix(f".{device}.jsonl")
+        with Slice(run, args.minutes, fresh=args.fresh, retry=args.retry) as part:
+            code = fill(part, args.processes, FOLDERS[device])
+    if device == "cpu":
+        matrix = merge()
+        page.write(matrix)
+        print(f"{len(matrix.filled()):,} cells ran; page: {page.PAGE}")
     return code
 
 

@@ -63,22 +63,10 @@ class _Told(Exception):  # noqa: N818
 
 
 def answer(model: dict[str, Any], feature: str, device_name: str, runner: str) -> dict[str, Any]:
-    """Ask start-up for an engine with a feature.
+    """Ask start-up for an engine of a model's ``config.json`` with a feature.
 
-    Parameters
-    ----------
-    model
-        ``config.json`` of a model without it.
-    feature
-        Name of one of `FEATURES`.
-    device_name, runner
-        Of the table: a device of `tests.matrix.cells`, V1 or V2.
-
-    Returns
-    -------
-    dict
-        ``refused``: ids of the refusals; or ``error``: the first line of vLLM's own; or nothing, if
-        both would start it.
+    Returns ids of the refusals, or the first line of vLLM's own error, or nothing, if both would
+    start it.
     """
     asked = next(each.asked for each in FEATURES if each.name == feature)
     if asked is None:

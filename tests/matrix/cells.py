@@ -19,18 +19,9 @@ EMULATOR = "NPU_EMULATOR_PROFILE"
 
 @dataclass(frozen=True)
 class Feature:
-    """A column of the matrix.
+    """A column of the matrix: how to see it in a `VllmConfig`, and settings that ask for it.
 
-    Attributes
-    ----------
-    name
-        As the legend has it.
-    short
-        Head of the column.
-    has
-        Whether an engine has it, by its `VllmConfig`.
-    asked
-        Settings that ask for it. None if it comes with requests, and is never refused.
+    What comes with requests has no such settings, and is never refused.
     """
 
     name: str
@@ -209,13 +200,7 @@ FEATURES = (
 
 
 def came_with_requests(scheduler: Any) -> list[str]:
-    """Features that no configuration tells: requests of an engine had them.
-
-    Parameters
-    ----------
-    scheduler
-        The engine's, after its requests.
-    """
+    """Features that no configuration tells: requests of an engine had them."""
     found = []
     if scheduler.structured_output_manager.backend is not None:
         found.append(STRUCTURED)
@@ -225,13 +210,7 @@ def came_with_requests(scheduler: Any) -> list[str]:
 
 
 def cell_of(config: Any) -> dict[str, Any]:
-    """What an engine is: model, features, device, runner, release, and its model's config.
-
-    Parameters
-    ----------
-    config
-        Its `VllmConfig`, as the engine made it.
-    """
+    """What an engine is: model, features, device, runner, release, and its model's config."""
     model = config.model_config
     kind = config.device_config.device_type
     device = FALLBACK if kind == "cpu" else EMULATED if EMULATOR in os.environ else NPU

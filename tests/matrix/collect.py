@@ -62,13 +62,7 @@ def _git(*words: str) -> str:
 
 
 class Collector:
-    """Writes what the tests of a process started.
-
-    Parameters
-    ----------
-    file
-        Where to.
-    """
+    """Writes what the tests of a process started."""
 
     def __init__(self, file: Path = FILE) -> None:
         self.file = file

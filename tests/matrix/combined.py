@@ -1,16 +1,7 @@
-"""An engine of a model with several features at once, whose answers are held against transformers.
+"""An engine of a model with several features at once, held against transformers."""
 
-Run as a program it is a worker of `tests.matrix.engines`: it reads a JSON object a line, serves it,
-and answers with one.
-"""
-
-import contextlib
 import json
-import os
-import re
-import sys
 import tempfile
-import traceback
 from functools import partial
 from typing import Any
 
@@ -27,48 +18,22 @@ from tests.matrix.cells import EMULATED, FEATURES, MTP, STRUCTURED
 from tests.matrix.collect import taken
 from tests.matrix.plan import DTYPES, RANKS
 from tests.matrix.subjects import CHUNKS, EXPERT, HYBRID, LATENT, LONG, POOLS, SEES, SHORT, SUBJECTS
+from tests.soak.kinds import bound_of
 
 NUM_TOKENS, LONGEST = 12, 60
-ANSWER = "@@ "
-"""What a worker's answers begin with; vLLM prints, too."""
 POOLED = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 """Tolerance of what a model pools, by dtype."""
 METHODS = {"ngram": "ngram", "draft model": "draft_model", "EAGLE": "eagle", "EAGLE-3": "eagle3"}
 METHODS |= {MTP: "mtp"}
 W8A8 = "int8 weights and inputs (W8A8)"
-LACKS = ("does not support", "weight_scale holds values")
-"""In errors that say what a class or a checkpoint hasn't got."""
 PATIENCE = 50
 """Empty steps in which a connector may finish what it stores."""
 
 
-def name_of(model: str, device: str, runner: str, features: list[str]) -> str:
-    """Name of an engine in results: a function of this module, and what it was called with."""
-    what = ", ".join([model, device, runner, *features])
-    return f"tests/matrix/combined.py::agrees[{what}]"
-
-
 def agrees(model: str, device: str, runner: str, features: list[str]) -> list[dict[str, Any]]:
-    """Serve a model by an engine that has these features, and look at what it says.
+    """Serve a model of `SUBJECTS` by an engine that has these features, and look at what it says.
 
-    Parameters
-    ----------
-    model
-        One of `SUBJECTS`.
-    device, runner
-        Of the table of the matrix.
-    features
-        That are wanted; the rest is `settings_of`'s choice.
-
-    Returns
-    -------
-    list
-        Cells of the engine, as `tests.matrix.cells.cell_of` has them.
-
-    Raises
-    ------
-    AssertionError
-        If an answer differs.
+    Returns its cells, as `tests.matrix.cells.cell_of` has them.
     """
     taken()
     wanted = set(features)
@@ -165,10 +130,8 @@ def settings_of(
     return settings
 
 
-def bound_of(model: str, settings: dict[str, Any], int8: bool) -> float:
-    """As `tests.soak.kinds.bound_of`: 0 in float32."""
-    from tests.soak.kinds import bound_of
-
+def bound(model: str, settings: dict[str, Any], int8: bool) -> float:
+    """How far from the best token one may be."""
     return bound_of(settings["dtype"], SUBJECTS[model].has(EXPERT), int8)
 
 
@@ -176,19 +139,13 @@ def look(
     judge: subjects.Judge,
     prompt: list[int] | Request,
     got: list[int],
-    bound: float,
+    limit: float,
     form: str | None = None,
 ) -> None:
-    """Look at an answer.
-
-    Raises
-    ------
-    AssertionError
-        If a token is none that transformers would choose.
-    """
+    """Hold an answer against the tokens that transformers would choose."""
     margin = judge.margin(prompt, got, form)
     what = f"{len(prompt)} tokens" if isinstance(prompt, list) else prompt.text[:40]
-    assert margin <= bound, (
+    assert margin <= limit, (
         f"an answer differs: {margin:.3f} standard deviations from the best token"
         f" (prompt of {what}: {got})"
     )
@@ -207,7 +164,7 @@ def _serve(model: str, llm: Any, settings: dict[str, Any], wanted: set[str]) -> 
         return
     judge = subjects.judge_of(model, int8=W8A8 in wanted)
     adapted = subjects.judge_of(model, adapted=True) if "LoRA" in wanted else None
-    bound = bound_of(model, settings, W8A8 in wanted)
+    limit = bound(model, settings, W8A8 in wanted)
     plain: list[Any] = subjects.requests() if SUBJECTS[model].has(SEES) else subjects.prompts(model)
     forms = ["json", "regex"] if STRUCTURED in wanted else []
     asked = [(prompt, None) for prompt in plain]
@@ -228,7 +185,7 @@ def _serve(model: str, llm: Any, settings: dict[str, Any], wanted: set[str]) -> 
         rows = []
         for (prompt, form), lora, output in zip(asked, loras, outputs, strict=True):
             got = list(output.outputs[0].token_ids)
-            look(judge if lora is None else adapted, prompt, got, bound, form)
+            look(judge if lora is None else adapted, prompt, got, limit, form)
             if form is not None:
                 check_form(form, output.outputs[0].text)
             else:
@@ -312,58 +269,12 @@ def _serve_ranks(
     settings = {**settings, "distributed_executor_backend": "mp"}
     with asked_for(runner):
         waves = serve_on_ranks(folder, settings, partial(_traffic, inputs))
-    bound = bound_of(model, settings, False)
+    limit = bound(model, settings, False)
     for rows in waves:
         for prompt, got in zip(asked, rows, strict=True):
-            look(judge, prompt, got, bound)
+            look(judge, prompt, got, limit)
         check_varied(rows)
 
 
 async def _traffic(inputs: list[Any], ranks: Ranks) -> list[list[list[int]]]:
     return [await ranks.generate(inputs, NUM_TOKENS) for _ in range(2)]
-
-
-def work() -> None:
-    """Answer each line of standard input with a line."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            told: dict[str, Any] = {"cells": agrees(**asked)}
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            traceback.print_exc()
-            # What fails before there is an engine leaves nothing behind, and of what a class of
-            # vLLM lacks, or a checkpoint, nothing left behind is the cause
-            early = "create_engine_config" in traceback.format_exc()
-            lacks = any(words in str(error) for words in LACKS)
-            told = {"error": reason(error), "early": early or lacks}
-            if not early:
-                _clean_up()
-        print(f"\n{ANSWER}{json.dumps(told)}", flush=True)
-
-
-def _clean_up() -> None:
-    """Remove what an engine leaves that failed to start."""
-    import gc
-
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    taken()
-    with contextlib.suppress(Exception):
-        cleanup_dist_env_and_memory()
-    gc.collect()
-
-
-def reason(error: BaseException) -> str:
-    """What an error says, in a line, without folders of this run."""
-    from tests.matrix.asked import _line_of
-
-    line = _line_of(error) if isinstance(error, Exception) else str(error)
-    line = re.sub(r"/\S*/npu-prep-\S*", "the model", line)
-    return re.sub(r" \(prompt of .*", "", line)[:200] or type(error).__name__
-
-
-if __name__ == "__main__":
-    work()

@@ -6,9 +6,8 @@ from typing import Any
 
 from tests.matrix.cells import FEATURES, IMAGES, STRUCTURED
 from tests.matrix.collect import ROOT
-from tests.matrix.plan import RANKS
+from tests.matrix.plan import RANKS, without_sense
 from tests.matrix.results import Matrix, Table
-from tests.matrix.sense import without_sense
 from vllm_npu_prep.wording import counted
 
 PAGE = ROOT / "docs" / "reference" / "matrix.md"

@@ -1,8 +1,11 @@
 """Which features go into one engine: as many as fit together, so that few engines are started."""
 
 from collections.abc import Iterable
+from itertools import product
 
-from tests.matrix.cells import IMAGES, MTP, STRUCTURED
+from tests.matrix.cells import FEATURES, IMAGES, MTP, STRUCTURED
+from tests.matrix.results import Matrix
+from vllm_npu_prep.compat.releases import installed_vllm
 
 DTYPES = ("float32", "bfloat16", "float16")
 DRAFTS = ("ngram", "draft model", "EAGLE", "EAGLE-3", MTP)
@@ -52,6 +55,30 @@ APART: tuple[tuple[set[str], set[str]], ...] = (
     ({"LoRA"}, {IMAGES}),
 )
 """Features of the first set of a pair go with none of the second."""
+SEES = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+POOLS = (
+    "BertForSequenceClassification",
+    "BertModel",
+    "ModernBertModel",
+    "Qwen2ForProcessRewardModel",
+    "Qwen2ForSequenceClassification",
+)
+OWN = ("tests/matrix/test_rows.py::test_answers_agree", "tests/matrix/combined.py::agrees")
+"""Where engines that are started on purpose say they come from; the second, until 2026-11-28."""
+
+
+def without_sense(model: str, feature: str) -> str:
+    """Why a model has no use for a feature: nobody refuses it, and nothing could show it."""
+    if feature == IMAGES and model not in SEES:
+        return "the model reads text alone"
+    if model in POOLS and feature in (*DRAFTS, STRUCTURED, *CONNECTORS):
+        return "the model generates no tokens"
+    return ""
 
 
 def go_together(one: str, other: str) -> bool:
@@ -91,3 +118,29 @@ def engines_for(wanted: Iterable[str]) -> list[list[str]]:
         else:
             engines.append([dtype])
     return sorted(engines, key=lambda engine: bool(set(engine) & RANKS))
+
+
+def engines_of(matrix: Matrix, device: str) -> list[str]:
+    """Engines that fill the rows of a device, each as "model, device, runner, features".
+
+    Those that did so before, and new ones for cells that nothing has filled yet.
+    """
+    found, filled = [], matrix.filled()
+    for line in matrix.engines:
+        test, _, named = line["test"].partition("[")
+        if test in OWN and (line["release"], line["device"]) == (installed_vllm(), device):
+            found.append(named.removesuffix("]"))
+    for runner, model in product(("V1", "V2"), sorted({model for model, _ in matrix.configs})):
+        table = installed_vllm(), device, runner
+        told = matrix.answers.get((table, model), {})
+        wanted = [
+            name
+            for name in (feature.name for feature in FEATURES)
+            if name in told
+            and not told[name]
+            and (table, model, name) not in {*filled, *matrix.tried}
+            and not without_sense(model, name)
+            and not (name in RANKS and model in POOLS)  # those only generate
+        ]
+        found += [", ".join([model, device, runner, *each]) for each in engines_for(wanted)]
+    return list(dict.fromkeys(found))

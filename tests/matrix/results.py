@@ -12,14 +12,13 @@
 
 The first is an engine that a test started; ``package`` is the tree of `vllm_npu_prep` then. Only as
 many are kept as fill the cells. The second has the model, for start-up to be asked; the third has
-what it said to a model with each feature. The fourth is a feature that `tests.matrix.engines` tried
-alone, and what the engine said that failed with it.
+what it said to a model with each feature. The fourth is a feature that was tried alone once, and
+what the engine said that failed with it.
 """
 
 import ast
 import functools
 import json
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,19 +45,10 @@ def cells_of(line: dict[str, Any]) -> Iterator[Cell]:
 
 @dataclass
 class Matrix:
-    """Everything that is known.
+    """Everything that is known: lines of engines, the newest last, and what is beside them.
 
-    Attributes
-    ----------
-    engines
-        Lines of engines, the newest last.
-    configs
-        ``config.json`` of a model, by model and device; with MTP layers, if an engine used them.
-    answers
-        What start-up said, by table and model: for each feature what `tests.matrix.asked.answer`
-        returned.
-    tried
-        Lines of features that failed alone when they were tried on purpose, by cell.
+    Of configs those with MTP layers are kept, if an engine used them; answers are those of
+    `tests.matrix.asked.answer`, by feature.
     """
 
     engines: list[dict[str, Any]] = field(default_factory=list)
@@ -122,29 +112,13 @@ class Matrix:
                 found.setdefault(cell, line)
         return found
 
-    def config_of(self, model: str, device: str) -> dict[str, Any] | None:
-        """A model's config, as it ran on a device; None if it never did without int8 weights.
-
-        That of another device doesn't do: its sizes may be refused here.
-        """
-        return self.configs.get((model, device))
-
     def merge(self, collected: Iterable[dict[str, Any]], package: str) -> None:
-        """Take in what was collected, and keep as many engines as fill the cells.
+        """Take in what was collected, the newest last, and keep as many engines as fill the cells.
 
-        Parameters
-        ----------
-        collected
-            Lines of `tests.matrix.collect`, the newest last.
-        package
-            Tree of the package that is checked out: engines of it come before older ones.
+        Engines of the package that is checked out come before older ones.
         """
         latest: dict[str, dict[str, Any]] = {}
         collected = list(collected)
-        for line in collected:
-            if "tried" in line:
-                self.tried[table_of(line), line["model"], line["feature"]] = line
-        collected = [line for line in collected if "tried" not in line]
         # A test may start another engine than it did when it failed
         ended = {(each["test"], table_of(each)): each["outcome"] for each in collected}
         for line in (*self.engines, *collected):
@@ -227,11 +201,3 @@ def collected_in(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return found
-
-
-def package_now() -> str:
-    """Tree of the package at the commit that is checked out, ten digits."""
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD:vllm_npu_prep"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip()[:10]

@@ -34,6 +34,7 @@ from tests.helpers.quantized import round_modules, rounded_model, tensors_in
 from tests.helpers.vision import Reference, Request, chat, make_image, make_video
 from tests.helpers.windows import SHARED_LAYERS, THREE_GROUPS
 from tests.npu.only_some import HEAD_SIZE
+from tests.soak.models import float_model
 
 SEED = 57
 LENGTHS = [70, 3, 1, 40, 17, 90]
@@ -46,21 +47,7 @@ HYBRID, LATENT, EXPERT, SEES, POOLS, CHUNKS = "hybrid", "latent", "experts", "se
 
 @dataclass(frozen=True)
 class Subject:
-    """A row of the matrix.
-
-    Attributes
-    ----------
-    family
-        Of transformers.
-    head
-        What the name of its class ends with.
-    sizes
-        Its config, and what else `make_model` takes.
-    kinds
-        What it is, of the names above: decides prompts, blocks, and what is asked of it.
-    mtp
-        Whether it has a layer that drafts.
-    """
+    """A row of the matrix."""
 
     family: str
     sizes: dict[str, Any]
@@ -171,28 +158,26 @@ SUBJECTS: dict[str, Subject] = {
     ),
 }
 """By the name that vLLM gives their class."""
-ROTATED = {"mrope_section": [8, 12, 12], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+ROTATED = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [8, 12, 12],
+    "mrope_interleaved": True,
+    "partial_rotary_factor": 0.25,
+}
 """Of a head of 256, as `make_model_that_sees` has it of a head of 16."""
 
 
 @cache
 def folder_of(name: str, one_kv_head: bool = False) -> Path:
-    """Folder of a model.
-
-    Parameters
-    ----------
-    name
-        One of `SUBJECTS`.
-    one_kv_head
-        Whether all heads share one of K and V, so that two ranks can share its contexts.
-    """
+    """Folder of a model."""
     subject, tokenizer = SUBJECTS[name], tiny_model.make_tokenizer()
     root = Path(tempfile.mkdtemp(prefix=f"npu-prep-{name}-"))
     sizes = {**subject.sizes, "num_key_value_heads": 1} if one_kv_head else dict(subject.sizes)
     if subject.has(SEES) and not subject.has(HYBRID):
         return make_demo("tiny_vision_model.py", "tiny-vision") / subject.family
     if subject.has(SEES):
-        sizes = {**ON_NPUS, **sizes, "head_dim": 256, "rope_parameters": _rotated()}
+        sizes = {**ON_NPUS, **sizes, "head_dim": 256, "rope_parameters": ROTATED}
         folder = make_model_that_sees(root / "model", subject.family, **sizes)
         add_mtp_layer(folder, subject.family)
         return folder
@@ -207,10 +192,6 @@ def folder_of(name: str, one_kv_head: bool = False) -> Path:
         _give_rewards(folder, name)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def _rotated() -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 10000.0, **ROTATED}
 
 
 def _give_rewards(folder: Path, name: str) -> None:
@@ -292,15 +273,7 @@ def requests() -> list[Request]:
 
 
 class Judge:
-    """What transformers would have said, each token behind those before it, in float32.
-
-    Parameters
-    ----------
-    name
-        Of the model.
-    int8, adapted, one_kv_head
-        Which form of it.
-    """
+    """What transformers would have said, each token behind those before it, in float32."""
 
     def __init__(
         self, name: str, int8: bool = False, adapted: bool = False, one_kv_head: bool = False
@@ -318,7 +291,7 @@ class Judge:
         if int8:
             self.network = rounded_model(folder, int8_of(name))
             return
-        self.network = _load(folder)
+        self.network = float_model(folder)
 
     def margin(self, prompt: list[int] | Request, got: list[int], form: str | None = None) -> float:
         """How far tokens are from being the best ones, in deviations of a step's logits.
@@ -364,15 +337,6 @@ def _merged(name: str) -> Path:
     return merged
 
 
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM, logging
-
-    logging.set_verbosity_error()  # layers that draft aren't transformers'
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
 @cache
 def _compiled(form: str) -> Any:
     import xgrammar
@@ -389,12 +353,8 @@ def _allowed(form: str, got: list[int], logits: torch.Tensor) -> torch.Tensor:
     """Logits of tokens that a grammar allows in their place; the others are -inf."""
     import xgrammar
 
-    matcher, vocab, logits = (
-        xgrammar.GrammarMatcher(_compiled(form)),
-        logits.shape[1],
-        logits.float(),
-    )
-    bits = xgrammar.allocate_token_bitmask(1, vocab)
+    matcher, logits = xgrammar.GrammarMatcher(_compiled(form)), logits.float()
+    bits = xgrammar.allocate_token_bitmask(1, logits.shape[1])
     for row, token in zip(logits, got, strict=True):
         matcher.fill_next_token_bitmask(bits)
         xgrammar.apply_token_bitmask_inplace(row[None], bits)
@@ -412,12 +372,12 @@ def pooled_by_transformers(
     settings = {"dtype": torch.float32, "attn_implementation": "eager"}
     if subject.head == "ForSequenceClassification":
         loader: Any = transformers.AutoModelForSequenceClassification
-        task, read = "classify", _classes
+        task, read = "classify", lambda out, ids: out.logits[0].softmax(-1)
     elif name == "Qwen2ForProcessRewardModel":
         loader, task, read = transformers.AutoModel, "token_classify", _rewards
     else:
-        loader, task = transformers.AutoModel, "embed"
-        read = _first if subject.head == "Model" else _last
+        loader, task, token = transformers.AutoModel, "embed", 0 if subject.head == "Model" else -1
+        read = lambda out, ids: normalized(out.last_hidden_state[0, token])  # noqa: E731
     network = loader.from_pretrained(folder, **settings).eval()
     if int8:
         round_modules(network, tensors_in(int8_of(name)))
@@ -425,18 +385,6 @@ def pooled_by_transformers(
         network = network.language_model
     with torch.no_grad():
         return task, [read(network(input_ids=torch.tensor([ids])), ids) for ids in asked]
-
-
-def _classes(out: Any, ids: list[int]) -> torch.Tensor:
-    return out.logits[0].softmax(-1)
-
-
-def _first(out: Any, ids: list[int]) -> torch.Tensor:
-    return normalized(out.last_hidden_state[0, 0])
-
-
-def _last(out: Any, ids: list[int]) -> torch.Tensor:
-    return normalized(out.last_hidden_state[0, -1])
 
 
 def _rewards(out: Any, ids: list[int]) -> torch.Tensor:

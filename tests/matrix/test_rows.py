@@ -1,0 +1,25 @@
+"""Engines that fill the matrix: of each model few, with many features each, beside transformers.
+
+With NPU_PREP_DEVICE=npu, under the emulator, those of the emulated card: `make matrix` runs both.
+"""
+
+import os
+
+import pytest
+
+from tests.matrix.cells import EMULATED, FALLBACK
+from tests.matrix.collect import add
+from tests.matrix.plan import engines_of
+from tests.matrix.results import Matrix
+
+DEVICE = EMULATED if os.environ.get("NPU_PREP_DEVICE") == "npu" else FALLBACK
+
+
+@pytest.mark.parametrize("engine", engines_of(Matrix.read(), DEVICE))
+def test_answers_agree(engine):
+    from tests.matrix.combined import agrees  # which makes models
+
+    model, device, runner, *features = engine.split(", ")
+    cells = agrees(model, device, runner, features)
+    add(cells)
+    assert set(features) <= {feature for cell in cells for feature in cell["features"]}
