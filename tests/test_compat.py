@@ -1,18 +1,18 @@
 """Seams between the plugin and vLLM: the pinned one has them all, and what is missing is named."""
 
 import ast
-import copy
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.compat import __main__ as command
 from tests.compat import bodies, changes, others
 from tests.compat.requirements import unmet
 from tests.compat.seams import PLUGIN, Seam, Uses, installed
@@ -21,25 +21,11 @@ from tests.compat.types import Types
 from vllm_npu_prep.compat.releases import installed_vllm, is_since
 
 ROOT = Path(__file__).parents[1]
-RUNNER = "vllm.v1.worker.gpu_model_runner"
-MIN_P = "vllm.v1.worker.gpu.sample.min_p"
 
 
 @pytest.fixture(scope="module")
 def uses():
     return Uses.of_environment()
-
-
-def beside(uses: Uses, edits: dict[str, tuple[str, str]]) -> Uses:
-    """The plugin beside a vLLM in which one text of some modules stands for another."""
-    texts = {}
-    for name, (old, new) in edits.items():
-        text = uses.sources.module(name).filepath.read_text()
-        assert old in text
-        texts[name] = text.replace(old, new, 1)
-    planted = copy.copy(uses)
-    planted.sources = Sources(uses.sources.packages, texts)
-    return planted
 
 
 INSTALLED = installed_vllm()
@@ -63,71 +49,33 @@ def test_every_seam_was_looked_up_in_the_other_release_and_each_difference_has_a
     assert unanswered == [], f"write what answers these in {others.file_of(version).name}"
 
 
-def test_what_another_release_has_otherwise_is_listed_and_keeps_its_answers(tmp_path, monkeypatch):
+def test_differences_of_another_release_keep_their_answers(tmp_path, monkeypatch):
+    """A list that is written again keeps what was answered, and what only that release has."""
     source = package(tmp_path / "vllm", {"__init__.py": "", "kernels.py": "def gather(x): ..."})
-    monkeypatch.setattr(bodies, "read", lambda: [bodies.Body("vllm.kernels", "gather", "a", "0")])
-    names = {name: Seam("vllm.kernels", name) for name in ("gather", "scatter")}
-    snapshot = {names["gather"]: ": (x, y)", names["scatter"]: ": (x)"}
+    body = bodies.Body("vllm.kernels", "gather", "a", "0")
+    monkeypatch.setattr(bodies, "read", lambda: [body])
+    gather, scatter = (Seam("vllm.kernels", name) for name in ("gather", "scatter"))
+    snapshot = {gather: ": (x, y)", scatter: ": (x)"}
     release = others.compared(source, snapshot)
-    kinds = {each.name: (each.kind, each.now) for each in release.differences}
-    digest = bodies.digest_of(bodies.Body("vllm.kernels", "gather", "a", "0"), folder=source)
-    assert kinds == {
-        "vllm.kernels.gather": ("changed", ": (x)"),
-        "vllm.kernels.scatter": ("gone", ""),
-        "vllm.kernels:gather": ("rewritten", digest),
-    }
-    assert others.snapshot_with(snapshot, release) == {names["gather"]: ": (x)"}
+    digest = bodies.digest_of(body, folder=source)
+    assert [(each.kind, each.name, each.now) for each in release.differences] == [
+        ("gone", "vllm.kernels.scatter", ""),
+        ("changed", "vllm.kernels.gather", ": (x)"),
+        ("rewritten", "vllm.kernels:gather", digest),
+    ]
+    assert others.snapshot_with(snapshot, release) == {gather: ": (x)"}
     assert [each.digest for each in others.bodies_with(release)] == [digest]
     path = tmp_path / "vllm-9.json"
-    release.write(path)
-    path.write_text(path.read_text().replace('"answer": ""', '"answer": "known"', 1))
+    only_there = others.Difference("new", "vllm.kernels.reduce", ": (x)", "used there")
+    known = [replace(each, answer="known") for each in release.differences]
+    path.write_text(json.dumps(asdict(others.Release("0", [*known, only_there]))))
     others.compared(source, snapshot).write(path)
-    answers = [each.answer for each in others.Release.read(path).differences]
-    assert sorted(answers) == ["", "", "known"]
+    assert others.Release.read(path).differences == [*known, only_there]
     (source / "kernels.py").write_text("def gather(x, z): ...")
-    changed = others.compared(source, snapshot)
-    changed.write(path)
-    assert {each.answer for each in changed.differences if each.kind != "gone"} == {""}
-    only_there = others.Difference("new", "vllm.kernels.reduce", ": (x)")
-    others.Release(changed.looked_up, [*changed.differences, only_there]).write(path)
-    others.compared(source, snapshot).write(path)  # which can't find what nobody asks for
-    kept = others.Release.read(path)
-    assert only_there in kept.differences
-    assert others.snapshot_with(snapshot, kept)[Seam("vllm.kernels", "reduce")] == ": (x)"
-    assert others.compared(source, {names["gather"]: ""}).looked_up != changed.looked_up
-
-
-def test_seams_that_are_gone_or_changed_are_named_with_the_files_that_rely_on_them(uses):
-    edits = {
-        RUNNER: ("def _sync_device(self)", "def _wait_for_device(self, stream)"),
-        "vllm.v1.worker.gpu_worker": ("def init_device(self)", "def init_device(self, stream)"),
-        "vllm.v1.worker.utils": ("def bind_kv_cache(", "def bind_kv_caches("),
-        "vllm.v1.worker.worker_base": ("class CompilationTimes", "class Times"),
-        "vllm.v1.worker.gpu_input_batch": ("self.num_tokens_no_spec =", "self.lengths ="),
-        "vllm.utils.mem_utils": ("def format_gib(", "def gib("),
-        "vllm.v1.core.kv_cache_utils": ("def ", "def format_gib(b: int) -> str: ...\n\n\ndef "),
-        MIN_P: ("    min_p_ptr,", "    min_p_ptr,\n    min_p_stride,"),
-    }
-    snapshot, _ = others.of_installed(INSTALLED)
-    found = changes.changes(snapshot, beside(uses, edits))
-    lines = [" ".join(str(change).split()) for change in found]
-    batch = "vllm.v1.worker.gpu_input_batch.InputBatch"
-    expected = [
-        "gone vllm.utils.mem_utils.format_gib now vllm.v1.core.kv_cache_utils.format_gib "
-        "in worker.py",
-        f"gone {batch}.num_tokens_no_spec in runner/bookkeeping.py, runner/request_updates.py, "
-        "runner/speculation.py",
-        f"gone {RUNNER}.GPUModelRunner._sync_device in runner/model_runner.py",
-        "gone vllm.v1.worker.utils.bind_kv_cache in runner/model_runner.py, v2/runner.py",
-        "gone vllm.v1.worker.worker_base.CompilationTimes with encoder, language_model "
-        "in worker.py",
-        f"changed {MIN_P}._min_p_kernel was (logits_ptr, ..., min_p_ptr, vocab_size, "
-        "BLOCK_SIZE) is (logits_ptr, ..., min_p_ptr, min_p_stride, vocab_size, BLOCK_SIZE) "
-        "in ops/__init__.py",
-        "changed vllm.v1.worker.gpu_worker.Worker.init_device was (self) is (self, stream) "
-        "in worker.py",
-    ]
-    assert lines == expected
+    others.compared(source, snapshot).write(path)
+    answers = {each.kind: each.answer for each in others.Release.read(path).differences}
+    assert answers == {"gone": "known", "changed": "", "rewritten": "", "new": "used there"}
+    assert others.compared(source, {gather: ""}).looked_up != release.looked_up
 
 
 def test_functions_whose_rules_the_plugin_repeats_are_as_they_were_when_somebody_looked():
@@ -138,51 +86,35 @@ def test_functions_whose_rules_the_plugin_repeats_are_as_they_were_when_somebody
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 
-def source_of(module: str) -> str:
-    text = bodies.text_of(module)
-    assert text is not None
-    return text
-
-
 @pytest.mark.parametrize(
-    ("name", "old", "new", "expected"),
+    ("module", "old", "new", "expected"),
     [
         (
-            "Scheduler.schedule",
+            SCHEDULER,
             "if num_new_tokens == 0:",
             "if num_new_tokens <= 1:",
-            ("rewritten", "scheduling/running.py"),
+            ("rewritten", "Scheduler.schedule;", "scheduling/running.py", "tests.scheduling"),
         ),
         (
-            "Scheduler.update_from_output",
-            "request.num_computed_tokens -= num_rejected",
-            "request.num_computed_tokens -= num_rejected + 1",
-            ("rewritten", "scheduling/outputs.py"),
-        ),
-        (
-            "Scheduler._preempt_request",
+            SCHEDULER,
             "def _preempt_request(",
             "def _evict(",
-            ("gone", "forget_blocks"),
+            ("gone", "Scheduler._preempt_request;", "forget_blocks", "tests.scheduling"),
+        ),
+        (
+            "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
+            "tl.log(u)",
+            "tl.log2(u)",
+            ("rewritten", "_rejection_kernel;", "verify_drawn", "pytest tests/ops tests/v2 "),
         ),
     ],
 )
-def test_a_rewritten_function_is_named_with_what_to_look_at(name, old, new, expected):
-    planted = {SCHEDULER: source_of(SCHEDULER).replace(old, new, 1)}
+def test_a_rewritten_function_is_named_with_what_to_look_at(module, old, new, expected):
+    text = bodies.text_of(module)
+    assert text is not None and old in text
     _, functions = others.of_installed(INSTALLED)
-    (line,) = bodies.changed(functions, planted)
-    assert f"{SCHEDULER}:{name};" in line
-    assert all(part in line for part in expected)
-    assert "tests.scheduling" in line
-
-
-def test_a_rewritten_kernel_is_named_with_the_function_that_stands_for_it():
-    module = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
-    planted = {module: source_of(module).replace("tl.log(u)", "tl.log2(u)")}
-    _, functions = others.of_installed(INSTALLED)
-    (line,) = bodies.changed(functions, planted)
-    expected = ("rewritten", f"{module}:_rejection_kernel;", "ops/slot_rejection.py (verify_drawn")
-    assert all(part in line for part in (*expected, "run pytest tests/ops tests/v2 tests/prep,"))
+    (line,) = bodies.changed(functions, {module: text.replace(old, new)})
+    assert [each for each in expected if each not in line] == []
 
 
 NO_KERNEL = {
@@ -225,7 +157,8 @@ def test_every_kernel_of_v2_is_watched_unless_nothing_stands_for_it():
 
 
 def test_comments_and_docstrings_of_upstream_s_functions_may_change():
-    text = source_of(SCHEDULER)
+    text = bodies.text_of(SCHEDULER)
+    assert text is not None
     text = text.replace("# First, schedule the RUNNING requests.", "# In order.", 1)
     text = text.replace("Preempt a request and put it back", "Take a request's blocks, put it", 1)
     _, functions = others.of_installed(INSTALLED)
@@ -441,20 +374,27 @@ def test_a_class_that_moved_is_followed_unless_it_is_imported_from_its_old_place
     assert not engine.exists()
 
 
-def test_the_command_prints_the_list_and_fails(uses, monkeypatch, capsys):
-    snapshot, _ = others.of_installed(INSTALLED)
-    monkeypatch.setattr(Uses, "of_environment", lambda: uses)
-    monkeypatch.setattr(others, "of_installed", lambda version: (snapshot, []))
-    monkeypatch.setattr(command, "unmet", dict)  # what a release asks for is another test's
-    monkeypatch.setattr(sys, "argv", ["compat"])
-    assert command.main() == 0
-    assert ": 0 gone, 0 changed, of " in capsys.readouterr().out
-    snapshot[Seam(f"{RUNNER}.GPUModelRunner", "_gone")] = ": (self)"
-    assert command.main() == 1
-    first, files, last = capsys.readouterr().out.splitlines()
-    assert first == f"gone     {RUNNER}.GPUModelRunner._gone"
-    assert files.strip() == "in  no file by that name"
-    assert ": 1 gone, 0 changed, of " in last
+def test_seams_that_are_gone_or_changed_are_named_with_their_files(small, tmp_path):
+    snapshot = changes.snapshot_of(small())
+    edits = {
+        "batch.py": ("class Wide(Row)", "class Broad(Row)"),
+        "engine.py": ("budget: int = 7", "budget: int = 8"),
+        "kernels.py": ("def scatter(x)", "def spread(x)"),
+        "server.py": ("async def serve", "async def serve_all(): ...\nasync def _serve"),
+        "config.py": ("@dataclass", "def scatter(x): ...\n\n@dataclass"),
+    }
+    for name, (old, new) in edits.items():
+        path = tmp_path / "vllm" / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    lines = [" ".join(str(each).split()) for each in changes.changes(snapshot, small())]
+    assert lines == [
+        "gone vllm.batch.Wide with left in runner.py",
+        "gone vllm.kernels.scatter now vllm.config.scatter in compat.py",
+        "gone vllm.server.serve in compat.py",
+        "changed vllm.engine.Engine.step was (self, *, budget=7) is (self, *, budget=8) "
+        "in runner.py",
+    ]
 
 
 def test_requirements_that_are_not_met_are_named(monkeypatch):

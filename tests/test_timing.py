@@ -1,5 +1,6 @@
 """`make timing`: what a run cost, file by file, in tests/README.md."""
 
+import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
@@ -7,52 +8,33 @@ from _pytest.junitxml import xml_key
 
 from tests.conftest import pytest_configure, pytest_xdist_setupnodes
 from tests.resume.tree import tree_state
-from tests.timing import BEGIN, END, PAGE, caches, put, read, table
+from tests.timing import BEGIN, END, PAGE, caches, put, seconds_of, table
 
-XML = """<?xml version="1.0" encoding="utf-8"?>
-<testsuites><testsuite name="pytest" errors="0" failures="1" tests="5" time="90.0"
- timestamp="2026-11-22T14:31:00">
+SUITE = ElementTree.fromstring("""\
+<testsuite errors="0" failures="1" tests="5" time="90.0" timestamp="2026-11-22T14:31:00">
 <properties><property name="processes" value="1"/><property name="processes" value="2"/>
-</properties>
+<property name="commit" value="1f"/><property name="caches" value="warm"/></properties>
 <testcase classname="tests.test_timing" name="test_a" time="1.5"/>
 <testcase classname="tests.test_timing.Class" name="test_b[1.5-x.y]" time="0.5"/>
 <testcase classname="tests.test_walls" name="test_c" time="6.0"/>
 <testcase classname="tests.test_config" name="test_d" time="0.25"/>
 <testcase classname="tests.test_config" name="test_d" time="0.25"><error>teardown</error></testcase>
 <testcase classname="tests.test_compat" name="test_e" time="0.5"/>
-</testsuite></testsuites>
-"""
+</testsuite>""")
 
 
-@pytest.fixture
-def timing(tmp_path):
-    (tmp_path / "run.xml").write_text(XML)
-    return read(tmp_path / "run.xml")
-
-
-def test_files_are_sorted_by_what_they_cost(timing):
-    assert timing.files() == [
-        ("tests/test_walls.py", 1, 6.0),
-        ("tests/test_timing.py", 2, 2.0),
-        ("tests/test_config.py", 1, 0.5),
-        ("tests/test_compat.py", 1, 0.5),
-    ]
-    assert timing.slowest(2)[1] == ("tests/test_timing.py::test_a", 1.5)
-    assert "tests/test_timing.py::Class::test_b[1.5-x.y]" in timing.tests
-    assert timing.failed == 1
-
-
-def test_the_table_has_shares_and_one_row_for_small_files(timing):
-    lines = table(timing).splitlines()
+def test_the_table_has_shares_and_one_row_for_small_files():
+    lines = table(SUITE).splitlines()
     assert lines[0] == (
-        "`make test` on 2026-11-22, commit not recorded: **1.5 minutes** in 2 processes, 5 tests, "
-        "9 s of tests; caches: not recorded."
+        "`make test` on 2026-11-22, commit 1f: **1.5 minutes** in 2 processes, 5 tests, "
+        "9 s of tests; caches: warm."
     )
     assert lines[-3:] == [
         "| `tests/test_walls.py` | 1 | 6.0 | 66.7% |",
         "| `tests/test_timing.py` | 2 | 2.0 | 22.2% |",
         "| 2 files of less than 1 s each | 2 | 1.0 | 11.1% |",
     ]
+    assert seconds_of(SUITE)["tests/test_timing.py::Class::test_b[1.5-x.y]"] == 0.5
 
 
 def test_only_what_stands_between_the_comments_is_replaced():
@@ -75,13 +57,11 @@ def test_a_run_says_its_processes_and_its_commit(monkeypatch):
     pytest_xdist_setupnodes(config, specs=["one", "other"])
     rest = [("commit", tree_state().commit), ("caches", "cold")]
     assert said == [("processes", "1"), *rest, ("processes", "2"), *rest]
-    pytest_configure(SimpleNamespace(stash={}, pluginmanager=plugins))  # it is not written down
 
 
 def test_caches_are_cold_until_a_run_has_filled_them(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.timing.ROOT", tmp_path)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
-    assert caches() == "cold"
     (tmp_path / ".cache" / "tiny-qwen3").mkdir(parents=True)
     assert caches() == "cold"
     (tmp_path / "vllm" / "modelinfos").mkdir(parents=True)

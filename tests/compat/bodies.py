@@ -28,17 +28,7 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Body:
-    """A function of vLLM.
-
-    Attributes
-    ----------
-    module, name
-        Its module, and its name in there: ``Class.method`` or ``function``.
-    look_at
-        Code of the plugin that relies on it.
-    digest
-        Of its code when somebody last looked.
-    """
+    """A function of vLLM, and the digest of its code when somebody last looked at `look_at`."""
 
     module: str
     name: str

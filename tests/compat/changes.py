@@ -24,18 +24,9 @@ Snapshot = Mapping[Seam, str]
 
 @dataclass(frozen=True)
 class Change:
-    """A seam that isn't what it was.
+    """A seam that isn't what it was: `now` is None where it is gone.
 
-    Attributes
-    ----------
-    seam
-        Which.
-    was, now
-        Its signature in the snapshot and in the release; `now` is None where it is gone.
-    files
-        Files of the plugin that rely on it.
-    hint
-        Where something of its name is now.
+    `files` of the plugin rely on it; `hint` is where something of its name is now.
     """
 
     seam: Seam

@@ -33,19 +33,10 @@ PINNED, *OTHERS = SUPPORTED_VLLM
 
 @dataclass(frozen=True)
 class Difference:
-    """A name or a function that another release has otherwise.
+    """A name or a function (with a colon before it) that another release has otherwise.
 
-    Attributes
-    ----------
-    kind
-        ``gone``, ``changed`` or ``rewritten``; ``new`` for a name that the plugin uses and only
-        that release has, which somebody writes into the list.
-    name
-        A seam, or module and function with a colon between.
-    now
-        Its signature there, or the digest of its code; empty if it is gone.
-    answer
-        What of the plugin deals with it, and how.
+    It is ``gone``, ``changed`` or ``rewritten``, or ``new``: a name that the plugin uses and only
+    that release has, which somebody writes into the list. `answer` is what deals with it, and how.
     """
 
     kind: str
@@ -56,15 +47,7 @@ class Difference:
 
 @dataclass
 class Release:
-    """The list of a release.
-
-    Attributes
-    ----------
-    looked_up
-        Digest of the names and functions that it was made for.
-    differences
-        Those that differ.
-    """
+    """The list of a release, and a digest of the names that were looked up for it."""
 
     looked_up: str
     differences: list[Difference] = field(default_factory=list)
@@ -163,13 +146,7 @@ def bodies_with(release: Release) -> list[bodies.Body]:
 
 
 def source_of(version: str) -> Path:
-    """Folder of a release's package, fetched if need be.
-
-    Raises
-    ------
-    SystemExit
-        If pip can't fetch it.
-    """
+    """Folder of a release's package, fetched if need be."""
     folder = CACHE / f"vllm-{version}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

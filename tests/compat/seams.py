@@ -51,13 +51,6 @@ class Uses:
 
     Imports, members of what mypy knows to be upstream's, members of upstream's classes that the
     plugin's own inherit, override or assign, constructors, and names in strings.
-
-    Parameters
-    ----------
-    sources
-        vLLM, torch and the plugin.
-    types
-        The plugin's expressions.
     """
 
     @classmethod

@@ -60,12 +60,7 @@ def _assigned(
 class Sources(griffe.ModulesCollection):
     """Packages by name, each a folder, whose modules are read when a name leads to them.
 
-    Parameters
-    ----------
-    packages
-        Folders. Nothing outside of them is known: a class of another package has no members here.
-    texts
-        What some modules, by full name, hold instead of their files.
+    Nothing outside of them is known. `texts` of modules stand for their files.
     """
 
     def __init__(self, packages: Mapping[str, Path], texts: Mapping[str, str] | None = None):

@@ -38,17 +38,7 @@ CACHE = Path(os.environ.get("MYPY_CACHE_DIR", ROOT / ".mypy_cache"))
 
 
 class Types:
-    """Types of a package's expressions, found as ``make lint`` finds them.
-
-    Parameters
-    ----------
-    package, folder
-        What to check.
-    cache
-        Folder of mypy's cache.
-    path
-        Folders of other packages, before those of this environment.
-    """
+    """Types of a package's expressions, found as ``make lint`` finds them."""
 
     def __init__(
         self, package: str, folder: Path, cache: Path = CACHE, path: Sequence[Path] = ()

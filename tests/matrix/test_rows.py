@@ -15,7 +15,7 @@ from tests.matrix.results import Matrix
 DEVICE = EMULATED if os.environ.get("NPU_PREP_DEVICE") == "npu" else FALLBACK
 
 
-@pytest.mark.parametrize("engine", engines_of(Matrix.read(), DEVICE))
+@pytest.mark.parametrize("engine", engines_of(Matrix.read(), DEVICE), ids=str)
 def test_answers_agree(engine):
     from tests.matrix.combined import agrees  # which makes models
 

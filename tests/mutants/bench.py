@@ -54,16 +54,10 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a planted bug.
+    """What came of a planted bug, and the first test that failed or what went wrong.
 
-    Attributes
-    ----------
-    outcome
-        ``caught``, ``missed``, ``stale`` if the line to change isn't there exactly once, or
-        ``broken`` if pytest could not run its tests, or the one that failed also fails without the
-        bug.
-    by
-        The first test that failed; or what went wrong.
+    It is ``caught``, ``missed``, ``stale`` if the line to change isn't there exactly once, or
+    ``broken`` if pytest could not run, or the test that failed also fails without the bug.
     """
 
     outcome: str
@@ -181,21 +175,7 @@ class Forks:
 
 
 class Bench(AbstractContextManager):
-    """A copy of the packages in which bugs are planted one at a time.
-
-    Parameters
-    ----------
-    folder
-        Where to work; without it, one that all benches of a tree use in turn, so that compiled
-        code is found again.
-    kinds
-        Of processes that fork (`tests.mutants.forks.IMPORTED`), the first choice first.
-
-    Attributes
-    ----------
-    passed
-        Tests that failed with a bug, and whether they pass without one.
-    """
+    """A copy of the packages in which bugs are planted one at a time."""
 
     def __init__(self, folder: Path | None = None, kinds: Sequence[str] = ("warm", "bare")) -> None:
         self.kinds, self._stack = kinds, ExitStack()
@@ -251,17 +231,7 @@ class Bench(AbstractContextManager):
         limit: float = LIMIT,
         **variables: str,
     ) -> Verdict:
-        """Plant a bug and run its tests until one fails; run that one without the bug, too.
-
-        Parameters
-        ----------
-        mutant
-            The bug.
-        limit
-            Seconds that its tests may take.
-        variables
-            Of the environment of tests.
-        """
+        """Plant a bug and run its tests until one fails; run that one without the bug, too."""
         if any(test.startswith(WITH_REFERENCE) for test in mutant.tests):
             for test in mutant.tests:  # which makes what they compare with
                 if not self._passes(test, limit, variables):

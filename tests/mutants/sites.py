@@ -54,24 +54,9 @@ CONFUSED = (ast.Name, ast.Attribute, ast.Subscript)
 
 @dataclass(frozen=True)
 class Site:
-    """One change.
+    """One change: bytes of a file that another text replaces, and how it is named.
 
-    Attributes
-    ----------
-    path
-        Of the file, in the package.
-    function
-        Dotted name of what the change is in; empty in a module's own code.
-    kind
-        Of change.
-    before, after
-        The changed lines without indentation.
-    nth
-        Which of several changes of one function that look the same, from 1.
-    start, end
-        Bytes of the file that `text` replaces.
-    text
-        What stands there then.
+    `nth` of several changes of one function that look the same, from 1.
     """
 
     path: str

@@ -60,15 +60,9 @@ SETTINGS = {
 class Came:
     """What came of an architecture.
 
-    Attributes
-    ----------
-    what
-        ``served``, ``refused`` (by this plugin), ``refused by vLLM``, ``not made`` or ``fault``.
-    how
-        Of a served one: against what its tokens were held. Of a refusal: its ids, or vLLM's line.
-        Of one that is not made: why. Of a fault: the error.
-    where
-        Of a fault: the last lines of the traceback.
+    It was ``served``, ``refused`` (by this plugin), ``refused by vLLM``, ``not made`` or is a
+    ``fault``; `how` tells against what tokens were held, who refused it and why, or the error,
+    whose last lines of a traceback are `where`.
     """
 
     what: str
@@ -92,14 +86,9 @@ def ask(architecture: str) -> Came:
 
 def _without_paths(came: Came, folder: Path) -> Came:
     """The same on every machine."""
-    how, where = (
-        re.sub(r'(/[^\s/"]+)+/(?=site-packages/|tests/|vllm_npu_prep/)', "", text)
-        for text in (
-            came.how.replace(str(folder), "MODEL"),
-            came.where.replace(str(folder), "MODEL"),
-        )
-    )
-    return Came(came.what, how, where)
+    outside = re.compile(r'(/[^\s/"]+)+/(?=site-packages/|tests/|vllm_npu_prep/)')
+    said = (text.replace(str(folder), "MODEL") for text in (came.how, came.where))
+    return Came(came.what, *(outside.sub("", text) for text in said))
 
 
 def _with_fields(folder: Path, reference: Any) -> Came:

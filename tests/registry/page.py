@@ -1,7 +1,6 @@
 """Writes what came of each architecture into docs/reference/architectures.md."""
 
 import re
-from collections import Counter
 
 from tests.resume.log import Result, Results
 from tests.resume.tree import RESULTS, ROOT
@@ -58,11 +57,6 @@ def render(page: str) -> str:
 
 ORDER = ["served", "refused", "not", "**a"]
 """First words of groups, as the table has them."""
-
-
-def counts() -> Counter[str]:
-    """How many architectures came to what."""
-    return Counter(str(result.more["what"]) for result in latest().values())
 
 
 def write() -> None:
