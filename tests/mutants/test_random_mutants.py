@@ -12,7 +12,7 @@ from tests.mutants import random_mutants
 from tests.mutants.bench import LIMIT, ROOT, Verdict, verdict_of
 from tests.mutants.random_mutants import EQUIVALENT, FEWER, mutant_of, resume, share
 from tests.mutants.sites import PACKAGE, POOLS, draw, every_site, sites_of
-from tests.mutants.suites import BY_NAME, suite_for
+from tests.mutants.suites import BY_NAME, paths_of, suite_for
 from tests.resume.log import Results
 from tests.resume.slice import Slice
 from tests.resume.tree import TreeState
@@ -102,7 +102,7 @@ def test_keys_are_distinct_and_tests_exist():
     sites = list(every_site())
     assert len({site.key for site in sites}) == len(sites) > 4000
     named = {test for site in sites for test in suite_for(site.path)} | {
-        test for tests in BY_NAME.values() for test in tests
+        test for names in BY_NAME.values() for test in paths_of(names)
     }
     assert [each for each in named if not (ROOT / each.partition("::")[0]).exists()] == []
     assert [each for each in BY_NAME if not (PACKAGE / each).exists()] == []
