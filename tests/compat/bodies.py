@@ -7,6 +7,7 @@ and docstrings. `bodies.txt` holds digest and name of each, and what to look at 
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def digest_of(
     `folder` holds another release's package.
     """
     text = (texts or {}).get(body.module) or text_of(body.module, folder)
-    node: ast.AST | None = ast.parse(text) if text is not None else None
+    node: ast.AST | None = _parsed(text) if text is not None else None
     for part in body.name.split("."):
         node = next(
             (
@@ -103,6 +104,12 @@ def digest_of(
         if isinstance(each, ast.FunctionDef) and ast.get_docstring(each) is not None:
             each.body = each.body[1:]
     return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """A module that holds several functions is read once."""
+    return ast.parse(text)
 
 
 def text_of(module: str, folder: Path | None = None) -> str | None:

@@ -5,6 +5,7 @@ the lines before and after it.
 """
 
 import ast
+import functools
 import hashlib
 import re
 from collections import Counter
@@ -221,6 +222,7 @@ def _blank(found: re.Match[bytes]) -> bytes:
     return b" " * len(found[0])
 
 
+@functools.cache
 def sites_of(path: str, source: bytes) -> list[Site]:
     """All changes of a file."""
     finder = _Finder(path, source)
