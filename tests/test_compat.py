@@ -43,7 +43,7 @@ def test_the_snapshot_holds_what_the_code_uses(uses):
 
 
 @pytest.mark.parametrize("version", others.OTHERS)
-def test_every_seam_was_looked_up_in_the_other_release_and_each_difference_has_an_answer(version):
+def test_each_difference_of_another_release_has_an_answer(version):
     release = others.Release.read(others.file_of(version))
     assert release.looked_up == others.digest_of(changes.read()), "run: make seams"
     unanswered = [each.name for each in release.differences if not each.answer]
@@ -79,7 +79,7 @@ def test_differences_of_another_release_keep_their_answers(tmp_path, monkeypatch
     assert others.compared(source, {gather: ""}).looked_up != release.looked_up
 
 
-def test_functions_whose_rules_the_plugin_repeats_are_as_they_were_when_somebody_looked():
+def test_functions_whose_rules_are_repeated_did_not_change():
     _, functions = others.of_installed(INSTALLED)
     assert bodies.changed(functions) == []
 
@@ -137,7 +137,7 @@ if is_since("0.33.0"):
     NO_KERNEL["sample.gumbel:spec_step_seed"] = "other numbers by a seed"
 
 
-def test_every_kernel_of_v2_is_watched_unless_nothing_stands_for_it():
+def test_kernels_of_v2_that_are_replaced_are_watched():
     watched = {f"{each.module}:{each.name}" for each in bodies.read()}
     folder = installed()["vllm"] / "v1/worker/gpu"
     kernels = [
@@ -157,7 +157,7 @@ def test_every_kernel_of_v2_is_watched_unless_nothing_stands_for_it():
     assert set(NO_KERNEL) == set().union(*of_each.values()), "a line of NO_KERNEL is stale"
 
 
-def test_comments_and_docstrings_of_upstream_s_functions_may_change():
+def test_comments_of_upstream_s_functions_may_change():
     text = bodies.text_of(SCHEDULER)
     assert text is not None
     text = text.replace("# First, schedule the RUNNING requests.", "# In order.", 1)
@@ -334,7 +334,7 @@ def test_a_snapshot_is_read_as_it_was_written(small, tmp_path):
     assert changes.version_of(tmp_path / "seams.txt") == "1.2.3"
 
 
-def test_a_seam_that_the_snapshot_lacks_and_one_that_nothing_uses_are_named(small, tmp_path):
+def test_new_and_unused_seams_are_named(small, tmp_path):
     snapshot = changes.snapshot_of(small())
     runner = tmp_path / "vllm_npu_prep" / "runner.py"
     text = runner.read_text()
@@ -368,7 +368,7 @@ def test_a_full_name_that_names_nothing_is_an_error(small, tmp_path, old, new, n
     assert changes.unknown({Seam(*name.rsplit(".", 1)): ""}, uses) == []
 
 
-def test_a_class_that_moved_is_followed_unless_it_is_imported_from_its_old_place(small, tmp_path):
+def test_a_moved_class_is_followed_unless_it_is_imported(small, tmp_path):
     snapshot = changes.snapshot_of(small())
     upstream = tmp_path / "vllm"
     (upstream / "batch.py").rename(upstream / "rows.py")
@@ -384,7 +384,7 @@ def test_a_class_that_moved_is_followed_unless_it_is_imported_from_its_old_place
     assert not engine.exists()
 
 
-def test_seams_that_are_gone_or_changed_are_named_with_their_files(small, tmp_path):
+def test_gone_and_changed_seams_are_named_with_their_files(small, tmp_path):
     snapshot = changes.snapshot_of(small())
     edits = {
         "batch.py": ("class Wide(Row)", "class Broad(Row)"),
@@ -417,7 +417,7 @@ def test_requirements_that_are_not_met_are_named(monkeypatch):
     assert unmet() == {"numpy>=999": metadata.version("numpy"), "no-such-package>1": None}
 
 
-def test_a_release_that_does_not_exist_is_one_line_with_those_that_do(tmp_path):
+def test_a_release_that_does_not_exist_is_one_line(tmp_path):
     source = tmp_path / "vllm-9.1.0"
     source.mkdir()
     (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.1.0\n")

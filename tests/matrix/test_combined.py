@@ -17,7 +17,7 @@ from vllm_npu_prep.compat.releases import installed_vllm
 NAMES = [feature.name for feature in FEATURES]
 
 
-def test_features_are_shared_out_among_engines_that_can_have_them(seed):
+def test_features_go_to_engines_that_can_have_them(seed):
     rng = random.Random(seed)
     drawn = [rng.sample(NAMES, rng.randrange(len(NAMES))) for _ in range(200)]
     for wanted in (NAMES, *drawn):
@@ -40,7 +40,7 @@ def test_every_row_of_the_matrix_has_a_model_that_can_be_made():
     assert without_sense("BertModel", MTP) and not without_sense("Qwen3ForCausalLM", MTP)
 
 
-def test_engines_fill_what_somebody_would_serve_and_nothing_has_filled():
+def test_engines_fill_what_is_served_and_still_empty():
     own = "tests/matrix/combined.py::agrees[M, CPU fallback, V1, LoRA]"
     line = {"test": own, "outcome": "passed", "release": installed_vllm(), "device": FALLBACK}
     line |= {"runner": "V1", "model": "M", "features": ["LoRA", "float32"]}

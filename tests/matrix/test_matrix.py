@@ -48,7 +48,7 @@ def test_a_cell_names_a_test_that_exists(request):
     assert not exists("tests/engine/test_nothing.py::test_a")
 
 
-def test_a_cell_is_of_a_feature_a_release_and_a_device_that_there_are():
+def test_a_cell_is_of_a_feature_and_a_table_that_there_are():
     names = {feature.name for feature in FEATURES}
     assert len(MATRIX.filled()) > 200
     for line in MATRIX.engines:
@@ -135,7 +135,7 @@ def test_every_feature_is_one_that_can_be_asked_for(model):
             assert feature.has(config), feature.name
 
 
-def test_newer_lines_take_the_place_of_older_ones_and_few_are_kept(all_exist):
+def test_newer_lines_replace_older_ones_and_few_are_kept(all_exist):
     matrix = Matrix()
     old = [
         engine_line("a", features=["LoRA", "float32"], package="o" * 10),
@@ -164,7 +164,7 @@ def test_newer_lines_take_the_place_of_older_ones_and_few_are_kept(all_exist):
     assert list(cells.values()).count("failed") == 1
 
 
-def test_a_config_is_that_of_its_device_with_mtp_layers_if_one_had_them(all_exist):
+def test_a_config_is_of_its_device_and_with_mtp_layers(all_exist):
     """Else start-up is asked about sizes of another device, or about MTP without its layers."""
     matrix = Matrix()
     lines = [

@@ -31,7 +31,7 @@ def test_their_tests_exist():
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
 
 
-def test_a_bug_s_version_changes_with_all_that_its_result_follows_from():
+def test_a_version_changes_with_what_a_result_follows_from():
     plain = {"name": "n", "path": "p", "before": "b", "after": "a", "tests": ("t",)}
     others = [plain | {part: ("u",)} for part in ("path", "before", "after", "tests")]
     assert len({version(Mutant(**each)) for each in (plain, dict(plain), *others)}) == 5
@@ -130,7 +130,7 @@ def test_a_bug_that_never_ends_is_caught_by_the_time_limit(light):
     assert verdict == Verdict("caught", "no end within 0 min")
 
 
-def test_a_file_that_came_with_imports_is_changed_where_it_did_not(light, monkeypatch):
+def test_imported_files_are_changed_in_another_process(light, monkeypatch):
     """A child would not see it changed otherwise."""
     full, empty = mock.Mock(files={"prep/mask.py"}), mock.Mock(files=set())
     monkeypatch.setattr(light, "kinds", ("full", "empty"))
@@ -142,7 +142,7 @@ def test_a_file_that_came_with_imports_is_changed_where_it_did_not(light, monkey
         light._forks_for("prep/mask.py")
 
 
-def test_compiled_code_of_a_changed_file_is_not_taken_from_the_cache():
+def test_compiled_code_of_a_changed_file_is_compiled_anew():
     """Nor that of files that it is compiled into."""
     assert compiled_from("attention/backend.py") == []
     changed = {"prep/states.py", "prep/checks.py", "prep/fused_pass.py"}
@@ -151,7 +151,7 @@ def test_compiled_code_of_a_changed_file_is_not_taken_from_the_cache():
     assert set(compiled_from("prep/compiled.py")) == set(bench.compiled_files())
 
 
-def test_quick_tests_come_first_and_those_of_the_module_before_others():
+def test_quick_tests_and_those_of_the_module_come_first():
     quick = replace(mutant("test_names_are_distinct"), path="attention/mask_cache.py")
     engine = replace(quick, tests=("tests/prep", "tests/engine/a.py"))
     assert sorted([engine, quick], key=cost) == [quick, engine]

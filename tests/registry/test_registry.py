@@ -49,7 +49,7 @@ def test_fields_are_small_in_configs_inside_of_configs_too():
     assert config.vision_config.depth == 2
 
 
-def test_every_architecture_of_the_registry_has_a_result_and_none_is_a_fault():
+def test_every_architecture_has_a_result_and_none_is_a_fault():
     latest = page.latest()
     assert set(latest) == set(tiny.registered())
     assert [unit for unit, result in latest.items() if result.failed] == []

@@ -23,7 +23,7 @@ class Played:
         pass
 
 
-def test_a_slice_plays_failed_seeds_and_then_those_that_come_next(tmp_path, capsys):
+def test_failed_seeds_are_played_before_those_that_come_next(tmp_path, capsys):
     path = tmp_path / "soak.jsonl"
 
     def run(last, fail=(), state=BEFORE, **options):

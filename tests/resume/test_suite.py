@@ -80,7 +80,7 @@ def run_slice(folder, *arguments, processes=0, **environment):
     return done.returncode, outcomes, done.stdout
 
 
-def test_workers_stop_in_time_and_the_next_slice_runs_the_others(project):
+def test_workers_stop_in_time_and_the_next_slice_goes_on(project):
     code, ran, out = run_slice(project, processes=2, STOP="1")
     assert ran == {
         "test_a.py::test_first": "passed",

@@ -108,7 +108,7 @@ def repository(tmp_path, monkeypatch):
     return tmp_path, run
 
 
-def test_a_change_is_what_differs_from_main_or_from_the_commit_before(repository):
+def test_a_change_differs_from_main_or_the_commit_before(repository):
     folder, run = repository
     (folder / "new").touch()
     assert changed_since(base_of("")) == {"second", "new"}
