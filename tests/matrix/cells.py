@@ -6,9 +6,9 @@ A name of a test says what its writer had in mind; `VllmConfig` says what ran.
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_npu_prep.compat.releases import installed_vllm
 
@@ -17,8 +17,7 @@ EMULATOR = "NPU_EMULATOR_PROFILE"
 """Environment variable that every process on the emulated runtime has."""
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """A column of the matrix: how to see it in a `VllmConfig`, and settings that ask for it.
 
     What comes with requests has no such settings, and is never refused.
@@ -34,27 +33,36 @@ def _graphs(*modes: str) -> Callable[[Any], bool]:
     return lambda config: config.compilation_config.cudagraph_mode.name in modes
 
 
-def _method(name: str) -> Callable[[Any], bool]:
-    return lambda config: (
-        config.speculative_config is not None and config.speculative_config.method == name
+def _mode(name: str) -> dict[str, Any]:
+    return {"enforce_eager": False, "compilation_config": {"cudagraph_mode": name}}
+
+
+def _switch(name: str, short: str, path: str) -> Feature:
+    """A setting that is on or off, by its place in the configuration."""
+    return Feature(name, short, attrgetter(path), {path.rpartition(".")[2]: True})
+
+
+def _dtype(name: str, short: str) -> Feature:
+    return Feature(
+        name, short, lambda c: str(c.model_config.dtype) == f"torch.{name}", {"dtype": name}
     )
 
 
-def _dtype(name: str) -> Callable[[Any], bool]:
-    return lambda config: str(config.model_config.dtype) == f"torch.{name}"
+def _drafts(name: str, short: str, method: str, **more: Any) -> Feature:
+    def has(config: Any) -> bool:
+        return config.speculative_config is not None and config.speculative_config.method == method
+
+    asked = {"method": method, "num_speculative_tokens": 2, **more}
+    return Feature(name, short, has, {"speculative_config": asked})
+
+
+def _ranks(name: str, short: str, size: str, **more: Any) -> Feature:
+    return Feature(name, short, lambda c: getattr(c.parallel_config, size) > 1, {size: 2, **more})
 
 
 def _connector(config: Any) -> str:
     transfer = config.kv_transfer_config
     return (transfer.kv_connector if transfer is not None else None) or ""
-
-
-def _mode(name: str) -> dict[str, Any]:
-    return {"enforce_eager": False, "compilation_config": {"cudagraph_mode": name}}
-
-
-def _drafts(method: str, **more: Any) -> dict[str, Any]:
-    return {"speculative_config": {"method": method, "num_speculative_tokens": 2, **more}}
 
 
 DRAFTER = "a drafter of the model's size"
@@ -64,133 +72,73 @@ QUANTISED = "int8 weights and inputs"
 STRUCTURED = "structured output"
 IMAGES = "images and videos"
 MTP = "MTP"
+BOTH = "FULL_AND_PIECEWISE"
+FILES = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "kv"},
+}
 
 FEATURES = (
     Feature("without graphs", "eager", _graphs("NONE"), {"enforce_eager": True}),
+    Feature("piecewise graphs", "pieces", _graphs("PIECEWISE", BOTH), _mode("PIECEWISE")),
     Feature(
-        "piecewise graphs",
-        "pieces",
-        _graphs("PIECEWISE", "FULL_AND_PIECEWISE"),
-        _mode("PIECEWISE"),
-    ),
-    Feature(
-        "full graphs",
-        "full",
-        _graphs("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
+        *("full graphs", "full", _graphs("FULL", "FULL_DECODE_ONLY", BOTH)),
         _mode("FULL_DECODE_ONLY"),
     ),
-    Feature("float32", "fp32", _dtype("float32"), {"dtype": "float32"}),
-    Feature("bfloat16", "bf16", _dtype("bfloat16"), {"dtype": "bfloat16"}),
-    Feature("float16", "fp16", _dtype("float16"), {"dtype": "float16"}),
+    _dtype("float32", "fp32"),
+    _dtype("bfloat16", "bf16"),
+    _dtype("float16", "fp16"),
     Feature(
-        "synchronous scheduling",
-        "sync",
+        *("synchronous scheduling", "sync"),
         lambda config: not config.scheduler_config.async_scheduling,
         {"async_scheduling": False},
     ),
+    _switch("asynchronous scheduling", "async", "scheduler_config.async_scheduling"),
+    _switch("chunked prefill", "chunks", "scheduler_config.enable_chunked_prefill"),
+    _switch("prefix caching", "prefix", "cache_config.enable_prefix_caching"),
     Feature(
-        "asynchronous scheduling",
-        "async",
-        lambda config: config.scheduler_config.async_scheduling,
-        {"async_scheduling": True},
-    ),
-    Feature(
-        "chunked prefill",
-        "chunks",
-        lambda config: config.scheduler_config.enable_chunked_prefill,
-        {"enable_chunked_prefill": True},
-    ),
-    Feature(
-        "prefix caching",
-        "prefix",
-        lambda config: config.cache_config.enable_prefix_caching,
-        {"enable_prefix_caching": True},
-    ),
-    Feature(
-        "LoRA",
-        "LoRA",
-        lambda config: config.lora_config is not None,
+        *("LoRA", "LoRA", attrgetter("lora_config")),
         {"enable_lora": True, "max_lora_rank": 8},
     ),
-    Feature("ngram", "ngram", _method("ngram"), _drafts("ngram", prompt_lookup_max=2)),
-    Feature("draft model", "draft", _method("draft_model"), _drafts("draft_model", model=DRAFTER)),
-    Feature("EAGLE", "EAGLE", _method("eagle"), _drafts("eagle", model=DRAFTER)),
-    Feature("EAGLE-3", "EAGLE-3", _method("eagle3"), _drafts("eagle3", model=DRAFTER)),
-    Feature(MTP, "MTP", _method("mtp"), _drafts("mtp")),
+    _drafts("ngram", "ngram", "ngram", prompt_lookup_max=2),
+    _drafts("draft model", "draft", "draft_model", model=DRAFTER),
+    _drafts("EAGLE", "EAGLE", "eagle", model=DRAFTER),
+    _drafts("EAGLE-3", "EAGLE-3", "eagle3", model=DRAFTER),
+    _drafts(MTP, "MTP", "mtp"),
     Feature(
-        "int8 weights and inputs (W8A8)",
-        "W8A8",
-        lambda config: config.model_config.quantization is not None,
+        *("int8 weights and inputs (W8A8)", "W8A8", attrgetter("model_config.quantization")),
         {QUANTISED: True},
     ),
+    _ranks("tensor parallelism", "TP", "tensor_parallel_size"),
+    _ranks("pipeline parallelism", "PP", "pipeline_parallel_size", async_scheduling=False),
+    _ranks("data parallelism", "DP", "data_parallel_size"),
     Feature(
-        "tensor parallelism",
-        "TP",
-        lambda config: config.parallel_config.tensor_parallel_size > 1,
-        {"tensor_parallel_size": 2},
-    ),
-    Feature(
-        "pipeline parallelism",
-        "PP",
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
-        {"pipeline_parallel_size": 2, "async_scheduling": False},
-    ),
-    Feature(
-        "data parallelism",
-        "DP",
-        lambda config: config.parallel_config.data_parallel_size > 1,
-        {"data_parallel_size": 2},
-    ),
-    Feature(
-        "expert parallelism",
-        "EP",
+        *("expert parallelism", "EP"),
         lambda config: (
             config.parallel_config.enable_expert_parallel
             and config.parallel_config.world_size_across_dp > 1
         ),
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     ),
-    Feature(
-        "decode context parallelism",
-        "DCP",
-        lambda config: config.parallel_config.decode_context_parallel_size > 1,
-        {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+    _ranks(
+        *("decode context parallelism", "DCP", "decode_context_parallel_size"),
+        tensor_parallel_size=4,
     ),
+    _switch("sleep mode", "sleep", "model_config.enable_sleep_mode"),
     Feature(
-        "sleep mode",
-        "sleep",
-        lambda config: config.model_config.enable_sleep_mode,
-        {"enable_sleep_mode": True},
-    ),
-    Feature(
-        "KV connector",
-        "KV",
+        *("KV connector", "KV"),
         lambda config: _connector(config) not in ("", "OffloadingConnector"),
-        {
-            "kv_transfer_config": {
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": "kv"},
-            },
-            "enable_chunked_prefill": False,
-        },
+        {"kv_transfer_config": FILES, "enable_chunked_prefill": False},
     ),
     Feature(
-        "KV offloading",
-        "offload",
+        *("KV offloading", "offload"),
         lambda config: _connector(config) == "OffloadingConnector",
         {"kv_offloading_size": 1},
     ),
+    _switch("prompt embeddings", "embeds", "model_config.enable_prompt_embeds"),
     Feature(
-        "prompt embeddings",
-        "embeds",
-        lambda config: config.model_config.enable_prompt_embeds,
-        {"enable_prompt_embeds": True},
-    ),
-    Feature(
-        "pooling",
-        "pool",
-        lambda config: config.model_config.runner_type == "pooling",
+        *("pooling", "pool", lambda config: config.model_config.runner_type == "pooling"),
         {"runner": "pooling"},
     ),
     Feature(STRUCTURED, "JSON", lambda config: False, None),
