@@ -13,11 +13,12 @@ from vllm import SamplingParams
 from examples.tiny_model import make_tokenizer
 from tests.differential import __main__ as soak
 from tests.differential import episodes
-from tests.differential.episodes import BAD_WORDS, MAX_MODEL_LEN, VOCAB, Episode, Traffic, play
+from tests.differential.episodes import MAX_MODEL_LEN, VOCAB, Episode, Serving, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.traffic import BAD_WORDS
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
@@ -128,7 +129,7 @@ def test_a_request_reaches_the_context_s_end_beside_one_with_penalties(monkeypat
             self.core.add_request(f"r{arrived}", {"prompt_token_ids": self.tokens(length)}, params)
             self.count["arrived"] += 1
 
-    monkeypatch.setattr(Traffic, "act", act)
+    monkeypatch.setattr(Serving, "act", act)
     settings = {
         "async_scheduling": True,
         "max_num_seqs": 2,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from vllm.lora.request import LoRARequest
 
+from tests.helpers.traffic import Traffic
 from tests.soak.models import ADAPTERS, adapter_of
 from vllm_npu_prep.compat.adapters import once
 
@@ -63,7 +63,7 @@ class Adapters:
     def _write(self, adapter: LoRARequest, weights: int) -> None:
         shutil.copytree(adapter_of(self._device, weights), adapter.lora_path, dirs_exist_ok=True)
 
-    def overwrite(self, rng: np.random.Generator) -> tuple[Use, LoRARequest]:
+    def overwrite(self, traffic: Traffic) -> tuple[Use, LoRARequest]:
         """Overwrite a folder, and load it no sooner than the caller does.
 
         Returns
@@ -71,27 +71,19 @@ class Adapters:
         use, adapter
             What later requests of that name get, and the adapter as the engine knows it.
         """
-        of_name = self._names[rng.integers(1, len(self))]
+        of_name = self._names[traffic.number(1, len(self) - 1)]
         assert of_name.request is not None
-        adapter, weights = of_name.request, int(rng.integers(1, ADAPTERS + 1))
+        adapter, weights = of_name.request, traffic.number(1, ADAPTERS)
         self._write(adapter, weights)
         for use in (*self._uses, of_name):  # a folder is read again where there was no room
             if use.request is not None and use.request.lora_path == adapter.lora_path:
                 use.weights.append(weights)
         return of_name, adapter
 
-    def change(self, rng: np.random.Generator, engine: Any) -> str:
-        """Overwrite a folder, and load it in some way or not at all; says how.
-
-        Parameters
-        ----------
-        rng
-            What is drawn by.
-        engine
-            vLLM's, in this process.
-        """
-        of_name, adapter = self.overwrite(rng)
-        how: str = rng.choice(["by a call", "by the next request", "removed", "new id", "not yet"])
+    def change(self, traffic: Traffic, engine: Any) -> str:
+        """Overwrite a folder, and load it in some way or not at all; says how."""
+        of_name, adapter = self.overwrite(traffic)
+        how = traffic.pick("by a call", "by the next request", "removed", "new id", "not yet")
         if how == "not yet":
             return how
         of_name.request, of_name.weights = once(adapter), of_name.weights[-1:]

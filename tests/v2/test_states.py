@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.traffic import Traffic
 from vllm_npu_prep.v2.block_tables import SlotBlockTables
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 from vllm_npu_prep.v2.order import BatchOrder
@@ -74,15 +75,17 @@ def test_a_slot_forgets_the_sample_of_its_former_request():
 
 
 def test_random_traffic_finds_every_sample(seed):
-    rng = np.random.default_rng(seed)
-    drawn = Drawn(12)
+    traffic, drawn = Traffic(seed), Drawn(12)
     for _ in range(300):
-        for slot in [slot for slot in drawn.last if rng.random() < 0.05]:
+        for slot in [slot for slot in drawn.last if traffic.chance(0.05, "finished")]:
             drawn.samples.forget(slot)
             del drawn.last[slot]
-        slots = rng.permutation(12)[: rng.integers(1, 13)].tolist()
+        slots = traffic.shuffled(range(12))[: traffic.number(1, 12)]
         prompts = {slot for slot in slots if slot not in drawn.last}
-        drawn.step(slots, prompts, {slot for slot in prompts if rng.random() < 0.3})
+        chunks = {slot for slot in prompts if traffic.chance(0.3, "chunk")}
+        drawn.step(slots, prompts, chunks)
+        traffic.count["left out"] += len(drawn.last.keys() - set(slots))
+    assert min(traffic.count[what] for what in ("finished", "chunk", "left out")) > 20
 
 
 def placed(order: BatchOrder, **scheduled: int) -> str:
