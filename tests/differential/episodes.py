@@ -107,30 +107,14 @@ NOT_WITH_DRAFTS = ("min-p", "logit bias", "min tokens")
 
 @dataclass(frozen=True)
 class Episode:
-    """One engine and its traffic, a function of its seed.
-
-    Attributes
-    ----------
-    seed
-        What everything is drawn from.
-    family
-        Model family of transformers, or ``"pooling"``.
-    settings
-        Keyword arguments of the engine.
-    reordered
-        Whether both runners put decodes first, as some backends ask for.
-    int8
-        Format in which the model's weights are quantised; empty if they are not.
-    runner
-        Which of ours is compared with upstream's V1: "V1" or "V2".
-    """
+    """One engine and its traffic, a function of its seed."""
 
     seed: int
-    family: str
+    family: str  # of transformers, or "pooling"
     settings: dict[str, Any] = field(default_factory=dict)
-    reordered: bool = False
-    int8: str = ""
-    runner: str = "V1"
+    reordered: bool = False  # decodes come first for both runners, as some backends ask for
+    int8: str = ""  # format of quantised weights
+    runner: str = "V1"  # which of ours is compared with upstream's V1
 
     @classmethod
     def draw(cls, seed: int) -> "Episode":
@@ -242,7 +226,6 @@ class Episode:
 
     @property
     def is_for_device(self) -> bool:
-        """Whether `draw_for_device` has drawn it."""
         return self.settings.get("dtype") == "float16"
 
     def parts(self) -> set[str]:
@@ -342,15 +325,8 @@ def adapter_of(number: int) -> LoRARequest:
 
 
 class Serving(Traffic):
-    """Random traffic in an engine with two runners.
-
-    Attributes
-    ----------
-    states
-        Steps by attention state.
-    by_feature
-        Steps by attention state and by feature of a request in them.
-    """
+    """Random traffic in an engine with two runners; counts steps by attention state, too, and by
+    feature of a request in them."""
 
     def __init__(self, llm: Any, episode: Episode) -> None:
         super().__init__(episode.seed + 1, (4, VOCAB), longest=90, room=MAX_MODEL_LEN)

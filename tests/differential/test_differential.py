@@ -116,7 +116,7 @@ def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, o
         assert {bool(each.int8) for each in played} == {False, True}
 
 
-def test_a_request_reaches_the_context_s_end_beside_one_with_penalties(monkeypatch):
+def test_the_context_s_end_is_reached_beside_penalties(monkeypatch):
     """Drafts that were rejected don't count, though lists of outputs are kept otherwise from then
     on: its last token has room."""
     plain = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
@@ -168,78 +168,63 @@ def wrong_draft(step):
         step.arrays.draft_token_ids[0] += 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        (wrong_position, DisagreementError),
-        (slot_of_another_block, DisagreementError),
-        (other_samples_discarded, DisagreementError),
-        ("samples of other requests", DisagreementError),
-        ("samples of other requests", StepCheckError),
-        ("drafts of other requests", DisagreementError),
-    ],
-)
-def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
-    if callable(fault):
-        prepare = runner_v2.prepare_step
+def samples_of_others(find):
+    def find_others(*args):
+        found = find(*args)
+        return found._replace(rows=np.roll(found.rows, 1))
 
-        def planted(*args):
-            step = prepare(*args)
-            if step.num_reqs:
-                fault(step)
-            return step
-
-        monkeypatch.setattr(runner_v2, "prepare_step", planted)
-    elif fault == "drafts of other requests":
-        keep = Samples.keep
-
-        def keep_others(self, *args):
-            *given, drafts = args
-            keep(self, *given, drafts.roll(1, 0))
-
-        monkeypatch.setattr(Samples, "keep", keep_others)
-    else:
-        find = Samples.find
-
-        def find_others(*args):
-            found = find(*args)
-            return found._replace(rows=np.roll(found.rows, 1))
-
-        monkeypatch.setattr(Samples, "find", find_others)
-    episode = Episode.draw_for_v2(5)
-    if fault != "drafts of other requests":
-        del episode.settings["speculative_config"]
-    if fault == "samples of other requests":  # which the host has in synchronous steps
-        episode.settings["async_scheduling"] = True
-    check = "full" if error is StepCheckError else "off"
-    episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
-    with pytest.raises(error):
-        play(episode, STEPS)
+    return find_others
 
 
-@pytest.mark.parametrize(
-    ("fault", "check", "error"),
-    [
-        (wrong_position, "off", DisagreementError),
-        (slot_of_another_block, "off", DisagreementError),
-        (other_samples_discarded, "off", DisagreementError),
-        (wrong_state, "full", StepCheckError),  # upstream has no states
-        (wrong_draft, "off", DisagreementError),
-    ],
-)
-def test_a_fault_is_noticed(monkeypatch, fault, check, error):
-    prepare = model_runner.prepare_step
+def drafts_of_others(keep):
+    def keep_others(*args):
+        *given, drafts = args
+        keep(*given, drafts.roll(1, 0))
 
+    return keep_others
+
+
+def in_steps(fault, prepare):
     def planted(*args):
         step = prepare(*args)
         if step.num_reqs:
             fault(step)
         return step
 
-    monkeypatch.setattr(model_runner, "prepare_step", planted)
-    episode = Episode.draw(5)
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("runner", "fault", "check"),
+    [
+        ("V1", wrong_position, "off"),
+        ("V1", slot_of_another_block, "off"),
+        ("V1", other_samples_discarded, "off"),
+        ("V1", wrong_state, "full"),  # upstream has no states
+        ("V1", wrong_draft, "off"),
+        ("V2", wrong_position, "off"),
+        ("V2", slot_of_another_block, "off"),
+        ("V2", other_samples_discarded, "off"),
+        ("V2", samples_of_others, "off"),
+        ("V2", samples_of_others, "full"),
+        ("V2", drafts_of_others, "off"),
+    ],
+)
+def test_a_fault_is_noticed(monkeypatch, runner, fault, check):
+    """Beside upstream's runner, or by the full check."""
+    episode = Episode.draw(5) if runner == "V1" else Episode.draw_for_v2(5)
+    if fault is drafts_of_others:
+        monkeypatch.setattr(Samples, "keep", drafts_of_others(Samples.keep))
+    elif runner == "V2":
+        del episode.settings["speculative_config"]
+    if fault is samples_of_others:  # which the host has in synchronous steps
+        monkeypatch.setattr(Samples, "find", samples_of_others(Samples.find))
+        episode.settings["async_scheduling"] = True
+    elif fault is not drafts_of_others:
+        module = model_runner if runner == "V1" else runner_v2
+        monkeypatch.setattr(module, "prepare_step", in_steps(fault, module.prepare_step))
     episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
-    with pytest.raises(error):
+    with pytest.raises(StepCheckError if check == "full" else DisagreementError):
         play(episode, STEPS)
 
 

@@ -104,7 +104,7 @@ def test_all_that_can_happen_happened(total):
     assert total["outputs"] > 10 * STEPS
 
 
-def test_the_engines_differ_in_all_that_the_batched_ways_depend_on():
+def test_engines_differ_in_all_that_batches_depend_on():
     drawn = [draw(seed) for seed in SEEDS]
     for name in ("asynchronous", "caching", "priorities", "media", "v2", "whole_prompts"):
         assert {getattr(each, name) for each in drawn} == {False, True}, name
@@ -116,7 +116,7 @@ def test_the_engines_differ_in_all_that_the_batched_ways_depend_on():
     assert {each for one in drawn for each in one.groups} == {"full", "window", "chunk", "states"}
 
 
-def test_blocks_that_wait_for_steps_are_freed_as_upstream_frees_them():
+def test_blocks_that_wait_are_freed_as_upstream_frees_them():
     """A subclass of either may defer this without a connector, which vLLM's own never do."""
     twin = Twin(replace(draw(4), asynchronous=True, depth=2))
     for scheduler in twin.both:

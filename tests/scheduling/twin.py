@@ -50,12 +50,7 @@ class UpstreamFailedError(Exception):
 class Twin(Traffic):
     """One engine's pair of schedulers, and its traffic.
 
-    Parameters
-    ----------
-    settings
-        Of the engine.
-    every
-        States are compared in every so many steps; what is returned, in each.
+    States are compared in `every` so many steps; what is returned, in each.
     """
 
     def __init__(self, settings: Settings, every: int = 1) -> None:
@@ -393,20 +388,10 @@ def play(
     engine: dict[str, Any] | None = None,
     traffic: dict[str, Any] | None = None,
 ) -> Twin:
-    """Run a seed's engine; returns it with what happened.
+    """Run a seed's engine, of which some settings, and attributes of its traffic, are not drawn.
 
-    A difference in the states is found at the next comparison; with `every` 1, where it begins.
-
-    Parameters
-    ----------
-    engine, traffic
-        Settings of the engine and attributes of its traffic that are not drawn; of rates and
-        shares, some.
-
-    Raises
-    ------
-    DifferenceError
-        Where the schedulers differ: names seed, step and place.
+    An error names seed and step. A difference in the states is found at the next comparison; with
+    `every` 1, where it begins.
     """
     twin = Twin(replace(draw(seed), **(engine or {})), every)
     for name, value in (traffic or {}).items():

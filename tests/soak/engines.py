@@ -46,15 +46,10 @@ PATIENCE = 50
 
 
 class Judge:
-    """Holds an engine's tokens against transformers.
+    """Holds an engine's tokens against transformers, and counts them.
 
-    Attributes
-    ----------
-    count
-        ``tokens`` that were looked at, and ``close calls``: answers that part from transformers'
-        where it hardly prefers one token.
-    margin
-        The largest that was met, in standard deviations.
+    `margin` is the largest that was met, in standard deviations; close calls are answers that part
+    from transformers' where it hardly prefers one token.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -64,13 +59,7 @@ class Judge:
         self.readers = [answers(kind.device, kind.family, kind.int8, ranks, n) for n in numbers]
 
     def look(self, prompt: int, use: Use, tokens: list[int]) -> None:
-        """Look at an answer, whole or begun.
-
-        Raises
-        ------
-        AssertionError
-            If a token is none that the model would choose.
-        """
+        """An answer, whole or begun: each token has to be one that the model would choose."""
         readers = [self.readers[weights] for weights in use.weights]
         expected = [reader.tokens[prompt][: len(tokens)] for reader in readers]
         if tokens in expected:
@@ -103,17 +92,8 @@ class Judge:
 def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
     """Serve waves of requests until `steps` are done; what happened how often.
 
-    Parameters
-    ----------
-    kind, steps
-        The engine, and how long it serves.
-    alone
-        Whether nothing else in this process keeps an engine, as tests before this one may.
-
-    Raises
-    ------
-    AssertionError
-        If a token differs, or blocks or requests are left, or parts of models outlive the engine.
+    Fails if a token differs, if blocks or requests are left, or if parts of models outlive the
+    engine: unless others, which are not `alone`, keep an engine in this process.
     """
     forget_layers()
     judge = Judge(kind)
@@ -149,7 +129,6 @@ def parts_of(llm: Any) -> list[weakref.ref]:
 
 
 def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
-    """Keyword arguments of the engine; `stored` is a folder for a connector."""
     settings = dict(kind.settings)
     if kind.connector == FILES:
         settings["kv_transfer_config"] = {

@@ -21,50 +21,19 @@ AT_ONCE = -1
 
 @dataclass
 class Session:
-    """One session.
-
-    Attributes
-    ----------
-    adapter
-        What it has of adapters.
-    parts
-        Token ids of each part that was not sent yet.
-    wait
-        Steps from an answer to the next part, or `AT_ONCE`.
-    sent
-        Parts that were not answered yet, in order; None where there is no other.
-    text
-        Token ids of the parts that were answered, and of what is kept of their answers.
-    answer
-        Token ids that came since.
-    due
-        Step in which the next part is sent.
-    """
-
     adapter: Use
-    parts: list[list[int]]
-    wait: int
-    sent: list[Any] = field(default_factory=list)
-    text: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-    due: float = math.inf
+    parts: list[list[int]]  # that were not sent yet
+    wait: int  # steps from an answer to the next part, or `AT_ONCE`
+    sent: list[Any] = field(default_factory=list)  # and not answered; None: there is no other
+    text: list[int] = field(default_factory=list)  # that was answered, and what is kept of answers
+    answer: list[int] = field(default_factory=list)  # that came since
+    due: float = math.inf  # step in which the next part is sent
 
 
 class Sessions:
-    """Sessions of one engine in this process.
+    """Sessions of one engine in this process, whose parts begin as other requests' prompts do.
 
-    Parameters
-    ----------
-    llm
-        The engine.
-    traffic
-        What they are drawn from, and counted in.
-    prompts
-        Of the other requests, whose beginnings their parts are.
-    adapters
-        That they choose from.
-    look
-        Is given text, adapter and tokens of each answer, whole or begun.
+    `look` is given text, adapter and tokens of each answer, whole or begun.
     """
 
     def __init__(
@@ -84,13 +53,7 @@ class Sessions:
         self._core.get_output = self._get_outputs
 
     def step(self, begin: bool) -> None:
-        """Before each step of the engine: begin a session, go on with some, drop one.
-
-        Parameters
-        ----------
-        begin
-            Whether one may begin.
-        """
+        """Before each step of the engine: begin a session if one may, go on with some, drop one."""
         self._step += 1
         if begin and self._draw.chance(0.3):
             self._begin()

@@ -164,7 +164,7 @@ def test_greedy_requests_are_exact_beside_others(seed, logits):
     assert {2, MOST_DRAFTS + 1} <= seen
 
 
-def test_missing_and_forbidden_drafts_are_replaced_by_the_targets_tokens(seed, logits):
+def test_missing_and_forbidden_drafts_are_replaced(seed, logits):
     """-1 in a place that the scheduler reserved, or a draft that a grammar forbids."""
     of_drafter, of_target = logits
     number = 12000

@@ -45,7 +45,7 @@ def test_a_step_continues_from_the_last_samples():
     assert found.num_rows == 2
 
 
-def test_samples_of_requests_that_a_step_leaves_out_are_found_later():
+def test_samples_of_requests_left_out_are_found_later():
     drawn = Drawn(6)
     drawn.step([0, 1, 2], prompts={0, 1, 2})
     drawn.step([0, 2])  # 1 is left out
@@ -164,7 +164,7 @@ def test_counts_of_requests_by_slot():
     assert states.token_ids[slot, :4].tolist() == [8] + [UNKNOWN_TOKEN] * 3
 
 
-def test_stages_enter_what_the_scheduler_tells_behind_what_was_computed():
+def test_stages_enter_what_the_scheduler_tells():
     states = SlotStates(3, 16, 8, 0, 100, CPU)
     states.add_request("a", 3, [5, 6, 7], 0, 4)
     states.add_request("b", 4, [5, 6, 9, 9], 0, 4)
@@ -268,7 +268,7 @@ def test_counts_of_the_scheduler_lose_rejected_drafts():
     assert states.exact_counts(np.array([1]), [43], valid).tolist() == [43], "an older step"
 
 
-def test_counts_are_those_of_the_last_step_where_it_left_a_request_out():
+def test_counts_are_those_of_a_last_step_that_left_some_out():
     states = SlotStates(4, 64, 32, 1, 100, CPU)
     keep, slots = states.samples.keep, np.array([1])
     keep(torch.zeros(2, dtype=torch.int32), np.array([0, 2]), np.zeros(2, bool), torch.zeros(2, 1))
