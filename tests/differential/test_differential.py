@@ -33,12 +33,12 @@ EPISODES = {
     9: {"resumed", "dummy run", "full graph", "images encoded", "images placed"},
     11: {"resumed", "drafts accepted", "drafts rejected", "full graph", "piecewise graphs"},
     39: {"cached prefix", "images encoded", "images placed"},
-    73: {"life-cycle calls", "dummy run", "SpecDecoding", "DecodeOnly"},
+    73: {"life-cycle calls", "preempted", "drafter left out", "SpecDecoding", "DecodeOnly"},
     76: {"resumed", "cached prefix", "drafts partly accepted", "dummy run", "PrefillCacheHit"},
     112: {"resumed", "prefix cache reset", "drafts accepted", "aborted", "PrefillCacheHit"},
     155: {"resumed", "cached prefix", "drafts rejected", "aborted", "full graph"},
-    226: {"dummy run", "prefix cache reset", "aborted", "piecewise graphs"},
-    250: {"cached prefix", "PrefillCacheHit"},
+    226: {"dummy run", "life-cycle calls", "aborted", "piecewise graphs"},
+    250: {"cached prefix", "resumed"},
 }
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
 EPISODES_OF_V2 = {
@@ -49,8 +49,8 @@ EPISODES_OF_V2 = {
     11: {"resumed", "preempted", "full graph", "piecewise graphs", "drafts rejected"},
     29: {"resumed", "dummy run", "piecewise graphs", "aborted"},
     39: {"cached prefix", "dummy run", "aborted"},
-    44: {"resumed", "preempted", "prefix cache reset", "dummy run"},
-    126: {"resumed", "preempted", "aborted", "full graph", "piecewise graphs"},
+    44: {"resumed", "preempted", "requests reset", "dummy run"},
+    126: {"resumed", "preempted", "requests reset", "aborted", "full graph"},
 }
 """The same of engines on Model Runner V2."""
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
@@ -116,34 +116,49 @@ def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, o
         assert {bool(each.int8) for each in played} == {False, True}
 
 
-def test_the_context_s_end_is_reached_beside_penalties(monkeypatch):
-    """Drafts that were rejected don't count, though lists of outputs are kept otherwise from then
-    on: its last token has room."""
-    plain = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
-    penalised = SamplingParams(presence_penalty=0.5, max_tokens=40, ignore_eos=True)
+@pytest.mark.parametrize(("drafter", "step"), [("other", 12), ("same", 2)])
+def test_the_context_s_end_is_reached_beside_others(monkeypatch, drafter, step):
+    """Drafts that were rejected don't count, though beside penalties lists of outputs are kept
+    otherwise: the last token has room. Drafts end there request by request: the other one's cache
+    has no holes, and a model goes on accepting what it drafts itself."""
+    penalties = {"presence_penalty": 0.5} if drafter == "other" else {}
+    asked = [(130, MAX_MODEL_LEN, {}), (5, 60, penalties)]
 
     def act(self):
-        arrived = self.count["arrived"]
-        if arrived == 0 or (arrived == 1 and self.count["steps"] == 12):
-            length, params = (130, plain) if arrived == 0 else (5, penalised)
-            self.core.add_request(f"r{arrived}", {"prompt_token_ids": self.tokens(length)}, params)
+        if self.count["steps"] == step * self.count["arrived"] < 2 * step:
+            length, most, more = asked[self.count["arrived"]]
+            name, prompt = f"r{self.count['arrived']}", {"prompt_token_ids": self.tokens(length)}
+            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **more)
+            self.core.add_request(name, prompt, params)
+            self.features[name] = {"penalties"} if more else set()
             self.count["arrived"] += 1
 
     monkeypatch.setattr(Serving, "act", act)
-    settings = {
-        "async_scheduling": True,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 96,
-        "additional_config": {},
-        "speculative_config": {
-            "method": "draft_model",
-            "num_speculative_tokens": 3,
-            "model": "other",
-        },
-    }
+    drafts = {"method": "draft_model", "num_speculative_tokens": 3, "model": drafter}
+    settings = {"async_scheduling": True, "max_num_seqs": 2, "max_num_batched_tokens": 96}
+    settings |= {"additional_config": {}, "speculative_config": drafts}
     count = play(Episode(0, "Qwen3", settings), steps=20).count
+    print(dict(count))
     assert count["finished"] == 2
-    assert count["drafts rejected"] > 30
+    assert (count["drafts rejected"] > 30) == (drafter == "other")
+    assert (count["drafts accepted"] > 15) == (drafter == "same")
+
+
+def test_blocks_that_nobody_wrote_leave_the_prefix_cache():
+    """By priority, a request may be preempted in the step that scheduled its tokens."""
+    settings = {
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": True,
+        "async_scheduling": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "block_size": 8,
+        "num_gpu_blocks_override": 23,
+        "additional_config": {},
+    }
+    count = play(Episode(0, "Qwen3", settings), STEPS).count
+    print(dict(count))
+    assert count["unwritten blocks"] > 2
 
 
 def wrong_position(step):

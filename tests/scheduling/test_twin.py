@@ -37,7 +37,11 @@ ENGINE = {
 NO_DRAFTS = {"num_drafts": 0, "method": ""}
 LOOKED_UP = {"num_drafts": 3, "method": "ngram"}
 CORNERS: dict[str, tuple[dict, dict, dict]] = {
-    "drafts beyond the token budget": ({**LOOKED_UP, "budget": 18}, {"arrived": 0.3}, {}),
+    "drafts beyond the token budget": (
+        {**LOOKED_UP, "budget": 18},
+        {"arrived": 0.4},
+        {},
+    ),
     "drafts under a grammar": (
         {**LOOKED_UP, "asynchronous": False, "depth": 1},
         {},
@@ -70,6 +74,12 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
         {},
         {},
     ),
+    "victims by priority": (
+        {**NO_DRAFTS, "priorities": True, "block_size": 4, "blocks": 60, "max_model_len": 96}
+        | {"fewest": 1},
+        {},
+        {},
+    ),
     "states beside attention, and drafts": (
         {"groups": ("full", "states"), "caching": False, "num_drafts": 3, "method": "mtp"}
         | {"budget": 96, "blocks": 70},
@@ -89,10 +99,10 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
 def test_rare_cases_agree(corner):
     engine, rates, shares = CORNERS[corner]
     rates = {"arrived": 1.0, "aborted": 0.0, **rates}
-    longest = 150 if "states" in corner else 40
-    traffic = {"rates": rates, "shares": shares, "longest": longest}
-    for seed in (1, 2):
-        play(seed, STEPS, every=3, engine={**ENGINE, **engine}, traffic=traffic)
+    longest = {"states beside attention, and drafts": 150, "drafts beyond the token budget": 10}
+    traffic = {"rates": rates, "shares": shares, "longest": longest.get(corner, 40)}
+    for seed in (1, 2, 3):
+        play(seed, STEPS, every=6, engine={**ENGINE, **engine}, traffic=traffic)
 
 
 def test_all_that_can_happen_happened(total):
