@@ -43,7 +43,7 @@ EPISODES = {
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
 EPISODES_OF_V2 = {
     36: {"resumed", "preempted", "full graph", "drafts accepted", "drafts partly accepted"},
-    94: {"cached prefix", "full graph", "piecewise graphs", "drafts accepted", "drafts rejected"},
+    94: {"cached prefix", "aborted", "full graph", "piecewise graphs", "drafts rejected"},
     10: {"resumed", "cached prefix", "preempted", "dummy run", "full graph", "piecewise graphs"},
     7: {"cached prefix", "PrefillCacheHit"},
     11: {"resumed", "preempted", "full graph", "piecewise graphs", "drafts rejected"},

@@ -161,16 +161,6 @@ def test_rejected_and_discarded_drafts_are_not_appended():
     assert batch.is_token_ids.sum(1).tolist() == [2, 0, 1]
 
 
-def test_verified_drafts_without_room_are_refused_by_name():
-    batch = batch_of("ab", [4, MAX_MODEL_LEN - 1])
-    batch.vocab_size = 100
-    samples = SimpleNamespace(
-        sampled_token_ids=torch.tensor([[5, 6], [7, 8]], dtype=torch.int32), logprobs_tensors=None
-    )
-    with pytest.raises(AssertionError, match=r"request b has no room .* max_model_len=8 tokens"):
-        bookkeeping().append_sampled_tokens(batch, samples, np.zeros(2, bool))
-
-
 def test_sampled_tokens_are_appended_but_for_discarded_ones():
     batch = batch_of("ab", [3, 4])
     *_, tokens, _, req_ids, rows, invalid = bookkeeping().append_sampled_tokens(
@@ -184,7 +174,12 @@ def test_sampled_tokens_are_appended_but_for_discarded_ones():
     assert not batch.is_token_ids[1].any()
 
 
-def test_a_request_without_room_for_its_token_is_named():
-    batch = batch_of("ab", [4, MAX_MODEL_LEN])
+@pytest.mark.parametrize(("samples", "length"), [([[5], [6]], 8), ([[5, 6], [7, 8]], 7)])
+def test_a_request_without_room_for_its_tokens_is_named(samples, length):
+    batch = batch_of("ab", [4, length])
+    batch.vocab_size = 100
+    output = SimpleNamespace(
+        sampled_token_ids=torch.tensor(samples, dtype=torch.int32), logprobs_tensors=None
+    )
     with pytest.raises(AssertionError, match=r"request b has no room .* max_model_len=8 tokens"):
-        bookkeeping().append_sampled_tokens(batch, sampled(5, 6), np.zeros(2, bool))
+        bookkeeping().append_sampled_tokens(batch, output, np.zeros(2, bool))

@@ -40,17 +40,17 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
     "drafts beyond the token budget": (
         {**LOOKED_UP, "budget": 18},
         {"arrived": 0.4},
-        {},
+        {"longest": 10},
     ),
     "drafts under a grammar": (
         {**LOOKED_UP, "asynchronous": False, "depth": 1},
         {},
-        {"grammar": 0.2, "streamed": 0.1},
+        {"shares": {"grammar": 0.2, "streamed": 0.1}},
     ),
     "grammars whose last token is known": (
         {**NO_DRAFTS, "asynchronous": True, "depth": 1},
         {},
-        {"grammar": 0.2},
+        {"shares": {"grammar": 0.2}},
     ),
     "images that drafters still read": (
         {"num_drafts": 3, "method": "eagle", "media": True},
@@ -74,6 +74,7 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
         {},
         {},
     ),
+    "counts of NaNs": ({**NO_DRAFTS, "fewest": 1}, {"arrived": 0.3}, {"nans": True}),
     "victims by priority": (
         {**NO_DRAFTS, "priorities": True, "block_size": 4, "blocks": 60, "max_model_len": 96}
         | {"fewest": 1},
@@ -84,25 +85,24 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
         {"groups": ("full", "states"), "caching": False, "num_drafts": 3, "method": "mtp"}
         | {"budget": 96, "blocks": 70},
         {},
-        {},
+        {"longest": 150},
     ),
     "input that is streamed": (
         {"num_drafts": 1, "method": "eagle", "media": True, "block_size": 4},
         {"streamed on": 1.5},
-        {"streamed": 0.7},
+        {"shares": {"streamed": 0.7}},
     ),
 }
-"""Engines, rates and shares with which something rare happens all the time."""
+"""Engines, rates of calls and other traffic with which something rare happens all the time."""
 
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_rare_cases_agree(corner):
-    engine, rates, shares = CORNERS[corner]
+    engine, rates, traffic = CORNERS[corner]
     rates = {"arrived": 1.0, "aborted": 0.0, **rates}
-    longest = {"states beside attention, and drafts": 150, "drafts beyond the token budget": 10}
-    traffic = {"rates": rates, "shares": shares, "longest": longest.get(corner, 40)}
     for seed in (1, 2, 3):
-        play(seed, STEPS, every=6, engine={**ENGINE, **engine}, traffic=traffic)
+        special = {"rates": rates, "longest": 40, **traffic}
+        play(seed, STEPS, every=6, engine={**ENGINE, **engine}, traffic=special)
 
 
 def test_all_that_can_happen_happened(total):

@@ -87,7 +87,7 @@ class Twin(Traffic):
             for number, (name, share) in enumerate(SHARES.items())
         }
         self.clients = self.pick(1, 1, 3)
-        self.nans = self.chance(0.15)
+        self.nans = self.chance(0.05)
         self.no_nans: dict[str, int] | None = {} if self.chance(0.5) else None
         self.longest, self.most = self.pick(10, settings.max_model_len - 2), 60
         self.adapters = 4 if settings.loras else 0
