@@ -87,7 +87,10 @@ class LifeCycle:
         self.count[f"sleeps at level {level}"] += 1
 
     def _reset(self) -> None:
-        whole = self._traffic.chance(0.5)
+        self.reset(whole=self._traffic.chance(0.5))
+
+    def reset(self, whole: bool) -> None:
+        """The prefix cache is emptied, if nobody uses it; `whole`: all running are preempted."""
         done = self._done(self._engine.reset_prefix_cache, reset_running_requests=whole)
         if done and whole:
             self._engine.reset_encoder_cache()

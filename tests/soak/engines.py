@@ -41,6 +41,8 @@ from tests.soak.sessions import Sessions
 
 SECONDS = 600
 """Time limit of an engine of several ranks."""
+RESET_AFTER = 10
+"""Steps after which all requests are preempted, whatever else is drawn."""
 PATIENCE = 50
 """Empty steps in which a connector may finish what it stores."""
 
@@ -172,6 +174,7 @@ class _Serving(Traffic):
             "adapters overwritten": self._overwrite,
             "refused": self._send_a_bad_prompt,
         }
+        self.reset_is_due = True
         self.expected = 0  # requests that this wave still gets
         self.alive: dict[str, tuple[int, Use]] = {}  # prompt and adapter of each request
         self.said: dict[str, list[int]] = {}  # tokens of each that came so far
@@ -253,6 +256,9 @@ class _Serving(Traffic):
     def _wave(self) -> None:
         while self.expected or self.core.has_unfinished_requests() or self.scheduler.requests:
             self.between_steps()
+            if self.reset_is_due and self.count["steps"] >= RESET_AFTER and self.scheduler.running:
+                self.life_cycle.reset(whole=True)
+                self.reset_is_due = False
             if self.sessions is not None:
                 self.sessions.step(begin=self.expected > 0)
             self._step()
