@@ -137,7 +137,7 @@ def test_the_context_s_end_is_reached_beside_others(monkeypatch, drafter, step):
     drafts = {"method": "draft_model", "num_speculative_tokens": 3, "model": drafter}
     settings = {"async_scheduling": True, "max_num_seqs": 2, "max_num_batched_tokens": 96}
     settings |= {"additional_config": {}, "speculative_config": drafts}
-    count = play(Episode(0, "Qwen3", settings), steps=20).count
+    count = play(Episode(0, "Qwen3", settings), steps=step + 1).count
     print(dict(count))
     assert count["finished"] == 2
     assert (count["drafts rejected"] > 30) == (drafter == "other")
@@ -154,11 +154,12 @@ def test_blocks_that_nobody_wrote_leave_the_prefix_cache():
         "max_num_batched_tokens": 96,
         "block_size": 8,
         "num_gpu_blocks_override": 23,
+        "long_prefill_token_threshold": 10,  # prompts fill a block or two in each step
         "additional_config": {},
     }
     count = play(Episode(0, "Qwen3", settings), STEPS).count
     print(dict(count))
-    assert count["unwritten blocks"] > 2
+    assert count["unwritten blocks"] > 0
 
 
 def wrong_position(step):
