@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 
 from examples import quantize
 from examples.tiny_model import make_tokenizer
@@ -27,6 +27,7 @@ from tests.helpers.engine import make_model, runner_of
 from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.lora import make_adapter
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.traffic import Drawn, Traffic
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions
 
@@ -83,44 +84,37 @@ DRAFTERS: dict[str, tuple[tuple[str, str], ...]] = {
 they are greedy; one near it; another one; or a head (`tests.helpers.drafters`)."""
 UNCHANGED = {"cache salt", "logprobs", "prompt logprobs", "stops at the end"}
 """Features with which a request gets the likeliest tokens of the model as it is."""
-BAD_WORDS = ["a", "the", "KV slot"]
-"""Their tokens are among the `VOCAB` of a model: the tokenizer, which is the demo model's, has
-more. Where a server's tokenizer fits its model, it refuses a word with others by itself."""
 ADAPTERS = 4
-GRAMMARS = (
-    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
-    {"regex": "(ab|cd)+[0-9]{2,30}"},
-    {"choice": ["yes", "no", "perhaps not"]},
-    {"grammar": 'root ::= "x" [a-f]* "y"'},
-)
+SHARES = {
+    "random": 0.4,
+    "seed": 0.5,
+    "top-p, top-k": 0.5,
+    "min-p": 0.3,
+    "several samples": 0.2,
+    "penalties": 0.2,
+    "logit bias": 0.2,
+    "min tokens": 0.2,
+    "bad words": 0.2,
+    "allowed tokens": 0.2,
+    "logprobs": 0.2,
+    "prompt logprobs": 0.1,
+    "stops at the end": 0.5,
+    "grammar": 0.2,
+}
+"""Of requests that are not plain, as two in five are."""
+NOT_WITH_DRAFTS = ("min-p", "logit bias", "min tokens")
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One engine and its traffic, a function of its seed.
-
-    Attributes
-    ----------
-    seed
-        What everything is drawn from.
-    family
-        Model family of transformers, or ``"pooling"``.
-    settings
-        Keyword arguments of the engine.
-    reordered
-        Whether both runners put decodes first, as some backends ask for.
-    int8
-        Format in which the model's weights are quantised; empty if they are not.
-    runner
-        Which of ours is compared with upstream's V1: "V1" or "V2".
-    """
+    """One engine and its traffic, a function of its seed."""
 
     seed: int
-    family: str
+    family: str  # of transformers, or "pooling"
     settings: dict[str, Any] = field(default_factory=dict)
-    reordered: bool = False
-    int8: str = ""
-    runner: str = "V1"
+    reordered: bool = False  # decodes come first for both runners, as some backends ask for
+    int8: str = ""  # format of quantised weights
+    runner: str = "V1"  # which of ours is compared with upstream's V1
 
     @classmethod
     def draw(cls, seed: int) -> "Episode":
@@ -232,7 +226,6 @@ class Episode:
 
     @property
     def is_for_device(self) -> bool:
-        """Whether `draw_for_device` has drawn it."""
         return self.settings.get("dtype") == "float16"
 
     def parts(self) -> set[str]:
@@ -331,25 +324,17 @@ def adapter_of(number: int) -> LoRARequest:
     return LoRARequest(f"adapter-{number}", number, str(folder))
 
 
-class Traffic:
-    """Random requests that come, go on, are aborted and preempted, in an engine with two runners.
-
-    Attributes
-    ----------
-    count
-        What happened how often.
-    states
-        Steps by attention state.
-    by_feature
-        Steps by attention state and by feature of a request in them.
-    """
+class Serving(Traffic):
+    """Random traffic in an engine with two runners; counts steps by attention state, too, and by
+    feature of a request in them."""
 
     def __init__(self, llm: Any, episode: Episode) -> None:
+        super().__init__(episode.seed + 1, (4, VOCAB), longest=90, room=MAX_MODEL_LEN)
         self.llm, self.core, self.episode = llm, llm.llm_engine, episode
-        self.rng = np.random.default_rng(episode.seed + 1)
         engine_core = self.core.engine_core.engine_core
         self.scheduler = engine_core.scheduler
-        forget_unwritten_blocks(self.scheduler)
+        self.count = count_preemptions(llm)
+        forget_unwritten_blocks(self.scheduler, self.count)
         ours = runner_of(llm)
         if episode.reordered:
             ours.reorder_batch_threshold = 1
@@ -361,161 +346,107 @@ class Traffic:
         engine_core.model_executor.driver_worker.worker.model_runner = self.pair
         self.invariants = Invariants(self.pair, self.scheduler)
         self.tokenizer = llm.get_tokenizer()
-        if "enable_prompt_embeds" in episode.settings:
+        settings = episode.settings
+        if "enable_prompt_embeds" in settings:
             self.embedding = ours.get_model().model.embed_tokens.weight.detach()
         if episode.family in VISION:
             self.images = [self.image() for _ in range(6)]
-        self.prefixes = [self.tokens(70) for _ in range(3)]
+        left_out = NOT_WITH_DRAFTS if "speculative_config" in settings else ()
+        self.fills, self.adapters = 0.05, ADAPTERS if "enable_lora" in settings else 0
+        self.shares = {name: share for name, share in SHARES.items() if name not in left_out}
+        self.rates = {"arrived": 1.0, "drained": 0.03, "aborted": 0.03, "prefix cache reset": 0.01}
+        self.rates |= {"dummy run": 0.02, "life-cycle calls": 0.04}
+        self.calls = {
+            "arrived": self.arrive,
+            "drained": self.drain,
+            "aborted": self.abort,
+            "prefix cache reset": self.reset,
+            "dummy run": self.dummy_run,
+            "life-cycle calls": LifeCycle(llm, self, self.step).call,
+        }
         self.features: dict[str, set[str]] = {}  # of each request that is under way
         self.draining = False
-        self.life_cycle = LifeCycle(llm, episode.seed, self.step)
-        self.count: Counter = count_preemptions(llm)
         self.states: Counter = Counter()
         self.by_feature: Counter = Counter()
 
     # ----------------------------------------------------------------- requests
 
-    def tokens(self, length: int) -> list[int]:
-        return self.rng.integers(4, VOCAB, length).tolist()
-
-    def chance(self, share: float) -> bool:
-        return bool(self.rng.random() < share)
-
-    def prompt(self, features: set[str]) -> dict[str, Any]:
-        ids = self.tokens(int(self.rng.integers(1, 50)))
-        if self.chance(0.05):  # it may come to the last position
-            ids = self.tokens(int(self.rng.integers(115, MAX_MODEL_LEN - 1)))
-        elif self.chance(0.4):
-            ids = self.prefixes[self.rng.integers(3)][: self.rng.integers(8, 70)] + ids
-        if self.episode.settings.get("enable_prompt_embeds") and self.chance(0.5):
-            features.add("prompt embeddings")
-            return {"prompt_embeds": self.embedding[ids].clone()}
-        prompt: dict[str, Any] = {"prompt_token_ids": ids}
-        if self.episode.family in VISION and self.chance(0.6):
-            features.add("images")
-            self.add_images(prompt)
-        if self.chance(0.1):
-            features.add("cache salt")
-            prompt["cache_salt"] = str(self.rng.integers(2))
-        return prompt
-
     def image(self) -> Image.Image:
-        height, width = self.rng.integers(16, 48, 2).tolist()
+        height, width = self.number(16, 47), self.number(16, 47)
         return Image.fromarray(self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
-    def add_images(self, prompt: dict[str, Any]) -> None:
-        """One or two of a few images, anywhere in the prompt."""
-        ids = prompt["prompt_token_ids"][:60]
-        place = self.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
-        images = [self.images[self.rng.integers(6)] for _ in range(self.rng.integers(1, 3))]
+    def with_images(self, ids: list[int]) -> dict[str, Any]:
+        """A prompt with one or two of a few images, anywhere in it."""
+        ids, place = ids[:60], self.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
+        images = [self.pick(*self.images) for _ in range(self.number(1, 2))]
         for _ in images:
-            where = int(self.rng.integers(len(ids) + 1))
+            where = self.number(0, len(ids))
             while 0 < where < len(ids) and ids[where] in place[1:]:  # not inside of another
                 where -= 1
             ids = ids[:where] + place + ids[where:]
-        prompt |= {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
-    def params(self, features: set[str]) -> SamplingParams | PoolingParams:
+    def prompt_of(self, drawn: Drawn) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt_token_ids": drawn.prompt}
+        if "prompt embeddings" in drawn.features:
+            return {"prompt_embeds": self.embedding[drawn.prompt].clone()}
+        if self.episode.family in VISION and self.chance(0.6):
+            drawn.features.add("images")
+            prompt = self.with_images(drawn.prompt)
+        if self.chance(0.1):
+            drawn.features.add("cache salt")
+            prompt["cache_salt"] = str(self.number(0, 1))
+        return prompt
+
+    def arrive(self) -> bool:
+        room = 2 * self.episode.settings["max_num_seqs"]
+        if self.draining or len(self.scheduler.requests) >= room:
+            return False
+        embeds = "enable_prompt_embeds" in self.episode.settings and self.chance(0.5)
+        drawn = self.request(
+            {"prompt embeddings"} if embeds else set(), share=0.0 if self.chance(0.4) else 1.0
+        )
         if self.episode.family == "pooling":
-            features.add("pooling")
-            return PoolingParams(task="embed")
-        return self.sampling_params(features)
+            params: Any = PoolingParams(task="embed")
+            drawn.features.add("pooling")
+        else:
+            params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **drawn.params)
+        adapter = adapter_of(drawn.adapter) if drawn.adapter else None
+        drawn.features.update({"LoRA"} if adapter else ())
+        prompt, priority = self.prompt_of(drawn), drawn.priority
+        self.core.add_request(drawn.name, prompt, params, lora_request=adapter, priority=priority)
+        self.features[drawn.name] = drawn.features
+        return True
 
-    def sampling_params(self, features: set[str]) -> SamplingParams:
-        """Mostly plain, otherwise with a few features at once."""
-        params: dict[str, Any] = {"temperature": 0, "max_tokens": int(self.rng.integers(1, 30))}
-        wanted = 0.0 if self.chance(0.4) else 0.2
-        speculates = "speculative_config" in self.episode.settings
+    def drain(self) -> None:
+        """No more arrivals until all is quiet."""
+        self.draining = True
 
-        def feature(name: str, share: float = wanted) -> bool:
-            if not self.chance(share):
-                return False
-            features.add(name)
-            return True
+    def abort(self) -> bool:
+        if self.features:
+            self.core.abort_request([self.pick(*sorted(self.features))])
+        return bool(self.features)
 
-        if feature("random", 2 * wanted):
-            params["temperature"] = float(self.rng.uniform(0.3, 1.5))
-            if feature("seed", 0.5):
-                params["seed"] = int(self.rng.integers(1000))
-            if feature("top-p, top-k", 0.5):
-                params |= {"top_p": 0.8, "top_k": 20}
-            if not speculates and feature("min-p", 0.3):
-                params["min_p"] = 0.05
-        if feature("penalties"):
-            params |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
-        if not speculates and feature("logit bias"):
-            params["logit_bias"] = {int(token): 2.5 for token in self.tokens(3)}
-        if not speculates and feature("min tokens"):
-            params |= {
-                "min_tokens": int(self.rng.integers(1, 6)),
-                "stop_token_ids": self.tokens(40),
-            }
-            params["max_tokens"] += 6
-        if feature("bad words"):
-            params["bad_words"] = BAD_WORDS
-        if feature("allowed tokens"):
-            params["allowed_token_ids"] = self.tokens(30)
-        if feature("logprobs"):
-            params["logprobs"] = int(self.rng.integers(0, 4))
-        if feature("prompt logprobs", wanted / 2) and "prompt embeddings" not in features:
-            params["prompt_logprobs"] = int(self.rng.integers(1, 3))
-        if not features & {"bad words", "allowed tokens", "min tokens"} and feature("grammar"):
-            grammar = GRAMMARS[self.rng.integers(len(GRAMMARS))]
-            params["structured_outputs"] = StructuredOutputsParams(**grammar)
-        elif not feature("stops at the end", 0.5):
-            params["ignore_eos"] = True
-        if params["temperature"] and feature("several samples"):
-            params["n"] = 2
-        return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **params)
-
-    def arrive(self) -> None:
-        features: set[str] = set()
-        name = f"r{self.count['arrived']}"
-        prompt = self.prompt(features)
-        params, adapter = self.params(features), None
-        if "enable_lora" in self.episode.settings and self.chance(0.7):
-            features.add("LoRA")
-            adapter = adapter_of(1 + int(self.rng.integers(ADAPTERS)))
-        priority = int(self.rng.integers(3))
-        self.core.add_request(name, prompt, params, lora_request=adapter, priority=priority)
-        self.features[name] = features
-        self.count["arrived"] += 1
+    def reset(self) -> bool:
+        return self.core.reset_prefix_cache(reset_running_requests=self.chance(0.5))
 
     def act(self) -> None:
-        """Between steps: arrivals; now and then an abort, a dummy run, a pause, a lost cache."""
-        if not self.core.has_unfinished_requests():
+        """What happens between two steps; some request has something to compute in the next."""
+        self.draining &= self.core.has_unfinished_requests()
+        self.between_steps()
+        while not self.core.has_unfinished_requests():
             self.draining = False
-            for _ in range(self.rng.integers(1, 6)):
-                self.arrive()
-        elif self.chance(0.03):
-            self.draining = True  # no more arrivals until all is quiet
-        room = 2 * self.episode.settings["max_num_seqs"]
-        while not self.draining and self.chance(0.5) and len(self.scheduler.requests) < room:
-            self.arrive()
-        if self.chance(0.03):
-            running = sorted(self.features)
-            self.core.abort_request([running[self.rng.integers(len(running))]])
-            self.count["aborted"] += 1
-        if self.chance(0.01):
-            reset = self.core.reset_prefix_cache(reset_running_requests=self.chance(0.5))
-            self.count["prefix cache reset"] += reset
-        if self.chance(0.02):
-            self.dummy_run()
-        if self.life_cycle.chance(0.04):
-            self.life_cycle.call()
+            self.count["arrived"] += self.arrive()
 
     def dummy_run(self) -> None:
         """As data-parallel ranks without work do; ours keeps its tables through it."""
         ours = self.pair.ours
         with self.pair.running(ours):
             ours._dummy_run(4)
-            if self.episode.runner == "V2":  # its tables are those of requests at any time
-                self.count["dummy run"] += 1
-                return
-            # With attention it commits whole rows and then clears those of its padding.
-            ours.block_tables.commit_block_table(ours.max_num_reqs)
-            ours.block_tables.block_table_flat.zero_()
-        self.count["dummy run"] += 1
+            if self.episode.runner == "V1":  # V2's tables are those of requests at any time
+                # With attention it commits whole rows and then clears those of its padding.
+                ours.block_tables.commit_block_table(ours.max_num_reqs)
+                ours.block_tables.block_table_flat.zero_()
 
     # ----------------------------------------------------------------- steps
 
@@ -537,6 +468,7 @@ class Traffic:
             # Upstream's drafter leaves the whole batch out, and has holes in its cache behind that
             for req_id in output.num_scheduled_tokens:
                 self.features.get(self.name_of(req_id), set()).add("drafter left out")
+            self.count["drafter left out"] += 1
         features = {"any"}
         for req_id in output.num_scheduled_tokens:
             features |= self.features.get(self.name_of(req_id), set())
@@ -574,7 +506,6 @@ class Traffic:
             if self.count["steps"] < steps:
                 self.act()
             self.step()
-        self.count += self.life_cycle.count
         self.invariants.caches_agree()
         if self.episode.runner == "V1":
             self.count["images encoded"] += self.pair.ours.inputs.counts.encoded
@@ -583,7 +514,7 @@ class Traffic:
             self.count[kind.partition(":")[0]] += steps_of
 
 
-def play(episode: Episode, steps: int) -> Traffic:
+def play(episode: Episode, steps: int) -> Serving:
     """Run an episode; raises at the first disagreement or broken invariant."""
     family = "Qwen3" if episode.family == "pooling" else episode.family
     settings = dict(episode.settings)
@@ -607,6 +538,6 @@ def play(episode: Episode, steps: int) -> Traffic:
         ) as llm,
         torch.inference_mode(False),
     ):
-        traffic = Traffic(llm, episode)
-        traffic.run(steps)
-    return traffic
+        serving = Serving(llm, episode)
+        serving.run(steps)
+    return serving

@@ -11,6 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.differential.upstream import UpstreamRunner
+from tests.helpers.stepping import arrays_of
 
 GREATEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 0.02}
 """Of logits, by the model's dtype.
@@ -111,36 +112,18 @@ class Watched:
         inputs_embeds: torch.Tensor | None = None,
         **others: Any,
     ) -> dict[str, Any]:
-        runner, batch = self.runner, self.runner.input_batch
-        reqs = batch.num_reqs
+        runner, reqs = self.runner, self.runner.input_batch.num_reqs
         total = int(runner.query_start_loc.np[reqs])
-        logits_indices, spec, max_num_sampled_tokens = self.prepared
-        arrays = {
-            "req_ids": list(batch.req_ids),
+        arrays = arrays_of(runner, *self.prepared) | {
             "positions": positions[..., :total].tolist(),
-            "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
-            "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
-            "seq_lens": runner.seq_lens[:reqs].tolist(),
-            "seq_lens_cpu": self._seq_lens_cpu(reqs),
-            "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
-            "discard_request_mask": runner.discard_request_mask.gpu[:reqs].tolist(),
-            "discard_request_mask_cpu": runner.discard_request_mask.np[:reqs].tolist(),
-            "logits_indices": logits_indices.tolist(),
-            "max_num_sampled_tokens": max_num_sampled_tokens,
-            "spec_decode_metadata": None
-            if spec is None
-            else {k: v.tolist() if torch.is_tensor(v) else v for k, v in vars(spec).items()},
-            "block_table": [
-                [row[:owned].tolist() for row, owned in zip(rows, table.num_blocks_per_row)]
-                for table in batch.block_table.block_tables
-                for rows in [table.get_device_tensor(reqs)]
-            ],
             "slot_mapping": {
                 name: slots[:total].tolist()
                 for name, slots in (get_forward_context().slot_mapping or {}).items()
             },
             "other arguments": sorted(name for name, value in others.items() if value is not None),
         }
+        if runner.use_async_spec_decode and isinstance(runner, UpstreamRunner):
+            arrays["seq_lens_cpu"] = arrays["seq_lens"]  # its own count drafts as accepted
         if runner.lora_config is not None:
             (wrapper,) = self.lora_wrappers(runner)
             arrays["token_lora_indices"] = wrapper.token_lora_indices[:total].tolist()
@@ -156,13 +139,6 @@ class Watched:
         else:
             arrays["input_ids"] = input_ids[:total].tolist()
         return arrays
-
-    def _seq_lens_cpu(self, reqs: int) -> list[int]:
-        """Lengths on the host, but where upstream has none: it counts drafts as accepted there."""
-        runner = self.runner
-        if runner.use_async_spec_decode and isinstance(runner, UpstreamRunner):
-            return runner.seq_lens[:reqs].tolist()
-        return runner.optimistic_seq_lens_cpu[:reqs].tolist()
 
     @staticmethod
     def lora_wrappers(runner: Any) -> list[Any]:

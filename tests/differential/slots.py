@@ -121,15 +121,7 @@ class WatchedSlots:
 
 
 class FollowingRunner(UpstreamRunner):
-    """Upstream's V1 runner, which goes on from the samples of our V2 runner.
-
-    Attributes
-    ----------
-    sampled
-        What V2 sampled for each request of the step.
-    own
-        What V1 sampled by itself.
-    """
+    """Upstream's V1 runner, which goes on from the samples of our V2 runner, and has its `own`."""
 
     def __init__(self, ours: Any) -> None:
         self.sampled: dict[str, list[int]] = {}
@@ -177,16 +169,9 @@ class FollowingRunner(UpstreamRunner):
         return looked_up(tokens, sizes, self.num_spec_tokens)
 
     def as_for_v1(self, output: Any, requests: dict[str, Any]) -> Any:
-        """A scheduler's output for V2 as the scheduler would have made it for V1.
+        """A scheduler's output for V2, a copy, as the scheduler would have made it for V1.
 
         To V2, a request that comes back after preemption is a new one.
-
-        Parameters
-        ----------
-        output
-            A copy, which is changed.
-        requests
-            The scheduler's, by name.
         """
         cached, arrived = output.scheduled_cached_reqs, []
         here, left = (
@@ -222,12 +207,7 @@ class FollowingRunner(UpstreamRunner):
 class SlotPair(Pair):
     """A worker's V2 runner beside upstream's V1, which is fed the same steps.
 
-    Parameters
-    ----------
-    ours
-        The V2 runner.
-    scheduler
-        What V1 is told of requests that V2 knows already comes from its books.
+    What V1 is told of requests that V2 knows already comes from the scheduler's books.
     """
 
     def __init__(self, ours: Any, scheduler: Any) -> None:
@@ -256,7 +236,8 @@ class SlotPair(Pair):
         v1s = self.upstream.as_for_v1(copy.deepcopy(scheduler_output), self.scheduler.requests)
         drafts, made = v1s.scheduled_spec_decode_tokens, self.watched[self.ours].drafts
         for req_id, places in drafts.items():  # V2's scheduler knows their number alone
-            drafts[req_id] = made[req_id][: len(places)]
+            # A prompt of one token has places, too, so that its step fits a graph of decodes
+            drafts[req_id] = made.get(req_id, places)[: len(places)]
         self.drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()}
         seen_by_traffic = copy.deepcopy(v1s)  # runners keep and extend its lists
         theirs = self._run(self.upstream, "execute_model", v1s, *args, **kwargs)

@@ -13,11 +13,12 @@ from vllm import SamplingParams
 from examples.tiny_model import make_tokenizer
 from tests.differential import __main__ as soak
 from tests.differential import episodes
-from tests.differential.episodes import BAD_WORDS, MAX_MODEL_LEN, VOCAB, Episode, Traffic, play
+from tests.differential.episodes import MAX_MODEL_LEN, VOCAB, Episode, Serving, play
 from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
 from tests.helpers.engine import graphs
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.traffic import BAD_WORDS
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
@@ -32,24 +33,24 @@ EPISODES = {
     9: {"resumed", "dummy run", "full graph", "images encoded", "images placed"},
     11: {"resumed", "drafts accepted", "drafts rejected", "full graph", "piecewise graphs"},
     39: {"cached prefix", "images encoded", "images placed"},
-    73: {"life-cycle calls", "dummy run", "SpecDecoding", "DecodeOnly"},
+    73: {"life-cycle calls", "preempted", "drafter left out", "SpecDecoding", "DecodeOnly"},
     76: {"resumed", "cached prefix", "drafts partly accepted", "dummy run", "PrefillCacheHit"},
     112: {"resumed", "prefix cache reset", "drafts accepted", "aborted", "PrefillCacheHit"},
     155: {"resumed", "cached prefix", "drafts rejected", "aborted", "full graph"},
-    226: {"dummy run", "prefix cache reset", "aborted", "piecewise graphs"},
-    250: {"cached prefix", "PrefillCacheHit"},
+    226: {"dummy run", "life-cycle calls", "aborted", "piecewise graphs"},
+    250: {"cached prefix", "resumed"},
 }
 """Between them every kind of model and every part of an engine that is drawn; and what happens."""
 EPISODES_OF_V2 = {
     36: {"resumed", "preempted", "full graph", "drafts accepted", "drafts partly accepted"},
-    94: {"cached prefix", "full graph", "piecewise graphs", "drafts accepted", "drafts rejected"},
+    94: {"cached prefix", "aborted", "full graph", "piecewise graphs", "drafts rejected"},
     10: {"resumed", "cached prefix", "preempted", "dummy run", "full graph", "piecewise graphs"},
     7: {"cached prefix", "PrefillCacheHit"},
     11: {"resumed", "preempted", "full graph", "piecewise graphs", "drafts rejected"},
     29: {"resumed", "dummy run", "piecewise graphs", "aborted"},
     39: {"cached prefix", "dummy run", "aborted"},
-    44: {"resumed", "preempted", "prefix cache reset", "dummy run"},
-    126: {"resumed", "preempted", "aborted", "full graph", "piecewise graphs"},
+    44: {"resumed", "preempted", "requests reset", "dummy run"},
+    126: {"resumed", "preempted", "requests reset", "aborted", "full graph"},
 }
 """The same of engines on Model Runner V2."""
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
@@ -115,34 +116,50 @@ def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, o
         assert {bool(each.int8) for each in played} == {False, True}
 
 
-def test_a_request_reaches_the_context_s_end_beside_one_with_penalties(monkeypatch):
-    """Drafts that were rejected don't count, though lists of outputs are kept otherwise from then
-    on: its last token has room."""
-    plain = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
-    penalised = SamplingParams(presence_penalty=0.5, max_tokens=40, ignore_eos=True)
+@pytest.mark.parametrize(("drafter", "step"), [("other", 12), ("same", 2)])
+def test_the_context_s_end_is_reached_beside_others(monkeypatch, drafter, step):
+    """Drafts that were rejected don't count, though beside penalties lists of outputs are kept
+    otherwise: the last token has room. Drafts end there request by request: the other one's cache
+    has no holes, and a model goes on accepting what it drafts itself."""
+    penalties = {"presence_penalty": 0.5} if drafter == "other" else {}
+    asked = [(130, MAX_MODEL_LEN, {}), (5, 60, penalties)]
 
     def act(self):
-        arrived = self.count["arrived"]
-        if arrived == 0 or (arrived == 1 and self.count["steps"] == 12):
-            length, params = (130, plain) if arrived == 0 else (5, penalised)
-            self.core.add_request(f"r{arrived}", {"prompt_token_ids": self.tokens(length)}, params)
+        if self.count["steps"] == step * self.count["arrived"] < 2 * step:
+            length, most, more = asked[self.count["arrived"]]
+            name, prompt = f"r{self.count['arrived']}", {"prompt_token_ids": self.tokens(length)}
+            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **more)
+            self.core.add_request(name, prompt, params)
+            self.features[name] = {"penalties"} if more else set()
             self.count["arrived"] += 1
 
-    monkeypatch.setattr(Traffic, "act", act)
-    settings = {
-        "async_scheduling": True,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 96,
-        "additional_config": {},
-        "speculative_config": {
-            "method": "draft_model",
-            "num_speculative_tokens": 3,
-            "model": "other",
-        },
-    }
-    count = play(Episode(0, "Qwen3", settings), steps=20).count
+    monkeypatch.setattr(Serving, "act", act)
+    drafts = {"method": "draft_model", "num_speculative_tokens": 3, "model": drafter}
+    settings = {"async_scheduling": True, "max_num_seqs": 2, "max_num_batched_tokens": 96}
+    settings |= {"additional_config": {}, "speculative_config": drafts}
+    count = play(Episode(0, "Qwen3", settings), steps=step + 1).count
+    print(dict(count))
     assert count["finished"] == 2
-    assert count["drafts rejected"] > 30
+    assert (count["drafts rejected"] > 30) == (drafter == "other")
+    assert (count["drafts accepted"] > 15) == (drafter == "same")
+
+
+def test_blocks_that_nobody_wrote_leave_the_prefix_cache():
+    """By priority, a request may be preempted in the step that scheduled its tokens."""
+    settings = {
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": True,
+        "async_scheduling": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "block_size": 8,
+        "num_gpu_blocks_override": 23,
+        "long_prefill_token_threshold": 10,  # prompts fill a block or two in each step
+        "additional_config": {},
+    }
+    count = play(Episode(0, "Qwen3", settings), STEPS).count
+    print(dict(count))
+    assert count["unwritten blocks"] > 0
 
 
 def wrong_position(step):
@@ -167,78 +184,63 @@ def wrong_draft(step):
         step.arrays.draft_token_ids[0] += 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        (wrong_position, DisagreementError),
-        (slot_of_another_block, DisagreementError),
-        (other_samples_discarded, DisagreementError),
-        ("samples of other requests", DisagreementError),
-        ("samples of other requests", StepCheckError),
-        ("drafts of other requests", DisagreementError),
-    ],
-)
-def test_a_fault_of_v2_is_noticed(monkeypatch, fault, error):
-    if callable(fault):
-        prepare = runner_v2.prepare_step
+def samples_of_others(find):
+    def find_others(*args):
+        found = find(*args)
+        return found._replace(rows=np.roll(found.rows, 1))
 
-        def planted(*args):
-            step = prepare(*args)
-            if step.num_reqs:
-                fault(step)
-            return step
-
-        monkeypatch.setattr(runner_v2, "prepare_step", planted)
-    elif fault == "drafts of other requests":
-        keep = Samples.keep
-
-        def keep_others(self, *args):
-            *given, drafts = args
-            keep(self, *given, drafts.roll(1, 0))
-
-        monkeypatch.setattr(Samples, "keep", keep_others)
-    else:
-        find = Samples.find
-
-        def find_others(*args):
-            found = find(*args)
-            return found._replace(rows=np.roll(found.rows, 1))
-
-        monkeypatch.setattr(Samples, "find", find_others)
-    episode = Episode.draw_for_v2(5)
-    if fault != "drafts of other requests":
-        del episode.settings["speculative_config"]
-    if fault == "samples of other requests":  # which the host has in synchronous steps
-        episode.settings["async_scheduling"] = True
-    check = "full" if error is StepCheckError else "off"
-    episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
-    with pytest.raises(error):
-        play(episode, STEPS)
+    return find_others
 
 
-@pytest.mark.parametrize(
-    ("fault", "check", "error"),
-    [
-        (wrong_position, "off", DisagreementError),
-        (slot_of_another_block, "off", DisagreementError),
-        (other_samples_discarded, "off", DisagreementError),
-        (wrong_state, "full", StepCheckError),  # upstream has no states
-        (wrong_draft, "off", DisagreementError),
-    ],
-)
-def test_a_fault_is_noticed(monkeypatch, fault, check, error):
-    prepare = model_runner.prepare_step
+def drafts_of_others(keep):
+    def keep_others(*args):
+        *given, drafts = args
+        keep(*given, drafts.roll(1, 0))
 
+    return keep_others
+
+
+def in_steps(fault, prepare):
     def planted(*args):
         step = prepare(*args)
         if step.num_reqs:
             fault(step)
         return step
 
-    monkeypatch.setattr(model_runner, "prepare_step", planted)
-    episode = Episode.draw(5)
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("runner", "fault", "check"),
+    [
+        ("V1", wrong_position, "off"),
+        ("V1", slot_of_another_block, "off"),
+        ("V1", other_samples_discarded, "off"),
+        ("V1", wrong_state, "full"),  # upstream has no states
+        ("V1", wrong_draft, "off"),
+        ("V2", wrong_position, "off"),
+        ("V2", slot_of_another_block, "off"),
+        ("V2", other_samples_discarded, "off"),
+        ("V2", samples_of_others, "off"),
+        ("V2", samples_of_others, "full"),
+        ("V2", drafts_of_others, "off"),
+    ],
+)
+def test_a_fault_is_noticed(monkeypatch, runner, fault, check):
+    """Beside upstream's runner, or by the full check."""
+    episode = Episode.draw(5) if runner == "V1" else Episode.draw_for_v2(5)
+    if fault is drafts_of_others:
+        monkeypatch.setattr(Samples, "keep", drafts_of_others(Samples.keep))
+    elif runner == "V2":
+        del episode.settings["speculative_config"]
+    if fault is samples_of_others:  # which the host has in synchronous steps
+        monkeypatch.setattr(Samples, "find", samples_of_others(Samples.find))
+        episode.settings["async_scheduling"] = True
+    elif fault is not drafts_of_others:
+        module = model_runner if runner == "V1" else runner_v2
+        monkeypatch.setattr(module, "prepare_step", in_steps(fault, module.prepare_step))
     episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
-    with pytest.raises(error):
+    with pytest.raises(StepCheckError if check == "full" else DisagreementError):
         play(episode, STEPS)
 
 

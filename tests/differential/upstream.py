@@ -1,6 +1,7 @@
 """Upstream's own V1 runner beside ours: the same model, its own KV cache, its own preparation."""
 
 import copy
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,13 +174,13 @@ class UpstreamRunner(GPUModelRunner):
         return result
 
 
-def forget_unwritten_blocks(scheduler: Any) -> None:
+def forget_unwritten_blocks(scheduler: Any, count: Counter[str]) -> None:
     """What a request would have computed in the step that preempts it is taken from the cache.
 
     Upstream's bug (vLLM issue 57580, pull request 43569), of the scheduler that both runners have:
     blocks enter the prefix cache when a request's tokens are scheduled. By priority, a request may
     be preempted later in the same step; nobody writes its tokens then, and whoever finds the blocks
-    in the cache, first of all itself, reads what was there before.
+    in the cache, first of all itself, reads what was there before. `count` has how often.
     """
     manager, preempt = scheduler.kv_cache_manager, scheduler._preempt_request
 
@@ -187,6 +188,7 @@ def forget_unwritten_blocks(scheduler: Any) -> None:
         for group in manager.coordinator.single_type_managers:
             blocks = group.req_to_blocks[request.request_id]
             unwritten = blocks[request.num_computed_tokens // group.block_size :]
+            count["unwritten blocks"] += any(block.block_hash for block in unwritten)
             manager.evict_blocks({block.block_id for block in unwritten})
         preempt(request, *args, **kwargs)
 

@@ -10,69 +10,42 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 from tests.helpers.engine import generate
+from tests.helpers.traffic import Traffic
 
 SURELY = 1e-6
 """Chance below which drafts that are all rejected are no chance any more."""
 
 
 class LifeCycle:
-    """Calls of one engine in this process.
+    """Calls of one engine in this process, drawn from traffic and counted in it.
 
-    Parameters
-    ----------
-    llm
-        The engine.
-    seed
-        What calls are drawn from.
-    step
-        Takes a step of the engine and what comes of it.
-    levels
-        Levels of sleep that are drawn; 0 is a pause by another name.
-    verified
-        What became of drafts, by `tests.helpers.watch.count_verified`; empty without drafts.
-
-    Attributes
-    ----------
-    count
-        Calls by their names.
+    `step` takes a step of the engine and what comes of it. Levels of sleep are drawn; 0 is a pause
+    by another name. `verified` is what became of drafts (`tests.helpers.watch.count_verified`).
     """
 
     def __init__(
         self,
         llm: Any,
-        seed: int,
+        traffic: Traffic,
         step: Callable[[], None],
         levels: tuple[int, ...] = (0,),
         verified: Counter[str] | None = None,
     ) -> None:
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
         self._llm, self._step, self._levels = llm, step, levels
-        self._rng, self.count = np.random.default_rng((seed, 48)), Counter[str]()
+        self._traffic, self.count = traffic, traffic.count
         self._verified = Counter[str]() if verified is None else verified
         self._before: Counter[str] = Counter()  # what had become of drafts at the last call
-
-    def chance(self, share: float) -> bool:
-        """Draw."""
-        return bool(self._rng.random() < share)
 
     def call(self) -> None:
         """Make one call, of which requests and their answers know nothing."""
         self.hold_acceptance()
-        self._choose()()
-        self.count["life-cycle calls"] += 1
+        self._traffic.pick(self._pause, self._pause, self._sleep, self._reset)()
         self._before = Counter(self._verified)
 
     def hold_acceptance(self) -> None:
-        """Drafts are accepted after a call if they were before.
-
-        Raises
-        ------
-        AssertionError
-            If none was, of so many that this is no chance.
-        """
+        """Drafts are accepted after a call if they were before, unless that is a chance."""
         since = self._verified - self._before
         before, after = (sum(each.values()) for each in (self._before, since))
         if not before or not after:
@@ -85,12 +58,8 @@ class LifeCycle:
             f"{rejected:.0%} were rejected"
         )
 
-    def _choose(self) -> Callable[[], None]:
-        calls = [self._pause, self._pause, self._sleep, self._reset]
-        return calls[int(self._rng.integers(len(calls)))]
-
     def _pause(self) -> None:
-        clear = self.chance(0.3)
+        clear = self._traffic.chance(0.3)
         if clear:  # as `AsyncLLM.pause_generation` does
             self._engine.renderer.clear_mm_cache()
         if self._done(self._core.pause_scheduler, mode="keep", clear_cache=clear):
@@ -99,7 +68,7 @@ class LifeCycle:
         self._core.resume_scheduler()
 
     def _sleep(self) -> None:
-        self.sleep(int(self._rng.choice(self._levels)))
+        self.sleep(self._traffic.pick(*self._levels))
 
     def sleep(self, level: int) -> None:
         """Sleep and wake up; after level 2, the model's weights are read again."""
@@ -118,7 +87,10 @@ class LifeCycle:
         self.count[f"sleeps at level {level}"] += 1
 
     def _reset(self) -> None:
-        whole = self.chance(0.5)
+        self.reset(whole=self._traffic.chance(0.5))
+
+    def reset(self, whole: bool) -> None:
+        """The prefix cache is emptied, if nobody uses it; `whole`: all running are preempted."""
         done = self._done(self._engine.reset_prefix_cache, reset_running_requests=whole)
         if done and whole:
             self._engine.reset_encoder_cache()
@@ -139,7 +111,7 @@ class LifeCycle:
     def _wait(self, whole: bool = False) -> None:
         """Until steps in flight have ended, or not as long; `whole`: all of them."""
         queue = self._core.batch_queue or ()
-        for _ in range(len(queue) if whole or self.chance(0.6) else 0):
+        for _ in range(len(queue) if whole or self._traffic.chance(0.6) else 0):
             self._step()
         self.count["queues drained" if not queue else "steps in flight"] += 1
 
@@ -148,16 +120,17 @@ def generate_with_calls(
     llm: Any, prompts: list[list[int]], params: Any, seed: int
 ) -> tuple[list[list[int]], Counter[str]]:
     """Tokens of requests between whose steps there are calls of the life cycle, and these calls."""
-    step, outputs = llm.llm_engine.step, []
-    life_cycle = LifeCycle(llm, seed, lambda: outputs.extend(step()))
+    step, outputs, traffic = llm.llm_engine.step, [], Traffic((seed, 48))
+    life_cycle = LifeCycle(llm, traffic, lambda: outputs.extend(step()))
+    traffic.rates = {"life-cycle calls": 0.5}
+    traffic.calls = {"life-cycle calls": life_cycle.call}
 
     def step_after_calls() -> list[Any]:
-        if life_cycle.chance(0.4):
-            life_cycle.call()
+        traffic.between_steps()
         outputs.extend(step())
         came = outputs.copy()
         outputs.clear()
         return came
 
     with mock.patch.object(llm.llm_engine, "step", step_after_calls):
-        return generate(llm, prompts, params), life_cycle.count
+        return generate(llm, prompts, params), traffic.count

@@ -64,14 +64,35 @@ def scheduler_output(
     )
 
 
-def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
-    """`_update_states`, `_prepare_inputs` and the padding decision, as `execute_model` does.
+def arrays_of(runner: Any, logits_indices: Any, spec: Any, most_sampled: int) -> dict[str, Any]:
+    """A step's arrays by upstream's names; the arguments are what `_prepare_inputs` returned."""
+    batch, reqs = runner.input_batch, runner.input_batch.num_reqs
+    total = int(runner.query_start_loc.np[reqs])
+    return {
+        "req_ids": list(batch.req_ids),
+        "positions": runner.positions[:total].tolist(),
+        "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
+        "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
+        "seq_lens": runner.seq_lens[:reqs].tolist(),
+        "seq_lens_cpu": runner.optimistic_seq_lens_cpu[:reqs].tolist(),
+        "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
+        "discard_request_mask": runner.discard_request_mask.gpu[:reqs].tolist(),
+        "discard_request_mask_cpu": runner.discard_request_mask.np[:reqs].tolist(),
+        "logits_indices": logits_indices.tolist(),
+        "max_num_sampled_tokens": most_sampled,
+        "spec_decode_metadata": None
+        if spec is None
+        else {k: v.tolist() if torch.is_tensor(v) else v for k, v in vars(spec).items()},
+        "block_table": [
+            [row[:owned].tolist() for row, owned in zip(rows, table.num_blocks_per_row)]
+            for table in batch.block_table.block_tables
+            for rows in [table.get_device_tensor(reqs).cpu()]
+        ],
+    }
 
-    Returns
-    -------
-    dict
-        What the runner left for the rest of the step, by upstream's names, as arrays.
-    """
+
+def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
+    """`_update_states`, `_prepare_inputs` and the padding decision, as `execute_model` does."""
     output = copy.deepcopy(output)  # runners keep and extend its lists
     with torch.inference_mode():
         runner._update_states(output)
@@ -79,7 +100,7 @@ def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
         tokens = [output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
         counts = np.array(tokens, np.int32)
         total, reqs = output.total_num_scheduled_tokens, batch.num_reqs
-        logits_indices, spec, max_sampled = runner._prepare_inputs(output, counts)
+        prepared = runner._prepare_inputs(output, counts)
         mode, descriptor, *_ = runner._determine_batch_execution_and_padding(
             num_tokens=total,
             num_reqs=reqs,
@@ -88,34 +109,11 @@ def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
         )
         by_group, _ = runner._get_slot_mappings(total, reqs, total)
         return {
-            "req_ids": list(batch.req_ids),
+            **arrays_of(runner, *prepared),
             "input_ids": runner.input_ids.gpu[:total].tolist(),
-            "positions": runner.positions[:total].tolist(),
             "slot_mapping": {gid: slots[:total].tolist() for gid, slots in by_group.items()},
-            "query_start_loc": runner.query_start_loc.gpu[: reqs + 1].tolist(),
-            "query_start_loc_cpu": runner.query_start_loc.np[: reqs + 1].tolist(),
-            "seq_lens": runner.seq_lens[:reqs].tolist(),
-            "optimistic_seq_lens_cpu": runner.optimistic_seq_lens_cpu[:reqs].tolist(),
-            "num_computed_tokens": runner.num_computed_tokens[:reqs].tolist(),
-            "discard_request_mask": runner.discard_request_mask.np[:reqs].tolist(),
-            "discard_request_mask_gpu": runner.discard_request_mask.gpu[:reqs].tolist(),
-            "logits_indices": logits_indices.tolist(),
-            "block_table": [
-                [row[:owned].tolist() for row, owned in zip(device_rows, table.num_blocks_per_row)]
-                for table in batch.block_table.block_tables
-                for device_rows in [table.get_device_tensor(reqs).cpu()]
-            ],
             "padding": (mode, descriptor),
-            "max_num_sampled_tokens": max_sampled,
-            "spec_decode_metadata": None if spec is None else _as_lists(spec),
         }
-
-
-def _as_lists(record: Any) -> dict[str, Any]:
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in vars(record).items()
-    }
 
 
 def bookkeep(

@@ -60,7 +60,7 @@ def test_a_short_chunk_of_a_prompt_keeps_a_state_for_each_token():
     assert batch.step(("a", 23, 1)) == [1]
 
 
-def test_a_request_after_the_first_prefill_keeps_one_state_however_short():
+def test_a_request_after_a_prefill_keeps_one_state():
     batch = Batch()
     assert batch.step(("a", 10, 4), ("b", 0, 9), ("c", 0, 2)) == [1, 1, 1]
     assert batch.step(("a", 13, 4), ("b", 9, 4), ("c", 2, 4)) == [3, 1, 1]
@@ -90,7 +90,7 @@ def test_a_request_that_lost_its_state_begins_with_none():
 
 @pytest.mark.parametrize("how", ["resumed", "new"], ids=["resumed", "next part"])
 @pytest.mark.parametrize("others", [0, 1], ids=["at once", "after a step"])
-def test_a_request_that_begins_anew_begins_with_what_the_prefix_cache_has(others, how):
+def test_who_begins_anew_begins_with_what_the_cache_has(others, how):
     """After preemption, or as a session whose next part arrives."""
     batch = Batch()
     batch.step(("b", 10, 4), ("a", 40, 4))

@@ -103,52 +103,35 @@ def test_a_finished_request_makes_room_for_the_last_row(runners):
     step(runners, scheduler_output({"b": 1, "c": 1}, new=new, cached=cached), {"b": 23, "c": 30})
 
 
-def test_a_request_without_room_for_its_token_is_named(model):
-    settings = {"block_size": 4, "max_model_len": 4, "async_scheduling": False}
-    with engine(model, load_format="dummy", **settings) as llm:
-        runner = runner_of(llm)
-        output = scheduler_output({"a": 4}, new=[new_request("a", [2, 3, 4, 5], [1])])
-        prepare(runner, output)
-        with pytest.raises(
-            AssertionError, match=r"request a has no room .* max_model_len=4 tokens"
-        ):
-            bookkeep(runner, output, {"a": 9})
-
-
-def test_samples_are_placed_whatever_rows_their_requests_got(model):
+def test_samples_are_placed_whatever_rows_their_requests_got(runners):
     """Asynchronous: rows are swapped between sampling and the next step."""
-    with engine(model, load_format="dummy", block_size=4, async_scheduling=True) as llm:
-        runner = runner_of(llm)
-        names = ["a", "b", "c"]
-        new = [new_request(name, [2, 3], [row + 1]) for row, name in enumerate(names)]
-        output = scheduler_output(dict.fromkeys(names, 2), new=new)
-        prepare(runner, output)
-        runner._build_attention_metadata()
-        bookkeep(runner, output, {"a": 10, "b": 20, "c": 30})
+    names = ["a", "b", "c"]
+    new = [new_request(name, [2, 3], [row + 1]) for row, name in enumerate(names)]
+    tokens = {"a": 10, "b": 20, "c": 30}
+    step(runners, scheduler_output(dict.fromkeys(names, 2), new=new), tokens)
+    for runner in runners:
         with torch.inference_mode():
             runner.input_batch.swap_states(0, 2)
-        output = scheduler_output({"c": 1, "b": 1}, cached={"c": ([], 2, 1), "b": ([], 2, 1)})
-        assert prepare(runner, output)["input_ids"] == [30, 20]
+    output = scheduler_output({"c": 1, "b": 1}, cached={"c": ([], 2, 1), "b": ([], 2, 1)})
+    assert prepare(runners[0], output)["input_ids"] == [30, 20]
 
 
-def test_the_padding_mask_came_with_the_step(model):
-    with engine(model, load_format="dummy", block_size=4, async_scheduling=False) as llm:
-        runner = runner_of(llm)
-        upstreams = runner.is_padding
-        output = scheduler_output({"a": 3}, new=[new_request("a", [2, 3, 4], [1])])
-        prepare(runner, output)
-        runner._build_attention_metadata()
-        assert runner._prepare_padding_mask(3, 3) is None, "without padding there is none"
-        mask = runner._prepare_padding_mask(3, 4)
-        assert mask.tolist() == [False] * 3
-        buffer = runner.preparer.staging.device_buffer.bytes
-        assert mask.untyped_storage().data_ptr() == buffer.data_ptr()
-        runner._dummy_run(4)
-        assert runner._prepare_padding_mask(2, 4).tolist() == [False, False, True, True]
-        assert runner._prepare_padding_mask(2, 4).data_ptr() == upstreams.data_ptr()
+def test_the_padding_mask_came_with_the_step(runners):
+    runner, _ = runners
+    upstreams = runner.is_padding
+    prepare(runner, scheduler_output({"a": 3}, new=[new_request("a", [2, 3, 4], [1])]))
+    runner._build_attention_metadata()
+    assert runner._prepare_padding_mask(3, 3) is None, "without padding there is none"
+    mask = runner._prepare_padding_mask(3, 4)
+    assert mask.tolist() == [False] * 3
+    buffer = runner.preparer.staging.device_buffer.bytes
+    assert mask.untyped_storage().data_ptr() == buffer.data_ptr()
+    runner._dummy_run(4)
+    assert runner._prepare_padding_mask(2, 4).tolist() == [False, False, True, True]
+    assert runner._prepare_padding_mask(2, 4).data_ptr() == upstreams.data_ptr()
 
 
-def test_a_step_is_in_flight_until_its_tokens_are_sampled_or_it_fails(runners, monkeypatch):
+def test_a_step_is_in_flight_until_it_is_sampled_or_fails(runners, monkeypatch):
     """Whatever fails: nothing of a step is left for the next one."""
     runner, _ = runners
     nothing = scheduler_output({})
@@ -207,23 +190,18 @@ def test_a_dummy_run_leaves_nothing_in_flight(runners, monkeypatch):
     assert runner.in_flight is runner.dummy_run is None
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_log_probabilities_of_samples_come_out(model, async_scheduling):
-    with engine(model, async_scheduling=async_scheduling) as llm:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_log_probabilities_of_samples_come_out(model, asynchronous, monkeypatch):
+    """And an engine that ends says how many steps waited."""
+    said = []
+    with engine(model, async_scheduling=asynchronous) as llm:
         prompts = [{"prompt_token_ids": [2, 3, 4]}, {"prompt_token_ids": [5] * 70}]
         for output in llm.generate(prompts, greedy(6, logprobs=1), use_tqdm=False):
             (completion,) = output.outputs
             assert len(completion.logprobs) == len(completion.token_ids) == 6
             for token, logprobs in zip(completion.token_ids, completion.logprobs):
                 assert logprobs[token].rank == 1  # greedy
-
-
-def test_shutdown_says_how_many_steps_waited(model, monkeypatch):
-    said = []
-    with engine(model, load_format="dummy", async_scheduling=False) as llm:
-        runner = runner_of(llm)
-        prepare(runner, scheduler_output({"a": 1}, new=[new_request("a", [2], [1])]))
         monkeypatch.setattr(
             model_runner.logger, "info", lambda text, *args: said.append(text % args)
         )
-    assert said[-1] == "Staging: 0 of 1 steps waited for an earlier copy to the device."
+    assert said[-1] == "Staging: 0 of 7 steps waited for an earlier copy to the device."

@@ -1,7 +1,4 @@
-"""Plain requests brought up to date and their samples appended, without an engine.
-
-`test_bookkeeping.py` and `test_request_updates.py` do the same beside upstream's runner.
-"""
+"""What requests and samples are left to upstream or refused; the rest: test_request_updates.py."""
 
 from types import SimpleNamespace
 
@@ -11,19 +8,9 @@ import torch
 
 from tests.helpers.stepping import new_request, scheduler_output
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.request_updates import PLACEHOLDER, RequestUpdates
+from vllm_npu_prep.runner.request_updates import RequestUpdates
 
 MAX_MODEL_LEN = 8
-
-
-class Blocks:
-    """Notes what is appended."""
-
-    def __init__(self) -> None:
-        self.appended = []
-
-    def append_row(self, block_ids, row) -> None:
-        self.appended.append((int(row), block_ids))
 
 
 def batch_of(names: str, num_tokens: list[int], num_prompt_tokens: int = 2) -> SimpleNamespace:
@@ -39,7 +26,7 @@ def batch_of(names: str, num_tokens: list[int], num_prompt_tokens: int = 2) -> S
         num_computed_tokens_cpu=np.array(num_tokens, np.int32) - 1,
         token_ids_cpu=np.zeros((rows, MAX_MODEL_LEN), np.int32),
         is_token_ids=np.zeros((rows, MAX_MODEL_LEN), bool),
-        block_table=Blocks(),
+        block_table=SimpleNamespace(append_row=lambda *args: None),
         spec_token_ids=[[] for _ in names],
         generators={},
         prev_sampled_token_ids=None,
@@ -78,51 +65,6 @@ def sampled(*tokens: int) -> SimpleNamespace:
     return SimpleNamespace(sampled_token_ids=ids, logprobs_tensors=None)
 
 
-def test_plain_requests_advance_and_upstream_is_left_the_others():
-    batch, requests = batch_of("abc", [4, 4, 4]), requests_of("abcd")
-    cached = {
-        "a": ([2], 4, 2),
-        "b": ([], 3, 1),  # the scheduler went back: an output token was lost
-        "c": ([], 4, 2),
-        "d": ([3], 5, 3),  # is not in the batch
-    }
-    output = scheduler_output(dict.fromkeys("abcd", 1), cached=cached)
-    left, _ = update(output, batch, requests)
-    assert batch.num_computed_tokens_cpu.tolist() == [4, 3, 4]
-    assert requests["a"].block_ids == ([1, 2],)
-    assert batch.block_table.appended == [(0, ([2],))]
-    rest = left.scheduled_cached_reqs
-    assert rest.req_ids == ["b", "d"]
-    assert rest.num_computed_tokens == [3, 5]
-    assert rest.new_block_ids == [None, ([3],)]
-    assert output.scheduled_cached_reqs.req_ids == list("abcd"), "the scheduler's own stays"
-
-
-def test_a_request_that_was_taken_back_is_left_to_upstream():
-    batch = batch_of("ab", [4, 4])
-    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([2], 0, 2), "b": ([], 4, 2)})
-    output.scheduled_cached_reqs.resumed_req_ids = {"a"}
-    left, _ = update(output, batch, requests_of("ab"))
-    assert left.scheduled_cached_reqs.req_ids == ["a"]
-    assert batch.num_computed_tokens_cpu.tolist() == [3, 4]
-
-
-def test_new_requests_are_upstreams():
-    batch, new = batch_of("a", [4]), [new_request("b", [1, 2], [5])]
-    output = scheduler_output({"a": 1, "b": 2}, new=new, cached={"a": ([], 4, 2)})
-    left, _ = update(output, batch, requests_of("a"))
-    assert left.scheduled_new_reqs == new
-    assert left.scheduled_cached_reqs.req_ids == []
-
-
-def test_a_step_in_which_nothing_joined_or_left_leaves_upstream_nothing_to_do():
-    batch, requests = batch_of("ab", [4, 4]), requests_of("ab")
-    output = scheduler_output({"b": 1, "a": 1}, cached={"b": ([], 4, 2), "a": ([3], 4, 2)})
-    assert update(output, batch, requests) == (None, None)
-    assert batch.num_computed_tokens_cpu.tolist() == [4, 4]
-    assert batch.block_table.appended == [(0, ([3],))]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -140,12 +82,6 @@ def test_whatever_else_the_scheduler_says_is_upstreams(change):
     left, _ = update(output, batch_of("ab", [4, 4]), requests_of("ab"))
     assert left.scheduled_cached_reqs.req_ids == []
     assert {name: getattr(left, name) for name in change} == change
-
-
-def test_a_request_that_the_step_leaves_out_is_upstreams():
-    output = scheduler_output({"a": 1}, cached={"a": ([], 4, 2)})
-    left, _ = update(output, batch_of("ab", [4, 4]), requests_of("ab"))
-    assert left.scheduled_cached_reqs.req_ids == []
 
 
 def test_states_are_followed_where_something_reads_them():
@@ -209,7 +145,7 @@ def test_plain_samples_are_appended_together(asynchronous):
     assert books.can_append_together(batch, drafted, none, {})
 
 
-def test_verified_drafts_are_appended_but_for_rejected_and_discarded_ones():
+def test_rejected_and_discarded_drafts_are_not_appended():
     batch = batch_of("abc", [3, 4, 3])
     batch.vocab_size = 100
     samples = torch.tensor([[5, 6, -1], [7, 8, 9], [4, 100, -1]], dtype=torch.int32)
@@ -225,16 +161,6 @@ def test_verified_drafts_are_appended_but_for_rejected_and_discarded_ones():
     assert batch.is_token_ids.sum(1).tolist() == [2, 0, 1]
 
 
-def test_verified_drafts_without_room_are_refused_by_name():
-    batch = batch_of("ab", [4, MAX_MODEL_LEN - 1])
-    batch.vocab_size = 100
-    samples = SimpleNamespace(
-        sampled_token_ids=torch.tensor([[5, 6], [7, 8]], dtype=torch.int32), logprobs_tensors=None
-    )
-    with pytest.raises(AssertionError, match=r"request b has no room .* max_model_len=8 tokens"):
-        bookkeeping().append_sampled_tokens(batch, samples, np.zeros(2, bool))
-
-
 def test_sampled_tokens_are_appended_but_for_discarded_ones():
     batch = batch_of("ab", [3, 4])
     *_, tokens, _, req_ids, rows, invalid = bookkeeping().append_sampled_tokens(
@@ -248,20 +174,12 @@ def test_sampled_tokens_are_appended_but_for_discarded_ones():
     assert not batch.is_token_ids[1].any()
 
 
-def test_samples_that_stay_on_the_device_leave_a_placeholder():
-    batch = batch_of("ab", [3, 4])
-    output = sampled(5, 6)
-    *_, tokens, _, _, _, invalid = bookkeeping(asynchronous=True).append_sampled_tokens(
-        batch, output, np.array([True, False])
+@pytest.mark.parametrize(("samples", "length"), [([[5], [6]], 8), ([[5, 6], [7, 8]], 7)])
+def test_a_request_without_room_for_its_tokens_is_named(samples, length):
+    batch = batch_of("ab", [4, length])
+    batch.vocab_size = 100
+    output = SimpleNamespace(
+        sampled_token_ids=torch.tensor(samples, dtype=torch.int32), logprobs_tensors=None
     )
-    assert tokens == [] and invalid == [0]
-    assert batch.req_output_token_ids == [[7], [7, 7, PLACEHOLDER]]
-    assert batch.prev_sampled_token_ids is output.sampled_token_ids
-    assert batch.prev_req_id_to_index == {"b": 1}
-    assert batch.num_tokens_no_spec.tolist() == [3, 5]
-
-
-def test_a_request_without_room_for_its_token_is_named():
-    batch = batch_of("ab", [4, MAX_MODEL_LEN])
     with pytest.raises(AssertionError, match=r"request b has no room .* max_model_len=8 tokens"):
-        bookkeeping().append_sampled_tokens(batch, sampled(5, 6), np.zeros(2, bool))
+        bookkeeping().append_sampled_tokens(batch, output, np.zeros(2, bool))

@@ -75,7 +75,7 @@ def test_every_size_is_captured_for_each_kind_of_graph():
     assert graphs.dispatcher.initialized is None, "nothing was given up"
 
 
-def test_a_size_without_memory_is_given_up_for_all_kinds_but_not_the_largest_decode(monkeypatch):
+def test_a_size_without_memory_is_given_up_for_all_kinds(monkeypatch):
     lines = record_logs(monkeypatch)
     graphs = graphs_of([16, 8, 6, 4, 2, 1], decode_query_len=2, largest_decode=4)
     captured = capture(graphs, {8})
@@ -134,7 +134,7 @@ def capture_with_streams(monkeypatch, graphs: Graphs, most: int) -> list[int]:
         (2, []),
     ],
 )
-def test_captured_sizes_give_their_streams_to_those_that_matter_most(monkeypatch, most, kept):
+def test_sizes_give_their_streams_to_those_that_matter_most(monkeypatch, most, kept):
     """Every size takes as many: the largest, the largest decode and one decode stay."""
     graphs = graphs_of([32, 16, 8, 4, 2, 1], decode_query_len=1, largest_decode=8)
     lines = record_logs(monkeypatch)
@@ -148,7 +148,7 @@ def test_sizes_that_another_rank_has_given_up_are_given_up_here():
     assert graphs.compilation.cudagraph_capture_sizes == [2, 8]
 
 
-def test_sizes_with_more_requests_than_attention_takes_are_not_tried(monkeypatch):
+def test_sizes_with_too_many_requests_are_not_tried(monkeypatch):
     lines = record_logs(monkeypatch)
     graphs = graphs_of([8, 4, 2])
     graphs.most_rows = 4

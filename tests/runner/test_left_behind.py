@@ -62,7 +62,7 @@ def with_examples(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_compiled_code_that_a_traceback_keeps_does_not_keep_weights(forgets):
+def test_compiled_code_of_a_traceback_keeps_no_weights(forgets):
     """Without it they stay: a change of torch's that lets go of them would show here."""
     layer = Compiled()
     compiled = torch.compile(layer.forward, backend=with_examples, fullgraph=True)

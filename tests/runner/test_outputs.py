@@ -33,7 +33,7 @@ class Output(AsyncModelRunnerOutput):
         """What vLLM 0.33.0 asks of a step that failed."""
 
 
-def test_tensors_of_a_dropped_output_live_until_their_copy_is_complete():
+def test_tensors_of_a_dropped_output_live_until_their_copy():
     outputs, first, second = OutputsInFlight(), Output(), Output()
     tensors = [weakref.ref(each._sampled_token_ids) for each in (first, second)]
     events = [each.async_copy_ready_event for each in (first, second)]

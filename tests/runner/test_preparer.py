@@ -111,7 +111,7 @@ def test_a_step_arrives_with_its_new_blocks(engine):
     assert engine.blocks.device_rows(2)[1][1, :2].tolist() == [4, 7]
 
 
-def test_samples_that_are_on_the_device_find_the_rows_of_their_requests(engine):
+def test_samples_on_the_device_find_rows_of_their_requests(engine):
     engine.step(3, 2)
     engine.blocks.mark_rows(np.zeros(2, bool))
     engine.blocks.swap_row(0, 1)
@@ -120,7 +120,7 @@ def test_samples_that_are_on_the_device_find_the_rows_of_their_requests(engine):
     assert staged.device.input_ids.tolist() == [92, 91]
 
 
-def test_each_group_gets_its_tables_and_layers_share_their_metadata(engine):
+def test_groups_have_tables_and_layers_share_metadata(engine):
     metadata = engine.preparer.build_metadata(*engine.step(3, 2))
     assert metadata["a"] is metadata["b"]
     assert [metadata[name].group for name in "acd"] == [0, 1, 2]
@@ -130,7 +130,7 @@ def test_each_group_gets_its_tables_and_layers_share_their_metadata(engine):
     assert metadata["d"].block_table is None, "encoder-only layers have no cache"
 
 
-def test_slots_are_told_by_group_and_layer_and_kept_while_the_layout_stays(engine):
+def test_slots_are_told_by_group_and_layer_and_kept(engine):
     _, staged = engine.step(3, 2)
     by_group, by_layer = engine.preparer.slot_mappings(staged)
     assert set(by_group) == {0, 1} and set(by_layer) == {"a", "b", "c"}
@@ -142,7 +142,7 @@ def test_slots_are_told_by_group_and_layer_and_kept_while_the_layout_stays(engin
 
 
 @pytest.mark.parametrize("padding", [full_padding(4, 4, 1), full_padding(4, 2, 0)])
-def test_a_step_of_padding_only_writes_no_slot_and_reads_the_null_block(engine, padding):
+def test_padding_alone_writes_no_slot_and_reads_block_0(engine, padding):
     engine.step(3, 2)
     step, staged, metadata = engine.preparer.prepare_padding_only(padding)
     assert step.num_reqs == 0 and set(metadata) == set("abcd")

@@ -20,12 +20,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.helpers.engine import engine, make_model, runner_of
-from tests.helpers.stepping import (
-    counted_exactly,
-    new_request,
-    scheduler_output,
-    upstream_twin,
-)
+from tests.helpers.stepping import counted_exactly, new_request, scheduler_output, upstream_twin
+from tests.helpers.traffic import Traffic
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
 from vllm_npu_prep.runner.bookkeeping import Bookkeeping
 from vllm_npu_prep.runner.request_updates import RequestUpdates, put_drafts_first
@@ -120,23 +116,16 @@ class Request:
         self.was_preempted = True
 
 
-class Traffic:
+class Scheduled(Traffic):
     """Random steps, as vLLM's schedulers give them."""
 
     def __init__(self, seed: int, asynchronous: bool, num_drafts: int) -> None:
-        self.rng = np.random.default_rng(seed)
+        super().__init__(seed, (0, VOCAB), longest=19)
         self.asynchronous, self.num_drafts = asynchronous, num_drafts
         self.requests: dict[str, Request] = {}
-        self.arrived = self.next_block = 0
-        self.happened: set[str] = set()
+        self.next_block = 0
         self.waited = False  # for the last step, as in a pause, before this one was scheduled
         self.ends: list[int] = []  # of the step's rows, without drafts
-
-    def chance(self, share: float, what: str = "") -> bool:
-        drawn = bool(self.rng.random() < share)
-        if drawn and what:
-            self.happened.add(what)
-        return drawn
 
     def blocks(self, request: Request, num_tokens: int) -> list[int]:
         count = max(0, -(-num_tokens // BLOCK_SIZE) - request.num_blocks)
@@ -159,17 +148,19 @@ class Traffic:
         }
         for name in finished:
             del self.requests[name]
-        counts: dict[str, int] = {}
         cached, all_tokens, drafts, new, resumed = {}, {}, {}, [], set()
         flights = []  # scheduled tokens and drafts, which begin after the last step was finished
-        for request in self.in_some_order():
+        requests = list(self.requests.values())
+        if self.chance(0.2, "in another order"):  # which needn't be that of rows
+            requests = self.shuffled(requests)
+        for request in requests:
             was_in_batch = request.in_batch
             if was_in_batch and busy and self.chance(0.06):
                 if self.chance(0.5, "preempted"):
                     request.finish_step()
                     request.take_back()
                 else:
-                    self.happened.add("left out")
+                    self.count["left out"] += 1
                 request.in_batch = False
                 continue
             if not was_in_batch and not (busy and self.chance(0.5)):
@@ -182,13 +173,12 @@ class Traffic:
                 request.num_computed_tokens = len(request.tokens) - 1
             computed, outputs = request.assumed
             num_tokens, count = request.num_prompt_tokens + outputs, 0
-            num_new = int(self.rng.integers(1, num_tokens - computed + 1))
+            num_new = self.number(1, num_tokens - computed)
             if outputs and num_tokens == computed + 1 and not request.was_preempted:
-                count = int(self.rng.integers(self.num_drafts + 1))
-                ids = self.rng.integers(0, VOCAB, count).tolist()
+                count = self.number(0, self.num_drafts)
                 num_new += count
             if count:
-                drafts[request.name] = [-1] * count if self.asynchronous else ids
+                drafts[request.name] = [-1] * count if self.asynchronous else self.tokens(count)
             if not was_in_batch or request.was_preempted:
                 all_tokens[request.name] = list(request.tokens)
             if request.was_preempted:
@@ -197,40 +187,28 @@ class Traffic:
             blocks = self.blocks(request, computed + num_new)
             cached[request.name] = (blocks, computed, outputs)
             flights.append((request, num_new, count))
-        while busy and len(self.requests) < MAX_NUM_REQS and self.chance(0.4, "arrived"):
-            length = int(self.rng.integers(1, 20))
-            name = f"r{self.arrived}"
-            self.arrived += 1
-            request = self.requests[name] = Request(
-                name, self.rng.integers(0, VOCAB, length).tolist(), length
-            )
-            num_new = int(self.rng.integers(1, length + 1))
-            new.append(new_request(name, list(request.tokens), self.blocks(request, num_new)))
+        while busy and len(self.requests) < MAX_NUM_REQS and self.chance(0.4):
+            name, prompt, *_ = self.request()
+            request = self.requests[name] = Request(name, prompt, len(prompt))
+            num_new = self.number(1, len(prompt))
+            new.append(new_request(name, list(prompt), self.blocks(request, num_new)))
             flights.append((request, num_new, 0))
+            self.count["arrived"] += 1
         for request in self.requests.values():
             request.finish_step()
         for request, num_new, count in flights:
             request.scheduled, request.num_drafts, request.in_batch = num_new, count, True
-            counts[request.name] = num_new
+        counts = {request.name: num_new for request, num_new, _ in flights}
         output = scheduler_output(counts, new=new, cached=cached, finished=finished)
         output.scheduled_cached_reqs.resumed_req_ids = resumed
         output.scheduled_cached_reqs.all_token_ids = all_tokens
         output.scheduled_spec_decode_tokens = drafts
-        if drafts:
-            self.happened.add("drafts")
+        self.count["drafts"] += len(drafts)
         return output
-
-    def in_some_order(self) -> list[Request]:
-        """Requests in the scheduler's order, which needn't be that of rows."""
-        requests = list(self.requests.values())
-        if self.chance(0.2, "in another order"):
-            order = self.rng.permutation(len(requests)).tolist()
-            requests = [requests[index] for index in order]
-        return requests
 
     def sample(self, req_ids: list[str]) -> list[list[int]]:
         """Tokens that the step samples for each row, [] for a sample that doesn't count."""
-        rows = []
+        rows, eager = [], self.pick(0.2, 0.5, 0.9)
         self.ends.clear()
         for name in req_ids:
             request = self.requests[name]
@@ -238,10 +216,10 @@ class Traffic:
             end = request.num_computed_tokens + request.scheduled - request.num_drafts
             self.ends.append(end)
             request.samples = end == len(request.tokens)
-            kept = int(self.rng.integers(request.num_drafts + 1))
             if request.samples:
-                request.sampled = self.rng.integers(0, VOCAB, kept + 1).tolist()
-                self.happened.add("rejected" if kept < request.num_drafts else "accepted")
+                kept = self.kept(request.num_drafts, eager)
+                request.sampled = self.tokens(kept + 1)
+                self.count["rejected" if kept < request.num_drafts else "accepted"] += 1
             rows.append(list(request.sampled))
         return rows
 
@@ -309,7 +287,7 @@ def state_of(runner: Any, states_are_read: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_every_step_leaves_what_upstream_leaves(ours, asynchronous, num_drafts):
     """Requests, rows and tables after each update and after each step's samples."""
-    traffic = Traffic(3, asynchronous, num_drafts)
+    traffic = Scheduled(3, asynchronous, num_drafts)
     upstream, valid, quiet = upstream_twin(ours), [], 0
     for runner in (ours, upstream):
         as_if_configured(runner, asynchronous, num_drafts, valid)
@@ -345,11 +323,10 @@ def test_every_step_leaves_what_upstream_leaves(ours, asynchronous, num_drafts):
                 for request in traffic.requests.values():
                     request.finish_step()
     expected = {"finished", "preempted", "left out", "preempted and resumed", "in another order"}
-    expected |= {"arrived", "accepted", "swapped"} | (
-        {"drafts", "rejected"} if num_drafts else set()
-    )
-    expected |= {"waited"} if asynchronous else set()
-    assert traffic.happened >= expected | (set() if asynchronous else {"lost"})
+    expected |= {"arrived", "accepted", "swapped"}
+    expected |= {"drafts", "rejected"} if num_drafts else set()
+    expected |= {"waited"} if asynchronous else {"lost"}
+    assert {what for what, times in traffic.count.items() if times} >= expected
     assert quiet > STEPS / 4
     assert len(append_verified_tokens.signatures) <= 1
     assert len(write_draft_tokens.signatures) <= 1
@@ -369,7 +346,7 @@ source. When one changes, look at what it does now, change these two, then the d
 
 
 @pytest.mark.parametrize("method", DONE_HERE, ids=lambda method: method.__qualname__)
-def test_upstream_still_does_what_is_done_here_for_many_requests_at_once(method):
+def test_upstream_still_does_what_is_done_here(method):
     source = inspect.getsource(method).encode()
     assert hashlib.sha256(source).hexdigest()[:12] == DONE_HERE[method]
 
@@ -399,7 +376,7 @@ class Order:
         ("a P d p e", ["e"], "a d e P p"),
     ],
 )
-def test_requests_that_come_with_drafts_stand_behind_the_leading_decodes(order, resumed, expected):
+def test_requests_with_drafts_stand_behind_leading_decodes(order, resumed, expected):
     """``d`` and ``e`` come with drafts, ``p`` comes with a prompt, ``a`` and ``P`` were there."""
     batch = Order(order.split())
     tokens = {"a": 3, "P": 9, "p": 7, "d": 3, "e": 3}

@@ -33,7 +33,7 @@ def test_samples_without_drafts_are_one_for_each_row():
     assert (found.num_rows, found.num_drafts) == (2, 0)
 
 
-def test_drafts_follow_their_sample_twice_for_ids_and_for_verification():
+def test_drafts_follow_their_sample_twice():
     part = speculation(num_spec_tokens=2, asynchronous=True)
     sampled = torch.tensor([[7], [8]], dtype=torch.int32)
     drafts = torch.tensor([[1, 2], [3, 4]])
@@ -60,7 +60,7 @@ def test_drafts_are_counted_by_row():
         assert counts.dtype == np.int32
 
 
-def test_requests_with_a_sample_on_the_device_have_one_token_more_than_computed():
+def test_a_sample_on_the_device_is_a_token_more_than_computed():
     batch = SimpleNamespace(
         num_reqs=3,
         num_tokens_no_spec=np.array([9, 9, 9], np.int32),
@@ -74,9 +74,7 @@ def test_requests_with_a_sample_on_the_device_have_one_token_more_than_computed(
     ("num_spec_tokens", "asynchronous", "copies"),
     [(1, False, 0), (2, False, 1), (1, True, 1)],
 )
-def test_kept_tokens_travel_to_the_host_only_if_something_waits_for_them(
-    num_spec_tokens, asynchronous, copies
-):
+def test_kept_tokens_travel_to_the_host_if_somebody_waits(num_spec_tokens, asynchronous, copies):
     part = speculation(num_spec_tokens=num_spec_tokens, asynchronous=asynchronous)
     part.count_kept_tokens(torch.tensor([2, 1], dtype=torch.int32))
     assert part.num_valid_tokens.started == copies

@@ -27,23 +27,20 @@ def settings(scenario):
     }
 
 
+ARRAYS = ("query_lens", "seq_lens", "slot_mapping", "query_start_loc", "num_computed_tokens")
+NUMBERS = ("num_reqs", "num_input_tokens", "max_query_len", "max_seq_len")
+
+
 def check(runner, prepared, scenario, expected):
     """Everything that the documents print, from the runner, its step and its metadata."""
     step = runner.in_flight.step
-    for name in (
-        "input_ids",
-        "positions",
-        "query_start_loc",
-        "seq_lens",
-        "num_computed_tokens",
-        "logits_indices",
-    ):
-        assert prepared[name] == expected[name], name
-        assert getattr(step, name).tolist() == expected[name], name
-    for name in ("req_indices", "query_pos", "token_indices", "query_lens", "cu_num_tokens"):
-        assert getattr(step, name).tolist() == expected[name], name
-    for name, values in group_variables(step, 0).items():
-        assert values.tolist() == expected[name], name
+    both = {"input_ids", "positions", "query_start_loc", "seq_lens", "num_computed_tokens"}
+    both |= {"logits_indices"}
+    of_step = {"req_indices", "query_pos", "token_indices", "query_lens", "cu_num_tokens"}
+    found = {name: getattr(step, name).tolist() for name in both | of_step}
+    found |= {name: values.tolist() for name, values in group_variables(step, 0).items()}
+    assert found == {name: expected[name] for name in found}
+    assert {name: prepared[name] for name in both} == {name: expected[name] for name in both}
     assert prepared["slot_mapping"][0] == expected["slot_mapping"]
     columns = len(expected["block_table"][0])
     for sent, documented in zip(prepared["block_table"][0], expected["block_table"], strict=True):
@@ -53,16 +50,11 @@ def check(runner, prepared, scenario, expected):
     layers, _ = runner._build_attention_metadata()
     (metadata,) = {id(each): each for each in layers.values()}.values()
     assert metadata.attn_state.name == expected["attn_state"]
-    assert metadata.num_reqs == expected["num_reqs"]
     assert metadata.num_actual_tokens == expected["total_num_scheduled_tokens"]
-    assert metadata.num_input_tokens == expected["num_input_tokens"]
-    assert metadata.max_query_len == expected["max_query_len"]
-    assert metadata.max_seq_len == expected["max_seq_len"]
-    assert metadata.query_lens.tolist() == expected["query_lens"]
-    assert metadata.seq_lens.tolist() == metadata.seq_lens_np.tolist() == expected["seq_lens"]
-    assert metadata.slot_mapping.tolist() == expected["slot_mapping"]
-    assert metadata.query_start_loc.tolist() == expected["query_start_loc"]
-    assert metadata.num_computed_tokens.tolist() == expected["num_computed_tokens"]
+    assert {n: getattr(metadata, n) for n in NUMBERS} == {n: expected[n] for n in NUMBERS}
+    given = {name: getattr(metadata, name).tolist() for name in ARRAYS}
+    assert given == {name: expected[name] for name in ARRAYS}
+    assert metadata.seq_lens_np.tolist() == expected["seq_lens"]
     assert [row[:columns] for row in metadata.block_tables.tolist()] == expected["block_table"]
     if expected["attn_mask"] is None:
         assert metadata.attn_mask is None

@@ -50,22 +50,18 @@ class Speculation:
         return int(self.method == "draft_model")
 
     def use_eagle(self) -> bool:
-        """Whether the drafter reads the target's hidden states."""
         return self.method in ("eagle", "mtp")
 
     def uses_draft_model(self) -> bool:
-        """Whether the drafter is a model of its own."""
         return self.method == "draft_model"
 
     def use_multi_module_mtp(self) -> bool:
-        """Whether each draft has a module of its own."""
         return self.method == "mtp"
 
     use_eagle_block_drop = needs_eagle_block_drop = use_eagle
     disable_eagle_block_drop = disable_lookahead_block_hashes = False
 
     def use_dflash(self) -> bool:
-        """No."""
         return False
 
     use_dspark = use_dflash
@@ -82,7 +78,6 @@ class Grammars:
         return tokens[: bad[0]] if bad else tokens
 
     def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
-        """Whether a grammar goes on with some tokens."""
         return not request.use_structured_output or all(token % 89 for token in tokens)
 
 
@@ -129,7 +124,6 @@ GROUPS: Sequence[tuple[str, ...]] = (
 
 
 def draw(seed: int) -> Settings:
-    """The engine of a seed."""
     rng = np.random.default_rng(seed)
 
     def one_in(n: int) -> bool:
@@ -202,7 +196,6 @@ def base_config() -> Any:
 
 
 def config_of(settings: Settings) -> Any:
-    """A config of vLLM's with these settings."""
     config = copy.deepcopy(base_config())
     config.model_config.max_model_len = settings.max_model_len
     scheduling, cache = config.scheduler_config, config.cache_config
@@ -226,7 +219,6 @@ def config_of(settings: Settings) -> Any:
 
 
 def spec_of(group: str, settings: Settings) -> Any:
-    """A KV-cache group."""
     common = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 8}
     if group == "window":
         return SlidingWindowSpec(**common, dtype=torch.float32, sliding_window=24)
@@ -246,7 +238,6 @@ class Published(list):
     """KV-cache events, kept."""
 
     def publish(self, batch: Any) -> None:
-        """Keep a batch."""
         self.append(batch.events)
 
 
@@ -290,5 +281,4 @@ def make(settings: Settings, *, ours: bool) -> Any:
 
 @functools.cache
 def hasher(block_size: int) -> Any:
-    """Hashes blocks of requests."""
     return get_request_block_hasher(block_size, sha256)

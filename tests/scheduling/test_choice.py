@@ -63,7 +63,7 @@ def test_the_option_chooses_the_scheduler(choose, scheduler, asynchronous, kind,
         (False, True, BatchedAsyncScheduler, "asynchronous, batched"),
     ],
 )
-def test_start_up_says_that_states_in_the_prefix_cache_are_vllm_s_scheduler_s(
+def test_states_in_the_prefix_cache_are_vllm_s_scheduler_s(
     choose, tmp_path, caches, asynchronous, kind, said
 ):
     folder = make_model(tmp_path, "Qwen3_5", **GATED_DELTA)
@@ -83,7 +83,7 @@ def test_states_are_batched_where_no_prefix_cache_holds_them(caches):
     assert scheduler.needs.known
 
 
-def test_a_scheduler_of_the_user_s_wins_with_a_line_and_with_vllm_s_warning(choose):
+def test_a_scheduler_of_the_user_s_wins_with_a_warning(choose):
     chosen, log = choose("batched", scheduler_cls=Own)
     assert chosen is Own
     assert "by Own: --scheduler-cls takes precedence over the option scheduler" in log

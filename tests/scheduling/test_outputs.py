@@ -77,7 +77,7 @@ def test_a_decode_that_is_kept_apart_has_nothing_to_compute_yet():
     assert [decodes.waits(each) for each in (now, later)] == [False, True]  # type: ignore[arg-type]
 
 
-def test_tokens_of_requests_that_upstream_resumed_stay_beside_those_of_taken_ones():
+def test_tokens_of_resumed_and_of_taken_requests_are_joined():
     step = SchedulerOutput.make_empty()
     step.scheduled_cached_reqs.all_token_ids = {"resumed": [1]}
     Taken(all_token_ids={"taken": [2]}).join(step)

@@ -1,9 +1,9 @@
 """Random traffic through vLLM's scheduler and ours; all that both return and keep must be equal."""
 
 import copy
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -11,31 +11,28 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.helpers.traffic import Traffic
 from tests.scheduling.engines import EOS, VOCAB, Settings, draw, hasher, make
 from tests.scheduling.state import compare, view, view_scheduler
 
-KINDS = {
-    "plain": 60,
-    "stop tokens": 12,
-    "eos": 14,
-    "logprobs": 4,
-    "prompt logprobs": 1,
-    "structured": 4,
-    "repetition": 2,
-    "streamed": 2,
-    "pooling": 1,
-    "traced": 3,
+SHARES = {
+    "stop tokens": 0.12,
+    "stops at the end": 0.14,
+    "min tokens": 0.05,
+    "logprobs": 0.04,
+    "prompt logprobs": 0.01,
+    "repetition": 0.02,
+    "traced": 0.03,
+    "streamed": 0.02,
+    "grammar": 0.04,
+    "pooling": 0.01,
 }
-"""Kinds of requests, and how many of a hundred are of it."""
+"""Features of requests; of those from the fourth on, engines have as many, fewer or none."""
 
 
 def features(places: list[tuple[str, int, int]]) -> list[MultiModalFeatureSpec]:
@@ -50,208 +47,175 @@ class UpstreamFailedError(Exception):
     """vLLM's scheduler failed, and ours by the same error: the engine would have ended."""
 
 
-class Twin:
+class Twin(Traffic):
     """One engine's pair of schedulers, and its traffic.
 
-    Parameters
-    ----------
-    settings
-        Of the engine.
-    every
-        States are compared in every so many steps; what is returned, in each.
-
-    Attributes
-    ----------
-    count
-        What happened how often.
+    States are compared in `every` so many steps; what is returned, in each.
     """
 
     def __init__(self, settings: Settings, every: int = 1) -> None:
+        super().__init__((settings.seed, 1), vocab=(10, VOCAB), room=settings.max_model_len)
         self.settings, self.every = settings, every
-        self.rng = np.random.default_rng([settings.seed, 1])
         self.upstream, self.ours = (make(settings, ours=ours) for ours in (False, True))
         self.both = (self.upstream, self.ours)
         self.flight: deque[tuple[Any, Any, dict[str, bool]]] = deque()
-        self.count: Counter[str] = Counter()
         self.sessions: set[str] = set()
         rate = settings.max_num_seqs / 40
-        self.rate = float(self.rng.choice([rate / 2, rate, 3 * rate]))
-        self.aborts = float(self.rng.choice([0, 0.02, 0.1]))
-        self.shares_special = float(self.rng.choice([0, 0.3, 1]))
-        self.clients = int(self.rng.choice([1, 1, 3]))
-        self.nans = bool(self.rng.random() < 0.05)
-        self.kinds, self.streams, self.resets, self.sleeps = KINDS, 0.1, 0.004, 0.01
-        self.sleep_rng = np.random.default_rng([settings.seed, 48])
+        self.calls = {
+            "arrived": self.arrive,
+            "streamed on": self.stream,
+            "aborted": self.abort,
+            "prefix cache reset": lambda: self.reset(whole=self.chance(0.6)),
+            "slept": self.sleep,
+            "paused": lambda: self.pause(self.pick(PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)),
+            "went on": lambda: self.pause(PauseState.UNPAUSED),
+            "grammar compiled": self.compile,
+        }
+        self.rates = {
+            "arrived": self.pick(rate / 2, rate, 3 * rate),
+            "streamed on": 0.1,
+            "aborted": self.pick(0.0, 0.02, 0.1),
+            "prefix cache reset": 0.004,
+            "slept": 0.01,
+            "paused": 0.004,
+            "went on": 0.2,
+            "grammar compiled": 0.5,
+        }
+        special = self.pick(0.0, 0.3, 1.0)
+        self.shares = {
+            name: share if number < 3 else share * special
+            for number, (name, share) in enumerate(SHARES.items())
+        }
+        self.clients = self.pick(1, 1, 3)
+        self.nans = self.chance(0.05)
         self.no_nans: dict[str, int] | None = {} if self.chance(0.5) else None
-        self.longest = int(self.rng.choice([10, settings.max_model_len - 2]))
-
-    def chance(self, share: float) -> bool:
-        """Draw."""
-        return bool(self.rng.random() < share)
+        self.longest, self.most = self.pick(10, settings.max_model_len - 2), 60
+        self.adapters = 4 if settings.loras else 0
 
     # ------------------------------------------------------------------------------- requests
 
-    def add(self) -> None:
-        """A request arrives."""
-        rng, settings = self.rng, self.settings
-        request_id = f"r{self.count['arrived']}"
-        self.count["arrived"] += 1
-        names = list(self.kinds)
-        weights = np.array(list(self.kinds.values()), float)
-        weights[3:] *= self.shares_special
-        kind = str(rng.choice(names, p=weights / weights.sum()))
-        length = int(rng.integers(1, self.longest + 1))
-        shared = int(rng.integers(0, length + 1))
-        start = int(rng.integers(3)) * 50
-        prompt = [10 + start + each % 90 for each in range(shared)]
-        prompt += rng.integers(10, VOCAB, length - shared).tolist()
-        most = settings.max_model_len - length
-        options: dict[str, Any] = {
-            "temperature": 0.0,
-            "ignore_eos": kind != "eos",
-            "max_tokens": int(rng.integers(1, max(2, min(most, 60) + 1))),
-        }
-        if kind == "stop tokens":
-            options["stop_token_ids"] = rng.integers(10, VOCAB, 8).tolist()
-        if self.chance(0.1):
-            options["min_tokens"] = int(rng.integers(0, options["max_tokens"] + 1))
-        if kind == "logprobs":
-            options["logprobs"] = 1
-        if kind == "prompt logprobs":
-            options["prompt_logprobs"] = 1
-        if kind == "repetition":
-            options["repetition_detection"] = RepetitionDetectionParams(
-                max_pattern_size=1, min_pattern_size=1, min_count=2
-            )
-        more: dict[str, Any] = {
-            "client_index": int(rng.integers(self.clients)),
-            "arrival_time": float(self.count["arrived"] // 3),
-            "priority": int(rng.integers(3)) if settings.priorities else 0,
-            "trace_headers": {"traceparent": request_id} if kind == "traced" else None,
-        }
-        if settings.loras and self.chance(0.7):
-            number = int(rng.integers(1, 5))
-            more["lora_request"] = LoRARequest(f"adapter {number}", number, "no/path")
-        compiled, fails = self.chance(0.5), self.chance(0.2)
-        places = self.places(length) if settings.media and self.chance(0.4) else []
+    def arrive(self) -> bool:
+        if len(self.upstream.requests) >= 3 * self.settings.max_num_seqs:
+            return False
+        name, prompt, asked, params, adapter, priority = self.request()
+        client, failing, compiled = (
+            self.number(1, self.clients) - 1,
+            self.chance(0.2),
+            self.chance(0.5),
+        )
+        places = self.places(len(prompt)) if self.settings.media and self.chance(0.4) else []
         for scheduler in self.both:
-            params = SamplingParams(**options)
-            if kind == "structured":
-                params.structured_outputs = StructuredOutputsParams(regex="a")
-            params._eos_token_id = EOS if kind == "eos" else None
+            sampling = SamplingParams(**params)
+            sampling._eos_token_id = EOS if "stops at the end" in asked else None
             request = Request(
-                request_id,
+                name,
                 list(prompt),
-                None if kind == "pooling" else params,
-                PoolingParams(task="embed") if kind == "pooling" else None,
+                None if "pooling" in asked else sampling,
+                PoolingParams(task="embed") if "pooling" in asked else None,
+                client_index=client,
+                arrival_time=float(self.count["arrived"] // 3),
+                priority=priority if self.settings.priorities else 0,
+                trace_headers={"traceparent": name} if "traced" in asked else None,
+                lora_request=LoRARequest(f"adapter {adapter}", adapter, "no/path")
+                if adapter
+                else None,
                 mm_features=features(places),
-                block_hasher=hasher(settings.block_size) if settings.caching else None,
-                resumable=kind == "streamed",
-                **more,
+                block_hasher=hasher(self.settings.block_size) if self.settings.caching else None,
+                resumable="streamed" in asked,
             )
-            if kind == "structured" and compiled:
-                request.structured_output_request._grammar = ValueError() if fails else "grammar"
+            if "grammar" in asked and compiled:
+                request.structured_output_request._grammar = ValueError() if failing else "grammar"
             scheduler.add_request(request)
-        if kind == "streamed":
-            self.sessions.add(request_id)
-        self.count[kind] += 1
+        if "streamed" in asked:
+            self.sessions.add(name)
+        self.count.update(asked)
+        return True
 
     def places(self, length: int) -> list[tuple[str, int, int]]:
         """Images in a prompt: name, position and tokens of each."""
         found, start = [], 0
         while len(found) < 3:
-            start += int(self.rng.integers(0, 12))
-            size = int(self.rng.integers(1, 12))
+            start += self.number(0, 11)
+            size = self.number(1, 11)
             if start + size >= length:
                 break
-            name = f"image {int(self.rng.integers(6))}"
+            name = f"image {self.number(0, 5)}"
             # The same name for another size is an error, which upstream finds when it encodes
             found.append((name if self.chance(0.03) else f"{name} of {size}", start, size))
             start += size
         size = length - 1 - start
         if 0 < size < 12 and self.chance(0.5):  # up to the end: drafters may still read it
-            found.append((f"image {int(self.rng.integers(6))} of {size}", start, size))
+            found.append((f"image {self.number(0, 5)} of {size}", start, size))
         return found
 
-    def stream(self, session: str) -> None:
+    def stream(self) -> bool:
         """Another part of a streamed input arrives, or its end."""
-        request = self.upstream.requests.get(session)
-        if request is None:
-            self.sessions.discard(session)
-            return
+        self.sessions &= self.upstream.requests.keys()
+        if not self.sessions:
+            return False
+        session = self.pick(*sorted(self.sessions))
+        request = self.upstream.requests[session]
         # What a part outputs is kept. vLLM fails if a session gets longer than max_model_len
         parts = 1 + len(request.streaming_queue or ())
         longest = request.num_prompt_tokens + request.max_tokens + parts * (8 + 8)
         ends = self.chance(0.3) or longest > self.settings.max_model_len
-        part = self.rng.integers(10, VOCAB, int(self.rng.integers(1, 9))).tolist()
-        options: dict[str, Any] = {"max_tokens": int(self.rng.integers(1, 9)), "ignore_eos": True}
+        part = self.tokens(self.number(1, 8))
+        params = {"temperature": 0.0, "max_tokens": self.number(1, 8), "ignore_eos": True}
         if self.chance(0.3):
-            options["stop_token_ids"] = self.rng.integers(10, VOCAB, 40).tolist()
+            params["stop_token_ids"] = self.tokens(40)
         if self.chance(0.2):
-            options["logprobs"] = 1
+            params["logprobs"] = 1
         places = self.places(len(part)) if self.settings.media and self.chance(0.4) else []
         for scheduler in self.both:
             scheduler.add_request(
                 Request(
                     session,
                     list(part),
-                    SamplingParams(temperature=0.0, **options),
+                    SamplingParams(**params),
                     None,
                     mm_features=features(places),
                     resumable=not ends,
                     arrival_time=0.0,
                 )
             )
-        self.count["streamed on"] += 1
         if ends:
             self.sessions.discard(session)
+        return True
 
-    def act(self) -> None:
-        """What comes from outside between two steps."""
-        rng = self.rng
-        for _ in range(int(rng.poisson(self.rate))):
-            if len(self.upstream.requests) < 3 * self.settings.max_num_seqs:
-                self.add()
-        if self.sessions and self.chance(self.streams):
-            self.stream(str(rng.choice(sorted(self.sessions))))
-        if self.upstream.requests and self.chance(self.aborts):
-            ids = rng.choice(list(self.upstream.requests), size=int(rng.integers(1, 3))).tolist()
-            for scheduler in self.both:
-                scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-            self.count["aborted"] += 1
-        if self.chance(self.resets):
-            self.reset(whole=self.chance(0.6))
-        if self.sleep_rng.random() < self.sleeps:
-            self.sleep()
-        if self.chance(0.02):
-            states = [PauseState.UNPAUSED, PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]
-            state = states[int(rng.choice(3, p=[0.8, 0.1, 0.1]))]
-            for scheduler in self.both:
-                scheduler._pause_state = state
-            self.count["paused"] += state is not PauseState.UNPAUSED
-        elif self.chance(0.2):
-            for scheduler in self.both:
-                scheduler._pause_state = PauseState.UNPAUSED
-        for request_id, request in self.upstream.requests.items():
-            grammar = request.structured_output_request
-            if grammar is not None and grammar.grammar is None and self.chance(0.3):
-                for scheduler in self.both:
-                    mine = scheduler.requests[request_id]
-                    mine.structured_output_request._grammar = "grammar"
+    def abort(self) -> bool:
+        ids = self.shuffled(list(self.upstream.requests))[: self.number(1, 2)]
+        for scheduler in self.both:
+            scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        return bool(ids)
+
+    def compile(self) -> bool:
+        """A grammar that a request waits for is there."""
+        waiting = [
+            name
+            for name, request in self.upstream.requests.items()
+            if (grammar := request.structured_output_request) and grammar.grammar is None
+        ]
+        for scheduler in self.both if waiting else ():
+            scheduler.requests[waiting[0]].structured_output_request._grammar = "grammar"
+        return bool(waiting)
+
+    def pause(self, state: PauseState) -> bool:
+        before = self.upstream._pause_state
+        for scheduler in self.both:
+            scheduler._pause_state = state
+        return state is not before
 
     def sleep(self) -> None:
         """All is paused, loses its blocks and goes on; steps in flight end first, or later.
 
         So it is in a sleep, and in a pause that clears the cache.
         """
-        for scheduler in self.both:
-            scheduler._pause_state = PauseState.PAUSED_ALL
-        drains = self.sleep_rng.random() < 0.5
+        self.pause(PauseState.PAUSED_ALL)
+        drains = self.chance(0.5)
         while drains and self.flight:
             self.take()
         self.reset(whole=True)
-        for scheduler in self.both:
-            scheduler._pause_state = PauseState.UNPAUSED
+        self.pause(PauseState.UNPAUSED)
         self.count["slept, steps in flight" if self.flight else "slept, drained"] += 1
 
     def reset(self, *, whole: bool) -> None:
@@ -267,14 +231,13 @@ class Twin:
             except RuntimeError as error:
                 answers.append(str(error))
         compare(*answers, "reset_prefix_cache")
-        self.count["prefix cache reset"] += 1
         self.count["prefix cache in use"] += answers[0] is not True
 
     # ---------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
         """Schedule a step, and take the output of an earlier one."""
-        self.act()
+        self.between_steps()
         throttle = self.settings.throttle and self.chance(0.5)
         outputs = self.call(lambda scheduler: scheduler.schedule(throttle))
         compare(view(outputs[0]), view(outputs[1]), "SchedulerOutput")
@@ -334,23 +297,19 @@ class Twin:
 
     def result(self, step: Any, samples: dict[str, bool]) -> ModelRunnerOutput:
         """What a runner would return: rows in another order, drafts accepted at random."""
-        rng = self.rng
         rows = list(step.num_scheduled_tokens)
         if self.chance(0.3):
-            rng.shuffle(rows)
-        eager = float(rng.choice([0.2, 0.9]))
+            rows = self.shuffled(rows)
+        eager = self.pick(0.2, 0.9)
         sampled = []
         for each in rows:
             drafts = len(step.scheduled_spec_decode_tokens.get(each, ()))
             invalid = (step.num_invalid_spec_tokens or {}).get(each, 0)
-            accepted = 0
-            while accepted < drafts - invalid and rng.random() < eager:
-                accepted += 1
-            tokens = rng.integers(10, VOCAB, 1 + accepted).tolist()
+            tokens = self.tokens(1 + self.kept(drafts - invalid, eager))
             if self.chance(0.03):
-                tokens[int(rng.integers(len(tokens)))] = EOS
+                tokens[self.number(0, len(tokens) - 1)] = EOS
             if self.chance(0.1):
-                tokens = [int(rng.integers(10, 12))] * len(tokens)
+                tokens = [self.number(10, 11)] * len(tokens)
             sampled.append(tokens if samples[each] else [])
         find = self.upstream.requests.get
         known = {each: find(each) for each in rows}
@@ -398,7 +357,7 @@ class Twin:
         if not (upstream.pending_structured_output_tokens or self.chance(0.1)):
             return
         drafts = {
-            each: self.rng.integers(10, VOCAB, int(self.rng.integers(0, len(tokens) + 1))).tolist()
+            each: self.tokens(self.number(0, len(tokens)))
             for each, tokens in upstream.scheduled_spec_decode_tokens.items()
         }
         for scheduler, step in zip(self.both, (upstream, ours), strict=True):
@@ -409,9 +368,7 @@ class Twin:
     def give_drafts(self, step: Any) -> None:
         """The drafter's tokens for the next step, of some requests none."""
         drafts = {
-            each: self.rng.integers(
-                10, VOCAB, int(self.rng.integers(0, self.settings.num_drafts + 1))
-            ).tolist()
+            each: self.tokens(self.number(0, self.settings.num_drafts))
             for each in step.num_scheduled_tokens
         }
         for scheduler in self.both:
@@ -424,23 +381,22 @@ class Twin:
             compare(view_scheduler(self.upstream), view_scheduler(self.ours), f"state {when}")
 
 
-def play(seed: int, steps: int, every: int = 10, **special: Any) -> Twin:
-    """Run a seed's engine; returns it with what happened.
+def play(
+    seed: int,
+    steps: int,
+    every: int = 10,
+    engine: dict[str, Any] | None = None,
+    traffic: dict[str, Any] | None = None,
+) -> Twin:
+    """Run a seed's engine, of which some settings, and attributes of its traffic, are not drawn.
 
-    `special` are settings of the engine, or attributes of its traffic, that are not drawn.
-
-    A difference in the states is found at the next comparison; with `every` 1, where it begins.
-
-    Raises
-    ------
-    DifferenceError
-        Where the schedulers differ: names seed, step and place.
+    An error names seed and step. A difference in the states is found at the next comparison; with
+    `every` 1, where it begins.
     """
-    names = {field.name for field in fields(Settings)}
-    given = {name: value for name, value in special.items() if name in names}
-    twin = Twin(replace(draw(seed), **given), every)
-    for name in special.keys() - names:
-        setattr(twin, name, special[name])
+    twin = Twin(replace(draw(seed), **(engine or {})), every)
+    for name, value in (traffic or {}).items():
+        drawn = getattr(twin, name)
+        setattr(twin, name, drawn | value if isinstance(value, dict) else value)
     try:
         for _ in range(steps):
             twin.step()

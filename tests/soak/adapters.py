@@ -7,23 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from vllm.lora.request import LoRARequest
 
+from tests.helpers.traffic import Traffic
 from tests.soak.models import ADAPTERS, adapter_of
 from vllm_npu_prep.compat.adapters import once
 
 
 @dataclasses.dataclass(eq=False)
 class Use:
-    """What a request was given.
+    """A request's adapter, and numbers of the weights that may have been loaded since, in order.
 
-    Attributes
-    ----------
-    request
-        vLLM's; None without an adapter.
-    weights
-        Numbers of the weights that may have been loaded since, in order of time; 0: none.
+    Without an adapter these are 0.
     """
 
     request: LoRARequest | None
@@ -31,17 +26,7 @@ class Use:
 
 
 class Adapters:
-    """Adapters that requests choose from, each in a folder of its own; 0 is none of them.
-
-    Parameters
-    ----------
-    device
-        "cpu" or "npu".
-    root
-        Where the folders are made.
-    number
-        How many.
-    """
+    """Adapters that requests choose from, each in a folder of its own; 0 is none of them."""
 
     def __init__(self, device: str, root: Path, number: int) -> None:
         self._device, self._uses, self._last_id = device, list[Use](), number
@@ -55,7 +40,6 @@ class Adapters:
         return len(self._names)
 
     def use(self, number: int) -> Use:
-        """Have a request use one of them."""
         of_name = self._names[number]
         self._uses.append(Use(of_name.request, list(of_name.weights)))
         return self._uses[-1]
@@ -63,35 +47,24 @@ class Adapters:
     def _write(self, adapter: LoRARequest, weights: int) -> None:
         shutil.copytree(adapter_of(self._device, weights), adapter.lora_path, dirs_exist_ok=True)
 
-    def overwrite(self, rng: np.random.Generator) -> tuple[Use, LoRARequest]:
+    def overwrite(self, traffic: Traffic) -> tuple[Use, LoRARequest]:
         """Overwrite a folder, and load it no sooner than the caller does.
 
-        Returns
-        -------
-        use, adapter
-            What later requests of that name get, and the adapter as the engine knows it.
+        Returns what later requests of that name get, and the adapter as the engine knows it.
         """
-        of_name = self._names[rng.integers(1, len(self))]
+        of_name = self._names[traffic.number(1, len(self) - 1)]
         assert of_name.request is not None
-        adapter, weights = of_name.request, int(rng.integers(1, ADAPTERS + 1))
+        adapter, weights = of_name.request, traffic.number(1, ADAPTERS)
         self._write(adapter, weights)
         for use in (*self._uses, of_name):  # a folder is read again where there was no room
             if use.request is not None and use.request.lora_path == adapter.lora_path:
                 use.weights.append(weights)
         return of_name, adapter
 
-    def change(self, rng: np.random.Generator, engine: Any) -> str:
-        """Overwrite a folder, and load it in some way or not at all; says how.
-
-        Parameters
-        ----------
-        rng
-            What is drawn by.
-        engine
-            vLLM's, in this process.
-        """
-        of_name, adapter = self.overwrite(rng)
-        how: str = rng.choice(["by a call", "by the next request", "removed", "new id", "not yet"])
+    def change(self, traffic: Traffic, engine: Any) -> str:
+        """Overwrite a folder, and load it in some way or not at all; says how."""
+        of_name, adapter = self.overwrite(traffic)
+        how = traffic.pick("by a call", "by the next request", "removed", "new id", "not yet")
         if how == "not yet":
             return how
         of_name.request, of_name.weights = once(adapter), of_name.weights[-1:]
@@ -115,12 +88,7 @@ def in_place(adapter: LoRARequest) -> LoRARequest:
 def margin_of(use: Use, margins_of: Callable[[int], list[float]]) -> float:
     """How far an answer is from one that exchanges its weights at most once each, in their order.
 
-    Parameters
-    ----------
-    use
-        What its request was given.
-    margins_of
-        How far each token is from being the best one by some weights.
+    `margins_of` says how far each token is from being the best one by some weights.
     """
     costs = [0.0] * len(use.weights)
     for margins in zip(*(margins_of(weights) for weights in use.weights)):

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
 
@@ -23,6 +22,7 @@ from tests.helpers.engine import greedy, runner_of
 from tests.helpers.fused import forget_layers
 from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.ranks import Ranks, serve_on_ranks
+from tests.helpers.traffic import Traffic
 from tests.helpers.v2 import asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 from tests.soak.adapters import Adapters, Use, in_place, margin_of
@@ -41,20 +41,17 @@ from tests.soak.sessions import Sessions
 
 SECONDS = 600
 """Time limit of an engine of several ranks."""
+RESET_AFTER = 10
+"""Steps after which all requests are preempted, whatever else is drawn."""
 PATIENCE = 50
 """Empty steps in which a connector may finish what it stores."""
 
 
 class Judge:
-    """Holds an engine's tokens against transformers.
+    """Holds an engine's tokens against transformers, and counts them.
 
-    Attributes
-    ----------
-    count
-        ``tokens`` that were looked at, and ``close calls``: answers that part from transformers'
-        where it hardly prefers one token.
-    margin
-        The largest that was met, in standard deviations.
+    `margin` is the largest that was met, in standard deviations; close calls are answers that part
+    from transformers' where it hardly prefers one token.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -64,13 +61,7 @@ class Judge:
         self.readers = [answers(kind.device, kind.family, kind.int8, ranks, n) for n in numbers]
 
     def look(self, prompt: int, use: Use, tokens: list[int]) -> None:
-        """Look at an answer, whole or begun.
-
-        Raises
-        ------
-        AssertionError
-            If a token is none that the model would choose.
-        """
+        """An answer, whole or begun: each token has to be one that the model would choose."""
         readers = [self.readers[weights] for weights in use.weights]
         expected = [reader.tokens[prompt][: len(tokens)] for reader in readers]
         if tokens in expected:
@@ -103,17 +94,8 @@ class Judge:
 def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
     """Serve waves of requests until `steps` are done; what happened how often.
 
-    Parameters
-    ----------
-    kind, steps
-        The engine, and how long it serves.
-    alone
-        Whether nothing else in this process keeps an engine, as tests before this one may.
-
-    Raises
-    ------
-    AssertionError
-        If a token differs, or blocks or requests are left, or parts of models outlive the engine.
+    Fails if a token differs, if blocks or requests are left, or if parts of models outlive the
+    engine: unless others, which are not `alone`, keep an engine in this process.
     """
     forget_layers()
     judge = Judge(kind)
@@ -149,7 +131,6 @@ def parts_of(llm: Any) -> list[weakref.ref]:
 
 
 def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
-    """Keyword arguments of the engine; `stored` is a folder for a connector."""
     settings = dict(kind.settings)
     if kind.connector == FILES:
         settings["kv_transfer_config"] = {
@@ -164,33 +145,37 @@ def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
     return settings
 
 
-class _Serving:
-    """The traffic of one engine in this process.
-
-    Attributes
-    ----------
-    calls
-        Share of steps before which there is a call of the engine's life cycle.
-    """
-
-    calls = 0.15
+class _Serving(Traffic):
+    """The traffic of one engine in this process."""
 
     def __init__(self, kind: Kind, llm: Any, judge: Judge, stored: Path) -> None:
+        super().__init__((kind.seed, 35))
         self.kind, self.llm, self.core, self.judge = kind, llm, llm.llm_engine, judge
-        self.rng, self.count = np.random.default_rng((kind.seed, 35)), Counter[str]()
+        self.count = count_preemptions(llm)
         self.scheduler = self.core.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free = self.pool.get_num_free_blocks()
         self.prompts = prompts(kind.device, kind.family)
         self.adapters = Adapters(kind.device, stored, ADAPTERS * kind.adapters)
-        self.preempted = count_preemptions(llm)
         self.verified = count_verified(llm) if kind.drafts else Counter[str]()
         self.sessions: Sessions | None = None
         if kind.sessions:
             asked = [prompt["prompt_token_ids"] for prompt in self.prompts]
-            self.sessions = Sessions(llm, kind.seed, asked, self.adapters, judge.look_behind)
+            self.sessions = Sessions(llm, self, asked, self.adapters, judge.look_behind)
         levels = (0, *self._levels) if kind.sleeps else (0,)
-        self.life_cycle = LifeCycle(llm, kind.seed, self._step, levels, self.verified)
+        self.life_cycle = LifeCycle(llm, self, self._step, levels, self.verified)
+        self.rates = {"arrived": 1.5, "aborted": 0.05, "life-cycle calls": 0.15}
+        self.rates |= {"adapters overwritten": 0.1} if kind.adapters else {}
+        self.rates |= {"refused": 0.1} if kind.family in VISION else {}
+        self.calls = {
+            "arrived": self._arrive,
+            "aborted": self._abort,
+            "life-cycle calls": self.life_cycle.call,
+            "adapters overwritten": self._overwrite,
+            "refused": self._send_a_bad_prompt,
+        }
+        self.reset_is_due = True
+        self.expected = 0  # requests that this wave still gets
         self.alive: dict[str, tuple[int, Use]] = {}  # prompt and adapter of each request
         self.said: dict[str, list[int]] = {}  # tokens of each that came so far
         if kind.connector:
@@ -216,20 +201,19 @@ class _Serving:
 
     def serve(self, steps: int) -> Counter:
         while self.count["steps"] < steps:
-            self._wave(int(self.rng.integers(4, 20)))
+            self.expected = self.number(4, 19)
+            self._wave()
             self.count["waves"] += 1
             self._rest()
-            if self.kind.sleeps and (self.count["waves"] == 1 or self.rng.random() < 0.5):
-                self.life_cycle.sleep(1 if self._levels == (1,) or self.rng.random() < 0.6 else 2)
+            if self.kind.sleeps and (self.count["waves"] == 1 or self.chance(0.5)):
+                self.life_cycle.sleep(1 if self._levels == (1,) or self.chance(0.6) else 2)
                 self.count["sleeps"] += 1
-            elif self.rng.random() < (0.6 if self.kind.connector else 0.2):
+            elif self.chance(0.6 if self.kind.connector else 0.2):
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
         self.life_cycle.hold_acceptance()
         drafts = {f"drafts {what}": number for what, number in self.verified.items()}
-        sessions = self.sessions.count if self.sessions else Counter[str]()
-        others = Counter(self.preempted) + Counter(drafts) + self.life_cycle.count
-        return self.count + others + sessions
+        return self.count + Counter(drafts)
 
     def _rest(self) -> None:
         """Nothing is kept for anybody, once a connector has stored what it was to store."""
@@ -243,44 +227,40 @@ class _Serving:
 
     def _send_a_bad_prompt(self) -> None:
         """A prompt, with an image perhaps, that is refused, and leaves no trace."""
-        prompt = self.prompts[int(self.rng.integers(len(self.prompts)))]
+        prompt, biased = self.pick(*self.prompts), greedy(1, logit_bias={10**6: 1.0})
         with pytest.raises(VLLMValidationError, match="logit_bias"):
-            self.core.add_request("refused", prompt, greedy(1, logit_bias={10**6: 1.0}))
-        self.count["refused"] += 1
+            self.core.add_request("refused", prompt, biased)
 
-    def _wave(self, number: int) -> None:
-        alive, added = self.alive, 0
-        alive.clear()
-        while added < number or self.core.has_unfinished_requests() or self.scheduler.requests:
-            while added < number and self.rng.random() < 0.6:
-                prompt, adapter = (
-                    int(self.rng.integers(n)) for n in (len(self.prompts), len(self.adapters))
-                )
-                use = self.adapters.use(adapter)
-                name = f"{self.count['waves']}-{added}"
-                self.core.add_request(
-                    name,
-                    self.prompts[prompt],
-                    greedy(int(self.rng.integers(1, MAX_TOKENS + 1))),
-                    lora_request=use.request,
-                )
-                alive[name] = prompt, use
-                added += 1
+    def _arrive(self) -> bool:
+        if not self.expected:
+            return False
+        prompt = self.number(0, len(self.prompts) - 1)
+        use = self.adapters.use(self.number(0, len(self.adapters) - 1))
+        name, params = f"r{self.count['arrived']}", greedy(self.number(1, MAX_TOKENS))
+        self.core.add_request(name, self.prompts[prompt], params, lora_request=use.request)
+        self.alive[name] = prompt, use
+        self.expected -= 1
+        return True
+
+    def _abort(self) -> bool:
+        if not self.alive:
+            return False
+        name = self.pick(*self.alive)
+        self.core.abort_request([name])
+        self.judge.look(*self.alive.pop(name), self.said.get(name, []))
+        return True
+
+    def _overwrite(self) -> None:
+        self.count[f"adapters overwritten, loaded {self.adapters.change(self, self.core)}"] += 1
+
+    def _wave(self) -> None:
+        while self.expected or self.core.has_unfinished_requests() or self.scheduler.requests:
+            self.between_steps()
+            if self.reset_is_due and self.count["steps"] >= RESET_AFTER and self.scheduler.running:
+                self.life_cycle.reset(whole=True)
+                self.reset_is_due = False
             if self.sessions is not None:
-                self.sessions.step(begin=added < number)
-            if self.kind.adapters and self.rng.random() < 0.1:
-                how = self.adapters.change(self.rng, self.core)
-                self.count[f"adapters overwritten, loaded {how}"] += 1
-                self.count["adapters overwritten"] += 1
-            if self.kind.family in VISION and self.rng.random() < 0.1:
-                self._send_a_bad_prompt()
-            if alive and self.rng.random() < 0.05:
-                name = list(alive)[int(self.rng.integers(len(alive)))]
-                self.core.abort_request([name])
-                self.judge.look(*alive.pop(name), self.said.get(name, []))
-                self.count["aborted"] += 1
-            if self.life_cycle.chance(self.calls):
-                self.life_cycle.call()
+                self.sessions.step(begin=self.expected > 0)
             self._step()
 
     def _step(self) -> None:
@@ -315,7 +295,8 @@ async def _waves(
     kind: Kind, asked: list[Any], adapters: Adapters, steps: int, ranks: Ranks
 ) -> tuple[list[tuple[int, Use, list[int]]], Counter]:
     """Prompt, adapter and tokens of each request, and what happened how often."""
-    rng, count = np.random.default_rng((kind.seed, 35)), Counter[str]()
+    draw = Traffic((kind.seed, 35))
+    count = draw.count
     answered: list[tuple[int, Use, list[int]]] = []
 
     async def one(prompt: int, adapter: int, tokens: int, patience: float | None) -> None:
@@ -336,24 +317,24 @@ async def _waves(
         count["life-cycle calls"] += 1
 
     async def change() -> None:
-        of_name, adapter = adapters.overwrite(rng)
+        of_name, adapter = adapters.overwrite(draw)
         assert await ranks.llm.add_lora(in_place(adapter))
         of_name.weights = of_name.weights[-1:]
         count["adapters overwritten"] += 1
 
     while count["steps"] < steps:
         requests = []
-        for _ in range(int(rng.integers(4, 20))):
-            prompt, adapter = (int(rng.integers(n)) for n in (len(asked), len(adapters)))
-            patience = float(rng.random()) / 5 if rng.random() < 0.05 else None
-            requests.append(one(prompt, adapter, int(rng.integers(1, MAX_TOKENS + 1)), patience))
-        for _ in range(int(rng.integers(0, 4))):
-            requests.append(pause(clear_cache=bool(rng.random() < 0.3)))
+        for _ in range(draw.number(4, 19)):
+            prompt, adapter = (draw.number(0, len(each) - 1) for each in (asked, adapters))
+            patience = draw.rng.uniform(0, 0.2) if draw.chance(0.05) else None
+            requests.append(one(prompt, adapter, draw.number(1, MAX_TOKENS), patience))
+        for _ in range(draw.number(0, 3)):
+            requests.append(pause(clear_cache=draw.chance(0.3)))
         if kind.adapters:
             requests.append(change())
         await asyncio.gather(*requests)
         count["waves"] += 1
-        if kind.sleeps and (count["waves"] == 1 or rng.random() < 0.5):
+        if kind.sleeps and (count["waves"] == 1 or draw.chance(0.5)):
             await ranks.llm.sleep(level=1)
             await ranks.llm.wake_up()
             count["sleeps"] += 1

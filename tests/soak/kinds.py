@@ -42,15 +42,6 @@ def bound_of(dtype: str, routed: bool, int8: bool) -> float:
     (float16) without experts, by 0.54 and 0.26 with them, which makes margins of up to 1.07 and
     0.51 possible; those met were up to 0.022 and 0.002, with experts 0.071 and 0.024. Tokens
     shifted by a place have one that is off by at least 2.2 in 99 of 100 answers.
-
-    Parameters
-    ----------
-    dtype
-        Of the engine.
-    routed
-        Whether its model has experts.
-    int8
-        Whether its weights and inputs are rounded.
     """
     rounds = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.1}[dtype]
     levels = (0.75 if routed else 0.25) if int8 else 0.0
@@ -61,28 +52,8 @@ def bound_of(dtype: str, routed: bool, int8: bool) -> float:
 class Kind:
     """One engine, a function of its seed and its device.
 
-    Attributes
-    ----------
-    seed
-        What everything is drawn from.
-    device
-        "cpu": the fallback, or "npu".
-    family
-        Of transformers.
-    runner
-        vLLM's model runner: V1 or V2.
-    layout
-        One of `LAYOUTS`.
-    int8
-        Format of int8 weights; empty without.
-    drafts
-        Speculative method; empty without.
-    connector
-        What stores and loads prompts, in files or in memory of the host; empty without.
-    adapters, sleeps
-        Whether requests have adapters, and whether the engine sleeps between waves of them.
-    settings
-        Keyword arguments of the engine, but for paths.
+    `int8`, `drafts` and `connector` name a format, a speculative method and what stores prompts, in
+    files or in memory of the host; empty without. `settings` have no paths.
     """
 
     seed: int
@@ -99,18 +70,15 @@ class Kind:
 
     @classmethod
     def draw(cls, seed: int, device: str = CPU) -> "Kind":
-        """Draw an engine that start-up accepts."""
         draw = _Draw(seed, device)
         return cls(seed, device, settings=draw.settings(), **draw.parts)
 
     @property
     def on_card(self) -> bool:
-        """Whether it runs on an NPU."""
         return self.device == NPU
 
     @property
     def bound(self) -> float:
-        """`bound_of` this engine."""
         return bound_of(self.settings["dtype"], self.family in WITH_EXPERTS, bool(self.int8))
 
     @property

@@ -62,7 +62,6 @@ LONG = [150, 3, 1, 40, 170, 270, 28, 9, 140, 22]
 
 @cache
 def model_of(device: str, family: str) -> Path:
-    """Folder of a model."""
     if family in VISION:
         return make_demo("tiny_vision_model.py", "tiny-vision") / VISION[family]
     root, sizes = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-")), CONFIGS[device][family]
@@ -92,7 +91,6 @@ def drafter_of(device: str, family: str, method: str) -> Path:
 
 @cache
 def adapter_of(device: str, number: int) -> Path:
-    """Folder of an adapter for the dense model."""
     folder = Path(tempfile.mkdtemp(prefix="npu-prep-lora-")) / "adapter"
     return make_adapter(folder, model_of(device, "Qwen3"), seed=number)
 
@@ -126,17 +124,8 @@ def requests() -> list[Request]:
 
 
 class Reader:
-    """What transformers makes of a model's prompts.
-
-    Parameters
-    ----------
-    asked
-        The prompts.
-    tokens
-        Greedy tokens of each prompt.
-    logits_of
-        Function of a prompt and tokens behind it: logits of each, ``[tokens, vocab_size]``.
-    """
+    """What transformers makes of a model's prompts: greedy tokens of each, and `logits_of` a prompt
+    and tokens behind it, ``[tokens, vocab_size]``."""
 
     def __init__(
         self,
@@ -191,18 +180,9 @@ def float_model(folder: Path) -> Any:
 
 @cache
 def answers(device: str, family: str, int8: str = "", ranks: int = 1, adapter: int = 0) -> Reader:
-    """What transformers says.
+    """What transformers says, with an adapter perhaps (0: none).
 
-    Parameters
-    ----------
-    device, family
-        Of the model.
-    int8
-        Format of its int8 weights; empty if it has none.
-    ranks
-        Of tensor parallelism, which round their slices of inputs of int8 layers.
-    adapter
-        Number of an adapter; 0 for none.
+    `ranks` of tensor parallelism round their slices of inputs of int8 layers.
     """
     folder = model_of(device, family)
     if family in VISION:

@@ -4,16 +4,14 @@ Each answer ends at a random token, and its last token is no part of what follow
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from tests.helpers.engine import greedy
 from tests.helpers.prompts import VOCAB
 from tests.helpers.sessions import send_part
+from tests.helpers.traffic import Traffic
 from tests.soak.adapters import Adapters, Use
 from tests.soak.models import MAX_TOKENS
 
@@ -23,97 +21,55 @@ AT_ONCE = -1
 
 @dataclass
 class Session:
-    """One session.
-
-    Attributes
-    ----------
-    adapter
-        What it has of adapters.
-    parts
-        Token ids of each part that was not sent yet.
-    wait
-        Steps from an answer to the next part, or `AT_ONCE`.
-    sent
-        Parts that were not answered yet, in order; None where there is no other.
-    text
-        Token ids of the parts that were answered, and of what is kept of their answers.
-    answer
-        Token ids that came since.
-    due
-        Step in which the next part is sent.
-    """
-
     adapter: Use
-    parts: list[list[int]]
-    wait: int
-    sent: list[Any] = field(default_factory=list)
-    text: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-    due: float = math.inf
+    parts: list[list[int]]  # that were not sent yet
+    wait: int  # steps from an answer to the next part, or `AT_ONCE`
+    sent: list[Any] = field(default_factory=list)  # and not answered; None: there is no other
+    text: list[int] = field(default_factory=list)  # that was answered, and what is kept of answers
+    answer: list[int] = field(default_factory=list)  # that came since
+    due: float = math.inf  # step in which the next part is sent
 
 
 class Sessions:
-    """Sessions of one engine in this process.
+    """Sessions of one engine in this process, whose parts begin as other requests' prompts do.
 
-    Parameters
-    ----------
-    llm
-        The engine.
-    seed
-        Of what they are.
-    prompts
-        Of the other requests, whose beginnings their parts are.
-    adapters
-        That they choose from.
-    look
-        Is given text, adapter and tokens of each answer, whole or begun.
+    `look` is given text, adapter and tokens of each answer, whole or begun.
     """
 
     def __init__(
         self,
         llm: Any,
-        seed: int,
+        traffic: Traffic,
         prompts: list[list[int]],
         adapters: Adapters,
         look: Callable[[list[int], Use, list[int]], None],
     ) -> None:
         self._llm, self._prompts, self._adapters, self._look = llm, prompts, adapters, look
-        self._rng, self._begun, self._step = np.random.default_rng((seed, 36)), 0, 0
+        self._draw, self.count, self._begun, self._step = traffic, traffic.count, 0, 0
         self._open: dict[str, Session] = {}
-        self.count = Counter[str]()
         self._core = llm.llm_engine.engine_core
         self._room = llm.llm_engine.vllm_config.model_config.max_model_len
         self._get_output = self._core.get_output
         self._core.get_output = self._get_outputs
 
     def step(self, begin: bool) -> None:
-        """Before each step of the engine: begin a session, go on with some, drop one.
-
-        Parameters
-        ----------
-        begin
-            Whether one may begin.
-        """
+        """Before each step of the engine: begin a session if one may, go on with some, drop one."""
         self._step += 1
-        if begin and self._rng.random() < 0.3:
+        if begin and self._draw.chance(0.3):
             self._begin()
         for name, session in list(self._open.items()):
             if session.due <= self._step:
                 self._send(name)
-            elif self._rng.random() < 0.01:
+            elif self._draw.chance(0.01, "aborted sessions"):
                 self._core.abort_requests([name])
                 self._judge(self._open.pop(name))
-                self.count["aborted sessions"] += 1
 
     def _begin(self) -> None:
-        rng, number = self._rng, int(self._rng.integers(2, 5))
+        draw, number = self._draw, self._draw.number(2, 4)
         longest = (self._room - number * MAX_TOKENS) // number
-        parts = []
-        for _ in range(number):
-            prompt = self._prompts[rng.integers(len(self._prompts))]
-            parts.append(prompt[: rng.integers(1, longest + 1)])
-        wait = AT_ONCE if rng.random() < 0.5 else int(rng.integers(0, 4))
-        adapter = self._adapters.use(int(rng.integers(len(self._adapters))))
+        parts = [draw.pick(*self._prompts)[: draw.number(1, longest)] for _ in range(number)]
+        wait = AT_ONCE if draw.chance(0.5) else draw.number(0, 3)
+        adapter = self._adapters.use(draw.number(0, len(self._adapters) - 1))
         session = Session(adapter, parts, wait)
         name, self._begun = f"session-{self._begun}", self._begun + 1
         self._open[name] = session
@@ -124,8 +80,7 @@ class Sessions:
         """Send the next part, or that there is none."""
         session = self._open[name]
         part = session.parts.pop(0) if session.parts else None
-        stop = self._rng.choice(VOCAB, VOCAB // 8, replace=False).tolist()
-        params = greedy(MAX_TOKENS, stop_token_ids=stop)
+        params = greedy(MAX_TOKENS, stop_token_ids=self._draw.tokens(VOCAB // 8))
         send_part(self._llm, name, part, params, session.adapter.request)
         session.sent.append(part)
         session.due = math.inf

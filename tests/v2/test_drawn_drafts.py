@@ -97,6 +97,21 @@ def verified(states, slots, num_drafts, drafts, draft_logits, of_target, invalid
     return output.sampled_token_ids
 
 
+def batch_of(slots, of_rows, num_drafts=None):
+    """As much of a batch as the sampler reads: slots of its requests and of its rows of logits."""
+    return SimpleNamespace(
+        idx_mapping_np=slots,
+        idx_mapping=torch.from_numpy(slots),
+        expanded_idx_mapping=torch.from_numpy(of_rows),
+        expanded_local_pos=None,
+        num_draft_tokens_per_req=num_drafts,
+        positions=torch.arange(len(of_rows)),
+        logits_indices=torch.arange(len(of_rows)),
+        input_ids=torch.zeros(len(of_rows), dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.ones(len(slots), dtype=torch.int32),
+    )
+
+
 def chances(logits, temperature=1.3):
     return (logits.double() / temperature).softmax(-1).numpy()
 
@@ -164,7 +179,7 @@ def test_greedy_requests_are_exact_beside_others(seed, logits):
     assert {2, MOST_DRAFTS + 1} <= seen
 
 
-def test_missing_and_forbidden_drafts_are_replaced_by_the_targets_tokens(seed, logits):
+def test_missing_and_forbidden_drafts_are_replaced(seed, logits):
     """-1 in a place that the scheduler reserved, or a draft that a grammar forbids."""
     of_drafter, of_target = logits
     number = 12000
@@ -226,17 +241,7 @@ def test_noise_has_the_dtype_that_was_asked_for(monkeypatch, seed, in_float64):
     monkeypatch.setattr(torch.Tensor, "exponential_", exponential)
     states, slots = states_of(60), np.arange(60)
     logits = torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(seed))
-    batch = SimpleNamespace(
-        idx_mapping_np=slots,
-        idx_mapping=torch.from_numpy(slots),
-        expanded_idx_mapping=torch.from_numpy(slots),
-        expanded_local_pos=None,
-        num_draft_tokens_per_req=None,
-        positions=torch.arange(60),
-        logits_indices=torch.arange(60),
-        input_ids=torch.zeros(60, dtype=torch.int32),
-        seq_lens_cpu_upper_bound=torch.ones(60, dtype=torch.int32),
-    )
+    batch = batch_of(slots, slots)
     sampler = sampler_of(states)
     sampler.use_fp64_gumbel = in_float64
     samples = sampler(logits, batch).sampled_token_ids[:, 0]
@@ -272,17 +277,7 @@ def test_nans_of_logits_are_counted_before_they_are_sampled_from(seed, drafts, d
         sampler = sampler_of(states_of(5))
         sampler.compute_nans = True
         sampler.apply_sampling_params = lambda logits, *_, **__: logits.float() * torch.nan
-        batch = SimpleNamespace(
-            idx_mapping_np=slots,
-            idx_mapping=torch.from_numpy(slots),
-            expanded_idx_mapping=torch.from_numpy(of_rows),
-            expanded_local_pos=None,
-            num_draft_tokens_per_req=num_drafts if num_drafts.any() else None,
-            positions=torch.arange(len(of_rows)),
-            logits_indices=torch.arange(len(of_rows)),
-            input_ids=torch.zeros(len(of_rows), dtype=torch.int32),
-            seq_lens_cpu_upper_bound=torch.ones(4, dtype=torch.int32),
-        )
+        batch = batch_of(slots, of_rows, num_drafts if num_drafts.any() else None)
         expected = [sum(part) for part in np.split(rows_with_nans(logits), ends[:-1])]
         assert sampler(logits, batch).num_nans.tolist() == expected
         assert sum(expected) < logits.numel()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.traffic import Traffic
 from vllm_npu_prep.v2.block_tables import SlotBlockTables
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 from vllm_npu_prep.v2.order import BatchOrder
@@ -44,7 +45,7 @@ def test_a_step_continues_from_the_last_samples():
     assert found.num_rows == 2
 
 
-def test_samples_of_requests_that_a_step_leaves_out_are_found_later():
+def test_samples_of_requests_left_out_are_found_later():
     drawn = Drawn(6)
     drawn.step([0, 1, 2], prompts={0, 1, 2})
     drawn.step([0, 2])  # 1 is left out
@@ -74,15 +75,17 @@ def test_a_slot_forgets_the_sample_of_its_former_request():
 
 
 def test_random_traffic_finds_every_sample(seed):
-    rng = np.random.default_rng(seed)
-    drawn = Drawn(12)
+    traffic, drawn = Traffic(seed), Drawn(12)
     for _ in range(300):
-        for slot in [slot for slot in drawn.last if rng.random() < 0.05]:
+        for slot in [slot for slot in drawn.last if traffic.chance(0.05, "finished")]:
             drawn.samples.forget(slot)
             del drawn.last[slot]
-        slots = rng.permutation(12)[: rng.integers(1, 13)].tolist()
+        slots = traffic.shuffled(range(12))[: traffic.number(1, 12)]
         prompts = {slot for slot in slots if slot not in drawn.last}
-        drawn.step(slots, prompts, {slot for slot in prompts if rng.random() < 0.3})
+        chunks = {slot for slot in prompts if traffic.chance(0.3, "chunk")}
+        drawn.step(slots, prompts, chunks)
+        traffic.count["left out"] += len(drawn.last.keys() - set(slots))
+    assert min(traffic.count[what] for what in ("finished", "chunk", "left out")) > 20
 
 
 def placed(order: BatchOrder, **scheduled: int) -> str:
@@ -161,7 +164,7 @@ def test_counts_of_requests_by_slot():
     assert states.token_ids[slot, :4].tolist() == [8] + [UNKNOWN_TOKEN] * 3
 
 
-def test_stages_enter_what_the_scheduler_tells_behind_what_was_computed():
+def test_stages_enter_what_the_scheduler_tells():
     states = SlotStates(3, 16, 8, 0, 100, CPU)
     states.add_request("a", 3, [5, 6, 7], 0, 4)
     states.add_request("b", 4, [5, 6, 9, 9], 0, 4)
@@ -265,7 +268,7 @@ def test_counts_of_the_scheduler_lose_rejected_drafts():
     assert states.exact_counts(np.array([1]), [43], valid).tolist() == [43], "an older step"
 
 
-def test_counts_are_those_of_the_last_step_where_it_left_a_request_out():
+def test_counts_are_those_of_a_last_step_that_left_some_out():
     states = SlotStates(4, 64, 32, 1, 100, CPU)
     keep, slots = states.samples.keep, np.array([1])
     keep(torch.zeros(2, dtype=torch.int32), np.array([0, 2]), np.zeros(2, bool), torch.zeros(2, 1))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.traffic import Traffic
 from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
@@ -37,19 +38,23 @@ def prepared(num_drafts, num_scheduled, known, computed, token_ids):
     return step, SimpleNamespace(**arrays)
 
 
-def random_step(rng, number=6, even=False):
+def random_step(traffic, number=6, even=False):
     """Requests that verify drafts, beside chunks of prompts and prompts that end."""
-    drafts = np.full(number, MAX_DRAFTS) if even else rng.integers(0, MAX_DRAFTS + 1, number)
-    drafts = drafts.astype(np.int32)
-    if not drafts.any():
+    drafts = [MAX_DRAFTS if even else traffic.number(0, MAX_DRAFTS) for _ in range(number)]
+    if not any(drafts):
         drafts[0] = 2
-    computed = rng.integers(0, 60, number).astype(np.int32)
-    is_chunk = (drafts == 0) & (rng.random(number) < 0.5)
-    scheduled = np.where(drafts > 0, 1 + drafts, rng.integers(1, 9, number)).astype(np.int32)
-    # A request with drafts knows one token that isn't computed; a chunk of a prompt leaves some
-    known = np.where(drafts > 0, computed + 1, computed + scheduled + 3 * is_chunk)
-    tokens = rng.integers(0, VOCAB, (number, 100)).astype(np.int32)
-    return (*prepared(drafts, scheduled, known.astype(np.int32), computed, tokens), is_chunk)
+    computed, scheduled, known, is_chunk = [], [], [], []
+    for count in drafts:
+        computed.append(traffic.number(0, 59))
+        is_chunk.append(not count and traffic.chance(0.5))
+        scheduled.append(1 + count if count else traffic.number(1, 8))
+        # With drafts one token is known that isn't computed; a chunk of a prompt leaves some
+        known.append(computed[-1] + (1 if count else scheduled[-1] + 3 * is_chunk[-1]))
+    drafts, computed, scheduled, known = (
+        np.array(each, np.int32) for each in (drafts, computed, scheduled, known)
+    )
+    tokens = np.array([traffic.tokens(100) for _ in range(number)], np.int32)
+    return (*prepared(drafts, scheduled, known, computed, tokens), is_chunk)
 
 
 def verified_batch(step, arrays):
@@ -90,17 +95,17 @@ def kernel_greedy(arrays, argmax, drafts, cu, number, invalid):
 
 @pytest.mark.parametrize("even", [False, True], ids=["ragged", "even"])
 def test_greedy_drafts(seed, even):
-    rng, kinds = np.random.default_rng(seed), set()
+    traffic, kinds = Traffic(seed, (0, VOCAB)), set()
     for _ in range(200):
-        step, arrays, is_chunk = random_step(rng, even=even)
+        step, arrays, is_chunk = random_step(traffic, even=even)
         number, num_logits = step.num_reqs, step.num_logits
         cu = np.concatenate(([0], np.cumsum(step.num_sampled_tokens))).tolist()
         inputs = arrays.input_ids[arrays.logits_indices[:num_logits].long()].tolist()
-        drawn = torch.tensor(rng.integers(0, 3, num_logits))
+        drawn = torch.tensor(traffic.rng.integers(0, 3, num_logits))
         for row in range(num_logits - 1):  # drafts that are often right
-            if rng.random() < 0.7:
+            if traffic.chance(0.7):
                 drawn[row] = inputs[row + 1]
-        invalid = torch.tensor(rng.random(num_logits) < 0.1)
+        invalid = torch.tensor(traffic.rng.random(num_logits) < 0.1)
         given = verify(step, arrays, drawn, invalid)
         rows, counts = kernel_greedy(arrays, drawn.tolist(), inputs, cu, number, invalid.tolist())
         width = max(step.num_sampled_tokens.tolist())
@@ -108,10 +113,9 @@ def test_greedy_drafts(seed, even):
 
         # `_get_num_sampled_and_rejected_kernel`
         accepted = count_accepted(given, step, arrays, VOCAB)
-        chunked = [bool(known) for known in is_chunk]
-        num_sampled = [0 if c else n for c, n in zip(chunked, counts)]
+        num_sampled = [0 if c else n for c, n in zip(is_chunk, counts)]
         num_logits_of = step.num_sampled_tokens.tolist()
-        num_rejected = [0 if c else n - s for c, n, s in zip(chunked, num_logits_of, num_sampled)]
+        num_rejected = [0 if c else n - s for c, n, s in zip(is_chunk, num_logits_of, num_sampled)]
         assert accepted.num_valid_tokens.tolist() == num_sampled
         assert accepted.num_rejected_tokens.tolist() == num_rejected
 
@@ -134,7 +138,7 @@ def test_greedy_drafts(seed, even):
         assert [a for a, b in zip(ids, expected) if b is not None] == [
             each for each in expected if each is not None
         ]
-        kinds |= {("discarded", any(chunked)), ("all", width in counts), ("none", 1 in counts)}
+        kinds |= {("discarded", any(is_chunk)), ("all", width in counts), ("none", 1 in counts)}
     assert {("all", True), ("none", True)} <= kinds
     assert even or ("discarded", True) in kinds
 
@@ -178,9 +182,9 @@ def test_random_drafts_have_the_probabilities_of_the_kernels():
 @pytest.mark.parametrize("even", [False, True], ids=["ragged", "even"])
 def test_rows_of_logits_know_their_requests(seed, even):
     """``_expand_idx_mapping_kernel``."""
-    rng = np.random.default_rng(seed)
+    traffic = Traffic(seed, (0, VOCAB))
     for _ in range(20):
-        step, arrays, _ = random_step(rng, even=even)
+        step, arrays, _ = random_step(traffic, even=even)
         batch = verified_batch(step, arrays)
         slots, places, borders = [], [], [0]
         for req, count in enumerate(step.num_sampled_tokens.tolist()):
