@@ -136,10 +136,7 @@ def changed(name, index, value):
 
 
 FAULTS = {
-    "starts late": (
-        changed("query_start_loc", 0, 1),
-        ["starts", "given 1, allowed 0"],
-    ),
+    "starts late": (changed("query_start_loc", 0, 1), ["starts", "given 1, allowed 0"]),
     "a query one longer": (
         changed("query_start_loc", 2, 7),
         ["query lengths", "request two", "given 1 to 7, allowed 5 scheduled"],
@@ -224,10 +221,7 @@ FAULTS = {
         changed("seq_lens", 3, 0),
         ["padding requests", "padding request 3", "tokens 11 to 16, length 0"],
     ),
-    "a graph that ends early": (
-        requests_without_padding,
-        ["TND end", "given 11, allowed 16"],
-    ),
+    "a graph that ends early": (requests_without_padding, ["TND end", "given 11, allowed 16"]),
     "virtual requests that fall": (
         changed("chunk_local_query_start_loc", 2, 0),
         ["local queries", "virtual request 1", "given 1 to 0"],

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -162,7 +161,7 @@ def test_the_ring_holds_tables_as_they_were_at_each_step(make):
     check(recorder.folder, decodes, [*range(24, 31), *range(33, 40)])
 
 
-def test_a_signal_writes_the_ring_also_between_two_lines_of_the_recorder(make, monkeypatch):
+def test_a_signal_writes_the_ring_at_any_moment(make, monkeypatch):
     recorder, decodes = make("last 5")
     decodes.record(recorder, 8)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -346,19 +345,6 @@ def test_names_are_hashed_alike_within_a_run_only(make):
     recorder.keep(decodes.step(), EAGER, [f"a\nb{row}" for row in range(NUM_REQS)])
     (file,) = record_files(recorder.folder)
     assert read_record(file).settings.req_ids[1] == "a?b1"
-
-
-def test_replay_runs_without_importing_vllm_or_torch(make, tmp_path):
-    recorder, decodes = make("0:3")
-    decodes.record(recorder, 3)
-    code = (
-        "import sys; from vllm_npu_prep.cli import main\n"
-        f"code = main(['replay', {str(recorder.folder)!r}])\n"
-        "sys.exit(3 if 'vllm' in sys.modules or 'torch' in sys.modules else code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "3 steps: core and oracle prepare what was recorded\n"
 
 
 @pytest.mark.parametrize("given", ["nothing here", "a bad file", "a bad step"])

@@ -49,7 +49,7 @@ def test_any_step_is_prepared_alike(upstream, batch):
     assert upstream.first_difference(record_of(batch.step())) is None
 
 
-def test_groups_chunks_and_mrope_are_prepared_alike_in_padding_too(upstream):
+def test_groups_chunks_mrope_and_padding_are_prepared_alike(upstream):
     record = made_up(several_groups(), GROUPS)
     assert record.settings.num_input_tokens > record.settings.total_num_scheduled_tokens
     assert upstream.first_difference(record) is None

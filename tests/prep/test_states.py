@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from tests.helpers.batches import (
     STATE_GROUPS,
     RandomBatch,
+    at_slots,
     drafts_step,
     random_batches,
     state_step,
@@ -27,7 +28,6 @@ from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
 from vllm_npu_prep.prep.states import StateGroups
-from vllm_npu_prep.prep.tables import device_has_all
 
 LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
 thresholds = st.integers(1, 4)
@@ -70,28 +70,11 @@ def test_every_array_equals_the_oracle(batch, threshold, keeps_states, is_sorted
 
 
 @given(random_batches(), thresholds, st.booleans())
-def test_slots_of_attention_are_those_of_an_engine_without_states(batch, threshold, keeps_states):
+def test_slots_of_attention_are_as_without_states(batch, threshold, keeps_states):
     assert (
         state_step(batch, threshold, keeps_states).slot_mapping[1].tolist()
         == batch.step().slot_mapping[0].tolist()
     )
-
-
-def at_slots(step: PreparedStep, slots: list[int]) -> PreparedStep:
-    """The same step of requests whose rows are elsewhere, as vLLM's V2 runner keeps them."""
-    tables = step.batch.tables
-    num_rows = len(tables.token_ids)
-    names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
-    moved = {name: np.empty_like(getattr(tables, name)) for name in names}
-    for name, array in moved.items():
-        array[slots] = getattr(tables, name)
-    block_tables = [np.empty_like(tables.block_table(g)) for g in range(tables.num_groups)]
-    for group, rows in enumerate(block_tables):
-        rows[slots] = tables.block_table(group)
-    moved |= device_has_all(block_tables) | {"slots": np.array(slots, np.int32)}
-    assert len(slots) == num_rows
-    batch = dataclasses.replace(step.batch, tables=dataclasses.replace(tables, **moved))
-    return prepare_step(batch, step.padding, step.layout)
 
 
 @given(random_batches(), thresholds, st.booleans(), st.randoms(use_true_random=False))
@@ -100,7 +83,7 @@ def test_states_are_the_same_wherever_requests_are(batch, threshold, keeps_state
     step = state_step(batch, threshold, keeps_states)
     slots = list(range(len(step.batch.tables.token_ids)))
     random.shuffle(slots)
-    moved = at_slots(step, slots)
+    moved = prepare_step(at_slots(step.batch, slots[: step.num_reqs]), step.padding, step.layout)
     assert moved.states == step.states
     for name in LINES:
         assert np.array_equal(getattr(moved.arrays, name), getattr(step.arrays, name)), name
@@ -236,10 +219,7 @@ def test_every_array_with_drafts_equals_the_oracle(given_batch):
     requests, num_drafts = given_batch
     step = drafts_step(requests, MAX_MODEL_LEN, num_drafts)
     expected = oracle_state_step(
-        requests,
-        decode_threshold=1 + num_drafts,
-        block_size=MAX_MODEL_LEN,
-        num_drafts=num_drafts,
+        requests, decode_threshold=1 + num_drafts, block_size=MAX_MODEL_LEN, num_drafts=num_drafts
     )
     assert step.states is not None
     for name, value in dataclasses.asdict(step.states).items():
@@ -260,7 +240,7 @@ def test_every_array_with_drafts_equals_the_oracle(given_batch):
 
 
 @given(requests_with_drafts(), st.sampled_from([5, 6, 16]))
-def test_with_the_prefix_cache_drafts_leave_states_at_the_ends_of_blocks(given_batch, size):
+def test_with_the_prefix_cache_states_end_with_blocks(given_batch, size):
     """Every array is the oracle's; the state at a block's end is in it, and the next step reads it.
 
     A step writes no block that holds the end of an earlier one.
