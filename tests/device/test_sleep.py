@@ -1,5 +1,6 @@
 """Memory that sleeps, without an engine: what is kept, what is lost, and what fails half-way."""
 
+import gc
 import os
 import resource
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def memory():
-    return SleepingMemory(CPUDevice())
+    gc.freeze()  # who refers to weights is looked for among objects of this test only
+    yield SleepingMemory(CPUDevice())
+    gc.unfreeze()
 
 
 def test_parameters_move_with_all_that_refers_to_them(memory):

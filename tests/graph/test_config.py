@@ -150,17 +150,6 @@ def test_sizes_are_multiples_of_the_decode_length(configure):
     assert all(size % 3 == 0 for size in sizes)
 
 
-def test_the_largest_decode_stays_within_the_token_budget(configure):
-    config = configure(
-        max_num_seqs=40,
-        max_num_batched_tokens=64,
-        speculative_config=NGRAM,
-        enable_chunked_prefill=True,
-    )
-    assert 63 in sizes_of(config)
-    assert sizes_of(config)[-1] <= 64
-
-
 def test_decodes_beyond_the_token_budget_are_refused(configure):
     many = {"method": "ngram", "num_speculative_tokens": 20, "prompt_lookup_max": 2}
     with pytest.raises(PrepError, match=r"--max-num-batched-tokens 16.*needs 21 tokens"):

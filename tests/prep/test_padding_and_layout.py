@@ -66,6 +66,7 @@ def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
 
 def test_parts_of_the_tail_do_not_overlap():
     layout = step_layout(37, 5, 2)
+    assert layout.nbytes() == layout.variable_offset
     targets, indices, ids = layout.variable_part(3, 7)
     assert targets.start * 8 == layout.variable_offset
     assert (targets.stop - targets.start, indices.stop - indices.start) == (3, 7)
@@ -79,12 +80,6 @@ def test_same_sizes_give_the_same_layout_and_addresses():
     buffer = np.zeros(step_layout(64, 8, 1).nbytes(), np.uint8)
     first, second = (step_layout(33, 4, 1).views(buffer) for _ in range(2))
     assert first.addresses.tolist() == second.addresses.tolist()
-
-
-def test_a_step_without_samples_or_new_blocks_has_no_tail():
-    layout = step_layout(16, 2, 1)
-    assert layout.nbytes() == layout.variable_offset
-    assert layout.nbytes(0, 1) == layout.variable_offset + 12
 
 
 def test_logits_are_bounded_by_tokens_and_by_requests():

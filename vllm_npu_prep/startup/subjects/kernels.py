@@ -390,6 +390,7 @@ LIMITS = (
                 model=small_model("Qwen3ForCausalLM", head_dim=96),
                 family="fia",
                 cann="8.5.0",
+                also=("ranks-beyond-devices",),
             ),
         ),
     ),
