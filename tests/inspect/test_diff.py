@@ -154,7 +154,7 @@ def made(choice: dict) -> dict:
     return scenario
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(SCENARIOS, SCENARIOS)
 def test_nothing_differs_only_if_all_variables_are_equal(a, b):
     try:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.worker import block_table
@@ -95,6 +95,7 @@ def upstream_slots(batch: RandomBatch, step: PreparedStep, dcp: ContextShards) -
     return slots.tolist()
 
 
+@settings(max_examples=settings.default.max_examples // 6)
 @given(shards())
 def test_slots_and_lengths_of_ranks_are_upstream_s(given_shards):
     batch, world_size, size = given_shards

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, GDNAttentionMetadataBuilder
@@ -77,6 +77,7 @@ def test_slots_of_attention_are_as_without_states(batch, threshold, keeps_states
     )
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(random_batches(), thresholds, st.booleans(), st.randoms(use_true_random=False))
 def test_states_are_the_same_wherever_requests_are(batch, threshold, keeps_states, random):
     batch = sorted_batch(batch, threshold)
@@ -140,6 +141,7 @@ def upstream_metadata(
     return upstream_builder(batch, keeps_states, num_drafts).build(0, common, *of_drafts)
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(random_batches(), st.booleans())
 def test_every_array_equals_upstream_s(batch, keeps_states):
     """`GDNAttentionMetadataBuilder`, array by array, for a batch in upstream's order.
@@ -282,6 +284,7 @@ def test_with_the_prefix_cache_states_end_with_blocks(given_batch, size):
             assert then.initial_state_indices[0, 0] == block
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(requests_with_drafts())
 def test_every_array_with_drafts_equals_upstream_s(given_batch):
     """Which blocks drafts write, which state is read, and which tokens are of which half.
