@@ -272,7 +272,7 @@ def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
     assert activation.activate_platform() == activation.PLATFORM_CLASS
 
 
-def test_the_page_about_vllm_ascend_has_the_keys_that_are_refused():
+def test_the_page_about_vllm_ascend_has_all_refused_keys():
     page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
     assert [name for name in vllm_ascend.VARIABLES if f"`{name}" not in page] == []
     keys = page.partition("## Keys of")[2].partition("\n## ")[0]
