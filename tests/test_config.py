@@ -108,14 +108,14 @@ def test_cpu_takes_the_reference_family_and_dense_masks():
     assert decisions(mask="compressed").mask_form == MaskForm.COMPRESSED
 
 
-def test_dense_masks_beyond_the_budget_become_compressed_and_say_so():
+def test_dense_masks_beyond_the_budget_become_compressed():
     decided = decisions(max_num_batched_tokens=8192, max_model_len=131072)
     assert decided.mask_form == MaskForm.COMPRESSED
     assert decided.dense_bytes == (8192 + 131072) * 131072
     assert "mask_budget_bytes" in decided.note
 
 
-def test_explicit_dense_masks_beyond_the_budget_are_refused_with_the_flag():
+def test_explicit_dense_masks_beyond_the_budget_are_refused():
     with pytest.raises(PrepError, match="raise mask_budget_bytes"):
         decisions(max_num_batched_tokens=8192, max_model_len=131072, mask="dense")
 

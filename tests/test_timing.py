@@ -1,13 +1,9 @@
 """`make timing`: what a run cost, file by file, in tests/README.md."""
 
 import xml.etree.ElementTree as ElementTree
-from types import SimpleNamespace
 
 import pytest
-from _pytest.junitxml import xml_key
 
-from tests.conftest import pytest_configure, pytest_xdist_setupnodes
-from tests.resume.tree import tree_state
 from tests.timing import BEGIN, END, PAGE, caches, put, seconds_of, table
 
 SUITE = ElementTree.fromstring("""\
@@ -45,18 +41,6 @@ def test_only_what_stands_between_the_comments_is_replaced():
         with pytest.raises(ValueError, match="once, in this order"):
             put(wrong, "new")
     put(PAGE.read_text(), "new")
-
-
-def test_a_run_says_its_processes_and_its_commit(monkeypatch):
-    monkeypatch.setattr("tests.timing.caches", lambda: "cold")
-    said = []
-    xml = SimpleNamespace(add_global_property=lambda name, value: said.append((name, value)))
-    plugins = SimpleNamespace(register=lambda *_: None)
-    config = SimpleNamespace(stash={xml_key: xml}, pluginmanager=plugins)
-    pytest_configure(config)
-    pytest_xdist_setupnodes(config, specs=["one", "other"])
-    rest = [("commit", tree_state().commit), ("caches", "cold")]
-    assert said == [("processes", "1"), *rest, ("processes", "2"), *rest]
 
 
 def test_caches_are_cold_until_a_run_has_filled_them(tmp_path, monkeypatch):

@@ -11,8 +11,6 @@ from tests.helpers.imports import When, circle, imported_by, module_of, with_pac
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_npu_prep"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
-EMULATOR = sorted((ROOT / "emulator/ascend_emulator").rglob("*.py"))
 TORCH_NPU_ALLOWED = (
     "device/npu.py",
     "device/npu_regions.py",
@@ -24,15 +22,18 @@ TORCH_NPU_ALLOWED = (
     "verify/rows/",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
-PURE = [path for path in SOURCES if path.parent.name == "prep"]
 
 
-def relative(path: Path) -> str:
-    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
+def parsed(folder: str) -> dict[str, ast.Module]:
+    """Files in a folder by their paths in it, parsed."""
+    root = ROOT / folder
+    return {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text())
+        for path in sorted(root.rglob("*.py"))
+    }
 
 
-RUNNER = PACKAGE / "runner" / "model_runner.py"
-PARTS = sorted(set(RUNNER.parent.glob("*.py")) - {RUNNER})
+SOURCES, EMULATOR, TESTS = map(parsed, ("vllm_npu_prep", "emulator/ascend_emulator", "tests"))
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -52,146 +53,83 @@ def top_level(tree: ast.AST) -> set[str]:
 
 def foreign_names(tree: ast.AST) -> set[str]:
     """Names that imports of torch, vllm and sys bind in a file."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in PATCHABLE:
-                    names.add(alias.asname or alias.name.split(".")[0])
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PATCHABLE:
-            names |= {alias.asname or alias.name for alias in node.names}
-    return names
+    return {
+        alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else top)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        for top in [(getattr(node, "module", None) or alias.name).split(".")[0]]
+        if top in PATCHABLE
+    }
+
+
+def is_changed(node: ast.AST) -> bool:
+    """Whether a file assigns or deletes an attribute or an element here."""
+    of_another = isinstance(node, ast.Attribute | ast.Subscript)
+    return of_another and isinstance(node.ctx, ast.Store | ast.Del)
 
 
 def patches(tree: ast.AST) -> list[str]:
     """Places where a file changes something that it imported from torch, vllm or sys."""
-    foreign = foreign_names(tree)
-
-    def is_foreign(target: ast.expr) -> bool:
-        root = target
+    foreign, found = foreign_names(tree), []
+    for node in ast.walk(tree):
+        root = node if is_changed(node) else None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            root = node.args[0]
         while isinstance(root, ast.Attribute | ast.Subscript):
             root = root.value
-        return root is not target and isinstance(root, ast.Name) and root.id in foreign
-
-    found = []
-    for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = list(node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        while targets:
-            target = targets.pop()
-            if isinstance(target, ast.Tuple | ast.List):
-                targets += target.elts
-            elif is_foreign(target):
-                found.append(ast.unparse(target))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            changes = node.func.id in ("setattr", "delattr")
-            root = node.args[0] if node.args else None
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if changes and isinstance(root, ast.Name) and root.id in foreign:
-                found.append(ast.unparse(node))
+        if isinstance(root, ast.Name) and root.id in foreign:
+            found.append(ast.unparse(node))
     return found
 
 
-@pytest.mark.parametrize("path", PURE, ids=relative)
-def test_pure_core_imports_itself_numpy_and_numba_only(path):
-    tree = ast.parse(path.read_text())
+def test_pure_core_imports_itself_numpy_and_numba_only():
     # llvmlite is a part of numba, with which its intrinsics are written
     allowed = {"numpy", "numba", "llvmlite", "vllm_npu_prep", *sys.stdlib_module_names}
-    assert top_level(tree) <= allowed
-    ours = {name for name in imported_modules(tree) if name.startswith("vllm_npu_prep")}
-    assert all(name.startswith("vllm_npu_prep.prep") for name in ours)
-    assert "cuda" not in path.read_text().lower()
+    core = {name: tree for name, tree in SOURCES.items() if name.startswith("prep/")}
+    assert {n: found for n, tree in core.items() if (found := top_level(tree) - allowed)} == {}
+    others = {
+        (name, module)
+        for name, tree in core.items()
+        for module in imported_modules(tree)
+        if module.startswith("vllm_npu_prep") and not module.startswith("vllm_npu_prep.prep")
+    }
+    assert others == set()
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if not relative(p).startswith(TORCH_NPU_ALLOWED)], ids=relative
-)
-def test_torch_npu_is_imported_behind_the_device_walls_only(path):
-    assert "torch_npu" not in top_level(ast.parse(path.read_text()))
+def test_torch_npu_is_imported_behind_the_device_walls_only():
+    importers = {name for name, tree in SOURCES.items() if "torch_npu" in top_level(tree)}
+    assert {name for name in importers if not name.startswith(TORCH_NPU_ALLOWED)} == set()
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if not relative(p).startswith("compat/")], ids=relative
-)
-def test_only_compat_patches(path):
-    assert patches(ast.parse(path.read_text())) == []
+def test_only_compat_patches():
+    found = {name: places for name, tree in SOURCES.items() if (places := patches(tree))}
+    assert {name: found[name] for name in found if not name.startswith("compat/")} == {}
+    assert sum(map(len, found.values())) >= 15, "patches are not seen"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch\ntorch.cuda.Event = 1",
-        "import torch\ntorch.a += 1",
-        "import torch\nsetattr(torch.cuda, 'Event', 1)",
-        "from torch import cuda\ncuda.Event = 1",
-        "from vllm.v1.engine.core_client import AsyncMPClient\nAsyncMPClient.f = 1",
-        "import vllm.envs as e\ne.X = 1",
-        "import sys\nsys.modules['x'] = 1",
-        "import sys\na, sys.excepthook = 1, 2",
-        "import sys\ndel sys.modules['x']",
-    ],
-)
-def test_the_patch_detector_sees_patches(code):
-    assert len(patches(ast.parse(code))) == 1
-
-
-def test_compat_is_where_patches_are():
-    files = [path for path in SOURCES if relative(path).startswith("compat/")]
-    assert sum(len(patches(ast.parse(path.read_text()))) for path in files) >= 15
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_the_plugin_neither_imports_nor_asks_for_the_emulator(path):
-    text = path.read_text()
-    assert "ascend_emulator" not in top_level(ast.parse(text))
+def test_the_plugin_neither_imports_nor_asks_for_the_emulator():
+    importers = {n for n, tree in SOURCES.items() if "ascend_emulator" in top_level(tree)}
+    askers = {n for n in SOURCES if "emulat" in (PACKAGE / n).read_text().lower()}
     # The command `vllm-npu-prep emulate` starts the emulator's own.
-    assert relative(path) == "cli.py" or "emulat" not in text.lower()
+    assert (importers, askers) == (set(), {"cli.py"})
 
 
-@pytest.mark.parametrize("path", EMULATOR, ids=relative)
-def test_the_emulator_needs_torch_alone(path):
+def test_the_emulator_and_its_tests_know_nothing_of_the_plugin():
     allowed = {"ascend_emulator", "torch", "torch_npu", *sys.stdlib_module_names}
-    assert top_level(ast.parse(path.read_text())) <= allowed
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/emulator").rglob("*.py")), ids=relative)
-def test_tests_of_the_emulator_know_nothing_of_the_plugin(path):
-    assert not {"vllm", "vllm_npu_prep"} & top_level(ast.parse(path.read_text()))
+    assert {n: found for n, tree in EMULATOR.items() if (found := top_level(tree) - allowed)} == {}
+    tests = {name: tree for name, tree in TESTS.items() if name.startswith("emulator/")}
+    knowing = {n for n, tree in tests.items() if {"vllm", "vllm_npu_prep"} & top_level(tree)}
+    assert knowing == set()
 
 
 def test_runner_holds_no_operators_of_arithmetic():
-    tree = ast.parse(RUNNER.read_text())
     operations = [
         ast.unparse(node)
-        for node in ast.walk(tree)
+        for node in ast.walk(SOURCES["runner/model_runner.py"])
         if isinstance(node, ast.BinOp | ast.AugAssign) and not isinstance(node.op, ast.BitOr)
     ]
     assert operations == []
-
-
-def test_prepare_inputs_shows_its_six_steps_in_order_on_one_screen():
-    source = RUNNER.read_text()
-    tree = ast.parse(source)
-    method = next(
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "_prepare_inputs"
-    )
-    assert method.end_lineno - method.lineno < 50
-    text = ast.get_source_segment(source, method)
-    steps = re.findall(r"\b([1-6]) (padding|layout|fused pass|state|copy|metadata)", text)
-    assert steps == [
-        ("1", "padding"),
-        ("2", "layout"),
-        ("3", "fused pass"),
-        ("4", "state"),
-        ("5", "copy"),
-        ("6", "metadata"),
-    ]
 
 
 def names_of(tree: ast.AST) -> set[str]:
@@ -207,44 +145,19 @@ def knows_a_runner(tree: ast.AST) -> set[str]:
     return modules | {name for name in names_of(tree) if "runner" in name.lower()}
 
 
-@pytest.mark.parametrize("path", PARTS, ids=relative)
-def test_parts_of_the_runner_know_no_runner(path):
-    assert knows_a_runner(ast.parse(path.read_text())) == set()
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from vllm.v1.worker.gpu_model_runner import GPUModelRunner",
-        "from vllm_npu_prep.runner import model_runner\nmodel_runner.NPUModelRunner",
-        "def prepare(runner): ...",
-        "class Part:\n    def __init__(self, model_runner): ...",
-        "def prepare(self): self.runner.step()",
-    ],
-)
-def test_a_part_that_knows_a_runner_is_seen(code):
-    assert knows_a_runner(ast.parse(code))
-
-
-def runner_class() -> ast.ClassDef:
-    classes = [n for n in ast.parse(RUNNER.read_text()).body if isinstance(n, ast.ClassDef)]
-    (runner,) = classes  # one class, of overrides
-    return runner
+def test_parts_of_the_runner_know_no_runner():
+    parts = {n: tree for n, tree in SOURCES.items() if n.startswith("runner/")}
+    del parts["runner/model_runner.py"]
+    assert {n: found for n, tree in parts.items() if (found := knows_a_runner(tree))} == {}
 
 
 def assigned_in(method: ast.FunctionDef) -> set[str]:
     """Attributes of ``self`` that a method assigns."""
-    targets = [
-        target
-        for node in ast.walk(method)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    flat = [each for t in targets for each in (t.elts if isinstance(t, ast.Tuple) else [t])]
     return {
-        each.attr
-        for each in flat
-        if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and is_changed(node)
+        if ast.unparse(node.value) == "self"
     }
 
 
@@ -259,9 +172,11 @@ IN_STEPS = {
 """Attributes of the runner that change after start-up: the records of what is under way."""
 
 
-def test_what_is_in_flight_is_one_record_made_and_cleared_in_one_place():
+def test_what_is_in_flight_is_one_record_of_one_place():
     """No mailbox: nothing else is left in an attribute for a later callback."""
-    methods = [node for node in runner_class().body if isinstance(node, ast.FunctionDef)]
+    tree = SOURCES["runner/model_runner.py"]
+    (runner,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]  # of overrides
+    methods = [node for node in runner.body if isinstance(node, ast.FunctionDef)]
     assigned = {m.name: assigned_in(m) for m in methods if m.name not in START_UP}
     assert {name: names for name, names in assigned.items() if names} == IN_STEPS
 
@@ -347,7 +262,7 @@ WALLS: dict[str, set[str]] = {
 ENTRIES = {"", "cli", "platform", "worker"}
 """What vLLM and the shell start: these may import anything."""
 
-TREES = {module_of(path, PACKAGE): ast.parse(path.read_text()) for path in SOURCES}
+TREES = {module_of(name): tree for name, tree in SOURCES.items()}
 USED = imported_by(TREES, When.IMPORTED, When.CALLED)
 
 
@@ -368,33 +283,13 @@ def walls_broken(module: str, used: set[str]) -> set[str]:
     return {each for each in used if each and not is_in(each, *allowed)}
 
 
-@pytest.mark.parametrize("module", USED)
-def test_folders_import_what_is_theirs_to_import(module):
-    assert walls_broken(module, USED[module]) == set()
-
-
-@pytest.mark.parametrize(
-    ("module", "used"),
-    [
-        ("prep.layout", "errors"),
-        ("device.cpu", "attention.backend"),
-        ("device.cpu", "compat.activation"),
-        ("attention.backend", "runner.step"),
-        ("runner.step", "inspect.view"),
-        ("inspect.view", "runner.step"),
-        ("inspect.view", "observe.check"),
-        ("observe.check", "inspect.recorder"),
-        ("compat.hosts", "device"),
-        ("wording", "prep.layout"),
-        ("new_folder.file", "prep.layout"),
-    ],
-)
-def test_an_import_through_a_wall_is_seen(module, used):
-    assert walls_broken(module, {used}) == {used}
+def test_folders_import_what_is_theirs_to_import():
+    broken = {module: walls_broken(module, used) for module, used in USED.items()}
+    assert {module: found for module, found in broken.items() if found} == {}
 
 
 FOLDERS_OF_ONE_ANOTHER = {
-    ("compat", "device"): "start-up asks for a device, and devices name what torch lacks",
+    ("compat", "device"): "start-up asks for a device, and devices name what torch lacks"
 }
 """Folders that import from each other, and why they have to."""
 
@@ -412,18 +307,20 @@ def test_no_two_folders_import_from_each_other():
 
 def test_walls_allow_nothing_that_nobody_uses():
     used = {row: set().union(*(USED[m] for m in USED if row_of(m) == row)) for row in WALLS}
-    for row, allowed in WALLS.items():
-        for each in allowed - {row}:
-            assert any(is_in(module, each) for module in used[row]), f"{row}: {each}"
+    idle = {
+        (row, each)
+        for row, allowed in WALLS.items()
+        for each in allowed - {row}
+        if not any(is_in(module, each) for module in used[row])
+    }
+    assert idle == set()
 
 
-def test_a_module_that_is_imported_needs_none_that_waits_for_it():
+def test_a_module_needs_none_that_waits_for_it():
     assert circle(with_packages(imported_by(TREES, When.IMPORTED))) == []
 
 
-ANNOTATIONS = {
-    ("prep.checks", "prep.batch"): "a step is checked by the module that makes it",
-}
+ANNOTATIONS = {("prep.checks", "prep.batch"): "a step is checked by the module that makes it"}
 """Imports for annotations that close a circle, and why it has to be."""
 
 
@@ -434,22 +331,6 @@ def test_imports_go_in_one_direction():
         assert circle({module: {other}, other: graph[other]}), "no circle any more"
         graph[module].remove(other)
     assert circle(graph) == []
-
-
-@pytest.mark.parametrize(
-    ("a", "when"),
-    [
-        ("from vllm_npu_prep.b import y", When.IMPORTED),
-        ("import vllm_npu_prep.b", When.IMPORTED),
-        ("from vllm_npu_prep import b", When.IMPORTED),
-        ("class A:\n    def f(self):\n        from vllm_npu_prep import b", When.CALLED),
-        ("if TYPE_CHECKING:\n    from vllm_npu_prep.b import y", When.ANNOTATED),
-    ],
-)
-def test_a_circle_is_seen(a, when):
-    trees = {"a": ast.parse(a), "b": ast.parse("from vllm_npu_prep.a import x"), "": ast.parse("")}
-    assert sorted(set(circle(imported_by(trees, When.IMPORTED, when)))) == ["a", "b"]
-    assert bool(circle(imported_by(trees, When.IMPORTED))) == (when is When.IMPORTED)
 
 
 LONG = {
@@ -465,21 +346,22 @@ LONG = {
 """Files of more than 500 lines: what their one job is."""
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *EMULATOR], ids=relative)
-def test_a_long_file_says_what_its_one_job_is(path):
-    is_long = len(path.read_text().splitlines()) > 500
-    assert is_long == (relative(path) in LONG), "a second job? else give the reason in LONG"
+def test_a_long_file_says_what_its_one_job_is():
+    """A second job, else give the reason in `LONG`."""
+    files = [*(PACKAGE / name for name in SOURCES)]
+    files += [ROOT / "emulator/ascend_emulator" / name for name in EMULATOR]
+    long = {path for path in files if len(path.read_text().splitlines()) > 500}
+    assert long == {PACKAGE / name for name in LONG}
 
 
 # ----------------------------------------------------------------- waiting by time
 
-TESTS = sorted({*(ROOT / "tests").rglob("*.py")} - {Path(__file__)})
 MAY_SLEEP = {
-    "tests/helpers/waiting.py": "looks again and again, up to a limit, for everybody else",
-    "tests/emulator/ranks.py": "looks which of several processes ended, until one has failed",
-    "tests/server/test_lifecycle.py": "a process is killed at a moment that is drawn",
-    "tests/server/test_ray.py": "a host is killed at a moment that is drawn",
-    "tests/server/test_server.py": "clients hang up at moments that are drawn",
+    "helpers/waiting.py": "looks again and again, up to a limit, for everybody else",
+    "emulator/ranks.py": "looks which of several processes ended, until one has failed",
+    "server/test_lifecycle.py": "a process is killed at a moment that is drawn",
+    "server/test_ray.py": "a host is killed at a moment that is drawn",
+    "server/test_server.py": "clients hang up at moments that are drawn",
 }
 """Why a test may sleep: not for something that another thread or process does."""
 SLEEP = re.compile(r"\b(?:time|asyncio)\.sleep\((?!0\))")
@@ -509,21 +391,88 @@ def waits_by_time(tree: ast.AST) -> list[int]:
 
 def test_no_test_waits_by_time():
     """It waits for the thing: by an event, a line, a file, or `tests.helpers.waiting`."""
-    found = {path.relative_to(ROOT).as_posix(): waits_by_time(ast.parse(path.read_text()))
-             for path in TESTS}  # fmt: skip
+    found = {name: waits_by_time(tree) for name, tree in TESTS.items() if name != "test_walls.py"}
     assert {name: lines for name, lines in found.items() if lines and name not in MAY_SLEEP} == {}
     assert all(len(found[name]) == 1 for name in MAY_SLEEP), "a reason is for one place"
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
+# ----------------------------------------------------------------- names
+
+LONGEST_NAME = 60
+
+
+def test_names_of_tests_can_be_read_in_one_line():
+    """A rule that is longer stands in the docstring."""
+    functions = [
+        (name, node.name)
+        for name, tree in TESTS.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    long = [each for each in functions if each[1][:5] == "test_" and len(each[1]) > LONGEST_NAME]
+    assert long == []
+
+
+# ----------------------------------------------------------------- the walls themselves
+
+SEEN = {
+    patches: (
+        "import torch\ntorch.cuda.Event = 1",
+        "import torch\ntorch.a += 1",
+        "import torch\nsetattr(torch.cuda, 'Event', 1)",
+        "from torch import cuda\ncuda.Event = 1",
+        "import vllm.envs as e\ne.X = 1",
+        "import sys\na, sys.excepthook = 1, 2",
+        "import sys\ndel sys.modules['x']",
+    ),
+    knows_a_runner: (
+        "from vllm.v1.worker.gpu_model_runner import GPUModelRunner",
+        "def prepare(runner): ...",
+        "class Part:\n    def __init__(self, model_runner): ...",
+        "def prepare(self): self.runner.step()",
+    ),
+    waits_by_time: (
         "time.sleep(0.1)",
-        "await asyncio.sleep(pause)",
         "run('import time; time.sleep(1)')",
         "assert time.monotonic() - began < 60",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("look", "code"), [(f, code) for f, codes in SEEN.items() for code in codes]
+)
+def test_what_breaks_a_wall_is_seen(look, code):
+    assert len(look(ast.parse(code))) == 1
+    assert not look(ast.parse("import torch\nasync def f(a):\n    await asyncio.sleep(0)"))
+
+
+@pytest.mark.parametrize(
+    ("module", "used"),
+    [
+        ("prep.layout", "errors"),
+        ("device.cpu", "compat.activation"),
+        ("attention.backend", "runner.step"),
+        ("inspect.view", "observe.check"),
+        ("observe.check", "inspect.recorder"),
+        ("compat.hosts", "device"),
+        ("wording", "prep.layout"),
+        ("new_folder.file", "prep.layout"),
     ],
 )
-def test_waiting_by_time_is_found(program):
-    tree = ast.parse(f"async def test():\n    {program}\n    await asyncio.sleep(0)")
-    assert waits_by_time(tree) == [2]
+def test_an_import_through_a_wall_is_seen(module, used):
+    assert walls_broken(module, {used}) == {used}
+
+
+@pytest.mark.parametrize(
+    ("a", "when"),
+    [
+        ("from vllm_npu_prep.b import y", When.IMPORTED),
+        ("class A:\n    def f(self):\n        from vllm_npu_prep import b", When.CALLED),
+        ("if TYPE_CHECKING:\n    from vllm_npu_prep.b import y", When.ANNOTATED),
+    ],
+)
+def test_a_circle_is_seen(a, when):
+    trees = {"a": ast.parse(a), "b": ast.parse("from vllm_npu_prep.a import x"), "": ast.parse("")}
+    assert sorted(set(circle(imported_by(trees, When.IMPORTED, when)))) == ["a", "b"]
+    assert bool(circle(imported_by(trees, When.IMPORTED))) == (when is When.IMPORTED)

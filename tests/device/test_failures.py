@@ -66,7 +66,7 @@ def test_other_errors_keep_their_traceback(error):
         (torch.OutOfMemoryError("Tried 1"), r"^out of memory in a step with 9 tokens of 2 "),
     ],
 )
-def test_a_device_that_fails_while_drafts_are_read_is_told_in_one_line(error, told):
+def test_a_device_that_fails_while_drafts_are_read_is_one_line(error, told):
     """They are read after the step, which may be the first wait for it."""
 
     def fail():

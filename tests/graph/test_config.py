@@ -1,16 +1,16 @@
 """What vLLM's switches make of graphs, before any process starts."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 from vllm.config import CUDAGraphMode
 
 from tests.helpers.engine import engine_config, make_model
-from vllm_npu_prep import platform
 from vllm_npu_prep.attention import fused_calls
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
-from vllm_npu_prep.device import CPU_KIND, NPU_KIND, waits_for_launches
+from vllm_npu_prep.device import NPU_KIND, waits_for_launches
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.config import settle_mode, settle_sizes
 
@@ -31,50 +31,41 @@ def mode_of(config) -> str:
     return config.compilation_config.cudagraph_mode.name
 
 
-def compile_mode_of(config) -> str:
-    return config.compilation_config.mode.name
+@pytest.mark.parametrize(
+    ("settings", "mode", "compiled"),
+    [
+        ({"cudagraph_mode": "NONE"}, "NONE", "NONE"),
+        ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE", "VLLM_COMPILE"),
+        ({"cudagraph_mode": "FULL"}, "FULL", "NONE"),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY", "NONE"),
+        ({"cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_AND_PIECEWISE", "VLLM_COMPILE"),
+        # Without compilation there are no pieces, and torch.compile as it comes is off
+        ({"cudagraph_mode": "FULL_AND_PIECEWISE", "mode": 0}, "FULL_DECODE_ONLY", "NONE"),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 1}, "FULL_DECODE_ONLY", "NONE"),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY", "splitting_ops": []}, "FULL_DECODE_ONLY", "NONE"),
+    ],
+    ids=str,
+)
+def test_modes_are_honoured_and_only_pieces_are_compiled(configure, settings, mode, compiled):
+    compilation = configure(compilation_config=settings).compilation_config
+    assert (compilation.cudagraph_mode.name, compilation.mode.name) == (mode, compiled)
+    assert compilation.backend == "eager"
+    assert bool(compilation.cudagraph_capture_sizes) == (mode != "NONE")
 
 
 @pytest.mark.parametrize(
-    ("mode", "compiled"),
+    ("settings", "mode"),
     [
-        ("NONE", "NONE"),
-        ("PIECEWISE", "VLLM_COMPILE"),
-        ("FULL", "NONE"),
-        ("FULL_DECODE_ONLY", "NONE"),
-        ("FULL_AND_PIECEWISE", "VLLM_COMPILE"),
+        ({"optimization_level": 0}, "NONE"),
+        ({"optimization_level": 1}, "PIECEWISE"),
+        ({"optimization_level": 2}, "FULL_AND_PIECEWISE"),
+        ({"enforce_eager": True}, "NONE"),
     ],
 )
-def test_every_mode_is_honoured_and_only_pieces_are_compiled(configure, mode, compiled):
-    config = configure(compilation_config={"cudagraph_mode": mode})
+def test_optimization_levels_are_vllms(configure, settings, mode):
+    config = configure(**settings)
     assert mode_of(config) == mode
-    assert compile_mode_of(config) == compiled
-    assert config.compilation_config.backend == "eager"
     assert bool(config.compilation_config.cudagraph_capture_sizes) == (mode != "NONE")
-
-
-@pytest.mark.parametrize(
-    ("level", "mode"),
-    [(0, "NONE"), (1, "PIECEWISE"), (2, "FULL_AND_PIECEWISE"), (3, "FULL_AND_PIECEWISE")],
-)
-def test_optimization_levels_are_vllms(configure, level, mode):
-    assert mode_of(configure(optimization_level=level)) == mode
-
-
-def test_enforce_eager_turns_graphs_and_compilation_off(configure):
-    config = configure(enforce_eager=True)
-    assert (mode_of(config), compile_mode_of(config)) == ("NONE", "NONE")
-    assert config.compilation_config.cudagraph_capture_sizes == []
-
-
-def test_without_compilation_pieces_fall_away_and_full_graphs_stay(configure):
-    config = configure(compilation_config={"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"})
-    assert mode_of(config) == "FULL_DECODE_ONLY"
-
-
-def test_stock_torch_compile_is_off(configure):
-    config = configure(compilation_config={"mode": 1, "cudagraph_mode": "FULL_DECODE_ONLY"})
-    assert (mode_of(config), compile_mode_of(config)) == ("FULL_DECODE_ONLY", "NONE")
 
 
 def test_fusion_passes_and_inductor_are_off(configure):
@@ -85,11 +76,6 @@ def test_fusion_passes_and_inductor_are_off(configure):
     on = [name for name, value in passes.items() if name.startswith(("fuse_", "enable_")) and value]
     assert on == []
     assert config.compilation_config.backend == "eager"
-
-
-def test_a_model_that_is_not_split_runs_without_pieces(configure):
-    full = {"splitting_ops": [], "cudagraph_mode": "FULL_DECODE_ONLY"}
-    assert mode_of(configure(compilation_config=full)) == "FULL_DECODE_ONLY"
 
 
 # ------------------------------------------------------------------- masks
@@ -147,13 +133,12 @@ def sizes_of(config) -> list[int]:
 @pytest.mark.parametrize("max_num_seqs", [12, 20, 13])
 def test_the_largest_decode_is_on_the_grid(configure, max_num_seqs):
     config = configure(
-        max_num_seqs=max_num_seqs,
-        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
+        max_num_seqs=max_num_seqs, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}
     )
     assert sizes_of(config)[-1] == max_num_seqs
 
 
-def test_sizes_that_the_user_gives_are_kept_and_the_largest_decode_is_added(configure):
+def test_the_largest_decode_is_added_to_the_users_sizes(configure):
     config = configure(compilation_config={"cudagraph_capture_sizes": [3, 40]})
     assert sizes_of(config) == [3, 16, 40]
 
@@ -165,17 +150,6 @@ def test_sizes_are_multiples_of_the_decode_length(configure):
     assert all(size % 3 == 0 for size in sizes)
 
 
-def test_the_largest_decode_stays_within_the_token_budget(configure):
-    config = configure(
-        max_num_seqs=40,
-        max_num_batched_tokens=64,
-        speculative_config=NGRAM,
-        enable_chunked_prefill=True,
-    )
-    assert 63 in sizes_of(config)
-    assert sizes_of(config)[-1] <= 64
-
-
 def test_decodes_beyond_the_token_budget_are_refused(configure):
     many = {"method": "ngram", "num_speculative_tokens": 20, "prompt_lookup_max": 2}
     with pytest.raises(PrepError, match=r"--max-num-batched-tokens 16.*needs 21 tokens"):
@@ -185,8 +159,6 @@ def test_decodes_beyond_the_token_budget_are_refused(configure):
 @pytest.mark.parametrize(("mode", "streams"), [("FULL_DECODE_ONLY", 1), ("FULL_AND_PIECEWISE", 5)])
 def test_sizes_beyond_the_stream_budget_are_thinned(configure, mode, streams):
     """Three layers are four pieces; a full graph is one."""
-    import dataclasses
-
     config = configure(max_num_seqs=200, compilation_config={"cudagraph_mode": mode})
     before = list(sizes_of(config))
     kind = dataclasses.replace(NPU_KIND, graph_streams=streams * 6 + streams - 1)
@@ -201,8 +173,6 @@ def test_sizes_beyond_the_stream_budget_are_thinned(configure, mode, streams):
 
 
 def test_graphs_with_and_without_adapters_hold_streams_each(configure):
-    import dataclasses
-
     kind = dataclasses.replace(NPU_KIND, graph_streams=2 * 5 * 6)
     mode = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
     config = configure(max_num_seqs=200, enable_lora=True, compilation_config=mode)
@@ -261,22 +231,11 @@ def test_newer_drivers_of_a3_hold_more_graphs(configure, monkeypatch, chip, driv
     assert len(sizes_of(config)) == count
 
 
-def test_only_npus_have_a_budget():
-    assert NPU_KIND.graph_streams == 1800
-    assert CPU_KIND.graph_streams is None
-    assert platform.KIND is CPU_KIND
-
-
 WITHOUT_FULL = [
     ("FULL", "PIECEWISE"),
     ("FULL_AND_PIECEWISE", "PIECEWISE"),
     ("FULL_DECODE_ONLY", "NONE"),
 ]
-
-
-def off_lines(config) -> str:
-    """What `settle_mode` switches off, as one text."""
-    return "\n".join(settle_mode(config))
 
 
 @pytest.mark.parametrize(("mode", "instead"), WITHOUT_FULL)
@@ -287,7 +246,7 @@ def test_an_old_driver_has_no_full_graphs(configure, monkeypatch, mode, instead)
     if instead == "PIECEWISE":
         assert config.compilation_config.splitting_ops_contain_attention()
     config.compilation_config.cudagraph_mode = getattr(CUDAGraphMode, mode)
-    assert f"{mode} graphs: driver 24.1.RC3" in off_lines(config)
+    assert f"{mode} graphs: driver 24.1.RC3" in "\n".join(settle_mode(config))
 
 
 @pytest.mark.parametrize(("mode", "instead"), WITHOUT_FULL)
@@ -296,7 +255,7 @@ def test_waits_for_each_launch_leave_no_full_graphs(configure, monkeypatch, mode
     config = configure(compilation_config={"cudagraph_mode": mode})
     assert mode_of(config) == mode  # the CPU fallback launches nothing
     config.device_config.device_type = "npu"
-    assert f"{mode} graphs: with ASCEND_LAUNCH_BLOCKING" in off_lines(config)
+    assert f"{mode} graphs: with ASCEND_LAUNCH_BLOCKING" in "\n".join(settle_mode(config))
     assert mode_of(config) == instead
 
 
@@ -323,7 +282,7 @@ def test_a_driver_that_is_not_known_keeps_full_graphs(configure, monkeypatch):
         ({"data_parallel_size": 2}, "FULL_DECODE_ONLY", "NONE"),
     ],
 )
-def test_limits_of_a_batch_leave_full_graphs_to_decodes_of_one_engine(
+def test_limits_of_a_batch_leave_decodes_of_one_engine(
     configure, monkeypatch, settings, mode, instead
 ):
     """A step that breaks them runs eagerly, which several engines would have to agree on."""

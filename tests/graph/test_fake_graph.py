@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.batches import step_batch
+from tests.helpers.batches import decodes, step_batch
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import MLALayerMetadata
 from vllm_npu_prep.device.cpu import CPUDevice
@@ -18,7 +18,6 @@ from vllm_npu_prep.graph.fake_graph import CheckedGraphPool, GraphSafetyError, c
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import largest_step, step_layout
 from vllm_npu_prep.prep.local_attention import LocalGroups
-from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -35,7 +34,7 @@ def call(*args, metadata=None, run=double, cache=CACHE, **kwargs) -> GraphCall:
     return GraphCall(run, args, kwargs, metadata, dict.fromkeys(metadata, cache))
 
 
-def test_a_replay_computes_from_the_same_memory_into_the_same_memory():
+def test_a_replay_has_the_same_memory_for_inputs_and_results():
     graph, x = CheckedGraphPool().new_graph(), torch.arange(4.0)
     (first,) = graph.capture(call(x))
     x += 10
@@ -104,7 +103,7 @@ def test_adapters_that_moved_are_named(name):
         graph.replay(call(x, run=layer))
 
 
-def test_a_graph_without_adapters_does_not_serve_a_step_with_some():
+def test_a_graph_without_adapters_serves_no_step_with_some():
     layer, x = Adapted(), torch.ones(2)
     graph = CheckedGraphPool().new_graph()
     layer.active = False
@@ -179,17 +178,7 @@ LOCAL = LocalGroups(4, 1, (0,))
 
 def staged_step(padding: Padding, count: int = 2, local: LocalGroups | None = None):
     """A step of decodes as the runner leaves it, on the CPU fallback."""
-    requests = [
-        OracleRequest(
-            num_computed_tokens=5,
-            num_scheduled_tokens=1,
-            num_prompt_tokens=3,
-            token_ids=list(range(1, 8)),
-            block_ids=[2 * index + 1, 2 * index + 2],
-        )
-        for index in range(count)
-    ]
-    batch = step_batch(requests, block_size=4, max_model_len=16)
+    batch = step_batch(decodes(count), block_size=4, max_model_len=16)
     batch.tables = dataclasses.replace(batch.tables, local=local)
     ring = StagingRing(CPUDevice(), largest_step(16, 8, 1, 1, 64, local=local), pin_memory=False)
     layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1, 1, local=local)
@@ -206,12 +195,7 @@ MIXED = full_padding(8, 3, 0)
 PIECEWISE = Padding(8, 2, mode=GraphMode.PIECEWISE)
 
 
-@pytest.mark.parametrize("padding", [FULL, MIXED, PIECEWISE], ids=["full", "mixed", "piecewise"])
-def test_padding_as_it_is_prepared_passes(padding):
-    check_padding(*staged_step(padding))
-
-
-UNSAFE = {
+IN_ALL = {
     "slot 0": (lambda s, a, t: a.slot_mapping[0].__setitem__(5, 0), r"slot_mapping .*\[5\] is 0"),
     "slot of a live block": (
         lambda s, a, t: a.slot_mapping[0].__setitem__(7, 9),
@@ -220,10 +204,10 @@ UNSAFE = {
     "stale token": (lambda s, a, t: a.input_ids.__setitem__(2, 7), r"input_ids\[2\] is 7"),
     "stale position": (lambda s, a, t: a.positions.__setitem__(3, 5), r"positions\[3\] is 5"),
 }
-UNSAFE_IN_FULL = {
+IN_FULL = {
     "stale length": (lambda s, a, t: a.seq_lens.__setitem__(2, 4), r"seq_lens\[2\] is 4"),
     "no keys": (lambda s, a, t: a.seq_lens.__setitem__(2, 0), r"seq_lens\[2\] is 0 .* must be"),
-    "stale block": (lambda s, a, t: t[0].__setitem__((2, 1), 3), r"block table .*\[2, 1\] is 3"),
+    "stale block": (lambda s, a, t: t.__setitem__((2, 1), 3), r"block table .*\[2, 1\] is 3"),
     "short query_start_loc": (
         lambda s, a, t: a.query_start_loc.__setitem__(-1, 7),
         "query_start_loc",
@@ -237,24 +221,7 @@ UNSAFE_IN_FULL = {
         "must rise from 0 and reach 2 after 2 requests",
     ),
 }
-
-
-FAULTS = [
-    *itertools.product([FULL, MIXED, PIECEWISE], UNSAFE.values()),
-    *itertools.product([FULL, MIXED], UNSAFE_IN_FULL.values()),
-]
-
-
-@pytest.mark.parametrize(("padding", "fault"), FAULTS)
-def test_unsafe_padding_is_named(padding, fault):
-    plant, message = fault
-    step, staged, tables = staged_step(padding)
-    plant(staged, staged.device, tables)
-    with pytest.raises(GraphSafetyError, match=message):
-        check_padding(step, staged, tables)
-
-
-UNSAFE_CHUNKS = {
+OF_CHUNKS = {
     "stale length": (
         lambda s, a, t: a.chunk_local_seq_lens.__setitem__(2, 3),
         r"chunk_local_seq_lens\[2\]",
@@ -269,21 +236,26 @@ UNSAFE_CHUNKS = {
         "chunk_local_query_start_loc .* must rise from 0",
     ),
 }
+FAULTS = [
+    *itertools.product([FULL, MIXED, PIECEWISE], [None], IN_ALL.values()),
+    *itertools.product([FULL, MIXED], [None], IN_FULL.values()),
+    *itertools.product([FULL, MIXED], [LOCAL], OF_CHUNKS.values()),
+]
 
 
-@pytest.mark.parametrize("padding", [FULL, MIXED], ids=["full", "mixed"])
-@pytest.mark.parametrize("fault", [None, *UNSAFE_CHUNKS])
-def test_unsafe_padding_of_virtual_requests_is_named(padding, fault):
-    step, staged, tables = staged_step(padding, local=LOCAL)
-    local_table = torch.zeros(len(staged.np.chunk_local_seq_lens), 1, dtype=torch.int32)
-    local_table[:2, 0] = torch.tensor([2, 4])
-    if fault is None:
-        check_padding(step, staged, tables, {0: local_table})
-        return
-    plant, message = UNSAFE_CHUNKS[fault]
-    plant(staged, staged.device, local_table)
+@pytest.mark.parametrize(("padding", "local", "fault"), FAULTS)
+def test_unsafe_padding_is_named(padding, local, fault):
+    plant, message = fault
+    step, staged, tables = staged_step(padding, local=local)
+    of_chunks = torch.zeros(8, 1, dtype=torch.int32)
+    if local is not None:
+        of_chunks = torch.zeros(len(staged.np.chunk_local_seq_lens), 1, dtype=torch.int32)
+    of_chunks[:2, 0] = torch.tensor([2, 4])
+    given = {} if local is None else {0: of_chunks}
+    check_padding(step, staged, tables, given)
+    plant(staged, staged.device, tables[0] if local is None else of_chunks)
     with pytest.raises(GraphSafetyError, match=message):
-        check_padding(step, staged, tables, {0: local_table})
+        check_padding(step, staged, tables, given)
 
 
 def test_nothing_is_said_of_real_tokens_and_requests():

@@ -36,20 +36,13 @@ class RandomBatch:
 
     def step(self) -> PreparedStep:
         """Prepared by the pure core."""
-        batch = step_batch(self.requests, self.block_size, self.max_model_len, self.chunked_prefill)
-        padding = no_padding(batch.total_num_scheduled_tokens, batch.num_reqs)
-        if self.capture_sizes is not None:
-            uniform = uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens)
-            padding = full_graph_padding(
-                batch.total_num_scheduled_tokens,
-                batch.num_reqs,
-                uniform,
-                self.capture_sizes,
-                self.max_model_len,
-            )
         # Of an engine that speculates, whether this batch has drafts or not.
-        sizes = padding.num_input_tokens, padding.num_reqs_padded, batch.tables.num_groups
-        return prepare_step(batch, padding, step_layout(*sizes, max_logits_per_req=4))
+        return padded_step(self.batch(), self)
+
+    def batch(self, extra_columns: int = 3) -> StepBatch:
+        """Not prepared yet."""
+        sizes = self.block_size, self.max_model_len, self.chunked_prefill, extra_columns
+        return step_batch(self.requests, *sizes)
 
     def settings(self) -> dict:
         """Keyword arguments of the oracle."""
@@ -102,16 +95,64 @@ def step_batch(
     )
 
 
+def decodes(count: int, drafts: int = 0) -> list[OracleRequest]:
+    """Requests of two blocks of 4 tokens each, of which 5 are computed; some verify drafts."""
+    return [
+        OracleRequest(
+            num_computed_tokens=5,
+            num_scheduled_tokens=1 + drafts,
+            num_prompt_tokens=3,
+            token_ids=list(range(6)),
+            block_ids=[2 * index + 1, 2 * index + 2],
+            num_draft_tokens=drafts,
+            draft_token_ids=list(range(drafts)),
+        )
+        for index in range(count)
+    ]
+
+
+def at_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
+    """The same batch with each request's row at its slot, as vLLM's V2 runner keeps them.
+
+    All block ids are still to be sent.
+    """
+    tables, count = batch.tables, len(slots)
+    names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
+    moved = {name: np.full_like(getattr(tables, name), -9) for name in names}
+    for name, array in moved.items():
+        array[slots] = getattr(tables, name)[:count]
+    block_tables = [np.full_like(tables.block_table(g), -9) for g in range(tables.num_groups)]
+    sizes = np.zeros((tables.num_groups, len(tables.token_ids)), np.int32)
+    for group, rows in enumerate(block_tables):
+        of_batch = tables.block_table(group)[:count]
+        rows[slots] = of_batch
+        sizes[group, slots] = (of_batch > 0).sum(axis=1)
+    order = np.zeros(len(tables.token_ids), np.int32)
+    order[:count] = slots
+    none = {name: np.zeros_like(sizes) for name in ("num_synced_blocks", "num_device_blocks")}
+    moved |= device_has_all(block_tables) | none | {"num_blocks": sizes, "slots": order}
+    return dataclasses.replace(batch, tables=dataclasses.replace(tables, **moved))
+
+
+def padded_step(step: StepBatch, batch: RandomBatch, padded: bool = True, **parts) -> PreparedStep:
+    """Prepare a step as a full graph of the batch's capture sizes pads it, if it has some.
+
+    `parts` of the layout are those of the tables.
+    """
+    tokens, reqs = step.total_num_scheduled_tokens, step.num_reqs
+    padding = no_padding(tokens, reqs)
+    if padded and batch.capture_sizes is not None:
+        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
+        sizes = tokens, reqs, uniform, batch.capture_sizes, batch.max_model_len
+        padding = full_graph_padding(*sizes)
+    sizes = padding.num_input_tokens, padding.num_reqs_padded, step.tables.num_groups
+    return prepare_step(step, padding, step_layout(*sizes, max_logits_per_req=4, **parts))
+
+
 def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
     """The step of an engine with three groups; ids of the last are those of the first plus 1000."""
     local = LocalGroups(batch.block_size * blocks_per_chunk, blocks_per_chunk, LOCAL_GROUPS)
-    step = step_batch(
-        batch.requests,
-        batch.block_size,
-        batch.max_model_len,
-        batch.chunked_prefill,
-        extra_columns=0,
-    )
+    step = batch.batch(extra_columns=0)
     table = step.tables.block_table(0)
     table = np.pad(table, ((0, 0), (0, -table.shape[1] % blocks_per_chunk)))
     tables = [
@@ -125,26 +166,18 @@ def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
         local=local,
         **device_has_all(tables),
     )
-    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
-    if batch.capture_sizes is not None:
-        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
-        sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
-        padding = full_graph_padding(*sizes, batch.max_model_len)
-    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, local=local)
-    return prepare_step(step, padding, layout)
+    return padded_step(step, batch, local=local)
 
 
 def latent_step(
     batch: RandomBatch, decode_threshold: int, workspace_blocks: int
 ) -> tuple[PreparedStep, LatentSplit]:
     """The step of an engine with latent attention, whose batch has decodes first."""
-    step = step_batch(batch.requests, batch.block_size, batch.max_model_len, batch.chunked_prefill)
+    step = batch.batch()
     workspace = workspace_blocks * batch.block_size
     split = LatentSplit(decode_threshold, workspace, batch.block_size, batch.max_model_len)
     step.tables = dataclasses.replace(step.tables, latent=split)
-    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
-    sizes = padding.num_input_tokens, padding.num_reqs_padded, 1, 4
-    return prepare_step(step, padding, step_layout(*sizes, latent=split)), split
+    return padded_step(step, batch, padded=False, latent=split), split
 
 
 STATE_GROUPS = (0, 2)
@@ -157,7 +190,7 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
     `keeps_states`: a state for every block, as with the prefix cache, instead of one.
     """
     states = StateGroups(STATE_GROUPS, decode_threshold)
-    step = step_batch(batch.requests, batch.block_size, batch.max_model_len, batch.chunked_prefill)
+    step = batch.batch()
     table = step.tables.block_table(0)
     of_states = table if keeps_states else table[:, :1].copy()
     size = batch.block_size if keeps_states else batch.max_model_len
@@ -167,13 +200,7 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
         states=states,
         **device_has_all([of_states, table, of_states + np.int32(1000) * (of_states > 0)]),
     )
-    padding = no_padding(step.total_num_scheduled_tokens, step.num_reqs)
-    if batch.capture_sizes is not None:
-        uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
-        sizes = step.total_num_scheduled_tokens, step.num_reqs, uniform, batch.capture_sizes
-        padding = full_graph_padding(*sizes, batch.max_model_len)
-    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 3, 4, states=states)
-    return prepare_step(step, padding, layout)
+    return padded_step(step, batch, states=states)
 
 
 def drafts_step(

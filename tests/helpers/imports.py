@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 NAME = "vllm_npu_prep"
 
@@ -20,10 +19,9 @@ class When(Enum):
     ANNOTATED = "for annotations only, under TYPE_CHECKING"
 
 
-def module_of(path: Path, package: Path) -> str:
+def module_of(path: str) -> str:
     """Name of a file's module, without the package's; empty for the package itself."""
-    parts = path.relative_to(package).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return path.removesuffix(".py").removesuffix("__init__").removesuffix("/").replace("/", ".")
 
 
 def imports(tree: ast.AST, when: When = When.IMPORTED) -> Iterator[tuple[str, str, When]]:

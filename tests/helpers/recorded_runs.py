@@ -257,3 +257,14 @@ class Traffic:
                 recorder.keep(step, kind, names, **told)
         finally:
             recorder_module.perf_counter = before
+
+
+def record(folder: Path, seed: int, count: int, suffix: str = "", **how) -> Traffic:
+    """Record a run of random requests, all of it."""
+    traffic = Traffic(seed, most_drafts=how.pop("most_drafts", 0))
+    times = how.pop("times", True)
+    recorder = traffic.recorder(folder, suffix=suffix, **how)
+    traffic.record(recorder, count, times)
+    recorder.dump("asked for")
+    recorder.close()
+    return traffic

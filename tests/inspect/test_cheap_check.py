@@ -135,123 +135,100 @@ def changed(name, index, value):
     return fault
 
 
-FAULTS = {
-    "starts late": (
-        changed("query_start_loc", 0, 1),
-        ["starts", "given 1, allowed 0"],
-    ),
-    "a query one longer": (
+FAULTS = [  # the rule, what breaks it, and what is said of it, some left out at " ... "
+    ("starts", changed("query_start_loc", 0, 1), "given 1, allowed 0"),
+    (
+        "query lengths",
         changed("query_start_loc", 2, 7),
-        ["query lengths", "request two", "given 1 to 7, allowed 5 scheduled"],
+        "request two: given 1 to 7, allowed 5 scheduled",
     ),
-    "fewer tokens than were scheduled": (
+    (
+        "end",
         lambda step: setattr(step.batch, "total_num_scheduled_tokens", 12),
-        ["end", "given 11, allowed 12"],
+        "given 11, allowed 12",
     ),
-    "a length that is not what is computed": (
+    (
+        "lengths",
         changed("seq_lens", 2, 12),
-        ["lengths", "request three", "given 12 of 6 computed, allowed 11 of 6"],
+        "request three: given 12 of 6 computed, allowed 11 of 6",
     ),
-    "computed tokens of another step": (
+    (
+        "lengths",
         changed("num_computed_tokens", 0, 8),
-        ["lengths", "request one", "given 10 of 8 computed, allowed 10 of 9"],
+        "request one: given 10 of 8 computed, allowed 10 of 9",
     ),
-    "beyond max_model_len": (
+    (
+        "model length",
         beyond_max_model_len,
-        ["model length", "request one", "given 41, allowed up to max_model_len 40"],
+        "request one ... given 41, allowed up to max_model_len 40",
     ),
-    "beyond the request's blocks": (
+    (
+        "blocks",
         without_its_last_block,
-        ["blocks", "request three", "group 0", "given 11, allowed up to 8 in its 2 blocks"],
+        "request three ... group 0: given 11, allowed up to 8 in its 2 blocks",
     ),
-    "a position off by one": (
-        changed("positions", 3, 3),
-        ["positions", "request two, token 3", "given 3, allowed 2"],
-    ),
-    "a decode's position off by one": (
-        changed("positions", 0, 8),
-        ["positions", "request one, token 0", "given 8, allowed 9"],
-    ),
-    "an id beyond the vocabulary": (
+    ("positions", changed("positions", 3, 3), "request two, token 3: given 3, allowed 2"),
+    ("positions", changed("positions", 0, 8), "request one, token 0: given 8, allowed 9"),
+    (
+        "vocabulary",
         changed("input_ids", 7, VOCAB),
-        ["vocabulary", "request three, token 7", f"given {VOCAB}, allowed 0 to {VOCAB - 1}"],
+        f"request three, token 7: given {VOCAB}, allowed 0 to {VOCAB - 1}",
     ),
-    "a placeholder for an id": (
-        changed("input_ids", 0, -1),
-        ["vocabulary", "request one, token 0", "given -1"],
-    ),
-    "a slot of the null block": (
+    ("vocabulary", changed("input_ids", 0, -1), "request one, token 0: given -1"),
+    (
+        "slots",
         changed("slot_mapping", (0, 2), 3),
-        ["slots", "request two, token 2, KV-cache group 0", "given 3, allowed 4 to 39"],
+        "request two, token 2, KV-cache group 0: given 3, allowed 4 to 39",
     ),
-    "a slot behind the cache": (
+    (
+        "slots",
         changed("slot_mapping", (1, 2), 40),
-        ["slots", "request two, token 2, KV-cache group 1", "given 40"],
+        "request two, token 2, KV-cache group 1: given 40",
     ),
-    "a slot of another block": (
+    (
+        "table",
         of_another_block,
-        ["table", "request one, token 0, KV-cache group 0", "given 13, allowed 9, in its block 2"],
+        "request one, token 0, KV-cache group 0: given 13, allowed 9, in its block 2",
     ),
-    "a maximum of queries too small": (
-        lambda step: setattr(step, "max_query_len", 4),
-        ["longest query", "given 4, allowed 5"],
-    ),
-    "a maximum of lengths too small": (
-        lambda step: setattr(step, "max_seq_len", 10),
-        ["longest sequence", "given 10, allowed 11"],
-    ),
-    "logits of padding": (
-        changed("logits_indices", 2, 11),
-        ["logits", "given token 11 in [0, 5, 11], allowed rising, below 11"],
-    ),
-    "logits out of order": (
-        changed("logits_indices", 1, 0),
-        ["logits", "given token 0 in [0, 0, 10], allowed rising, below 11"],
-    ),
-    "logits before the first": (
-        changed("logits_indices", 0, -1),
-        ["logits", "given token -1 in [-1, 5, 10], allowed rising, below 11"],
-    ),
-    "padding that writes": (
+    ("longest query", lambda step: setattr(step, "max_query_len", 4), "given 4, allowed 5"),
+    ("longest sequence", lambda step: setattr(step, "max_seq_len", 10), "given 10, allowed 11"),
+    ("logits", changed("logits_indices", 2, 11), "given token 11 in [0, 5, 11], allowed rising"),
+    ("logits", changed("logits_indices", 1, 0), "token 0 in [0, 0, 10], allowed rising, below 11"),
+    ("logits", changed("logits_indices", 0, -1), "given token -1 in [-1, 5, 10]"),
+    (
+        "padding",
         changed("slot_mapping", (2, 13), 4),
-        ["padding", "slot: token 13, KV-cache group 2", "given 4, allowed -1"],
+        "slot: token 13, KV-cache group 2: given 4, allowed -1",
     ),
-    "padding with a length": (
-        changed("seq_lens", 3, 2),
-        ["padding requests", "padding request 3", "length 2"],
-    ),
-    "padding without keys": (
+    ("padding requests", changed("seq_lens", 3, 2), "padding request 3 ... length 2"),
+    (
+        "padding requests",
         changed("seq_lens", 3, 0),
-        ["padding requests", "padding request 3", "tokens 11 to 16, length 0"],
+        "padding request 3 ... tokens 11 to 16, length 0",
     ),
-    "a graph that ends early": (
-        requests_without_padding,
-        ["TND end", "given 11, allowed 16"],
-    ),
-    "virtual requests that fall": (
+    ("TND end", requests_without_padding, "given 11, allowed 16"),
+    (
+        "local queries",
         changed("chunk_local_query_start_loc", 2, 0),
-        ["local queries", "virtual request 1", "given 1 to 0"],
+        "virtual request 1 ... given 1 to 0",
     ),
-    "a virtual length beyond its chunk": (
+    (
+        "local lengths",
         changed("chunk_local_seq_lens", 0, 9),
-        ["local lengths", "virtual request 0", "given 9 of 1 computed, allowed 2 of 1 computed"],
+        "virtual request 0 ... given 9 of 1 computed, allowed 2 of 1 computed",
     ),
-    "a graph of virtual requests that ends early": (
-        virtual_requests_without_padding,
-        ["local TND end", "given 11, allowed 16"],
-    ),
-}
+    ("local TND end", virtual_requests_without_padding, "given 11, allowed 16"),
+]
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_planted_fault_is_named(kind):
+@pytest.mark.parametrize(("rule", "plant", "told"), FAULTS, ids=[fault[2] for fault in FAULTS])
+def test_a_planted_fault_is_named(rule, plant, told):
     step = mixed_step()
-    plant, parts = FAULTS[kind]
     plant(step)
     said = message(step)
-    assert said.startswith(f'step check "{parts[0]}": ') and "\n" not in said
-    for part in parts[1:]:
-        assert part in said, said
+    assert said.startswith(f'step check "{rule}": ') and "\n" not in said
+    for part in told.split(" ... "):
+        assert part in said
 
 
 def test_virtual_requests_end_at_the_tokens_of_the_step():
@@ -272,6 +249,6 @@ def test_only_samples_on_the_device_may_be_placeholders():
 
 
 def test_every_rule_of_attention_has_a_fault():
-    planted = {parts[0] for _, parts in FAULTS.values()} | {"local end"}
+    planted = {rule for rule, *_ in FAULTS} | {"local end"}
     planted |= {RULES[rule][0] for rule in Rule if rule >= Rule.NO_SLOT}  # prep/test_states.py
     assert planted == {name for name, _ in RULES.values()}

@@ -81,10 +81,7 @@ CHANGES = [
     ({"sliding_window": 3}, {"sliding_window", "mask_reason"}),
     ({"max_model_len": 14}, {"max_model_len"}),
     ({"capture_sizes": [8]}, {"graph", "num_input_tokens", "num_reqs_padded", "attn_mask shape"}),
-    (
-        {"attention_chunk_size": 4},
-        {"attention_chunk_size", "attn_mask shape", "mask_reason"},
-    ),
+    ({"attention_chunk_size": 4}, {"attention_chunk_size", "attn_mask shape", "mask_reason"}),
     ({"mrope_dims": 3}, {"mrope_dims"}),
 ]
 
@@ -157,7 +154,7 @@ def made(choice: dict) -> dict:
     return scenario
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(SCENARIOS, SCENARIOS)
 def test_nothing_differs_only_if_all_variables_are_equal(a, b):
     try:
@@ -172,7 +169,7 @@ def test_nothing_differs_only_if_all_variables_are_equal(a, b):
     assert ("no difference" in console.file.getvalue()) == (not entries)
 
 
-def test_the_command_says_by_its_exit_code_whether_anything_differs(tmp_path, capsys):
+def test_the_exit_code_says_whether_anything_differs(tmp_path, capsys):
     path = str(worked_examples.path_of("chunked-prefill"))
     other = tmp_path / "other.json"
     other.write_text(json.dumps(changed(small(), 2, block_ids=[4, 5, 6, 9]) | {"name": "other"}))

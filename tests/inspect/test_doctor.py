@@ -18,7 +18,7 @@ from vllm_npu_prep.compat.releases import TORCH
 from vllm_npu_prep.inspect.doctor import LONGEST_TEXT, examine
 from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 from vllm_npu_prep.inspect.doctor.host import Host, Ran, run_command
-from vllm_npu_prep.inspect.doctor.report import report_json, report_text
+from vllm_npu_prep.inspect.doctor.report import report_text
 
 TABLES = Path(__file__).with_name("doctor")
 
@@ -40,34 +40,7 @@ def test_table_of_a_made_up_host(name, tmp_path):
     assert shown == (TABLES / f"{name}.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "failures", "warnings"),
-    [
-        ("bare", set(), set()),
-        ("ascend_910b", set(), set()),
-        (
-            "container_without_devices",
-            {"driver", "device nodes", "driver files", "npu-smi", "torch_npu sees", "platform"},
-            set(),
-        ),
-        (
-            "container_without_driver_files",
-            {"driver", "device nodes", "driver files", "npu-smi", "torch_npu", "vllm"}
-            | {"import torch", "ASCEND_RT_VISIBLE_DEVICES", "CANN"},
-            {"LD_LIBRARY_PATH", "ASCEND_HOME_PATH"},
-        ),
-        ("cuda_host", set(), {"platform"}),
-        ("ascend_310p", {"npu-smi", "driver"}, {"npu-smi's driver", "health"}),
-    ],
-)
-def test_each_host_fails_where_it_is_broken_and_nowhere_else(name, failures, warnings, tmp_path):
-    findings = examine(hosts.HOSTS[name](tmp_path))
-    named = {status: {f.name for f in findings if f.status is status} for status in Status}
-    assert named[Status.FAILURE] == failures
-    assert named[Status.WARNING] == warnings
-
-
-def test_a_release_that_pins_another_torch_is_shown_with_the_one_it_was_tested_with(tmp_path):
+def test_a_release_that_pins_another_torch_is_told(tmp_path):
     host = hosts.bare(tmp_path)
     finding = by_name(replace(host, versions=host.versions | {"vllm": "0.33.0+empty"}))["vllm"]
     assert finding.status is Status.OK
@@ -80,16 +53,6 @@ def test_what_is_not_well_says_what_to_do(name, tmp_path):
     for finding in examine(hosts.HOSTS[name](tmp_path)):
         assert bool(finding.do) == (finding.status is not Status.OK), finding
         assert finding.found
-
-
-def test_json_has_what_the_table_has(tmp_path):
-    findings = examine(hosts.ascend_310p(tmp_path))
-    report = json.loads(json.dumps(report_json(findings)))
-    assert [
-        Finding(f["name"], Status(f["status"]), f["found"], f["do"]) for f in report["findings"]
-    ] == findings
-    assert report["failure"] == 2
-    assert report["ok"] + report["warning"] + report["failure"] == len(findings)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +153,7 @@ def test_environment_variables(variable, value, status, said, tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "status"), [("0.05", "ok"), ("1091", "ok"), ("0", "failure"), ("1092", "failure")]
 )
-def test_timeouts_of_the_vector_cores_are_short_and_may_be_fractions(tmp_path, seconds, status):
+def test_timeouts_of_the_vector_cores(tmp_path, seconds, status):
     environment = {"HCCL_EXEC_TIMEOUT": seconds, "HCCL_OP_EXPANSION_MODE": "AIV"}
     found = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_EXEC_TIMEOUT"]
     assert found.status == status
@@ -201,11 +164,6 @@ def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
     finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
     assert finding.status == "ok"
     assert "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
-
-
-def test_what_is_set_is_not_listed_as_unset(tmp_path):
-    host = replace(hosts.bare(tmp_path), environment={"NUMBA_DISABLE_JIT": "0"})
-    assert "NUMBA_DISABLE_JIT" not in by_name(host)["not set"].found
 
 
 def test_npus_without_torch_npu(tmp_path):
@@ -233,11 +191,8 @@ def test_a_device_that_others_use(tmp_path):
     assert "chip 1:" in finding.do
 
 
-def test_functions_that_cann_lacks_are_named_with_the_release_that_has_them(tmp_path):
-    lacks = {
-        "npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule",
-        "npu_swiglu": "aclnnSwiGlu",
-    }
+def test_functions_that_cann_lacks_are_named_with_a_release(tmp_path):
+    lacks = {"npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule", "npu_swiglu": "aclnnSwiGlu"}
     ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": lacks}, hosts.FIA))
     finding = changed(tmp_path, run=ran)["CANN's functions"]
     assert finding.status == "warning"

@@ -52,7 +52,7 @@ def folder(request, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_an_engine_that_has_ended_keeps_its_counts_and_no_descriptor(folder):
+def test_an_ended_engine_keeps_its_counts_and_no_descriptor(folder):
     """Whoever holds its runner still."""
     before = len(os.listdir("/proc/self/fd"))
     counts = StepMetrics(CONFIG)

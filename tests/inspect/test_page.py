@@ -97,14 +97,6 @@ def test_the_sides_of_a_mask_say_what_they_are():
     assert [(float(top), name) for top, name in names] == [(0, "0"), (20, "1"), (40, "2")]
 
 
-def test_the_sides_of_a_large_mask_have_numbers_at_round_steps():
-    html = explain_html(view_of(worked_examples.load("mixed-200-tokens")[0]))
-    assert [number for _, number in axis(html, "top")] == [str(n) for n in range(0, 200, 10)]
-    assert [number for _, number in axis(html, "left")] == [str(n) for n in range(0, 146, 20)]
-    places = [float(top) for top in re.findall(r'<div style="top:([\d.]+)%" title', html)]
-    assert len(places) == 5 and min(np.diff(places)) >= 100 * 15 / 368
-
-
 def test_the_sides_of_other_masks_say_what_they_are():
     chunks = explain_html(view_of(in_chunks()))
     assert "key positions in their chunk" in Page(chunks).texts
@@ -150,14 +142,14 @@ def test_every_variable_of_the_worked_examples_is_on_the_page(name):
 def test_the_mask_is_drawn_cell_by_cell(name):
     scenario, expected = worked_examples.load(name)
     (drawn,) = page_of(scenario).masks()
-    if expected["attn_mask"] is None:  # a decode: what each token sees all the same
+    mask = expected["attn_mask"]
+    if mask is None:  # a decode: what each token sees all the same
         want = [[c > p for c in range(expected["max_seq_len"])] for p in expected["positions"]]
-    elif "masked" in expected["attn_mask"]:
-        want = expected["attn_mask"]["masked"]
+    elif "masked" in mask:
+        want = mask["masked"]
     else:
-        first = expected["attn_mask"]["first_masked_position_by_row"]
-        width = expected["attn_mask"]["shape"][1]
-        want = [[column >= end for column in range(width)] for end in first]
+        first = mask["first_masked_position_by_row"]
+        want = [[column >= end for column in range(mask["shape"][1])] for end in first]
     assert drawn.tolist() == np.array(want, bool).tolist()
 
 
@@ -169,32 +161,24 @@ def test_the_constant_is_drawn_as_what_tokens_see():
 
 
 def test_slots_that_the_step_writes_are_drawn_where_they_are():
-    page = page_of(small())
-    slots = {}
-    for (_, attributes), (_, after) in zip(page.elements, page.elements[1:]):
-        if "data-at" in attributes:
-            slots[attributes["data-at"]] = attributes["title"].partition("writes ")[2]
-        assert after is not None
-    assert slots["0-0-1"] == ""  # all of it was computed before
-    assert slots["0-0-2"] == "5 to 5"
-    assert slots["0-2-6"] == "13 to 13"
-    assert slots["0-2-8"] == "16 to 17"
-
-
-def test_bars_of_blocks_are_as_wide_as_their_slots_and_where_these_are():
+    """Blocks of 2 slots; those of requests 0 and 2 are as in test_pictures.py."""
+    titles: dict[str, str] = {}
     bars: dict[str, list[tuple[str, str]]] = {}
     for _, attributes in page_of(small()).elements:
         if "data-at" in attributes:
+            titles[attributes["data-at"]] = attributes["title"].partition("writes ")[2]
             own = bars.setdefault(attributes["data-at"], [])
         elif attributes.get("class") in ("computed", "written") and bars:
             own.append((attributes["class"], attributes["style"]))
-    # Blocks of 2 slots; those of requests 0 and 2 are as in test_pictures.py.
     left, right = "left:0.000%;width:50.000%", "left:50.000%;width:50.000%"
     whole = "left:0.000%;width:100.000%"
-    assert bars["0-0-1"] == [("computed", whole)]
-    assert bars["0-0-2"] == [("computed", left), ("written", right)]
-    assert bars["0-2-6"] == [("computed", left), ("written", right)]
-    assert bars["0-2-8"] == [("written", whole)]
+    for block, title, drawn in (
+        ("0-0-1", "", [("computed", whole)]),
+        ("0-0-2", "5 to 5", [("computed", left), ("written", right)]),
+        ("0-2-6", "13 to 13", [("computed", left), ("written", right)]),
+        ("0-2-8", "16 to 17", [("written", whole)]),
+    ):
+        assert (titles[block], bars[block]) == (title, drawn)
 
 
 def test_groups_images_mrope_and_padding_are_on_the_page():
@@ -368,8 +352,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
 
 
 @needs_browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", worked_examples.NAMES)
+@pytest.mark.parametrize(("name", "dark"), [("chunked-prefill", False), ("mixed-200-tokens", True)])
 def test_a_browser_shows_the_page_and_traces_a_token(name, dark, network, tmp_path):
     scenario, expected = worked_examples.load(name)
     page, token = tmp_path / "page.html", len(expected["positions"]) // 2
@@ -400,22 +383,26 @@ def test_a_browser_shows_the_page_and_traces_a_token(name, dark, network, tmp_pa
 
 @needs_browser
 def test_nothing_leaves_and_no_other_script_runs(network, tmp_path):
+    """From a page with hostile names, whose batch is folded."""
     evil = (
         "<script>document.documentElement.dataset.evil = 1</script>"
         '<img src="http://example.invalid/a"></body>'
     )
-    html = explain_html(view_of(small())).replace("</body>", evil)
-    page = tmp_path / "page.html"
+    view = view_of(many(300, 20))
+    requests = [replace(r, req_id=f"{HOSTILE[0]}{i}") for i, r in enumerate(view.requests)]
+    html = explain_html(replace(view, name=HOSTILE[2], requests=requests))
+    html, page = html.replace("</body>", evil), tmp_path / "page.html"
     page.write_text(html)
-    document, _ = opened(page, network, "#t0")
+    document, _ = opened(page, network, "#t5999")
     assert network[1] == []
-    assert "data-evil" not in document
-    assert 'data-traced="0"' in document
+    assert "data-evil=" not in document[:300]
+    assert 'data-traced="5999"' in document[:300]
+    assert len(re.findall(r"<details open", document)) == 1  # the fold of the traced token
     # Without the policy both happen, so this test can see them.
     page.write_text(re.sub(r"<meta http-equiv[^>]*>", "", html))
-    document, _ = opened(page, network, "#t0")
+    document, _ = opened(page, network)
     assert any("example.invalid" in path for path in network[1])
-    assert "data-evil" in document
+    assert "data-evil=" in document[:300]
 
 
 PLAY = """<script>
@@ -457,16 +444,3 @@ def test_hovering_clicks_and_keys_trace(network, tmp_path):
     assert out[:10] == ["1", "2", "2", "3", "2", "4", "0", "3", "3", "0"]
     # Token 0: row 0 of 5, position 3 of 8, offset 1 of 2.
     assert out[10:] == ["37.5%", "0%", "12.5%", "20%", "50%", "50%"]
-
-
-@needs_browser
-def test_hostile_names_and_folded_batches_work_in_a_browser(network, tmp_path):
-    view = view_of(many(300, 20))
-    requests = [replace(r, req_id=f"{HOSTILE[0]}{i}") for i, r in enumerate(view.requests)]
-    page = tmp_path / "page.html"
-    page.write_text(explain_html(replace(view, name=HOSTILE[2], requests=requests)))
-    document, _ = opened(page, network, "#t5999", dark=True)
-    assert network[1] == []
-    assert "data-evil=" not in document[:300]
-    assert 'data-traced="5999"' in document[:300]
-    assert len(re.findall(r"<details open", document)) == 1  # the fold of the traced token

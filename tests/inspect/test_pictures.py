@@ -1,7 +1,6 @@
 """``explain --png``, and the colours that pages draw with."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,19 +8,17 @@ from PIL import Image
 
 from tests.helpers import worked_examples
 from tests.helpers.scenarios import many, small, view_of, with_an_image
-from vllm_npu_prep.inspect import png
-from vllm_npu_prep.inspect.drawing import LEGEND, axis_ticks, block_map, mask_drawing, row_names
+from vllm_npu_prep.inspect.drawing import axis_ticks, block_map, row_names
 from vllm_npu_prep.inspect.explain import select
 from vllm_npu_prep.inspect.pictures import (
     ITEM_COLOUR,
     MATRIX_COLOUR,
     block_rows,
-    distinct_masks,
     mask_picture,
     png_bytes,
     request_colour,
 )
-from vllm_npu_prep.inspect.png import BLOCK_WIDTH, EMPTY, MARGIN, MASKS, MAX_HEIGHT, explain_png
+from vllm_npu_prep.inspect.png import MAX_HEIGHT, explain_png
 
 
 def picture_of(scenario: dict, *args) -> np.ndarray:
@@ -59,28 +56,6 @@ def test_masks_and_blocks_of_each_request_are_in_the_picture(name):
 )
 def test_sides_are_numbered_at_round_steps(number, most, ticks):
     assert axis_ticks(number, most) == ticks
-
-
-@pytest.mark.parametrize("name", ["chunked-prefill", "mixed-200-tokens", "all-prefill"])
-def test_sides_of_a_mask_are_named_and_numbered_in_the_picture(name, monkeypatch):
-    drawn = []
-    text = png._Sheet.text
-
-    def noted(sheet, x, y, said, *how):
-        drawn.append(said)
-        text(sheet, x, y, said, *how)
-
-    monkeypatch.setattr(png._Sheet, "text", noted)
-    explain_png(view_of(worked_examples.load(name)[0]))
-    assert {"query tokens by request", "query positions"} & set(drawn)
-    assert "key positions" in drawn
-    last = {"chunked-prefill": "7", "mixed-200-tokens": "140", "all-prefill": "4"}[name]
-    row = {
-        "chunked-prefill": "token 4, position 7",
-        "mixed-200-tokens": "token 190, position 20",
-        "all-prefill": "position 4",
-    }[name]
-    assert {"0", last, row} <= set(drawn)
 
 
 @pytest.mark.parametrize("height", [80, 480])
@@ -130,12 +105,6 @@ def test_large_masks_are_shown_by_the_mean_of_their_cells():
     assert np.abs(opacity - want / np.outer(counts, counts)).max() < 0.1
 
 
-def test_neighbours_have_colours_that_can_be_told():
-    colours = np.array([request_colour(row) for row in range(64)], int)
-    for apart in range(1, 5):
-        assert np.abs(colours[apart:] - colours[:-apart]).sum(axis=1).min() > 60
-
-
 @pytest.mark.parametrize("channels", [3, 4])
 def test_a_picture_in_a_page_is_a_png(channels, seed):
     pixels = np.random.default_rng(seed).integers(0, 256, (7, 5, channels), np.uint8)
@@ -143,7 +112,7 @@ def test_a_picture_in_a_page_is_a_png(channels, seed):
     assert np.array_equal(np.array(Image.open(file, formats=["PNG"])), pixels)
 
 
-def test_a_scenario_without_requests_of_some_tokens_draws_the_rest():
+def test_a_scenario_without_some_requests_draws_the_rest():
     assert picture_of(small(), "1", (0, 1)).shape[1] < 1200  # none of them: no mask to draw
 
 
@@ -157,69 +126,13 @@ def test_slots_of_a_block_are_computed_written_or_empty():
     assert [b.written for b in last.blocks] == [None, None, (1, 2), (0, 2)]
 
 
-def test_bars_are_drawn_in_the_slots_that_they_are_of(monkeypatch):
-    """Of each block in the picture the middle of each slot has the colour of what it holds."""
-    drawn = []
-    box = png._Sheet.box
-
-    def noted(sheet, where, fill, outline):
-        drawn.append((where, fill))
-        box(sheet, where, fill, outline)
-
-    monkeypatch.setattr(png._Sheet, "box", noted)
-    view = view_of(small())
-    picture = picture_of(small())
-    grounds = [w for w, fill in drawn if fill == EMPTY and w[2] - w[0] == BLOCK_WIDTH - 6]
-    blocks = block_rows(view, 0, [0, 1, 2])
-    assert len(grounds) == sum(len(line.blocks) for line in blocks)
-    first = MARGIN + min(x - MARGIN for x, *_ in grounds)
-    for line in blocks:
-        colour = request_colour(line.row)
-        pale = tuple((part + 2 * 255) // 3 for part in colour)
-        for column, block in enumerate(line.blocks):
-            left, top, right, bottom = grounds.pop(0)
-            assert left == first + column * BLOCK_WIDTH
-            for slot, low in enumerate((left, (left + right) / 2)):
-                want = pale if slot < block.computed else EMPTY
-                if block.written and block.written[0] <= slot < block.written[1]:
-                    want = colour
-                # Above and below the number that stands in the slot
-                for y in (top + 2, bottom - 2):
-                    assert tuple(picture[round(y), round(low) + 5]) == want, (block, slot)
-
-
-@pytest.mark.parametrize("name", worked_examples.NAMES)
-def test_marks_of_a_mask_are_at_the_middle_of_their_cells_at_even_steps(name):
-    view = view_of(worked_examples.load(name)[0])
-    ((title, picture),) = distinct_masks(view, select(view))
-    drawing = mask_drawing(view, title, picture, MASKS)
-    for marks, cells in ((drawing.rows, picture.num_rows), (drawing.columns, picture.num_columns)):
-        places = np.array([mark.share(cells) for mark in marks])
-        steps = np.diff([mark.cell for mark in marks])
-        assert places[0] == 0.5 / cells
-        assert np.allclose(np.diff(places) * cells, steps) and len(set(steps)) == 1
-        assert [mark.number for mark in marks] == [mark.cell for mark in marks]
-    assert drawing.width / drawing.height == pytest.approx(1 / drawing.aspect, rel=0.02)
-
-
-def test_a_stray_token_is_named_in_the_drawing_of_pages_and_pictures():
+def test_a_stray_token_is_named_on_pages_and_pictures():
     view = view_of(small())
     without = len(np.array(Image.open(io.BytesIO(explain_png(view)))))
     view.step.slot_mapping[0][1] = 40  # as a record of something broken may have it
     (line,) = [line for line in block_map(view, 0, [0, 1, 2]).lines if line.strays]
-    assert (line.row, line.strays) == (
-        1,
-        "1 token writes blocks that this request doesn't own: 1",
-    )
+    assert (line.row, line.strays) == (1, "1 token writes blocks that this request doesn't own: 1")
     assert len(np.array(Image.open(io.BytesIO(explain_png(view))))) == without + 20
-
-
-def test_every_kind_of_bar_has_a_colour_in_pictures_and_in_pages():
-    style = Path(png.__file__).with_name("page.css").read_text()
-    colours = [png._fill(kind, request_colour(0)) for kind, _ in LEGEND]
-    assert len(set(colours)) == len(LEGEND)
-    for kind, _ in LEGEND:
-        assert kind == "empty" or f".slots .{kind} {{" in style
 
 
 def test_rows_of_a_mask_have_the_colour_of_their_request():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.recorded_runs import Traffic
+from tests.helpers.recorded_runs import record
 from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.cli import main
 
@@ -26,11 +26,7 @@ def run(tmp_path_factory):
     """Folder of a run of two ranks with pages of steps 10 to 39, and the traffic."""
     folder = tmp_path_factory.mktemp("records")
     for rank in range(2):
-        traffic = Traffic(5, most_drafts=3)
-        recorder = traffic.recorder(folder, suffix=f"-rank{rank}", request_ids="plain")
-        traffic.record(recorder, STEPS)
-        recorder.dump("asked for")
-        recorder.close()
+        traffic = record(folder, 5, STEPS, f"-rank{rank}", most_drafts=3, request_ids="plain")
     command = ["explain", str(folder), "--html", str(folder / "a run.html")]
     assert main([*command, "--step-pages", "10:40"]) == 0
     return folder, traffic
@@ -79,7 +75,7 @@ def test_arrow_keys_go_from_step_to_step(press, run):
 
 
 @needs_node
-def test_up_and_down_choose_a_rank_in_the_time_line_and_a_request_in_its_rows(press, run):
+def test_up_and_down_choose_a_rank_or_a_request(press, run):
     down, far, up = press(key("ArrowDown"), key("ArrowDown", "lane 1"), key("ArrowUp", "lane 1"))[
         1:
     ]

@@ -17,7 +17,7 @@ from unittest import mock
 from tests.helpers.engine import engine_config
 from tests.helpers.v2 import asked_for
 from tests.matrix.cells import DRAFTER, EMULATED, FEATURES, QUANTISED
-from tests.startup.cases import NPUS
+from tests.startup.npus import NPUS
 from vllm_npu_prep import device, platform
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.startup.refusals import refusals_that_apply

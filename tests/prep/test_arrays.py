@@ -1,9 +1,7 @@
-"""The table of a step's arrays: what follows from it, and how little else names an array."""
+"""The table of a step's arrays, and what follows from it."""
 
-import ast
 import dataclasses
 import shutil
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,85 +21,8 @@ from vllm_npu_prep.prep.tables import device_has_all
 
 PACKAGE = Path(fused_pass.__file__).parents[1]
 
-MOST_FILES = 6
-"""The table, the fused pass, the oracle, and three that use the array."""
 
-NAMED_MORE_OFTEN = {
-    "positions": "models, masks and whoever shows a token",
-    "mrope_positions": "as positions, and the batch of a record",
-    "input_ids": "models, and whoever shows a token",
-    "slot_mapping": "kernels, metadata and whoever follows a block",
-    "query_start_loc": "attention, and whoever tells whose a token is",
-    "seq_lens": "attention, and whoever shows a request",
-    "num_computed_tokens": "a table of the runner, and of vLLM's, has this name, too",
-    "logits_indices": "who shows which tokens are sampled",
-    "draft_token_ids": "a request of the oracle and of a scenario has this name, too",
-    "cu_num_draft_tokens": "an argument of vLLM's kernels that are replaced",
-    "chunk_local_query_start_loc": "written by the pass of virtual requests, and checked twice",
-    "chunk_local_seq_lens": "written by the pass of virtual requests, and checked twice",
-    "dcp_local_seq_lens": "attention over shared contexts; vLLM's metadata has this name, too",
-    "dcp_local_context_lens": "attention over shared contexts, and whoever shows what a rank keeps",
-    "initial_state_indices": "layers with states, and whoever checks or shows a state",
-    "state_indices": "layers with states, and whoever checks or shows a state",
-    "has_initial_state": "layers with states, and whoever checks or shows a state",
-    "token_state_indices": "layers with states, and whoever checks or shows a state",
-    "num_accepted_tokens": "an input of the step, and an array of vLLM's runner, have this name",
-    "prefill_query_start_loc": "latent attention and states",
-    "is_padding": "routers leave these tokens out, and ranks tell each other which they are",
-    "idx_mapping": "an argument of V2's kernels that are replaced",
-    "discard_request_mask": "a buffer of vLLM's runner has this name, too",
-}
-"""Arrays that more files may name, and why."""
-
-FOLLOWS_FROM_THE_TABLE = {
-    "prep/layout.py": set(),
-    "prep/compiled.py": set(),
-    "prep/tables.py": {"num_computed_tokens"},  # the runner's table of this name
-    "device/staging.py": {"slot_mapping"},  # split by group, once for each layout
-    # Positions of masks; which samples are on the device; slots, which say nothing in a record
-    "inspect/contract.py": {"positions", "input_ids", "idx_mapping"},
-}
-"""Files that a new array must not need a line in, and the arrays that they name."""
-
-
-@cache
-def names_in(path: Path) -> set[str]:
-    """Names and strings of a file's code, docstrings left out."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
-    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docstrings:
-                found.add(node.value.removesuffix("_padded"))
-        else:
-            found |= {getattr(node, field, None) for field in ("id", "attr", "arg", "name")}
-    return found
-
-
-def files_that_name(array: str) -> list[str]:
-    named = (path for path in PACKAGE.rglob("*.py") if array in names_in(path))
-    files = sorted(path.relative_to(PACKAGE).as_posix() for path in named)
-    return [file for file in files if not file.startswith("emulator/")]
-
-
-@pytest.mark.parametrize("array", STEP_ARRAYS)
-def test_an_array_is_named_in_few_files(array):
-    files = files_that_name(array)
-    assert "prep/arrays.py" in files
-    if array not in NAMED_MORE_OFTEN:
-        assert len(files) <= MOST_FILES, files
-    else:
-        assert len(files) > MOST_FILES, "no exception any more"
-
-
-@pytest.mark.parametrize("path", FOLLOWS_FROM_THE_TABLE)
-def test_what_follows_from_the_table_names_no_array(path):
-    assert names_in(PACKAGE / path) & set(STEP_ARRAYS) == FOLLOWS_FROM_THE_TABLE[path]
-
-
-def test_arrays_of_tokens_come_first_where_tokens_alone_decide_their_offset():
+def test_arrays_of_tokens_come_first():
     levels = [line.level for line in STEP_ARRAYS.values()]
     of_tokens = levels.count(Level.TOKEN)
     assert levels[:of_tokens] == [Level.TOKEN] * of_tokens
@@ -135,10 +56,7 @@ def test_past_the_batch_is_the_padding_that_the_table_names(batch: RandomBatch):
     layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 2, 4)
     buffer = np.full(-(-layout.nbytes() // 64) * 64, 0x55, np.uint8)  # what an older step left
     step = prepare_step(
-        dataclasses.replace(planned.batch, tables=two_groups),
-        padding,
-        layout,
-        layout.views(buffer),
+        dataclasses.replace(planned.batch, tables=two_groups), padding, layout, layout.views(buffer)
     )
     for name, line in STEP_ARRAYS.items():
         if isinstance(line.padding, PaddingRule) or line.level is Level.CHUNK:

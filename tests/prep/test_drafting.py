@@ -4,11 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_npu_prep.prep.drafting import (
-    next_draft_seq_lens,
-    num_rejected_tokens,
-    token_positions,
-)
+from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens, token_positions
 
 
 def scalar_rejected(num_drafts: int, num_valid: int) -> int:
@@ -46,7 +42,7 @@ def test_lengths_follow_the_positions_over_several_passes(lengths, passes, max_m
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 20)), min_size=1, max_size=9))
-def test_positions_of_a_pass_count_up_to_the_end_of_each_sequence(requests):
+def test_positions_of_a_pass_end_with_each_sequence(requests):
     query_lens, computed = zip(*requests)
     starts = np.cumsum([0, *query_lens]).astype(np.int32)
     seq_lens = np.add(query_lens, computed).astype(np.int32)

@@ -41,9 +41,7 @@ def decides(*requests, prompts=(), runs=(), prompt=20) -> bool:
         (25, 1, False),  # decodes
     ],
 )
-def test_a_step_takes_embeddings_while_it_computes_tokens_of_an_image(
-    computed, scheduled, expected
-):
+def test_steps_with_tokens_of_an_image_take_embeddings(computed, scheduled, expected):
     image = [(4, 9)]
     assert decides((computed, scheduled), runs=[image]) is expected
     text = (30, 1)
@@ -54,7 +52,7 @@ def test_a_step_takes_embeddings_while_it_computes_tokens_of_an_image(
 @pytest.mark.parametrize(
     ("computed", "expected"), [(0, True), (19, True), (20, False), (33, False)]
 )
-def test_a_step_takes_embeddings_while_it_reads_a_prompt_that_has_some(computed, expected):
+def test_steps_that_read_a_prompt_of_embeddings_take_them(computed, expected):
     assert decides((30, 1), (computed, 1), prompts=[1]) is expected
     assert decides((30, 1), (computed, 1), prompts=[]) is False
 
@@ -79,7 +77,7 @@ def test_a_step_of_text_and_one_without_requests_take_token_ids():
     ),
     st.integers(0, 1),
 )
-def test_touched_runs_are_those_that_a_token_by_token_reading_finds(requests, shift):
+def test_touched_runs_are_found_token_by_token_too(requests, shift):
     runs, computed, scheduled = [], [], []
     for lengths, num_computed, num_scheduled in requests:
         edges = np.cumsum([0, *lengths]).tolist()

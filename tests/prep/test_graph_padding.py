@@ -7,19 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.batches import RandomBatch, random_batches, step_batch
+from tests.helpers.batches import RandomBatch, decodes, random_batches, step_batch
 from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.capture_sizes import fitting_sizes, largest_decode, thin_sizes
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, plan_mask
-from vllm_npu_prep.prep.oracle import OracleGraphs, OracleRequest, oracle_step
-from vllm_npu_prep.prep.padding import (
-    CapturedGraphs,
-    GraphMode,
-    dispatch,
-    full_padding,
-    why_eager,
-)
+from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_step
+from vllm_npu_prep.prep.padding import CapturedGraphs, GraphMode, dispatch, full_padding, why_eager
 
 
 @st.composite
@@ -48,7 +42,7 @@ def batches_with_graphs(draw) -> tuple[RandomBatch, CapturedGraphs]:
 
 
 def prepared(batch: RandomBatch, graphs: CapturedGraphs):
-    step = step_batch(batch.requests, batch.block_size, batch.max_model_len, batch.chunked_prefill)
+    step = batch.batch()
     uniform = bool((step.num_scheduled_tokens == graphs.decode_query_len).all())
     padding = dispatch(graphs, step.total_num_scheduled_tokens, step.num_reqs, uniform)
     return prepare_step(step, padding)
@@ -147,21 +141,6 @@ def _relative(part: slice, step, itemsize: int) -> slice:
     return slice(part.start - start, part.stop - start)
 
 
-def decodes(count: int, query_len: int = 1) -> list[OracleRequest]:
-    return [
-        OracleRequest(
-            num_computed_tokens=5,
-            num_scheduled_tokens=query_len,
-            num_prompt_tokens=3,
-            token_ids=list(range(6)),
-            block_ids=[2 * index + 1, 2 * index + 2],
-            num_draft_tokens=query_len - 1,
-            draft_token_ids=list(range(query_len - 1)),
-        )
-        for index in range(count)
-    ]
-
-
 @pytest.mark.parametrize(
     ("count", "size", "rows"),
     [(7, 8, 8), (8, 8, 8), (9, 12, 12), (12, 12, 12), (13, None, 13)],
@@ -175,7 +154,7 @@ def test_decodes_around_a_capture_size(count, size, rows):
     assert padding.num_reqs_padded == rows
 
 
-def test_a_full_mixed_batch_that_leaves_tokens_over_has_a_row_for_them():
+def test_a_full_mixed_batch_has_a_row_for_what_is_left_over():
     """As many requests as there may be, and fewer tokens than the size."""
     graphs = CapturedGraphs(GraphMode.FULL, (8,), max_num_seqs=3)
     batch = step_batch(decodes(3), block_size=4, max_model_len=16)
@@ -184,7 +163,7 @@ def test_a_full_mixed_batch_that_leaves_tokens_over_has_a_row_for_them():
     assert step.arrays.seq_lens.tolist() == [6, 6, 6, 5]
 
 
-def test_padding_requests_share_what_one_row_of_the_block_table_cannot_hold():
+def test_padding_requests_share_what_one_row_cannot_hold():
     graphs = CapturedGraphs(GraphMode.FULL, (24,), max_num_seqs=4)
     batch = step_batch(decodes(3), block_size=4, max_model_len=16)
     step = prepare_step(batch, dispatch(graphs, 3, 3, uniform_decode=True))
@@ -221,7 +200,7 @@ def test_the_padding_of_sizes_that_fit_always_fits(sizes, max_num_seqs, max_mode
         assert not all(fits(size, *batch) for batch in batches(size, smaller))
 
 
-def test_arrays_that_piecewise_graphs_read_lie_where_they_lay_whatever_the_requests():
+def test_arrays_of_piecewise_graphs_stay_where_they_lay():
     graphs = CapturedGraphs(GraphMode.PIECEWISE, (8,), max_num_seqs=8)
     places = set()
     for count in (1, 5, 8):
@@ -254,7 +233,7 @@ def test_largest_decode_step(max_num_seqs, query_len, budget, expected):
 
 
 @given(st.sets(st.integers(1, 600), min_size=1), st.integers(1, 80), st.data())
-def test_thinning_keeps_the_largest_what_is_asked_for_and_an_even_spread(sizes, limit, data):
+def test_thinning_keeps_the_largest_and_what_is_asked_for(sizes, limit, data):
     keep = data.draw(st.lists(st.sampled_from(sorted(sizes)), max_size=3))
     thinned = thin_sizes(sizes, limit, keep)
     assert thinned == sorted(set(thinned))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.attention.mla_attention import build_mla_chunked_context_metadata
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -61,6 +61,7 @@ def test_every_array_equals_the_oracle(batch, threshold, workspace_blocks, is_so
         assert value.tolist() == expected[name], name
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(random_batches(), thresholds, workspaces)
 def test_every_array_equals_upstream_s(batch, threshold, workspace_blocks):
     """`split_decodes_and_prefills` and the plan of `MLACommonMetadataBuilder`, array by array."""

@@ -8,24 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.batches import (
-    LOCAL_GROUPS,
-    RandomBatch,
-    local_step,
-    random_batches,
-    step_batch,
-)
+from tests.helpers.batches import LOCAL_GROUPS, RandomBatch, local_step, random_batches, step_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.layout import step_layout
-from vllm_npu_prep.prep.local_attention import (
-    LocalGroups,
-    max_local_reqs,
-)
+from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
-from vllm_npu_prep.prep.padding import (
-    Padding,
-)
+from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
 
 
@@ -67,7 +56,7 @@ def test_virtual_requests_equal_the_oracle(batch, blocks_per_chunk):
 
 
 @given(random_batches(), st.integers(1, 5))
-def test_causal_attention_over_virtual_requests_is_chunked_local_attention(batch, blocks_per_chunk):
+def test_attention_over_virtual_requests_is_local(batch, blocks_per_chunk):
     """Also in the rows of a dense mask, whose columns are positions of a chunk."""
     step = local_step(batch, blocks_per_chunk)
     chunk_size, local = batch.block_size * blocks_per_chunk, step.local
@@ -98,7 +87,7 @@ def test_causal_attention_over_virtual_requests_is_chunked_local_attention(batch
         assert (np.diff(starts)[: local.num_reqs] == lengths[: local.num_reqs]).all()
 
 
-def test_there_can_be_as_many_virtual_requests_as_the_layout_has_places_for():
+def test_the_layout_has_places_for_all_virtual_requests():
     """The bound is what some batch has, over all batches of these sizes."""
 
     def most(query_len: int, chunk_size: int) -> int:

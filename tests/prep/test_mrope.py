@@ -57,7 +57,7 @@ def test_positions_equal_the_oracle(batch, seed, num_dims, strided):
     assert (padding == 0).all()
 
 
-def test_they_travel_in_the_one_buffer_at_a_place_that_tokens_alone_decide():
+def test_tokens_alone_decide_where_they_are_in_the_buffer():
     few, many = step_layout(16, 2, 1, mrope_dims=3), step_layout(16, 9, 3, mrope_dims=3)
     assert few.arrays["mrope_positions"] == many.arrays["mrope_positions"]
     spec = few.arrays["mrope_positions"]

@@ -6,30 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.helpers.batches import step_batch
+from tests.helpers.batches import decodes, step_batch
 from vllm_npu_prep.prep.batch import StepBatch, device_has_all, prepare_step
 from vllm_npu_prep.prep.layout import ALIGNMENT, largest_step, step_layout, targets_per_row
-from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import Padding, full_graph_padding, no_padding, uniform_query_len
 
 
 def with_tables(batch: StepBatch, **tables) -> StepBatch:
     return dataclasses.replace(batch, tables=dataclasses.replace(batch.tables, **tables))
-
-
-def decodes(count: int, drafts: int = 0) -> list[OracleRequest]:
-    return [
-        OracleRequest(
-            num_computed_tokens=5,
-            num_scheduled_tokens=1 + drafts,
-            num_prompt_tokens=3,
-            token_ids=list(range(6)),
-            block_ids=[2 * index + 1, 2 * index + 2],
-            num_draft_tokens=drafts,
-            draft_token_ids=list(range(drafts)),
-        )
-        for index in range(count)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -50,14 +34,14 @@ def test_padded_sizes(tokens, reqs, decode_len, sizes, expected):
     assert full_graph_padding(tokens, reqs, decode_len, sizes, max_model_len=8) == expected
 
 
-def test_uniform_padding_gives_every_dummy_request_one_decode_length():
+def test_uniform_padding_gives_dummy_requests_a_decode_each():
     batch = step_batch(decodes(3, drafts=1), block_size=4, max_model_len=16)
     step = prepare_step(batch, Padding(10, 5, 2))
     assert step.arrays.query_start_loc.tolist() == [0, 2, 4, 6, 8, 10]
     assert step.arrays.seq_lens.tolist() == [7, 7, 7, 2, 2]
 
 
-def test_mixed_padding_gives_one_dummy_request_the_rest_and_later_rows_nothing():
+def test_mixed_padding_gives_one_dummy_request_the_rest():
     batch = step_batch(decodes(2), block_size=4, max_model_len=16)
     step = prepare_step(batch, Padding(8, 5))
     assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 8, 8, 8]
@@ -80,8 +64,9 @@ def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
     assert arrays[-1].end <= layout.variable_offset
 
 
-def test_parts_of_the_tail_do_not_overlap_and_end_where_the_step_ends():
+def test_parts_of_the_tail_do_not_overlap():
     layout = step_layout(37, 5, 2)
+    assert layout.nbytes() == layout.variable_offset
     targets, indices, ids = layout.variable_part(3, 7)
     assert targets.start * 8 == layout.variable_offset
     assert (targets.stop - targets.start, indices.stop - indices.start) == (3, 7)
@@ -95,12 +80,6 @@ def test_same_sizes_give_the_same_layout_and_addresses():
     buffer = np.zeros(step_layout(64, 8, 1).nbytes(), np.uint8)
     first, second = (step_layout(33, 4, 1).views(buffer) for _ in range(2))
     assert first.addresses.tolist() == second.addresses.tolist()
-
-
-def test_a_step_without_samples_or_new_blocks_has_no_tail():
-    layout = step_layout(16, 2, 1)
-    assert layout.nbytes() == layout.variable_offset
-    assert layout.nbytes(0, 1) == layout.variable_offset + 12
 
 
 def test_logits_are_bounded_by_tokens_and_by_requests():
@@ -162,7 +141,7 @@ def test_tables_of_another_type_are_refused():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_a_step_that_does_not_fit_is_refused_before_anything_is_written_past_an_end(wrong, message):
+def test_a_step_that_does_not_fit_writes_past_no_end(wrong, message):
     """The fused pass works on addresses: nothing else would stop it."""
     batch = step_batch(decodes(3), block_size=4, max_model_len=16)
     layout = step_layout(3, 3, 1)
@@ -190,7 +169,7 @@ def test_a_buffer_of_its_own_has_room_for_every_block_change():
     assert prepare_step(batch, no_padding(3, 3)).num_block_changes == 0
 
 
-def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
+def test_last_step_samples_are_placed_before_the_drafts():
     batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
     batch = dataclasses.replace(
         batch, previous_rows=np.array([4, -1, 0], np.int64), num_sampled_rows=6
@@ -202,7 +181,7 @@ def test_last_step_samples_are_placed_on_the_token_before_the_drafts():
     assert step.nbytes == step.layout.variable_offset + 6 * 8
 
 
-def test_drafts_that_the_last_step_made_are_placed_among_tokens_and_drafts():
+def test_drafts_of_the_last_step_are_placed_twice():
     """Rows of the last step: next token and three drafts each; a request may verify fewer."""
     batch = step_batch(decodes(3, drafts=2), block_size=4, max_model_len=16)
     rows = np.array([2, -1, 0], np.int64)

@@ -1,12 +1,10 @@
 """Requests at slots of their own, as vLLM's V2 runner keeps them: the step is that of rows."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from tests.helpers.batches import step_batch
-from vllm_npu_prep.prep.arrays import PADDING_ROWS, STEP_ARRAYS
+from tests.helpers.batches import at_slots, step_batch
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import find_fault
 from vllm_npu_prep.prep.layout import step_layout
@@ -14,7 +12,6 @@ from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 32
-BY_SLOT = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
 
 
 def requests() -> list[OracleRequest]:
@@ -30,26 +27,6 @@ def requests() -> list[OracleRequest]:
         )
         for index, (computed, scheduled, prompt) in enumerate(lengths)
     ]
-
-
-def at_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
-    """The same batch with each request's row moved to its slot, and all block ids to be sent."""
-    tables, num_reqs = batch.tables, batch.num_reqs
-    moved = {name: np.full_like(getattr(tables, name), -9) for name in BY_SLOT}
-    for name, array in moved.items():
-        array[slots] = getattr(tables, name)[:num_reqs]
-    num_rows, width = len(tables.token_ids), int(tables.max_num_blocks[0])
-    rows = tables.block_table_flat.reshape(num_rows + PADDING_ROWS, width)
-    flat = np.full_like(rows, -9)
-    flat[slots] = rows[:num_reqs]
-    num_blocks = np.zeros((1, num_rows), np.int32)
-    num_blocks[0, slots] = (rows[:num_reqs] > 0).sum(axis=1)
-    order = np.zeros(num_rows, np.int32)
-    order[:num_reqs] = slots
-    moved |= {"block_table_flat": flat.reshape(-1), "num_blocks": num_blocks, "slots": order}
-    none = {name: np.zeros((1, num_rows), np.int32) for name in ("num_synced_blocks",)}
-    none["num_device_blocks"] = np.zeros((1, num_rows), np.int32)
-    return dataclasses.replace(batch, tables=dataclasses.replace(tables, **moved, **none))
 
 
 def prepare(batch: StepBatch, has_slots: bool):

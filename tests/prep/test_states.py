@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, GDNAttentionMetadataBuilder
@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from tests.helpers.batches import (
     STATE_GROUPS,
     RandomBatch,
+    at_slots,
     drafts_step,
     random_batches,
     state_step,
@@ -27,7 +28,6 @@ from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
 from vllm_npu_prep.prep.states import StateGroups
-from vllm_npu_prep.prep.tables import device_has_all
 
 LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
 thresholds = st.integers(1, 4)
@@ -70,37 +70,21 @@ def test_every_array_equals_the_oracle(batch, threshold, keeps_states, is_sorted
 
 
 @given(random_batches(), thresholds, st.booleans())
-def test_slots_of_attention_are_those_of_an_engine_without_states(batch, threshold, keeps_states):
+def test_slots_of_attention_are_as_without_states(batch, threshold, keeps_states):
     assert (
         state_step(batch, threshold, keeps_states).slot_mapping[1].tolist()
         == batch.step().slot_mapping[0].tolist()
     )
 
 
-def at_slots(step: PreparedStep, slots: list[int]) -> PreparedStep:
-    """The same step of requests whose rows are elsewhere, as vLLM's V2 runner keeps them."""
-    tables = step.batch.tables
-    num_rows = len(tables.token_ids)
-    names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
-    moved = {name: np.empty_like(getattr(tables, name)) for name in names}
-    for name, array in moved.items():
-        array[slots] = getattr(tables, name)
-    block_tables = [np.empty_like(tables.block_table(g)) for g in range(tables.num_groups)]
-    for group, rows in enumerate(block_tables):
-        rows[slots] = tables.block_table(group)
-    moved |= device_has_all(block_tables) | {"slots": np.array(slots, np.int32)}
-    assert len(slots) == num_rows
-    batch = dataclasses.replace(step.batch, tables=dataclasses.replace(tables, **moved))
-    return prepare_step(batch, step.padding, step.layout)
-
-
+@settings(max_examples=settings.default.max_examples // 3)
 @given(random_batches(), thresholds, st.booleans(), st.randoms(use_true_random=False))
 def test_states_are_the_same_wherever_requests_are(batch, threshold, keeps_states, random):
     batch = sorted_batch(batch, threshold)
     step = state_step(batch, threshold, keeps_states)
     slots = list(range(len(step.batch.tables.token_ids)))
     random.shuffle(slots)
-    moved = at_slots(step, slots)
+    moved = prepare_step(at_slots(step.batch, slots[: step.num_reqs]), step.padding, step.layout)
     assert moved.states == step.states
     for name in LINES:
         assert np.array_equal(getattr(moved.arrays, name), getattr(step.arrays, name)), name
@@ -157,6 +141,7 @@ def upstream_metadata(
     return upstream_builder(batch, keeps_states, num_drafts).build(0, common, *of_drafts)
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(random_batches(), st.booleans())
 def test_every_array_equals_upstream_s(batch, keeps_states):
     """`GDNAttentionMetadataBuilder`, array by array, for a batch in upstream's order.
@@ -236,10 +221,7 @@ def test_every_array_with_drafts_equals_the_oracle(given_batch):
     requests, num_drafts = given_batch
     step = drafts_step(requests, MAX_MODEL_LEN, num_drafts)
     expected = oracle_state_step(
-        requests,
-        decode_threshold=1 + num_drafts,
-        block_size=MAX_MODEL_LEN,
-        num_drafts=num_drafts,
+        requests, decode_threshold=1 + num_drafts, block_size=MAX_MODEL_LEN, num_drafts=num_drafts
     )
     assert step.states is not None
     for name, value in dataclasses.asdict(step.states).items():
@@ -260,7 +242,7 @@ def test_every_array_with_drafts_equals_the_oracle(given_batch):
 
 
 @given(requests_with_drafts(), st.sampled_from([5, 6, 16]))
-def test_with_the_prefix_cache_drafts_leave_states_at_the_ends_of_blocks(given_batch, size):
+def test_with_the_prefix_cache_states_end_with_blocks(given_batch, size):
     """Every array is the oracle's; the state at a block's end is in it, and the next step reads it.
 
     A step writes no block that holds the end of an earlier one.
@@ -302,6 +284,7 @@ def test_with_the_prefix_cache_drafts_leave_states_at_the_ends_of_blocks(given_b
             assert then.initial_state_indices[0, 0] == block
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(requests_with_drafts())
 def test_every_array_with_drafts_equals_upstream_s(given_batch):
     """Which blocks drafts write, which state is read, and which tokens are of which half.
@@ -365,145 +348,110 @@ def test_sizes_that_make_no_sense_are_refused(groups, sizes, message):
 # ------------------------------------------------------------------- the check
 
 
-def some_step() -> PreparedStep:
+def request(
+    computed: int, scheduled: int, blocks: list[int], *, prompt=4, drafts=0, accepted=1
+) -> OracleRequest:
+    return OracleRequest(
+        num_computed_tokens=computed,
+        num_scheduled_tokens=scheduled,
+        num_prompt_tokens=prompt,
+        token_ids=list(range(2, 2 + max(computed + scheduled, prompt) - drafts)),
+        block_ids=blocks,
+        num_draft_tokens=drafts,
+        draft_token_ids=[9] * drafts,
+        num_accepted_tokens=accepted,
+    )
+
+
+def plain() -> PreparedStep:
     """A decode, a chunk of a prompt that crosses a block, and a prompt; padded to five requests."""
     requests = [
-        OracleRequest(
-            num_computed_tokens=computed,
-            num_scheduled_tokens=scheduled,
-            num_prompt_tokens=prompt,
-            token_ids=list(range(2, computed + scheduled + 2)),
-            block_ids=blocks,
-        )
-        for computed, scheduled, prompt, blocks in (
-            (7, 1, 4, [3, 5]),
-            (4, 3, 9, [9, 2]),
-            (0, 2, 2, [7]),
-        )
+        request(7, 1, [3, 5]),
+        request(4, 3, [9, 2], prompt=9),
+        request(0, 2, [7], prompt=2),
     ]
-    batch = RandomBatch(requests, 4, 16, [8], None, True)
-    step = state_step(batch, 1, keeps_states=True)
+    step = state_step(RandomBatch(requests, 4, 16, [8], None, True), 1, keeps_states=True)
     step.batch.tables.num_blocks[:] = 4
     return step
 
 
-LIMITS = np.array([100, NO_SLOTS, 4 * 40, NO_SLOTS], np.int64)
-
-
-def test_a_right_step_is_accepted():
-    step = some_step()
-    assert step.initial_state_indices[0].tolist() == [5, 9, 0]
-    assert step.state_indices[0].tolist() == [5, 2, 7]
-    assert find_fault(step, LIMITS) is None
-
-
-WRONG = [
-    ("state_indices", (0, 1), 3, Rule.STATE_BLOCKS, 1, 0),
-    ("state_indices", (1, 2), 1008, Rule.STATE_BLOCKS, 2, 2),
-    ("initial_state_indices", (0, 0), 3, Rule.STATE_BLOCKS, 0, 0),
-    ("initial_state_indices", (0, 1), 2, Rule.STATE_BLOCKS, 1, 0),
-    ("has_initial_state", (2,), True, Rule.STATE_BEGINS, 2, -1),
-    ("has_initial_state", (0,), False, Rule.STATE_BEGINS, 0, -1),
-    ("state_indices", (0, 3), 4, Rule.STATE_PADDING, 3, 0),
-    ("slot_mapping", (2, 1), 9, Rule.NO_SLOT, -1, 2),
-]
-
-
-@pytest.mark.parametrize(("name", "place", "value", "rule", "req", "group"), WRONG)
-def test_a_wrong_value_is_found(name, place, value, rule, req, group):
-    step = some_step()
-    assert step.padding.num_reqs_padded > step.num_reqs
-    getattr(step.arrays, name)[place] = value
-    fault = find_fault(step, LIMITS)
-    assert fault is not None
-    assert (fault.rule, fault.req, fault.group) == (rule, req, group)
-    said = str(explain_fault(step, LIMITS, fault, ["a", "b", "c"]))
-    assert said.startswith(f'step check "{RULES[rule][0]}": ') and "\n" not in said
-
-
-@pytest.mark.parametrize("reads", [True, False], ids=["one reads it", "both write it"])
-def test_a_shared_state_is_found(reads):
-    """The tables themselves are wrong: two requests have the same block."""
-    step = some_step()
-    table = step.batch.tables.block_table(0)
-    place, name = ((1, 0), "initial_state_indices") if reads else ((1, 1), "state_indices")
-    table[place] = 5  # the state of the first request
-    getattr(step.arrays, name)[0, 1] = 5
-    fault = find_fault(step, LIMITS)
-    assert fault is not None
-    assert (fault.rule, fault.group) == (Rule.STATE_SHARED, 0)
-
-
-def some_drafts() -> PreparedStep:
+def drafted() -> PreparedStep:
     """Two decodes of a token and a draft, and a prompt; padded by three tokens."""
     requests = [
-        OracleRequest(
-            num_computed_tokens=computed,
-            num_scheduled_tokens=scheduled,
-            num_prompt_tokens=4,
-            token_ids=list(range(2, 2 + computed + scheduled - drafts)),
-            block_ids=blocks,
-            num_draft_tokens=drafts,
-            draft_token_ids=[9] * drafts,
-            num_accepted_tokens=accepted,
-        )
-        for computed, scheduled, drafts, blocks, accepted in (
-            (7, 2, 1, [3, 5], 2),
-            (6, 2, 1, [9, 2], 1),
-            (0, 4, 0, [7, 4], 1),
-        )
+        request(7, 2, [3, 5], drafts=1, accepted=2),
+        request(6, 2, [9, 2], drafts=1),
+        request(0, 4, [7, 4]),
     ]
     step = drafts_step(requests, MAX_MODEL_LEN, 1)
     step.batch.tables.num_blocks[:] = 4
     return step
 
 
-WRONG_DRAFTS = [
-    ("num_accepted_tokens", (0,), 1, Rule.STATE_ACCEPTED, 0, -1, -1),
-    ("num_accepted_tokens", (2,), 2, Rule.STATE_ACCEPTED, 2, -1, -1),
-    ("num_accepted_tokens", (3,), 2, Rule.STATE_PADDING, 3, -1, -1),
-    ("initial_state_indices", (0, 0), 3, Rule.STATE_BLOCKS, 0, -1, 0),
-    ("token_state_indices", (0, 1), 3, Rule.STATE_BLOCKS, 0, 1, 0),
-    ("token_state_indices", (1, 2), 1002, Rule.STATE_BLOCKS, 1, 2, 2),
-    ("token_state_indices", (0, 4), 7, Rule.STATE_PADDING, -1, 4, 0),
+LIMITS = {
+    plain: np.array([100, NO_SLOTS, 4 * 40, NO_SLOTS], np.int64),
+    drafted: np.array([100, NO_SLOTS, 1 << 20, NO_SLOTS], np.int64),
+}
+
+
+def test_right_steps_are_accepted():
+    step, with_drafts = plain(), drafted()
+    assert step.initial_state_indices[0].tolist() == [5, 9, 0]
+    assert step.state_indices[0].tolist() == [5, 2, 7]
+    assert with_drafts.initial_state_indices[0].tolist() == [5, 9, 0]
+    assert with_drafts.token_state_indices[0].tolist() == [3, 5, 9, 2, 0, 0, 0, 0]
+    assert find_fault(step, LIMITS[plain]) is find_fault(with_drafts, LIMITS[drafted]) is None
+
+
+WRONG = [  # the step, what is wrong of it; the rule, request, token and group of the fault
+    (plain, "state_indices", (0, 1), 3, (Rule.STATE_BLOCKS, 1, -1, 0)),
+    (plain, "state_indices", (1, 2), 1008, (Rule.STATE_BLOCKS, 2, -1, 2)),
+    (plain, "initial_state_indices", (0, 0), 3, (Rule.STATE_BLOCKS, 0, -1, 0)),
+    (plain, "initial_state_indices", (0, 1), 2, (Rule.STATE_BLOCKS, 1, -1, 0)),
+    (plain, "has_initial_state", (2,), True, (Rule.STATE_BEGINS, 2, -1, -1)),
+    (plain, "has_initial_state", (0,), False, (Rule.STATE_BEGINS, 0, -1, -1)),
+    (plain, "state_indices", (0, 3), 4, (Rule.STATE_PADDING, 3, -1, 0)),
+    (plain, "slot_mapping", (2, 1), 9, (Rule.NO_SLOT, -1, 1, 2)),
+    (drafted, "num_accepted_tokens", (0,), 1, (Rule.STATE_ACCEPTED, 0, -1, -1)),
+    (drafted, "num_accepted_tokens", (2,), 2, (Rule.STATE_ACCEPTED, 2, -1, -1)),
+    (drafted, "num_accepted_tokens", (3,), 2, (Rule.STATE_PADDING, 3, -1, -1)),
+    (drafted, "initial_state_indices", (0, 0), 3, (Rule.STATE_BLOCKS, 0, -1, 0)),
+    (drafted, "token_state_indices", (0, 1), 3, (Rule.STATE_BLOCKS, 0, 1, 0)),
+    (drafted, "token_state_indices", (1, 2), 1002, (Rule.STATE_BLOCKS, 1, 2, 2)),
+    (drafted, "token_state_indices", (0, 4), 7, (Rule.STATE_PADDING, -1, 4, 0)),
 ]
 
 
-@pytest.mark.parametrize(("name", "place", "value", "rule", "req", "token", "group"), WRONG_DRAFTS)
-def test_a_wrong_value_of_drafts_is_found(name, place, value, rule, req, token, group):
-    step, limits = some_drafts(), np.array([100, NO_SLOTS, 1 << 20, NO_SLOTS], np.int64)
-    assert step.initial_state_indices[0].tolist() == [5, 9, 0]
-    assert step.token_state_indices[0].tolist() == [3, 5, 9, 2, 0, 0, 0, 0]
-    assert find_fault(step, limits) is None
+@pytest.mark.parametrize(("make", "name", "place", "value", "fault"), WRONG)
+def test_a_wrong_value_is_found(make, name, place, value, fault):
+    step, limits = make(), LIMITS[make]
     getattr(step.arrays, name)[place] = value
-    fault = find_fault(step, limits)
+    found = find_fault(step, limits)
+    assert found == fault
+    said = str(explain_fault(step, limits, found, ["a", "b", "c"]))
+    assert said.startswith(f'step check "{RULES[fault[0]][0]}": ') and "\n" not in said
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["one reads it", "both write it"])
+def test_a_shared_state_is_found(reads):
+    """The tables themselves are wrong: two requests have the same block."""
+    step = plain()
+    table = step.batch.tables.block_table(0)
+    place, name = ((1, 0), "initial_state_indices") if reads else ((1, 1), "state_indices")
+    table[place] = 5  # the state of the first request
+    getattr(step.arrays, name)[0, 1] = 5
+    fault = find_fault(step, LIMITS[plain])
     assert fault is not None
-    assert fault == (rule, req, token, group)
-    said = str(explain_fault(step, limits, fault, ["a", "b", "c"]))
-    assert said.startswith(f'step check "{RULES[rule][0]}": ') and "\n" not in said
+    assert (fault.rule, fault.group) == (Rule.STATE_SHARED, 0)
 
 
 def test_a_step_that_can_not_be_is_refused():
-    requests = [
-        OracleRequest(
-            num_computed_tokens=computed,
-            num_scheduled_tokens=scheduled,
-            num_prompt_tokens=4,
-            token_ids=list(range(2, 30)),
-            block_ids=[3, 5],
-            num_draft_tokens=drafts,
-            draft_token_ids=[9] * drafts,
-            num_accepted_tokens=accepted,
-        )
-        for computed, scheduled, drafts, accepted in ((0, 9, 0, 1), (7, 2, 1, 1), (7, 2, 1, 3))
-    ]
+    decode = request(7, 2, [3, 5], drafts=1)
     with pytest.raises(ValueError, match="more accepted tokens"):
-        drafts_step(requests[2:], MAX_MODEL_LEN, 1)
+        drafts_step([dataclasses.replace(decode, num_accepted_tokens=3)], MAX_MODEL_LEN, 1)
     with pytest.raises(ValueError, match="drafts of a request after the decodes"):
-        drafts_step(requests[:2], MAX_MODEL_LEN, 1)
+        drafts_step([request(0, 9, [3, 5]), decode], MAX_MODEL_LEN, 1)
 
 
 def test_every_rule_of_states_is_broken_above():
     of_states = {rule for rule in Rule if rule is Rule.NO_SLOT or rule.name.startswith("STATE_")}
-    broken = {*(case[3] for case in WRONG), *(case[3] for case in WRONG_DRAFTS)}
-    assert of_states == broken | {Rule.STATE_SHARED}
+    assert of_states == {fault[0] for *_, fault in WRONG} | {Rule.STATE_SHARED}

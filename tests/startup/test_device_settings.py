@@ -25,9 +25,7 @@ DEFAULT = "expandable_segments:True,pinned_max_round_threshold_mb:64"
     [(None, DEFAULT), ("max_split_size_mb:64", "max_split_size_mb:64")],
     ids=["unset", "the user's"],
 )
-def test_the_allocator_extends_its_segments_unless_the_user_wants_something_else(
-    monkeypatch, before, after
-):
+def test_the_allocator_extends_its_segments_by_default(monkeypatch, before, after):
     monkeypatch.delenv(activation.ALLOCATOR_ENV_VAR, raising=False)
     if before is not None:
         monkeypatch.setenv(activation.ALLOCATOR_ENV_VAR, before)

@@ -56,7 +56,7 @@ def test_a_cluster_without_npus_is_refused_with_what_to_start(
         ray_cluster.prepare_for_workers(parallel(), device.CPU_KIND)
 
 
-def test_workers_get_the_device_and_the_folder_of_counts_that_the_server_chose(offer, monkeypatch):
+def test_workers_get_the_device_and_the_folder_of_counts(offer, monkeypatch):
     """Hosts that have yet to join are waited for; vLLM checks a config several times."""
     monkeypatch.setenv("NPU_PREP_METRICS_DIR", "/counts")
     asked = offer({"NPU": 1.0})
@@ -71,9 +71,7 @@ def test_workers_get_the_device_and_the_folder_of_counts_that_the_server_chose(o
 
 
 @pytest.mark.parametrize(("num_ranks", "fits"), [(2, True), (3, False)])
-def test_ranks_that_the_npus_of_this_host_can_hold_need_no_cluster(
-    offer, monkeypatch, num_ranks, fits
-):
+def test_ranks_that_this_host_can_hold_need_no_cluster(offer, monkeypatch, num_ranks, fits):
     """vLLM starts one then, of this host alone."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("NPU_PREP_METRICS_DIR", raising=False)
@@ -143,7 +141,7 @@ def test_a_host_keeps_its_address_and_its_devices_to_itself(monkeypatch):
     assert carried["HCCL_CONNECT_TIMEOUT"] == "1"
 
 
-def test_who_waits_for_another_host_hears_of_messages_time_and_end(monkeypatch):
+def test_who_waits_for_another_host_hears_of_all(monkeypatch):
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     activation.prepare_process()

@@ -39,15 +39,29 @@ def configure(model):
     return lambda folder=model, **settings: engine_config(folder, **settings)
 
 
+@pytest.fixture
+def block(configure, caplog, monkeypatch):
+    """The block that start-up logs for an engine.
+
+    vLLM says once what it said before, so each test has sizes of its own.
+    """
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def block(*folder, **settings) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="vllm"):
+            configure(*folder, **settings)
+        return next(row for row in reversed(caplog.messages) if "vllm_npu_prep:\n" in row)
+
+    return block
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
         ({"maks": 1}, ['"maks"', '"mask"']),
         ({"attention": "fia"}, ['"fia"', "reference"]),
-        (
-            {"mask": "dense", "mask_budget_bytes": 1 << 14},
-            ["mask_budget_bytes", "compressed"],
-        ),
+        ({"mask": "dense", "mask_budget_bytes": 1 << 14}, ["mask_budget_bytes", "compressed"]),
     ],
     ids=["unknown key", "family of another device", "dense mask beyond the budget"],
 )
@@ -78,25 +92,15 @@ def test_defaults_that_start_up_decides(configure):
     assert config.scheduler_config.async_scheduling
 
 
-def test_a_model_that_sees_says_so_or_serves_text_only(
-    configure, vision_models, caplog, monkeypatch
-):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-
-    def block(**settings) -> str:
-        caplog.clear()
-        configure(vision_models / "qwen2_5_vl", skip_tokenizer_init=False, **settings)
-        messages = (record.getMessage() for record in caplog.records)
-        return next(message for message in messages if "vllm_npu_prep:" in message)
-
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        seeing = block(max_num_seqs=3, compilation_config={"cudagraph_mm_encoder": True})
-        text = block(
-            max_num_seqs=4, language_model_only=True, hf_overrides={"is_mm_prefix_lm": True}
-        )
+def test_a_model_that_sees_says_so_or_serves_text_only(block, vision_models):
+    sees = {"skip_tokenizer_init": False, "compilation_config": {"cudagraph_mm_encoder": True}}
+    seeing = block(vision_models / "qwen2_5_vl", max_num_seqs=3, **sees)
     assert "multimodal    image, video, M-RoPE; steps that read them" in seeing
     assert "off           cudagraph_mm_encoder" in seeing
-    assert "multimodal" not in text
+    both_ways = {"language_model_only": True, "hf_overrides": {"is_mm_prefix_lm": True}}
+    assert "multimodal" not in block(
+        vision_models / "qwen2_5_vl", max_num_seqs=4, skip_tokenizer_init=False, **both_ways
+    )
 
 
 def test_drafters_leave_scheduling_as_vllm_decides_it(configure, model, tmp_path):
@@ -117,7 +121,7 @@ def test_a_connector_that_is_registered_by_name_is_its_owner_s(configure, monkey
     assert chosen is PullingConnector
 
 
-def test_engines_of_one_process_have_the_runner_that_each_asks_for(configure):
+def test_each_engine_of_a_process_has_the_runner_it_asks_for(configure):
     """Whichever was asked for when the process began; V1 where none is."""
     found = []
     for asked in ("V1", "V2", "V1", "V2"):
@@ -142,123 +146,89 @@ def test_one_graph_serves_any_number_of_adapters(configure):
     assert not config.lora_config.specialize_active_lora
 
 
-def test_start_up_block_says_what_runs_and_what_is_off(configure, caplog, monkeypatch, tmp_path):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        configure(
-            max_num_seqs=7,
-            enable_lora=True,
-            max_loras=3,
-            specialize_active_lora=True,
-            additional_config={"npu_prep": {"mask": "compressed"}},
-            compilation_config={"backend": "inductor"},
-            profiler_config={
-                "profiler": "torch",
-                "torch_profiler_dir": str(tmp_path),
-                "capture_torch_profiler": True,
-            },
-        )
-    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
-    parts = "CPU fallback", "reference", "compressed", "graph mode    FULL_AND_PIECEWISE"
-    parts += ("check         cheap", "probe         none: kernels of the CPU fallback")
+def test_start_up_block_says_what_runs_and_what_is_off(block, tmp_path):
+    said = block(
+        max_num_seqs=7,
+        enable_lora=True,
+        max_loras=3,
+        specialize_active_lora=True,
+        additional_config={"npu_prep": {"mask": "compressed"}},
+        compilation_config={"backend": "inductor"},
+        profiler_config={
+            "profiler": "torch",
+            "torch_profiler_dir": str(tmp_path),
+            "capture_torch_profiler": True,
+        },
+    )
     for part in (
-        *parts,
+        "CPU fallback",
+        "reference",
+        "compressed",
+        "graph mode    FULL_AND_PIECEWISE",
+        "check         cheap",
+        "probe         none: kernels of the CPU fallback",
         "7 requests",
         "off           Inductor",
         "LoRA          3",
         "active-lora",
         "capture_",
     ):
-        assert part in block
+        assert part in said
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_start_up_warns_of_priorities_beside_a_prefix_cache(configure, caplog, monkeypatch, caches):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        configure(  # of a size of its own: what was said once is not said again
-            scheduling_policy="priority", enable_prefix_caching=caches, max_num_seqs=11 + caches
-        )
-    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
-    assert ("note          priority scheduling may leave blocks" in block) == caches
+def test_start_up_warns_of_priorities_beside_a_prefix_cache(block, caches):
+    said = block(
+        scheduling_policy="priority", enable_prefix_caching=caches, max_num_seqs=11 + caches
+    )
+    assert ("note          priority scheduling may leave blocks" in said) == caches
 
 
-UNPADDED = {
-    "speculative_config": {
-        "method": "ngram",
-        "num_speculative_tokens": 2,
-        "prompt_lookup_max": 2,
-        "disable_padded_drafter_batch": True,
-    }
-}
+UNPADDED = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+UNPADDED["disable_padded_drafter_batch"] = True
 
 
 @pytest.mark.parametrize(
     ("asked", "runner", "is_named"),
     [
         ({"enable_prompt_embeds": True}, "V1", True),
-        (UNPADDED, "V1", False),
+        ({"speculative_config": UNPADDED}, "V1", False),
         ({"runner": "pooling"}, "V1", False),
         ({}, "V2", False),
     ],
     ids=["generates", "asks for more", "pools", "on V2"],
 )
-def test_start_up_says_that_v2_has_all_where_v1_runs(
-    configure, caplog, monkeypatch, request, asked, runner, is_named
-):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    size = 20 + len(request.node.name)  # of a size of its own: what was said is not said again
-    with asked_for(runner), caplog.at_level(logging.INFO, logger="vllm"):
-        configure(max_num_seqs=size, **asked)
-    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
-    assert block.count("note          Model Runner V1, the plugin's default; V2") == is_named
+def test_start_up_says_that_v2_has_all_where_v1_runs(block, request, asked, runner, is_named):
+    with asked_for(runner):
+        said = block(max_num_seqs=20 + len(request.node.name), **asked)
+    assert said.count("note          Model Runner V1, the plugin's default; V2") == is_named
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_start_up_says_where_engines_agree_if_asked_for_the_device(
-    configure, caplog, monkeypatch, on_host
-):
-    """They agree on the host, whatever the flag says."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        config = configure(
-            data_parallel_size=2,
-            disable_nccl_for_dp_synchronization=on_host,
-            max_num_seqs=13 + on_host,
-        )
-    assert config.parallel_config.disable_nccl_for_dp_synchronization
-    block = next(r.getMessage() for r in caplog.records if "vllm_npu_prep:\n" in r.getMessage())
-    assert ("note          engines agree on the size of each step on the host" in block) != on_host
+def test_engines_agree_on_the_host_whatever_is_asked_for(block, configure, on_host):
+    """And start-up says so if the device was asked for."""
+    flag = {"disable_nccl_for_dp_synchronization": on_host}
+    said = block(data_parallel_size=2, max_num_seqs=13 + on_host, **flag)
+    parallel = configure(data_parallel_size=2, **flag).parallel_config
+    assert parallel.disable_nccl_for_dp_synchronization
+    assert ("note          engines agree on the size of each step on the host" in said) != on_host
 
 
-def test_start_up_names_variables_of_vllm_ascend_that_are_set(configure, caplog, monkeypatch):
+def test_start_up_names_variables_of_vllm_ascend_that_are_set(block, monkeypatch):
     """An image may set them, so they are no error."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        configure()
-    block = next(row for row in reversed(caplog.messages) if "vllm_npu_prep:" in row)
-    assert "VLLM_ASCEND_ENABLE_NZ: variables of vllm-ascend, not read here" in block
-    assert "docs/start/from-vllm-ascend.md" in block
+    said = block(max_num_seqs=15)
+    assert "VLLM_ASCEND_ENABLE_NZ: variables of vllm-ascend, not read here" in said
+    assert "docs/start/from-vllm-ascend.md" in said
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"NPU_PREP_DEVICE": "gpu"}, "NPU_PREP_DEVICE='gpu' is not a device"),
-        ({"NPU_PREP_DEVICE": "npu"}, "torch_npu is not installed"),
-    ],
-)
-def test_bad_environment_gets_one_line_and_no_traceback(environment, message, model):
+def test_bad_environment_gets_one_line_and_no_traceback():
     code = "from vllm.platforms import current_platform"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "NPU_PREP_DEVICE": "gpu"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 2
-    assert message in run.stderr
+    assert "NPU_PREP_DEVICE='gpu' is not a device" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -302,14 +272,9 @@ def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
     assert activation.activate_platform() == activation.PLATFORM_CLASS
 
 
-def test_every_key_of_vllm_ascend_that_is_refused_stands_on_the_page_that_refusals_name():
+def test_the_page_about_vllm_ascend_has_all_refused_keys():
     page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
-    assert [key for key in sorted(vllm_ascend.KEYS) if f"`{key}`" not in page] == []
     assert [name for name in vllm_ascend.VARIABLES if f"`{name}" not in page] == []
-
-
-def test_every_key_on_the_page_about_vllm_ascend_is_refused():
-    page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
     keys = page.partition("## Keys of")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", keys, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([a-zA-Z]\w+)`", cell)}
@@ -319,7 +284,7 @@ def test_every_key_on_the_page_about_vllm_ascend_is_refused():
     assert named - inside - variables == vllm_ascend.KEYS
 
 
-def test_flags_and_refusals_on_the_page_about_vllm_ascend_are_there():
+def test_flags_and_refusals_on_that_page_are_there():
     """Flags are vLLM's, refusals start-up's; variables that vLLM is said to read are read."""
     from vllm import envs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser

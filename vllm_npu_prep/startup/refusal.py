@@ -1,10 +1,11 @@
 """A refusal: when it applies, what it says, and what it has in common with others."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from vllm_npu_prep.aclnn import release_with
 from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.example import Example
 
 NOT_SUPPORTED = " is not supported by vllm_npu_prep"
 """Verdict about a feature; for one of several values the reason is enough."""
@@ -49,6 +50,8 @@ class Refusal:
         What to do instead.
     words
         Values for the holes of the texts, by name.
+    example
+        Engines that it refuses: arguments alone, or all that it takes.
     """
 
     id: str
@@ -57,6 +60,16 @@ class Refusal:
     reason: str
     remedy: str
     words: Callable[[Asked], dict[str, object]] = _no_words
+    _: KW_ONLY
+    example: str | Example | tuple[Example, ...]
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """Engines that it refuses, at least one."""
+        if isinstance(self.example, tuple):
+            return self.example
+        example = self.example
+        return (Example(example) if isinstance(example, str) else example,)
 
     def message(self, asked: Asked, verdict: str) -> str:
         """The line for an engine's user."""

@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
+from vllm_npu_prep.startup.example import VISION, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ MULTIMODAL = (
         "only {known} input is supported",
         "use --limit-mm-per-prompt '{limits}'",
         _words,
+        example=Example(
+            says="only image input is supported; use --limit-mm-per-prompt '{\"video\": 0}'",
+            model=VISION,
+            where={f"{__name__}.MODALITIES": ("image",)},
+        ),
     ),
     Refusal(
         "mm-prefix",
@@ -47,6 +53,7 @@ MULTIMODAL = (
         "bidirectional attention within images ({model})",
         "masks are always causal",
         "use --language-model-only to serve text",
+        example=Example("--hf-overrides.is_mm_prefix_lm true", model=VISION),
     ),
     Refusal(
         "mm-raw-input",
@@ -54,6 +61,9 @@ MULTIMODAL = (
         "raw multimodal input ({model})",
         "the plugin expects encoder outputs that replace placeholder tokens",
         "use another model",
+        example=Example(
+            model=VISION, where={"vllm.config.ModelConfig.is_multimodal_raw_input_only_model": True}
+        ),
     ),
     Refusal(
         "mm-prompt-embeds",
@@ -61,6 +71,7 @@ MULTIMODAL = (
         "--enable-prompt-embeds with a multimodal model",
         "a step takes embeddings from the encoder or from prompts, not from both",
         "leave the flag out",
+        example=Example("--enable-prompt-embeds", model=VISION),
     ),
     Refusal(
         "video-pruning",
@@ -68,6 +79,7 @@ MULTIMODAL = (
         "--video-pruning-rate",
         "positions would depend on what the encoder computes on the device",
         "leave the flag out",
+        example=Example("--video-pruning-rate 0.5", model=VISION),
     ),
     Refusal(
         "mm-encoder-only",
@@ -75,6 +87,7 @@ MULTIMODAL = (
         "--mm-encoder-only",
         "the plugin prepares steps of the language model",
         "leave the flag out",
+        example=Example("--mm-encoder-only", model=VISION),
     ),
     Refusal(
         "mm-encoder-attention",
@@ -82,6 +95,7 @@ MULTIMODAL = (
         "--mm-encoder-attn-backend or --mm-encoder-attn-dtype",
         "encoders use torch's attention operator, in the model's dtype",
         "leave the flags out",
+        example=Example("--mm-encoder-attn-backend FLASH_ATTN", model=VISION),
     ),
     Refusal(
         "ec-transfer",
@@ -89,6 +103,11 @@ MULTIMODAL = (
         "--ec-transfer-config",
         "the encoder's outputs can't be sent to other engines",
         "leave the flag out",
+        example=Example(
+            "--ec-transfer-config.ec_connector ECExampleConnector "
+            "--ec-transfer-config.ec_role ec_consumer",
+            model=VISION,
+        ),
     ),
     Refusal(
         "lora-tower",
@@ -98,6 +117,7 @@ MULTIMODAL = (
         "--enable-tower-connector-lora",
         "adapters are applied to the language model only",
         "leave the flag out",
+        example=Example("--enable-lora --enable-tower-connector-lora", model=VISION),
     ),
 )
 

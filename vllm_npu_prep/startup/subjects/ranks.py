@@ -6,6 +6,17 @@ from vllm_npu_prep.compat.releases import ray_compiles_graphs
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.example import (
+    EXPERTS,
+    MLA,
+    NGRAM,
+    ONE_KV_HEAD,
+    OPTION,
+    SHARED_BY_2,
+    STORED,
+    WINDOWS,
+    Example,
+)
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -70,6 +81,11 @@ DEVICES = (
             "visible": visible_devices(c.kind.device_type),
             "variable": c.kind.visible_env_var,
         },
+        example=Example(
+            "--tensor-parallel-size 2 --data-parallel-size 2",
+            "4 ranks on this host: 2 NPUs are visible, and each rank needs its own; lower",
+            family="fia",
+        ),
     ),
     Refusal(
         "no-collectives",
@@ -78,8 +94,17 @@ DEVICES = (
         "libhccl.so has no HcclGetRootInfo, so NPUs can't exchange data",
         "install CANN's HCCL, set tensor and pipeline parallel size to 1, or use the CPU fallback",
         lambda c: {"num_ranks": _parallel(c).world_size},
+        example=Example(
+            "--tensor-parallel-size 2",
+            "2 ranks of one engine: libhccl.so",
+            family="fia",
+            where={f"{__name__}.has_collectives": {"cpu": True, "npu": False}.get},
+        ),
     ),
 )
+
+EXPERTS_MOVE = {"vllm.platforms.current_platform.is_cuda_alike": lambda: True}
+"""Of an example: elsewhere vLLM itself refuses experts that move."""
 
 RANKS = (
     Refusal(
@@ -89,6 +114,7 @@ RANKS = (
         "every rank computes whole prompts",
         "use --tensor-parallel-size and --decode-context-parallel-size",
         lambda c: {"size": _parallel(c).prefill_context_parallel_size},
+        example=Example("--prefill-context-parallel-size 2", "context-parallel-size 2 is"),
     ),
     Refusal(
         "external-launcher",
@@ -96,6 +122,7 @@ RANKS = (
         "--distributed-executor-backend external_launcher",
         "only mp and Ray can start ranks",
         "use mp or ray",
+        example="--tensor-parallel-size 2 --distributed-executor-backend external_launcher",
     ),
     Refusal(
         "eplb",
@@ -103,6 +130,11 @@ RANKS = (
         "--enable-eplb",
         "experts stay on the ranks that loaded them",
         "leave the flag out",
+        example=Example(
+            "--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb",
+            model=EXPERTS,
+            where=EXPERTS_MOVE,
+        ),
     ),
     Refusal(
         "elastic-ep",
@@ -110,6 +142,13 @@ RANKS = (
         "--enable-elastic-ep",
         "experts stay on the ranks that loaded them",
         "leave the flag out",
+        example=Example(
+            "--data-parallel-size 2 --enable-expert-parallel --enable-eplb --enable-elastic-ep "
+            "--eplb-config.use_async false",
+            model=EXPERTS,
+            where=EXPERTS_MOVE,
+            also=("eplb",),
+        ),
     ),
     Refusal(
         "all2all-backend",
@@ -120,6 +159,11 @@ RANKS = (
         "its kernels run on CUDA devices only",
         "leave the flag out",
         lambda c: {"name": _parallel(c).all2all_backend},
+        example=Example(
+            "--data-parallel-size 2 --all2all-backend deepep_low_latency",
+            "--all2all-backend deepep_low_latency is",
+            model=EXPERTS,
+        ),
     ),
     Refusal(
         "batch-sharded-sampling",
@@ -127,6 +171,7 @@ RANKS = (
         "--enable-batch-sharded-sampling",
         "every rank samples all requests of a step",
         "leave the flag out",
+        example="--tensor-parallel-size 2 --enable-batch-sharded-sampling",
     ),
     Refusal(
         "fault-tolerance",
@@ -134,6 +179,9 @@ RANKS = (
         "--enable-fault-tolerance",
         "an engine that loses a rank stops, and has to be restarted",
         "leave the flag out",
+        example=Example(
+            "--enable-fault-tolerance --data-parallel-size 2 --data-parallel-rank 0", model=EXPERTS
+        ),
     ),
     Refusal(
         "async-stages",
@@ -145,6 +193,7 @@ RANKS = (
         "--async-scheduling over pipeline stages",
         "vLLM's V1 runner does not support it",
         "leave the flag out",
+        example=Example("--pipeline-parallel-size 2 --async-scheduling", until="0.33.0"),
     ),
     Refusal(
         "ray-data-parallel",
@@ -152,6 +201,7 @@ RANKS = (
         "--data-parallel-backend ray",
         "only mp can start engines",
         "use --distributed-executor-backend ray to spread the ranks of each engine over hosts",
+        example="--data-parallel-backend ray --distributed-executor-backend ray",
     ),
     Refusal(
         "ray-compiled-graphs",
@@ -159,6 +209,11 @@ RANKS = (
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
         "Ray's compiled graphs have not been tested",
         "unset it",
+        example=Example(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 "
+            "--tensor-parallel-size 2 --distributed-executor-backend ray",
+            until="0.33.0",
+        ),
     ),
 )
 
@@ -174,6 +229,7 @@ SHARED_CONTEXTS = (
         SHARED + "kernel family {family}",
         "its operators don't tell the sums of exponentials, by which results are merged",
         'use {{"npu_prep": {{"attention": "fia"}}}}',
+        example=Example(SHARED_BY_2, "with kernel family atb", model=ONE_KV_HEAD, family="atb"),
     ),
     Refusal(
         "shared-contexts-absorbed",
@@ -181,6 +237,7 @@ SHARED_CONTEXTS = (
         SHARED + 'latent_prefill "absorbed"',
         "prompts would attend to their own rows in the cache of one rank each",
         "leave the option out",
+        example=Example(f"{SHARED_BY_2} {OPTION}.latent_prefill absorbed", model=MLA),
     ),
     Refusal(
         "shared-contexts-layers",
@@ -188,6 +245,7 @@ SHARED_CONTEXTS = (
         SHARED + "layers that see parts of contexts, share K and V or hold states ({model})",
         "ranks share contexts that every layer sees all of",
         "use --tensor-parallel-size",
+        example=Example(SHARED_BY_2, model={**ONE_KV_HEAD, **WINDOWS, "use_sliding_window": True}),
     ),
     Refusal(
         "shared-contexts-speculation",
@@ -195,6 +253,7 @@ SHARED_CONTEXTS = (
         SHARED + "speculation",
         "a step with drafts sees them in the cache of one rank each",
         ALONE,
+        example=Example(f"{SHARED_BY_2} {NGRAM}", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-connector",
@@ -202,6 +261,7 @@ SHARED_CONTEXTS = (
         SHARED + "a KV connector",
         "connectors store blocks of one rank",
         ALONE,
+        example=Example(f"{SHARED_BY_2} {STORED}", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-pooling",
@@ -209,6 +269,7 @@ SHARED_CONTEXTS = (
         SHARED + "a pooling model",
         "it was tried with models that generate",
         ALONE,
+        example=Example(f"{SHARED_BY_2} --runner pooling", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-beside",
@@ -216,6 +277,9 @@ SHARED_CONTEXTS = (
         SHARED + "pipeline stages, several engines, images, LoRA or int8",
         "it was tried with tensor parallelism and text alone",
         ALONE,
+        example=Example(
+            f"{SHARED_BY_2} --pipeline-parallel-size 2 --no-async-scheduling", model=ONE_KV_HEAD
+        ),
     ),
     Refusal(
         "shared-contexts-exchange",
@@ -225,6 +289,7 @@ SHARED_CONTEXTS = (
         "--dcp-comm-backend or --dcp-q-replicate",
         "results are gathered and scattered, and queries are gathered",
         "leave them out",
+        example=Example(f"{SHARED_BY_2} --dcp-comm-backend a2a", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-older-name",
@@ -233,6 +298,11 @@ SHARED_CONTEXTS = (
         "it is an older name, which vLLM reads after the cache has been laid out",
         "use --cp-kv-cache-interleave-size",
         lambda c: {"size": _parallel(c).dcp_kv_cache_interleave_size},
+        example=Example(
+            f"{SHARED_BY_2} --dcp-kv-cache-interleave-size 2",
+            "--dcp-kv-cache-interleave-size 2 is",
+            model=ONE_KV_HEAD,
+        ),
     ),
     Refusal(
         "shared-contexts-runs",
@@ -244,6 +314,11 @@ SHARED_CONTEXTS = (
             "size": _parallel(c).cp_kv_cache_interleave_size,
             "block_size": c.block_size,
         },
+        example=Example(
+            f"{SHARED_BY_2} --cp-kv-cache-interleave-size 3 --block-size 16",
+            ": blocks of 16 tokens have to be whole runs",
+            model=ONE_KV_HEAD,
+        ),
     ),
 )
 

@@ -7,6 +7,7 @@ import torch
 from vllm_npu_prep.attention.families import ATB
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.example import DRAFTS, HYBRID, NGRAM, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 
 if TYPE_CHECKING:
@@ -64,6 +65,13 @@ STATES = (
         "its libopapi has no {functions}, which gated delta nets need",
         "install CANN {release} or newer, or use the CPU fallback",
         lambda c: words_of_functions(c, OPERATORS),
+        example=Example(
+            says="aclnnChunkGatedDeltaRule, which gated delta nets need; install CANN 9.1 or",
+            model=HYBRID,
+            family="fia",
+            cann="9.0.0",
+            lacks=("aclnnChunkGatedDeltaRule",),
+        ),
     ),
     Refusal(
         "states-kernels",
@@ -71,6 +79,7 @@ STATES = (
         "{model} with kernel family {family}",
         "its blocks are as large as states, and only fia's kernels see them in parts",
         f'leave "{SECTION}.attention" out, for "fia"',
+        example=Example(model={**HYBRID, "head_dim": 128}, family="atb"),
     ),
     Refusal(
         "states-dtype",
@@ -79,6 +88,7 @@ STATES = (
         "the NPU's operators of gated delta nets take bfloat16",
         "give --dtype bfloat16, or use the CPU fallback",
         lambda c: {"dtype": str(c.model.dtype).removeprefix("torch.")},
+        example=Example("--dtype float16", "--dtype float16 for", model=HYBRID, family="fia"),
     ),
     Refusal(
         "states-heads",
@@ -92,6 +102,11 @@ STATES = (
             "key_dim": c.text.linear_key_head_dim,
             "value_dim": c.text.linear_value_head_dim,
         },
+        example=Example(
+            says="linear attention with 2 heads of 16 and 4 of 8",
+            model={**HYBRID, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+            family="fia",
+        ),
     ),
     Refusal(
         "states-page",
@@ -101,6 +116,12 @@ STATES = (
         "multiple of it",
         "{remedy}",
         _page_words,
+        example=Example(
+            "--block-size 96",
+            "the K of 512 tokens, which is no multiple of it; give --block-size 128",
+            model=HYBRID,
+            family="fia",
+        ),
     ),
     Refusal(
         "states-ranks",
@@ -111,6 +132,7 @@ STATES = (
         "{model} in several stages or engines",
         "states have been tried with tensor parallelism only",
         "use --tensor-parallel-size",
+        example=Example("--pipeline-parallel-size 2", model=HYBRID),
     ),
     Refusal(
         "states-alone",
@@ -118,6 +140,9 @@ STATES = (
         "a model without full attention ({model})",
         "blocks, which hold its states, are sized by K and V of layers that attend",
         "use a model that has both",
+        example=Example(
+            model={**HYBRID, "layer_types": ["linear_attention"], "num_hidden_layers": 1}
+        ),
     ),
     Refusal(
         "states-speculation",
@@ -128,6 +153,9 @@ STATES = (
         "with states only mtp and ngram have been tried",
         "use one of them, or leave --speculative-config out",
         lambda c: {"method": c.speculative.method},
+        example=Example(
+            f"{DRAFTS} --no-enable-prefix-caching", "method draft_model with", model=HYBRID
+        ),
     ),
     Refusal(
         "states-drafts",
@@ -140,6 +168,12 @@ STATES = (
         "the NPU's operator of gated delta nets takes at most 8 tokens of a request",
         "give at most {most}, or use the CPU fallback",
         lambda c: {"number": c.speculative.num_speculative_tokens, "most": MOST_DRAFTS},
+        example=Example(
+            f"{NGRAM.replace('2', '8')} --no-enable-prefix-caching",
+            "num_speculative_tokens 8 for",
+            model=HYBRID,
+            family="fia",
+        ),
     ),
     Refusal(
         "states-lora",
@@ -147,6 +181,7 @@ STATES = (
         "LoRA with {model}",
         "adapters of linear attention have not been tried",
         "leave --enable-lora out",
+        example=Example("--enable-lora", model=HYBRID, also=("lora-experts",)),
     ),
     Refusal(
         "states-pooling",
@@ -154,6 +189,7 @@ STATES = (
         "pooling with {model}",
         "only models that generate have been tried with states",
         "use a model without linear attention",
+        example=Example("--runner pooling", model=HYBRID),
     ),
     Refusal(
         "states-replay",
@@ -161,6 +197,7 @@ STATES = (
         "--use-replayssm",
         "states are computed step by step, and no inputs of them are kept",
         "leave the flag out",
+        example=Example("--use-replayssm", model=HYBRID),
     ),
 )
 

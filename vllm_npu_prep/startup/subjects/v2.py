@@ -1,6 +1,17 @@
 """What vLLM's Model Runner V2 can't do here yet, and V1 can."""
 
 from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.example import (
+    DRAFTS,
+    MIMO,
+    MTP,
+    NGRAM,
+    ON_V2,
+    OPTION,
+    VISION,
+    Example,
+    small_model,
+)
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
@@ -18,6 +29,10 @@ def _sees(asked: Asked) -> bool:
     return asked.model.supports_multimodal_inputs or asked.model.uses_mrope
 
 
+STAGES = f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --no-async-scheduling"
+UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
+"""Of examples."""
+
 V2 = (
     Refusal(
         "v2-multimodal-adapters",
@@ -25,6 +40,7 @@ V2 = (
         "Model Runner V2 with adapters on a multimodal model ({model})",
         "it was tried without adapters",
         BY_V1,
+        example=Example(f"{ON_V2} --enforce-eager --enable-lora", model=VISION),
     ),
     Refusal(
         "v2-async-stages",
@@ -32,6 +48,7 @@ V2 = (
         "Model Runner V2 with asynchronous scheduling over pipeline stages",
         "the scheduler tells its stages what was sampled, which it has to know by then",
         "give --no-async-scheduling",
+        example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2",
     ),
     Refusal(
         "v2-stages",
@@ -39,6 +56,7 @@ V2 = (
         "Model Runner V2 with pipeline stages for {model}",
         "it was tried with models that generate from text",
         BY_V1,
+        example=f"{STAGES} --runner pooling --convert embed",
     ),
     Refusal(
         "v2-stages-of-engines",
@@ -46,6 +64,7 @@ V2 = (
         "Model Runner V2 with pipeline stages and data parallelism",
         "each was tried without the other",
         BY_V1,
+        example=f"{STAGES} --data-parallel-size 2",
     ),
     Refusal(
         "v2-replaced-samples",
@@ -53,6 +72,7 @@ V2 = (
         "--enable-trace-replay or --return-sampling-mask",
         "their kernels of Triton are not replaced",
         "leave them out",
+        example=f"{ON_V2} --enforce-eager --enable-trace-replay",
     ),
     Refusal(
         "v2-kept-kernels",
@@ -60,6 +80,9 @@ V2 = (
         "Model Runner V2 with triton_kernels keep",
         "kernels of its sampler were tested as they are replaced",
         "leave the option out, or unset VLLM_USE_V2_MODEL_RUNNER",
+        example=Example(
+            f"{ON_V2} --enforce-eager {OPTION}.triton_kernels keep", also=("triton-kernels",)
+        ),
     ),
 )
 
@@ -71,6 +94,14 @@ V2_SPECULATION = (
         "Model Runner V2 with drafts for a multimodal model ({model})",
         "its drafters read positions of one dimension, and token ids",
         BY_V1,
+        example=(
+            Example(f"{ON_V2} --enforce-eager {NGRAM}", model=VISION),
+            Example(
+                f"{ON_V2} --enforce-eager {DRAFTS}",
+                model=VISION,
+                drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
+            ),
+        ),
     ),
     Refusal(
         "v2-unpadded-drafter-batch",
@@ -79,6 +110,12 @@ V2_SPECULATION = (
         "rejected tokens stay in its first draft pass, which drafts the same",
         "leave the key out{or_v1}",
         lambda c: {"or_v1": "" if c.speculative.method == "draft_model" else f", or {BY_V1}"},
+        example=(
+            Example(
+                f"{UNPADDED} {MTP}", "or unset VLLM_USE_V2_MODEL_RUNNER: V1 has it", model=MIMO
+            ),
+            Example(f"{UNPADDED} {DRAFTS}", "drafts the same; leave the key out"),
+        ),
     ),
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.example import Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 PAGE = "docs/start/from-vllm-ascend.md"
@@ -126,6 +127,10 @@ SUBJECTS = (
                 "vllm-ascend reads that, and nothing here does",
                 f"{PAGE} says what takes its place; leave it out",
                 lambda asked: {"keys": ", ".join(_keys_of(asked))},
+                example=Example(
+                    "--additional-config.weight_nz_mode 1 --additional-config.enable_mlapo true",
+                    "enable_mlapo, weight_nz_mode in --additional-config",
+                ),
             ),
         ),
     ),
