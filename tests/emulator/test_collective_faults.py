@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-OPTIONS = ("--devices", "4", "--hang-seconds", "120")
+OPTIONS = {"devices": 4, "hang_seconds": 120}
 SETUP = """
 import ctypes, multiprocessing, os, re, signal
 import psutil
@@ -37,7 +37,7 @@ def cause(message):
 @pytest.fixture
 def ranks(emulate):
     """Run a script with four devices, whose ranks may come late on a busy host."""
-    return lambda script: emulate(SETUP + textwrap.dedent(script), *OPTIONS)
+    return lambda script: emulate(SETUP + textwrap.dedent(script), **OPTIONS)
 
 
 def test_ranks_that_disagree_get_one_fault_that_names_both_calls(ranks):

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-OPTIONS = ("--devices", "4", "--hang-seconds", "120")
+OPTIONS = {"devices": 4, "hang_seconds": 120}
 SETUP = """
 import torch.distributed as dist
 from tests.emulator.ranks import run_ranks
@@ -15,10 +15,10 @@ from tests.emulator.ranks import run_ranks
 def ranks(emulate):
     """Run a script with four devices, whose ranks may come late on a busy host."""
 
-    def run(script: str, *options: str):
+    def run(script: str):
         head, _, body = script.partition("\n")
         assert not head.strip()
-        return emulate(SETUP + textwrap.dedent(body), *OPTIONS, *options)
+        return emulate(SETUP + textwrap.dedent(body), **OPTIONS)
 
     return run
 

@@ -76,7 +76,7 @@ def test_a_rewritten_pinned_source_is_found_whatever_the_delay(emulate):
         assert device.cpu()[0] == 1
         """
     for delay in ("none", "skewed"):
-        run = emulate(script, "--delay", delay)
+        run = emulate(script, delay=delay)
         assert run.report["counters"]["hazards"] == 2
 
 
@@ -137,7 +137,6 @@ def test_pinned_memory_reused_its_allocators_way_is_no_hazard(emulate):
             result = device + 1
         assert result.cpu()[0] == 20
         """,
-        "--delay",
-        "skewed",
+        delay="skewed",
     )
     assert run.report["hazards"] == []

@@ -12,23 +12,20 @@ def test_several_devices_copy_and_compute(emulate):
         assert torch.ones(3, device="npu").device.index == 1
         assert acl.aclrtSetDevice(2) == 107001
         """,
-        "--devices",
-        "2",
+        devices=2,
     )
     assert "npu:2 does not exist" in run.report["errors"][0]
 
 
-def test_visible_devices_and_the_chip_are_honoured(emulate, monkeypatch):
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,1,7")
+def test_visible_devices_and_the_chip_are_honoured(emulate):
     emulate(
         """
         assert torch.npu.device_count() == 2          # 7 is no device, and ends the list
         assert torch.npu.get_device_name(0) == "Ascend910_9391"
         """,
-        "--devices",
-        "4",
-        "--soc",
-        "Ascend910_9391",
+        devices=4,
+        soc="Ascend910_9391",
+        environment={"ASCEND_RT_VISIBLE_DEVICES": "3,1,7"},
     )
 
 
@@ -109,7 +106,7 @@ def test_counters_count_regions(emulate):
         assert emulator.count().__enter__().nonzero() == {}
         assert emulator.is_active()
         """,
-        "--trace",
+        trace=True,
     )
     assert "call aclrtMemcpyAsync" in run.err and "launch aten::add" in run.err
     assert run.report["calls"]["aclrtMemcpyAsync"] >= 1

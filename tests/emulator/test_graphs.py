@@ -190,8 +190,7 @@ def test_a_task_group_is_updated_with_new_lengths(emulate, delay):
     torch.npu.synchronize()
     assert result.cpu()[0, 0, 0] == 7
     """,
-        "--delay",
-        delay,
+        delay=delay,
     )
     assert run.report["hazards"] == run.report["errors"] == []
 
@@ -218,13 +217,11 @@ def test_an_external_event_that_is_never_recorded_hangs_the_stream(emulate):
     graph.replay()
     assert "external event" in sync_error()
     """,
-        "--hang-seconds",
-        "1",
+        hang_seconds=1,
     )
 
 
-def test_a_replay_that_is_waited_for_gets_no_lengths(emulate, monkeypatch):
-    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+def test_a_replay_that_is_waited_for_gets_no_lengths(emulate):
     emulate(
         GROUP
         + """
@@ -235,15 +232,12 @@ def test_a_replay_that_is_waited_for_gets_no_lengths(emulate, monkeypatch):
     else:
         raise SystemExit("torch_npu did not wait for the replay")
     """,
-        "--hang-seconds",
-        "1",
-        "--hazards",
-        "error",
+        hang_seconds=1,
+        environment={"ASCEND_LAUNCH_BLOCKING": "1"},
     )
 
 
-def test_no_graph_is_captured_with_a_task_queue_of_level_2(emulate, monkeypatch):
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+def test_no_graph_is_captured_with_a_task_queue_of_level_2(emulate):
     emulate(
         """
     graph = torch.npu.NPUGraph()
@@ -257,8 +251,7 @@ def test_no_graph_is_captured_with_a_task_queue_of_level_2(emulate, monkeypatch)
     with torch.npu.graph(torch.npu.NPUGraph()):
         torch.zeros(4, device="npu")
     """,
-        "--hazards",
-        "error",
+        environment={"TASK_QUEUE_ENABLE": "2"},
     )
 
 

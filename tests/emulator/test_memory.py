@@ -17,8 +17,7 @@ def test_allocator_counts_reuses_and_returns_memory(emulate):
         torch.npu.empty_cache()
         assert torch.npu.mem_get_info()[0] == total
         """,
-        "--memory",
-        "64M",
+        memory_bytes=64 << 20,
     )
 
 
@@ -35,8 +34,7 @@ def test_out_of_memory_is_raised_and_survived(emulate):
         fits = torch.ones(32 << 20, dtype=torch.uint8, device="npu")
         assert fits.sum().item() == 32 << 20
         """,
-        "--memory",
-        "64M",
+        memory_bytes=64 << 20,
     )
     assert run.report["counters"]["peak_memory_bytes"] > 32 << 20
     assert not run.report["errors"]

@@ -35,8 +35,7 @@ def test_a_reference_runs_in_stream_order_and_again_at_replays(emulate):
     torch.npu.synchronize()
     assert len(calls) == before + 2
     """,
-        "--delay",
-        "equal",
+        delay="equal",
     )
 
 
@@ -90,8 +89,7 @@ def test_host_arguments_are_taken_at_the_call_and_told_apart(emulate):
         assert seen["on_host"]["context_lens"] and not seen["on_host"]["query"]
         assert torch.equal(out.cpu(), q.cpu())
         """,
-        "--delay",
-        "equal",
+        delay="equal",
     )
 
 

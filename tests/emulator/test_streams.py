@@ -36,8 +36,7 @@ def test_a_missing_wait_stream_is_found_whatever_the_delay(emulate, delay):
     message = sync_error()
     assert MISSING in message and "copy" in message and "aten::add" in message
     """,
-        "--delay",
-        delay,
+        delay=delay,
     )
     assert run.report["counters"]["hazards"] == 4
 
@@ -75,8 +74,7 @@ def test_work_that_is_ordered_is_left_alone(emulate):
         columns[:, 32:].add_(1)
     assert sync_error() == ""
     """,
-        "--delay",
-        "skewed",
+        delay="skewed",
     )
     assert run.report["hazards"] == []
 
@@ -223,8 +221,7 @@ def test_events_order_time_and_tell(emulate):
             torch.npu.synchronize()
         assert (c.event_waits, c.syncs) == (1, 1), c
         """,
-        "--delay",
-        "equal",
+        delay="equal",
     )
 
 
@@ -250,7 +247,7 @@ def test_delays_and_hazard_modes_do_what_they_say(emulate):
     assert sync_error() == ""
     """
     )
-    run = emulate(script, "--delay", "skewed", "--hazards", "warn")
+    run = emulate(script, delay="skewed", hazards="warn")
     assert run.report["counters"]["hazards"] == 1 and "HAZARD" in run.err
 
 
@@ -267,7 +264,7 @@ UNREPORTED = (
 
 
 def test_a_hazard_that_no_sync_reports_fails_the_command(emulate):
-    run = emulate(UNREPORTED, expect_code=3)
+    run = emulate(UNREPORTED, "--delay", "skewed", expect_code=3)
     assert "no sync came after" in run.err
 
 

@@ -94,7 +94,8 @@ def test_a_thread_that_silently_works_on_the_default_device_is_a_hazard(emulate,
         thread.join()
         assert answers == [0, 0 if {sets_it} else 107003], answers
         """,
-        *("--devices", "2", "--hazards", "warn"),
+        devices=2,
+        hazards="warn",
     )
     hazard = (
         "on a thread that set no device works on npu:0, the default, in a process that set npu:1"

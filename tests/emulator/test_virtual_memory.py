@@ -239,6 +239,6 @@ def test_expandable_segments_run_out_of_memory_and_go_on(emulate):
         raise AssertionError("70 MiB fitted into 64")
     assert tensor(15, 2).sum().item() == 30 * MIB and kept.sum().item() == 30 * MIB
     """,
-        *("--memory", "64M"),
+        memory_bytes=64 << 20,
     )
     assert run.report["errors"] == run.report["hazards"] == []

@@ -275,8 +275,3 @@ def strided(tensor):
     doubled = torch.stack([tensor, tensor], -1)[..., 0]
     assert not doubled.is_contiguous() and doubled.shape == tensor.shape
     return doubled
-
-
-def spoiled(arguments, **functions):
-    """Arguments with some of them replaced by a function of themselves."""
-    return arguments | {name: function(arguments[name]) for name, function in functions.items()}

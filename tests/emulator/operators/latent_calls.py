@@ -2,8 +2,7 @@
 
 import torch
 
-from ascend_emulator import profiles
-from tests.emulator.operators.calls import V2, call, spoiled, strided, triangle
+from tests.emulator.operators.calls import V2, call, triangle
 
 LATENT, ROPE, HEAD = 512, 64, 128
 
@@ -83,12 +82,6 @@ def fused(arguments):
     return call(V2, arguments)
 
 
-def in_docs(arguments):
-    """Call it where the documentation counts."""
-    with profiles.using("docs"):
-        fused(arguments)
-
-
 def paged_projected(**changes):
     cache = torch.zeros(4, 128, HEAD, dtype=torch.bfloat16)
     rope = torch.zeros(4, 128, ROPE, dtype=torch.bfloat16)
@@ -138,93 +131,6 @@ GATHER = "npu::npu_gather_pa_kv_cache"
 UPDATE = "npu::npu_attention_update"
 
 
-def gather(**changes):
-    call(GATHER, gather_arguments(**changes))
-
-
-def spoiled_gather(**changes):
-    call(GATHER, spoiled(gather_arguments(), **changes))
-
-
-def update(*args, **changes):
-    call(UPDATE, update_arguments(*args, **changes))
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-ROPE_VIOLATIONS = {
-    "both ropes": [lambda: fused(absorbed(query_rope=None))],
-    "head size with rope": [
-        lambda: fused(
-            spoiled(
-                projected(),
-                **dict.fromkeys(("query", "key", "value"), lambda t: t[..., :64].contiguous()),
-            )
-        )
-    ],
-    "size of rope": [
-        lambda: fused(spoiled(absorbed(), query_rope=lambda r: r[..., :32].contiguous())),
-        lambda: fused(spoiled(absorbed(), key_rope=lambda r: r[1:])),
-        lambda: fused(spoiled(projected(), key_rope=lambda r: r[:, :1].contiguous())),
-    ],
-    "dtype of rope": [lambda: fused(spoiled(absorbed(), key_rope=torch.Tensor.half))],
-    "contiguous rope": [
-        lambda: fused(spoiled(absorbed(), query_rope=strided)),
-        lambda: fused(spoiled(projected(), key_rope=strided)),
-    ],
-    "heads over latent rows": [lambda: fused(absorbed(heads=3)), lambda: fused(absorbed(heads=40))],
-    "one head of latent rows": [
-        lambda: fused(absorbed(heads=1, num_key_value_heads=0)),
-    ],
-    "layout with rope": [
-        lambda: fused(projected(input_layout="TND_NTD")),
-    ],
-    "block size with rope": [lambda: fused(absorbed(block_size=1040))],
-    "query tokens over latent rows": [lambda: in_docs(absorbed([(0, 17), (3, 1)]))],
-    "documented block size with rope": [lambda: in_docs(absorbed(block_size=64))],
-    "bfloat16 of projected keys": [lambda: in_docs(projected(dtype=torch.float16))],
-    "no cache of projected keys": [lambda: in_docs(paged_projected())],
-}
-
-GATHER_VIOLATIONS = {
-    "cache form": [
-        lambda: spoiled_gather(key_cache=lambda c: c.flatten(2)),
-        lambda: spoiled_gather(value_cache=lambda c: c[1:]),
-    ],
-    "result form": [lambda: spoiled_gather(key=torch.Tensor.half)],
-    "rows": [lambda: spoiled_gather(key=lambda k: k[1:], value=lambda v: v[1:])],
-    "integers": [
-        lambda: spoiled_gather(seq_lens=torch.Tensor.long),
-        lambda: gather(seq_offset=int32(16, 16)),
-    ],
-    "offset": [lambda: gather(seq_offset=int32(16, 16, 4))],
-    "block ids": [
-        lambda: spoiled_gather(block_tables=lambda t: t + 5),
-        lambda: gather(seq_offset=int32(32, 16, 0)),
-    ],
-    "contiguous": [
-        lambda: spoiled_gather(value=strided),
-        lambda: spoiled_gather(key_cache=strided),
-    ],
-}
-
-UPDATE_VIOLATIONS = {
-    "parts": [lambda: update(17), lambda: update(lse=[torch.zeros(6)])],
-    "part form": [
-        lambda: update(local_out=[torch.zeros(6, 16), torch.zeros(6, 8)]),
-        lambda: update(dtype=torch.float64),
-    ],
-    "head_dim": [lambda: update(size=12)],
-    "lse form": [
-        lambda: update(lse=[torch.zeros(6, 1)] * 2),
-        lambda: update(lse=[torch.zeros(6).half()] * 2),
-    ],
-    "update_type": [lambda: update(update_type=2)],
-}
-
-
 def matmul_of_heads(**changes):
     """Three tokens of four heads, times a matrix for each head."""
     return {
@@ -236,26 +142,3 @@ def matmul_of_heads(**changes):
 
 
 TRANSPOSE = "npu::npu_transpose_batchmatmul"
-
-
-def transposed(**changes):
-    call(TRANSPOSE, matmul_of_heads(**changes))
-
-
-TRANSPOSE_VIOLATIONS = {
-    "dtype": [lambda: transposed(weight=torch.zeros(4, 32, 16).half())],
-    "shapes": [
-        lambda: transposed(weight=torch.zeros(3, 32, 16)),
-        lambda: transposed(weight=torch.zeros(4, 16, 16)),
-        lambda: transposed(input=torch.zeros(3, 128)),
-    ],
-    "permutations": [
-        lambda: transposed(perm_x1=[2, 0, 1]),
-        lambda: transposed(perm_y=[0, 1, 2]),
-    ],
-    "sizes": [
-        lambda: transposed(weight=torch.zeros(4, 32, 20)),
-        lambda: transposed(input=torch.zeros(1, 128, 512), weight=torch.zeros(128, 512, 16)),
-    ],
-    "unused arguments": [lambda: transposed(batch_split_factor=2)],
-}

@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from ascend_emulator.operators.delta_rule import CHUNK, RECURRENT
 from tests.emulator.operators.calls import call
-from tests.emulator.operators.delta_calls import (
-    CHUNK,
-    RECURRENT,
-    chunk_arguments,
-    int32,
-    recurrent_arguments,
-)
+from tests.emulator.operators.delta_calls import chunk_arguments, int32, recurrent_arguments
 
 
 def reading(arguments, token, state):

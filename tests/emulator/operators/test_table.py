@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ascend_emulator.operators import CONSTRAINTS, REFERENCES, install
+from ascend_emulator.operators.delta_rule import CHUNK, RECURRENT
 from ascend_emulator.operators.document import render
 from ascend_emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
 from tests.emulator.operators import delta_calls, int8_calls
@@ -165,8 +166,8 @@ def every_call():
         (int8_calls.SWIGLU, ""): int8_calls.swiglu_arguments(),
         ("npu::npu_rotary_mul", ""): {"input": heads, "r1": heads, "r2": heads},
         (TRANSPOSE, ""): matmul_of_heads(),
-        (delta_calls.RECURRENT, ""): delta_calls.recurrent_arguments(),
-        (delta_calls.CHUNK, ""): delta_calls.chunk_arguments((3, 1)),
+        (RECURRENT, ""): delta_calls.recurrent_arguments(),
+        (CHUNK, ""): delta_calls.chunk_arguments((3, 1)),
         (GATHER, ""): gather_arguments(),
         (UPDATE, ""): update_arguments(),
     }
