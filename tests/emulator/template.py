@@ -70,6 +70,7 @@ def main() -> None:
         print(json.dumps(cards[key].recv()), flush=True)
     for card in cards.values():
         card.send(None)
+        os.wait()
     os._exit(0)  # there is nothing to tear down
 
 
