@@ -29,7 +29,7 @@ def test_visible_devices_and_the_chip_are_honoured(emulate):
     )
 
 
-def test_asking_for_devices_leaves_forked_and_spawned_processes_usable(emulate):
+def test_asking_for_devices_leaves_other_processes_usable(emulate):
     run = emulate(
         """
         import multiprocessing

@@ -209,7 +209,7 @@ def test_updates_that_nothing_orders_with_the_replay_are_found(emulate):
     assert run.report["counters"]["hazards"] == 1
 
 
-def test_an_external_event_that_is_never_recorded_hangs_the_stream(emulate):
+def test_an_event_that_is_never_recorded_hangs_the_stream(emulate):
     emulate(
         GROUP
         + """

@@ -93,7 +93,7 @@ def test_host_arguments_are_taken_at_the_call_and_told_apart(emulate):
     )
 
 
-def test_references_are_not_for_cpu_tensors_nor_for_operators_that_do_not_exist(emulate):
+def test_references_are_for_known_operators_on_the_device(emulate):
     emulate(
         RMS
         + """
@@ -134,7 +134,7 @@ def test_modules_with_references_are_installed_in_every_process(emulate, tmp_pat
     )
 
 
-def test_half_precision_norms_of_layers_keep_their_statistics_in_float32(emulate):
+def test_norms_in_half_precision_have_float32_statistics(emulate):
     emulate(
         """
         x, weight = torch.randn(5, 8).half(), torch.randn(8).half()

@@ -33,7 +33,7 @@ GRAPHS = """
 """
 
 
-def test_each_captured_stream_holds_one_until_its_graph_is_destroyed(emulate):
+def test_a_captured_stream_is_held_as_long_as_its_graph(emulate):
     emulate(
         GRAPHS
         + """
@@ -52,7 +52,7 @@ def test_each_captured_stream_holds_one_until_its_graph_is_destroyed(emulate):
     )
 
 
-def test_spent_streams_are_error_207008_and_a_destroyed_graph_helps(emulate):
+def test_spent_streams_are_error_207008(emulate):
     run = emulate(
         GRAPHS
         + """

@@ -170,7 +170,7 @@ def test_operators_over_rows_touch_those_that_their_index_names(emulate):
     assert run.report["counters"]["hazards"] == 19
 
 
-def test_memory_reused_across_streams_the_allocators_way_is_no_hazard(emulate):
+def test_memory_reused_as_the_allocator_does_is_no_hazard(emulate):
     script = (
         RACE
         + """

@@ -3,7 +3,7 @@
 import pytest
 
 
-def test_calls_on_a_thread_without_a_device_are_refused_as_cann_does(emulate):
+def test_calls_on_a_thread_without_a_device_are_refused(emulate):
     run = emulate(
         """
         import threading
@@ -73,7 +73,7 @@ def test_torch_npus_own_calls_set_the_device_of_their_thread(emulate):
 
 
 @pytest.mark.parametrize("sets_it", [True, False])
-def test_a_thread_that_silently_works_on_the_default_device_is_a_hazard(emulate, sets_it):
+def test_a_thread_that_forgets_its_device_is_a_hazard(emulate, sets_it):
     """A rank's thread that forgets `set_device` allocates on npu:0, whatever its rank is."""
     run = emulate(
         f"""

@@ -20,7 +20,7 @@ def tool(*arguments, **keywords):
     return subprocess.run([*TOOL, *arguments], capture_output=True, text=True, **keywords)
 
 
-def test_the_banner_states_the_limits_and_the_exit_code_is_the_commands():
+def test_the_banner_states_the_limits():
     done = tool("--", "sh", "-c", "exit 7")
     assert done.returncode == 7
     for limit in ("numerics", "speed", "HCCL", "custom operators", "reading of the documentation"):

@@ -123,7 +123,7 @@ def test_wrong_calls_are_refused_by_name(emulate):
     ]
 
 
-def test_hazards_and_unmapped_accesses_are_found_at_mapped_addresses(emulate):
+def test_hazards_are_found_at_mapped_addresses(emulate):
     run = emulate(
         PAGES
         + """
@@ -185,7 +185,7 @@ EXPANDABLE = """
 """
 
 
-def test_expandable_segments_grow_shrink_and_keep_their_addresses(emulate):
+def test_expandable_segments_grow_shrink_and_stay(emulate):
     run = emulate(
         EXPANDABLE
         + """

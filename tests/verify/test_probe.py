@@ -94,7 +94,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_wrong_kernel_ends_the_start_in_a_line_that_names_the_form(monkeypatch, name):
+def test_a_wrong_kernel_ends_the_start_and_is_named(monkeypatch, name):
     verb, change, kinds, form, shown = PLANTED[name]
     wrong(monkeypatch, verb, change)
     with pytest.raises(PrepError) as error:
@@ -161,7 +161,7 @@ def test_layers_are_probed_once_for_each_kind():
     ]
 
 
-def test_a_fused_operator_that_differs_is_switched_off_with_one_line():
+def test_a_fused_operator_that_differs_is_switched_off():
     x = torch.linspace(-1, 1, 9)
     lines: list[str] = []
     assert probe_operator("doubled", lambda: x * 2, lambda: x.double() * 2, lines.append)

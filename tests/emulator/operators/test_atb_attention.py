@@ -101,7 +101,7 @@ def test_splitfuse_sees_everything_that_the_mask_leaves(seed):
     ("name", "build"), [(FLASH, flash_arguments), (SPLITFUSE, splitfuse_arguments)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_values_of_another_kernel_in_a_mask_give_wrong_results(dtype, name, build, seed):
+def test_mask_values_of_another_kernel_give_wrong_results(dtype, name, build, seed):
     arguments, _ = build(seed, dtype)
     call(name, arguments)
     right = arguments["out"].clone()

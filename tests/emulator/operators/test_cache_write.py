@@ -58,7 +58,7 @@ def test_only_padding_and_no_tokens_write_nothing(name, build, seed):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("cache_mode", ["Norm", None])
-def test_scatter_takes_both_slot_dtypes_and_both_names_of_the_nd_mode(dtype, cache_mode, seed):
+def test_scatter_takes_both_slot_dtypes_and_names_of_the_mode(dtype, cache_mode, seed):
     arguments = scatter_arguments(seed, cache_mode=cache_mode)
     arguments["slot_mapping"] = arguments["slot_mapping"].to(dtype)
     expected = write_by_hand(arguments)

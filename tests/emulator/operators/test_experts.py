@@ -30,7 +30,7 @@ BY_EXPERT = [pair for _, pair in sorted(ACTIVE)]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
-def test_rows_are_sorted_by_expert_and_inactive_ones_are_undefined(dtype, seed):
+def test_rows_are_sorted_and_inactive_ones_are_undefined(dtype, seed):
     arguments = routing_arguments(seed)
     arguments["x"] = (arguments["x"] * 9).to(dtype)
     values, row_of_pair, sizes, _ = call(INIT_ROUTING, arguments)
@@ -138,7 +138,7 @@ def test_rows_of_float16_are_summed_in_float16():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("list_type", [0, 1])
-def test_each_group_has_its_weight_and_rows_of_none_are_undefined(dtype, list_type, seed):
+def test_each_group_has_its_weight_and_rows_of_none_nothing(dtype, list_type, seed):
     arguments = rows_arguments(seed, dtype, group_list_type=list_type)
     if list_type == 0:
         arguments["group_list"] = arguments["group_list"].cumsum(0)

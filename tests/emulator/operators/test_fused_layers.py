@@ -154,7 +154,7 @@ def test_ties_at_k_are_kept():
 
 
 @pytest.mark.parametrize(("profile", "largest"), [("9.1", 1500), ("8.5", 1024), ("docs", 1024)])
-def test_k_has_a_limit_in_older_releases_and_in_the_documentation(profile, largest):
+def test_k_has_a_limit_in_older_releases_and_documents(profile, largest):
     arguments = {"logits": torch.zeros(1, 1500), "k": torch.tensor([largest], dtype=torch.int32)}
     with profiles.using(profile):
         assert call("npu::npu_top_k_top_p", arguments).isfinite().all()

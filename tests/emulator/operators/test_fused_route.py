@@ -134,7 +134,7 @@ def test_how_many_lengths_a_call_may_have(profile, heads, count, broken):
     assert (verdict.constraint and verdict.constraint[1]) == broken
 
 
-def test_requests_that_share_a_prefix_fit_a_small_cache_unless_blocks_are_summed():
+def test_shared_prefixes_fit_unless_blocks_are_summed():
     call = {
         "form": "decode",
         "dtype": BF16,

@@ -57,7 +57,7 @@ def test_each_reference_has_one_recorded_schema():
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda r: f"{r.name}.{r.overload}")
-def test_arguments_are_those_of_the_schema_in_name_order_and_default(reference):
+def test_arguments_are_those_of_the_schema(reference):
     """Names, order, kinds and defaults; the fused references bind to the schema itself."""
     found = inspect.signature(reference.function).parameters.values()
     if [parameter.kind for parameter in found] == [
@@ -204,7 +204,7 @@ def test_records_are_complete():
         assert all((*texts, constraint.practice, constraint.source)), constraint
 
 
-def test_importing_the_references_needs_neither_torch_npu_nor_vllm():
+def test_references_need_neither_torch_npu_nor_vllm():
     code = (
         "import sys, ascend_emulator.operators as o;"
         "sys.exit(bool({'torch_npu', 'vllm'} & set(sys.modules)))"
