@@ -35,6 +35,28 @@ def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
 """
 
+RANKS = """
+import ctypes, multiprocessing, os, re, signal
+import psutil
+import torch.distributed as dist
+from tests.emulator.ranks import run_ranks, sync_error
+from tests.helpers.waiting import LIMIT, wait_until
+
+hccl = ctypes.CDLL("libhccl.so")
+over = multiprocessing.get_context("fork").Event()  # for what one rank tells another one
+
+def is_inside():
+    # a collective or a transfer
+    return hccl.emulator_hccl_busy() > 0
+
+def ones(n=8, dtype=torch.float32):
+    return torch.ones(n, dtype=dtype, device="npu")
+
+def cause(message):
+    assert "HCCL, communicator" in message, message
+    return message.split("HCCL, communicator", 1)[1].splitlines()[0]
+"""
+
 TOOL = [sys.executable, "-m", "ascend_emulator"]
 TEMPLATE = (
     "env",
@@ -149,6 +171,12 @@ def emulate(request, tmp_path):
         return outcome
 
     return run
+
+
+@pytest.fixture
+def ranks(emulate):
+    """Run a script with four devices, whose ranks may come late on a busy host."""
+    return lambda script: emulate(RANKS + textwrap.dedent(script), devices=4, hang_seconds=120)
 
 
 def run_by_command(script: Path, report: Path, words: tuple[str, ...]) -> Run:

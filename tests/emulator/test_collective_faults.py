@@ -5,39 +5,7 @@ Each test plants a mistake in forked ranks, and reads what their next sync raise
 
 import os
 import re
-import textwrap
 from pathlib import Path
-
-import pytest
-
-OPTIONS = {"devices": 4, "hang_seconds": 120}
-SETUP = """
-import ctypes, multiprocessing, os, re, signal
-import psutil
-import torch.distributed as dist
-from tests.emulator.ranks import run_ranks, sync_error
-from tests.helpers.waiting import LIMIT, wait_until
-
-hccl = ctypes.CDLL("libhccl.so")
-over = multiprocessing.get_context("fork").Event()  # for what one rank tells another one
-
-def is_inside():
-    # a collective or a transfer
-    return hccl.emulator_hccl_busy() > 0
-
-def ones(n=8, dtype=torch.float32):
-    return torch.ones(n, dtype=dtype, device="npu")
-
-def cause(message):
-    assert "HCCL, communicator" in message, message
-    return message.split("HCCL, communicator", 1)[1].splitlines()[0]
-"""
-
-
-@pytest.fixture
-def ranks(emulate):
-    """Run a script with four devices, whose ranks may come late on a busy host."""
-    return lambda script: emulate(SETUP + textwrap.dedent(script), **OPTIONS)
 
 
 def test_ranks_that_disagree_get_one_fault_that_names_both_calls(ranks):

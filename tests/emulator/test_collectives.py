@@ -1,78 +1,31 @@
 """HCCL between emulated devices: results, groups, graphs, hazards."""
 
-import textwrap
 
-import pytest
-
-OPTIONS = {"devices": 4, "hang_seconds": 120}
-SETUP = """
-import torch.distributed as dist
-from tests.emulator.ranks import run_ranks
-"""
-
-
-@pytest.fixture
-def ranks(emulate):
-    """Run a script with four devices, whose ranks may come late on a busy host."""
-
-    def run(script: str):
-        head, _, body = script.partition("\n")
-        assert not head.strip()
-        return emulate(SETUP + textwrap.dedent(body), **OPTIONS)
-
-    return run
-
-
-def test_reductions_of_every_dtype_are_in_rank_order(ranks):
-    """float16 and bfloat16 are summed in float32 and rounded once."""
+def test_halves_are_summed_in_float32_in_rank_order(ranks):
+    """And rounded once; other reductions are rows of `verify-device`."""
     run = ranks(
         """
-        DTYPES = [torch.int8, torch.int16, torch.int32, torch.int64,
-                  torch.float16, torch.float32, torch.bfloat16]
-        SIZES = [1, 7, 1000, 70_001]  # 1000 bytes in one step, 70,001 by shares
-
-        def inputs(dtype, n, ranks=3):
+        def inputs(dtype, n):
             generator = torch.Generator().manual_seed(n)
-            if dtype.is_floating_point:
-                return [torch.randn(n, generator=generator).to(dtype) for _ in range(ranks)]
-            return [torch.randint(-9, 9, (n,), generator=generator, dtype=dtype)
-                    for _ in range(ranks)]
-
-        def expected(tensors, op):
-            wide = torch.float32 if tensors[0].dtype.is_floating_point else tensors[0].dtype
-            total = tensors[0].to(wide)
-            for each in tensors[1:]:
-                each = each.to(wide)
-                total = {"sum": torch.add, "prod": torch.mul,
-                         "max": torch.maximum, "min": torch.minimum}[op](total, each)
-            return total.to(tensors[0].dtype)
+            return [torch.randn(n, generator=generator).to(dtype) for _ in range(3)]
 
         def rank_main(rank):
-            for dtype in DTYPES:
-                for op in ("sum", "prod", "max", "min"):
-                    if op == "prod" and dtype in (torch.int16, torch.bfloat16):
-                        continue  # HCCL has no such product
-                    for n in SIZES:
-                        tensors = inputs(dtype, n)
-                        mine, of_all = tensors[rank].npu(), expected(tensors, op)
-                        reduce_op = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
-                        summed = mine.clone()
-                        dist.all_reduce(summed, reduce_op)
-                        assert torch.equal(summed.cpu(), of_all), (dtype, op, n)
-                        if n < 1000:
-                            continue
-                        rooted = mine.clone()
-                        dist.reduce(rooted, 1, reduce_op)
-                        assert rank != 1 or torch.equal(rooted.cpu(), of_all), (dtype, op, n)
-                        part = torch.empty(n // 3, dtype=dtype, device="npu")
-                        dist.reduce_scatter_single(part, mine[: n // 3 * 3], reduce_op)
-                        assert torch.equal(part.cpu(), of_all[: n // 3 * 3].chunk(3)[rank])
+            for dtype in (torch.float16, torch.float32, torch.bfloat16):
+                for n in (1, 7, 1000, 70_001):     # 1000 bytes in one step, 70,001 by shares
+                    tensors = inputs(dtype, n)
+                    expected = sum(each.float() for each in tensors).to(dtype)
+                    summed = tensors[rank].npu()
+                    dist.all_reduce(summed)
+                    assert torch.equal(summed.cpu(), expected), (dtype, n)
+                    part = torch.empty(n // 3, dtype=dtype, device="npu")
+                    dist.reduce_scatter_single(part, tensors[rank][: n // 3 * 3].npu())
+                    assert torch.equal(part.cpu(), expected[: n // 3 * 3].chunk(3)[rank])
             nan = torch.tensor([1.0, float("nan") if rank == 2 else 2.0], device="npu")
             dist.all_reduce(nan, dist.ReduceOp.MAX)
             assert nan.cpu()[0] == 1 and nan.cpu()[1].isnan()
             half = torch.tensor([2048.0, 1.0, 1.0][rank], dtype=torch.float16, device="npu")
             dist.all_reduce(half)
-            assert half.item() == 2050  # rounded after each operand: 2048
+            assert half.item() == 2050             # rounded after each operand: 2048
 
         run_ranks(rank_main, 3)
         """
@@ -86,11 +39,11 @@ def test_every_other_collective_moves_what_it_should(ranks):
         BIG = 3_000_001  # more than two pieces of 4 MB
 
         def rank_main(rank, n=4):
-            def own(size, dtype=torch.int32):
-                return (torch.arange(size, device="npu") * n + rank).to(dtype)
-
             def of(r, size, dtype=torch.int32):
                 return (torch.arange(size) * n + r).to(dtype)
+
+            def own(size, dtype=torch.int32):
+                return of(rank, size, dtype).npu()
 
             big = own(BIG)
             gathered = torch.empty(n * BIG, dtype=INT, device="npu")
@@ -98,14 +51,6 @@ def test_every_other_collective_moves_what_it_should(ranks):
             assert torch.equal(gathered.cpu(), torch.cat([of(r, BIG) for r in range(n)]))
             dist.broadcast(big, 2)
             assert torch.equal(big.cpu(), of(2, BIG))
-            for dtype in (torch.uint8, torch.bool, torch.float64, torch.int64, torch.bfloat16):
-                small = own(5, dtype)
-                dist.broadcast(small, 1)
-                assert torch.equal(small.cpu(), of(1, 5, dtype)), dtype
-            uneven = [torch.empty(r + 1, device="npu", dtype=INT) for r in range(n)]
-            dist.all_gather(uneven, own(rank + 1))
-            assert [u.cpu().tolist() for u in uneven] == [of(r, r + 1).tolist() for r in range(n)]
-
             part = torch.empty(6, device="npu", dtype=INT)
             parts = list(own(6 * n).chunk(n)) if rank == 3 else None
             dist.scatter(part, parts, 3)
@@ -155,51 +100,6 @@ def test_every_other_collective_moves_what_it_should(ranks):
     assert not run.report["hazards"] and not run.report["leaks"]
     for name in ("AllGather", "Broadcast", "Scatter", "AlltoAll", "AlltoAllV", "Send", "Recv"):
         assert run.report["kernels"][f"Hccl{name}"], name
-
-
-def test_uneven_gathers_and_scatters(ranks):
-    """Called as CANN's functions, with a piece that is empty and a gap between two."""
-    ranks(
-        """
-        import ctypes
-
-        hccl = ctypes.CDLL("libhccl.so")
-        root = ctypes.create_string_buffer(4108)
-        SIZES, AT, F32, SUM = [3, 0, 5], [0, 3, 4], 4, 0
-
-        def numbers(values):
-            return (ctypes.c_uint64 * len(values))(*values)
-
-        def address(tensor):
-            return ctypes.c_void_p(tensor.data_ptr())
-
-        def rank_main(rank, n=3):
-            handle = ctypes.c_void_p()
-            assert hccl.HcclCommInitRootInfo(n, root, rank, ctypes.byref(handle)) == 0
-            name, size = ctypes.create_string_buffer(128), ctypes.c_uint32()
-            assert hccl.HcclGetCommName(handle, name) == 0 and name.value
-            assert hccl.HcclGetRankSize(handle, ctypes.byref(size)) == 0 and size.value == n
-            stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-            own = torch.full((max(SIZES[rank], 1),), rank + 1.0, device="npu")
-            of_all, part = torch.zeros(9, device="npu"), torch.zeros(5, device="npu")
-            count = ctypes.c_uint64(SIZES[rank])
-            assert hccl.HcclAllGatherV(address(own), count, address(of_all), numbers(SIZES),
-                                       numbers(AT), F32, handle, stream) == 0
-            # The gap at position 3 stays as it was.
-            assert of_all.cpu().tolist() == [1.0] * 3 + [0.0] + [3.0] * 5
-            assert hccl.HcclReduceScatterV(address(of_all), numbers(SIZES), numbers(AT),
-                                           address(part), count, F32, SUM, handle, stream) == 0
-            wanted = [3.0 * (rank + 1)] * SIZES[rank]
-            assert part.cpu().tolist() == wanted + [0.0] * (5 - len(wanted))
-            assert hccl.HcclBarrier(handle, stream) == 0
-            torch.npu.synchronize()
-            assert hccl.HcclCommDestroy(handle) == 0
-            return name.value.decode()
-
-        hccl.HcclGetRootInfo(root)
-        assert len(set(run_ranks(rank_main, 3, group=False))) == 1
-        """
-    )
 
 
 def test_lists_of_unequal_tensors_are_gathered_and_scattered(ranks):

@@ -7,6 +7,14 @@ RACE = """
     x = torch.zeros(1024, device="npu")
     torch.npu.synchronize()
     MISSING = "without an ordering edge"
+
+    def copied(tensor, host, load, work):             # on another stream, meanwhile
+        torch.npu.synchronize()
+        work()
+        target, source = (tensor, host) if load else (host, tensor)
+        with torch.npu.stream(side):
+            target.copy_(source, non_blocking=True)
+        return MISSING in sync_error()
 """
 
 
@@ -105,27 +113,19 @@ def test_operators_over_caches_touch_the_blocks_that_they_name(emulate):
             scale_value=1.0, block_table=table, context_lens=torch.tensor([9, 16], dtype=INT),
             out=out)
 
-    def copied(block, load, work):
-        torch.npu.synchronize()
-        work()
-        with torch.npu.stream(side):
-            if load:
-                keys[block].copy_(host, non_blocking=True)
-            else:
-                host.copy_(keys[block], non_blocking=True)
-        return MISSING in sync_error()
+    def found(work, load):
+        return [b for b in range(8) if copied(keys[b], host, load, work)]
 
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         write()
     for work in write, graph.replay:
-        assert [b for b in range(8) if copied(b, False, work)] == [3, 4]
-        assert [b for b in range(8) if copied(b, True, work)] == [3, 4]
-    assert not any(copied(block, False, read) for block in range(8))
-    assert [b for b in range(8) if copied(b, True, read)] == [5, 6]
+        assert found(work, False) == found(work, True) == [3, 4]
+    assert found(read, False) == []
+    assert found(read, True) == [5, 6]
     slots.fill_(16 * 7)                               # a replay writes where it is told now
     slots[1:].fill_(-1)
-    assert [b for b in range(8) if copied(b, False, graph.replay)] == [7]
+    assert found(graph.replay, False) == [7]
     """
     )
     assert run.report["counters"]["hazards"] == 11
@@ -140,25 +140,14 @@ def test_operators_over_rows_touch_those_that_their_index_names(emulate):
     wide = torch.zeros(8, 128, device="npu")
     index, host = torch.tensor([5, 2]).npu(), torch.zeros(64).pin_memory()
 
-    def copied(of, row, load, work):
-        torch.npu.synchronize()
-        work()
-        with torch.npu.stream(side):
-            if load:
-                of[row].copy_(host, non_blocking=True)
-            else:
-                host.copy_(of[row], non_blocking=True)
-        return MISSING in sync_error()
-
     def found(work, load, of=rows):
-        return [row for row in range(8) if copied(of, row, load, work)]
+        return [row for row in range(8) if copied(of[row], host, load, work)]
 
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         rows.index_copy_(0, index, new)
     for work in lambda: rows.index_copy_(0, index, new), graph.replay:
-        assert found(work, False) == [2, 5]
-        assert found(work, True) == [2, 5]
+        assert found(work, False) == found(work, True) == [2, 5]
     assert found(lambda: rows.index_select(0, index), False) == []
     assert found(lambda: rows.index_select(0, index), True) == [2, 5]
     index.fill_(7)                                    # a replay writes where it is told now
@@ -171,7 +160,7 @@ def test_operators_over_rows_touch_those_that_their_index_names(emulate):
 
 
 def test_memory_reused_as_the_allocator_does_is_no_hazard(emulate):
-    script = (
+    run = emulate(
         RACE
         + """
     def use(recorded):
@@ -181,26 +170,17 @@ def test_memory_reused_as_the_allocator_does_is_no_hazard(emulate):
             block + 1
         if recorded:
             block.record_stream(side)
-    """
-    )
-    clean = emulate(
-        script
-        + """
+
     for _ in range(50):
         use(True)
         torch.ones(1000, device="npu")
     assert sync_error() == ""
-    """
-    )
-    assert clean.report["hazards"] == []
-    emulate(
-        script
-        + """
     use(False)
     torch.ones(1000, device="npu")
     assert "record_stream" in sync_error()
     """
     )
+    assert run.report["counters"]["hazards"] == 1
 
 
 def test_events_order_time_and_tell(emulate):
@@ -226,7 +206,7 @@ def test_events_order_time_and_tell(emulate):
 
 
 def test_delays_and_hazard_modes_do_what_they_say(emulate):
-    script = (
+    run = emulate(
         RACE
         + """
     import time
@@ -245,9 +225,10 @@ def test_delays_and_hazard_modes_do_what_they_say(emulate):
     with torch.npu.stream(side):
         y + 1
     assert sync_error() == ""
-    """
+    """,
+        delay="skewed",
+        hazards="warn",
     )
-    run = emulate(script, delay="skewed", hazards="warn")
     assert run.report["counters"]["hazards"] == 1 and "HAZARD" in run.err
 
 

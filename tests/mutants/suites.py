@@ -55,7 +55,7 @@ BY_NAME: dict[str, tuple[str, ...]] = {
     "attention/metadata.py": ("tests/engine/test_graphs.py",),
     "attention/offloading.py": ("tests/engine/test_offloading.py",),
     "attention/state_pages.py": ("tests/attention/test_state_pages.py",),
-    "attention/states.py": ("tests/attention/test_state_groups.py", "tests/engine/test_hybrids.py"),
+    "attention/states.py": ("tests/prep/test_states.py", "tests/engine/test_hybrids.py"),
     "attention/kernels/atb.py": (ON_ATB,),
     "attention/kernels/fia.py": ("tests/attention/test_fused_limits.py", ON_FIA),
     "attention/kernels/fused_delta.py": (HYBRIDS_ON_NPU, MORE_HYBRIDS_ON_NPU),

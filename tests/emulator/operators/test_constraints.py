@@ -10,7 +10,6 @@ from ascend_emulator.operators import (
     check_placement,
 )
 from ascend_emulator.operators.schemas import signature
-from tests.emulator.operators import formula
 from tests.emulator.operators.calls import Batch, cache_arguments, call, fused
 from tests.emulator.operators.violations import VIOLATIONS
 
@@ -26,22 +25,6 @@ def test_a_row_with_nothing_visible_is_nan_or_corrected_to_zero(seed):
     assert output[0].isfinite().all() and output[1].isnan().all()
     output, lse = fused(arguments | {"inner_precise": 2, "softmax_lse_flag": True})
     assert (output[1] == 0).all() and lse[1].isposinf().all()
-
-
-def test_requests_may_share_blocks(seed):
-    batch = Batch([(256, 3), (256, 3)], seed)
-    for rows in (batch.keys, batch.values):
-        rows[1][:256] = rows[0][:256]
-    arguments = batch.paged()
-    arguments["block_table"][1, :2] = arguments["block_table"][0, :2]
-    # Without the blocks that nobody needs any more, there are fewer than all requests have.
-    used, compact = arguments["block_table"].unique(return_inverse=True)
-    arguments["block_table"] = compact.int()
-    for plane in ("key", "value"):
-        arguments[plane] = arguments[plane][used.long()]
-    assert len(used) < 6
-    output, _ = fused(arguments)
-    formula.assert_close(output, torch.cat(formula.of_batch(batch)[0]), batch.dtype)
 
 
 @pytest.mark.parametrize("constraint", DEMANDS, ids=lambda c: " / ".join(c.key))

@@ -28,8 +28,13 @@ def changed(arguments, changes):
     }
 
 
+VALID = {}
+"""Functions that make the arguments of a valid call, by operator and overload."""
+
+
 def of(name, make, overload=""):
     """Function that makes a call of an operator, with some of its arguments changed."""
+    VALID.setdefault((name, overload), make)
     return lambda **changes: lambda: call(name, changed(make(), changes), overload)
 
 
