@@ -39,7 +39,7 @@ RANKS = """
 import ctypes, multiprocessing, os, re, signal
 import psutil
 import torch.distributed as dist
-from tests.emulator.ranks import run_ranks, sync_error
+from tests.emulator.ranks import run_ranks
 from tests.helpers.waiting import LIMIT, wait_until
 
 hccl = ctypes.CDLL("libhccl.so")

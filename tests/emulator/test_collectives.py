@@ -33,96 +33,6 @@ def test_halves_are_summed_in_float32_in_rank_order(ranks):
     assert not run.report["hazards"]
 
 
-def test_every_other_collective_moves_what_it_should(ranks):
-    run = ranks(
-        """
-        BIG = 3_000_001  # more than two pieces of 4 MB
-
-        def rank_main(rank, n=4):
-            def of(r, size, dtype=torch.int32):
-                return (torch.arange(size) * n + r).to(dtype)
-
-            def own(size, dtype=torch.int32):
-                return of(rank, size, dtype).npu()
-
-            big = own(BIG)
-            gathered = torch.empty(n * BIG, dtype=INT, device="npu")
-            dist.all_gather_single(gathered, big)
-            assert torch.equal(gathered.cpu(), torch.cat([of(r, BIG) for r in range(n)]))
-            dist.broadcast(big, 2)
-            assert torch.equal(big.cpu(), of(2, BIG))
-            part = torch.empty(6, device="npu", dtype=INT)
-            parts = list(own(6 * n).chunk(n)) if rank == 3 else None
-            dist.scatter(part, parts, 3)
-            assert torch.equal(part.cpu(), of(3, 6 * n).chunk(n)[rank])
-            pieces = [torch.empty(6, device="npu", dtype=INT) for _ in range(n)]
-            dist.gather(own(6), pieces if rank == 0 else None, 0)
-            assert rank or [p.tolist() for p in pieces] == [of(r, 6).tolist() for r in range(n)]
-
-            even = torch.empty(2 * n, device="npu", dtype=INT)
-            dist.all_to_all_single(even, own(2 * n))
-            chunks = [of(r, 2 * n).chunk(n)[rank] for r in range(n)]
-            assert torch.equal(even.cpu(), torch.cat(chunks))
-            # Rank a sends (a + b) % 3 elements to rank b, some of them none; one piece is large.
-            sizes = [[(a + b) % 3 for b in range(n)] for a in range(n)]
-            sizes[1][2] = 1_000_000
-            received = [sizes[a][rank] for a in range(n)]
-            out = torch.empty(sum(received), device="npu", dtype=INT)
-            dist.all_to_all_single(out, own(sum(sizes[rank])), received, sizes[rank])
-            wanted = [of(a, sum(sizes[a])).split(sizes[a])[rank] for a in range(n)]
-            assert torch.equal(out.cpu(), torch.cat(wanted))
-            lists = [torch.empty(s, device="npu", dtype=INT) for s in received]
-            dist.all_to_all(lists, list(own(sum(sizes[rank])).split(sizes[rank])))
-            assert torch.equal(torch.cat(lists).cpu(), torch.cat(wanted))
-
-            if rank == 0:
-                dist.send(own(BIG), 1)
-            elif rank == 1:
-                target = torch.empty(BIG, device="npu", dtype=INT)
-                dist.recv(target, 0)
-                assert torch.equal(target.cpu(), of(0, BIG))
-            # A ring, in which everybody sends first: only as a batch it can't block.
-            target = torch.empty(9, device="npu", dtype=INT)
-            after, before = (rank + 1) % n, (rank - 1) % n
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own(9), after),
-                                                dist.P2POp(dist.irecv, target, before)]):
-                work.wait()
-            assert torch.equal(target.cpu(), of(before, 9))
-            dist.barrier()
-            mean = torch.full((4,), float(rank), device="npu")
-            dist.all_reduce(mean, dist.ReduceOp.AVG)
-            assert mean.cpu().eq(1.5).all()
-            dist.destroy_process_group()
-
-        run_ranks(rank_main, 4)
-        """
-    )
-    assert not run.report["hazards"] and not run.report["leaks"]
-    for name in ("AllGather", "Broadcast", "Scatter", "AlltoAll", "AlltoAllV", "Send", "Recv"):
-        assert run.report["kernels"][f"Hccl{name}"], name
-
-
-def test_lists_of_unequal_tensors_are_gathered_and_scattered(ranks):
-    run = ranks(
-        """
-        def rank_main(rank, n=2):
-            sizes = [3, 5]
-            outputs = [torch.empty(s, device="npu") for s in sizes]
-            dist.all_gather(outputs, torch.full((sizes[rank],), rank + 1.0, device="npu"))
-            assert [o.cpu().tolist() for o in outputs] == [[1.0] * 3, [2.0] * 5]
-            part = torch.empty(sizes[rank], device="npu")
-            parts = [torch.full((s,), rank + 1.0 + s, device="npu") for s in sizes]
-            dist.reduce_scatter(part, parts)
-            assert part.cpu().eq(3 + 2 * sizes[rank]).all(), part.cpu()
-            dist.destroy_process_group()
-
-        run_ranks(rank_main)
-        """
-    )
-    kernels = run.report["kernels"]
-    assert kernels["HcclAllGatherV"] == kernels["HcclReduceScatterV"] == 2
-
-
 def test_groups_overlap_and_are_made_again(ranks):
     run = ranks(
         """
@@ -151,34 +61,6 @@ def test_groups_overlap_and_are_made_again(ranks):
         """
     )
     assert not run.report["hazards"] and not run.report["leaks"]
-
-
-def test_captured_collectives_run_at_each_replay(ranks):
-    run = ranks(
-        """
-        def rank_main(rank, n=2):
-            x = torch.zeros(4, device="npu")
-            dist.all_reduce(x)
-            graph = torch.npu.NPUGraph()
-            with torch.npu.graph(graph):
-                y = x + rank + 1
-                dist.all_reduce(y)
-                z = torch.empty(n * 4, device="npu")
-                dist.all_gather_single(z, y * 2)
-            for value in (0.0, 10.0, -3.0):
-                x.fill_(value)
-                graph.replay()
-                dist.all_reduce(x)  # eager ones go between
-                assert z.cpu().eq(2 * (n * value + 3)).all(), z.cpu()
-                assert x.cpu().eq(n * value).all()
-            del graph
-            dist.destroy_process_group()
-
-        run_ranks(rank_main)
-        """
-    )
-    assert run.report["counters"]["graph_launches"] == 6
-    assert not run.report["hazards"]
 
 
 def test_a_missing_wait_names_rank_operator_and_streams(ranks):

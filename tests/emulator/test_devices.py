@@ -1,22 +1,6 @@
 """Devices, generators, processes and counters."""
 
 
-def test_several_devices_copy_and_compute(emulate):
-    run = emulate(
-        """
-        assert torch.npu.is_available() and torch.npu.device_count() == 2
-        x = torch.arange(8.0, device="npu:1")
-        y = (x.to("npu:0") + 1).to("npu:1") + x
-        assert y.device.index == 1 and torch.equal(y.cpu(), 2 * torch.arange(8.0) + 1)
-        torch.npu.set_device(1)
-        assert torch.ones(3, device="npu").device.index == 1
-        assert acl.aclrtSetDevice(2) == 107001
-        """,
-        devices=2,
-    )
-    assert "npu:2 does not exist" in run.report["errors"][0]
-
-
 def test_visible_devices_and_the_chip_are_honoured(emulate):
     emulate(
         """
@@ -27,29 +11,6 @@ def test_visible_devices_and_the_chip_are_honoured(emulate):
         soc="Ascend910_9391",
         environment={"ASCEND_RT_VISIBLE_DEVICES": "3,1,7"},
     )
-
-
-def test_asking_for_devices_leaves_other_processes_usable(emulate):
-    run = emulate(
-        """
-        import multiprocessing
-
-        def work(queue):
-            queue.put((torch.ones(4, device="npu") * 3).sum().item())
-
-        if __name__ == "__main__":
-            assert torch.npu.is_available() and torch.npu.device_count() == 1
-            for method in ("fork", "spawn"):
-                context = multiprocessing.get_context(method)
-                queue = context.Queue()
-                process = context.Process(target=work, args=(queue,))
-                process.start()
-                assert queue.get(timeout=60) == 12
-                process.join()
-                assert process.exitcode == 0
-        """
-    )
-    assert run.report["processes"] >= 2 and run.report["kernels"]["aten::mul"] == 2
 
 
 def test_generators_are_seeded_and_differ_from_the_cpus(emulate):

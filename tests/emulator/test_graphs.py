@@ -151,25 +151,6 @@ GROUP = """
 """
 
 
-def test_a_task_group_is_updated_with_new_lengths(emulate):
-    run = emulate(
-        GROUP
-        + """
-    for length in (5, 9, 3):
-        update(length)
-        graph.replay()
-        torch.npu.synchronize()
-        assert result.cpu()[0, 0, 0] == length
-    graph.replay()                                    # the update may as well come after the call
-    update(7)
-    torch.npu.synchronize()
-    assert result.cpu()[0, 0, 0] == 7
-    """,
-        delay="skewed",
-    )
-    assert run.report["hazards"] == run.report["errors"] == []
-
-
 def test_updates_that_nothing_orders_with_the_replay_are_found(emulate):
     run = emulate(
         GROUP

@@ -3,35 +3,6 @@
 import signal
 
 
-def test_the_allocator_reuses_memory_and_survives_its_end(emulate):
-    run = emulate(
-        """
-        free, total = torch.npu.mem_get_info()
-        assert total == 64 << 20 and free == total
-        x = torch.ones(1 << 20, device="npu")
-        address = x.data_ptr()
-        assert 4 << 20 <= torch.npu.memory_allocated() <= (4 << 20) + 4096
-        assert torch.npu.mem_get_info()[0] < total
-        del x
-        assert torch.ones(1 << 20, device="npu").data_ptr() == address
-        torch.npu.empty_cache()
-        assert torch.npu.mem_get_info()[0] == total
-        kept = torch.ones(8, device="npu")
-        try:
-            torch.empty(65 << 20, dtype=torch.uint8, device="npu")
-        except torch.OutOfMemoryError as error:
-            assert "out of memory" in str(error)
-        else:
-            raise AssertionError("65 MiB fitted into 64")
-        fits = torch.ones(32 << 20, dtype=torch.uint8, device="npu")
-        assert fits.sum().item() == 32 << 20
-        """,
-        memory_bytes=64 << 20,
-    )
-    assert run.report["counters"]["peak_memory_bytes"] > 32 << 20
-    assert not run.report["errors"]
-
-
 def test_the_host_can_not_touch_device_memory(emulate):
     run = emulate(
         """

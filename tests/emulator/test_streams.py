@@ -49,44 +49,6 @@ def test_a_missing_wait_stream_is_found_whatever_the_delay(emulate, delay):
     assert run.report["counters"]["hazards"] == 4
 
 
-def test_work_that_is_ordered_is_left_alone(emulate):
-    run = emulate(
-        RACE
-        + """
-    for _ in range(20):
-        y = x + 1
-        side.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(side):
-            z = y * 2
-        torch.npu.current_stream().wait_stream(side)
-        x.copy_(z)
-        y.record_stream(side)
-        z.record_stream(torch.npu.current_stream())
-    event = torch.npu.Event()
-    third = torch.npu.Stream()
-    x.add_(1)
-    event.record()
-    side.wait_event(event)
-    third.wait_stream(side)                           # ordered by way of another stream
-    with torch.npu.stream(third):
-        x.add_(1)
-    third.synchronize()                               # ordered by way of the host
-    x.add_(1)
-    halves = torch.zeros(2, 512, device="npu")
-    columns = torch.zeros(64, 64, device="npu")
-    torch.npu.synchronize()
-    halves[0].add_(1)
-    columns[:, :32].add_(1)
-    with torch.npu.stream(side):                      # other bytes of the same allocation
-        halves[1].add_(1)
-        columns[:, 32:].add_(1)
-    assert sync_error() == ""
-    """,
-        delay="skewed",
-    )
-    assert run.report["hazards"] == []
-
-
 def test_operators_over_caches_touch_the_blocks_that_they_name(emulate):
     """Another stream may copy other blocks of a plane meanwhile, and none that are read or written.
 

@@ -1,8 +1,11 @@
-"""Valid calls of the operators of latent attention, and calls that break one demand each."""
+"""Arguments of valid calls of the operators of latent attention."""
+
+from functools import partial
 
 import torch
 
 from tests.emulator.operators.calls import V2, call, triangle
+from tests.emulator.operators.formula import random
 
 LATENT, ROPE, HEAD = 512, 64, 128
 
@@ -18,6 +21,7 @@ def absorbed(
 ):
     """Attention over latent rows in a cache; the truth is in ``lengths`` (cached, new)."""
     generator = torch.Generator().manual_seed(seed)
+    drawn = partial(random, dtype=dtype, seed=seed)
     tokens = sum(new for _, new in lengths)
     needed = [-(-sum(pair) // block_size) for pair in lengths]
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
@@ -25,17 +29,14 @@ def absorbed(
     for row, count in enumerate(needed):
         table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
 
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    latent = random(sum(needed) + 1, block_size, LATENT)
+    latent = drawn(sum(needed) + 1, block_size, LATENT)
     ends = torch.tensor([new for _, new in lengths]).cumsum(0).tolist()
     return {
-        "query": random(tokens, heads, LATENT),
+        "query": drawn(tokens, heads, LATENT),
         "key": latent,
         "value": latent,
-        "query_rope": random(tokens, heads, ROPE),
-        "key_rope": random(*latent.shape[:2], ROPE),
+        "query_rope": drawn(tokens, heads, ROPE),
+        "key_rope": drawn(*latent.shape[:2], ROPE),
         "atten_mask": triangle(),
         "sparse_mode": 3,
         "input_layout": "TND",
@@ -50,26 +51,17 @@ def absorbed(
     }
 
 
-def projected(lengths=(5, 1, 9), kv_lengths=None, seed=0, *, heads=4, dtype=torch.bfloat16, **more):
+def projected(lengths=(5, 1, 9), *, heads=4, dtype=torch.bfloat16, **more):
     """Attention over K and V of every head."""
-    generator = torch.Generator().manual_seed(seed)
-    kv_lengths = kv_lengths or lengths
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    tokens, rows = sum(lengths), sum(kv_lengths)
+    rows, ropes = (random(sum(lengths), heads, size, dtype=dtype) for size in (HEAD, ROPE))
     return {
-        "query": random(tokens, heads, HEAD),
-        "key": random(rows, heads, HEAD),
-        "value": random(rows, heads, HEAD),
-        "query_rope": random(tokens, heads, ROPE),
-        "key_rope": random(rows, heads, ROPE),
+        **dict.fromkeys(("query", "key", "value"), rows),
+        **dict.fromkeys(("query_rope", "key_rope"), ropes),
         "atten_mask": triangle(),
         "sparse_mode": 3,
         "input_layout": "TND",
         "actual_seq_qlen": torch.tensor(lengths).cumsum(0).tolist(),
-        "actual_seq_kvlen": torch.tensor(kv_lengths).cumsum(0).tolist(),
+        "actual_seq_kvlen": torch.tensor(lengths).cumsum(0).tolist(),
         "num_query_heads": heads,
         "num_key_value_heads": heads,
         "softmax_scale": 0.07,
@@ -82,7 +74,7 @@ def fused(arguments):
     return call(V2, arguments)
 
 
-def paged_projected(**changes):
+def paged_projected():
     cache = torch.zeros(4, 128, HEAD, dtype=torch.bfloat16)
     rope = torch.zeros(4, 128, ROPE, dtype=torch.bfloat16)
     return projected(
@@ -94,20 +86,14 @@ def paged_projected(**changes):
         block_table=torch.tensor([[1], [2]], dtype=torch.int32),
         block_size=128,
         actual_seq_kvlen=[5, 7],
-        **changes,
     )
 
 
 def gather_arguments(**changes):
     """Pieces of three contexts, of 40, 16 and 5 rows."""
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).bfloat16()
-
     return {
-        "key_cache": random(9, 16, 1, LATENT),
-        "value_cache": random(9, 16, 1, ROPE),
+        "key_cache": random(9, 16, 1, LATENT, dtype=torch.bfloat16),
+        "value_cache": random(9, 16, 1, ROPE, dtype=torch.bfloat16),
         "block_tables": torch.tensor([[3, 1, 4, 8], [5, 2, 0, 0], [7, 6, 0, 0]], dtype=torch.int32),
         "seq_lens": torch.tensor([40, 16, 5], dtype=torch.int32),
         "key": torch.zeros(61, 1, LATENT, dtype=torch.bfloat16),
@@ -117,11 +103,10 @@ def gather_arguments(**changes):
     }
 
 
-def update_arguments(parts=2, rows=6, size=16, dtype=torch.bfloat16, **changes):
-    generator = torch.Generator().manual_seed(2)
+def update_arguments(parts=2, dtype=torch.bfloat16, **changes):
     return {
-        "lse": [torch.randn(rows, generator=generator) for _ in range(parts)],
-        "local_out": [torch.randn(rows, size, generator=generator).to(dtype) for _ in range(parts)],
+        "lse": [random(6, seed=part) for part in range(parts)],
+        "local_out": [random(6, 16, dtype=dtype, seed=part) for part in range(parts)],
         "update_type": 1,
         **changes,
     }
@@ -131,14 +116,9 @@ GATHER = "npu::npu_gather_pa_kv_cache"
 UPDATE = "npu::npu_attention_update"
 
 
-def matmul_of_heads(**changes):
+def matmul_of_heads():
     """Three tokens of four heads, times a matrix for each head."""
-    return {
-        "input": torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(3)),
-        "weight": torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(4)),
-        "perm_x1": [1, 0, 2],
-        **changes,
-    }
+    return {"input": random(3, 4, 32), "weight": random(4, 32, 16), "perm_x1": [1, 0, 2]}
 
 
 TRANSPOSE = "npu::npu_transpose_batchmatmul"

@@ -3,22 +3,11 @@
 import pytest
 import torch
 
+from tests.emulator.operators import layer_calls as calls
 from tests.emulator.operators.calls import call
-from tests.emulator.operators.expert_calls import (
-    FINALIZE_ROUTING,
-    GROUPED_MATMUL,
-    IDS,
-    INIT_ROUTING,
-    TOKEN_UNPERMUTE,
-    finalize_arguments,
-    random,
-    routing_arguments,
-    rows_arguments,
-    unpermute_arguments,
-)
-from tests.emulator.operators.formula import DTYPES, assert_close
+from tests.emulator.operators.formula import DTYPES, assert_close, random
 
-EXPERT_OF_PAIR = [expert for chosen in IDS for expert in chosen]
+EXPERT_OF_PAIR = [expert for chosen in calls.IDS for expert in chosen]
 ACTIVE = [(expert, pair) for pair, expert in enumerate(EXPERT_OF_PAIR) if 1 <= expert < 4]
 BY_EXPERT = [pair for _, pair in sorted(ACTIVE)]
 """Pairs of active experts in the order of their rows: by expert, then by token."""
@@ -27,15 +16,15 @@ BY_EXPERT = [pair for _, pair in sorted(ACTIVE)]
 def test_experts_with_rows_are_listed_in_pairs():
     ids = torch.tensor([[3, 3], [1, 6]], dtype=torch.int32)
     x = torch.zeros(2, 8).half()
-    arguments = routing_arguments(x=x, expert_idx=ids, active_num=4, expert_tokens_num_type=2)
-    assert call(INIT_ROUTING, arguments)[2][:3].tolist() == [[1, 1], [3, 2], [0, 0]]
+    arguments = calls.routing(x=x, expert_idx=ids, active_num=4, expert_tokens_num_type=2)
+    assert call(calls.INIT_ROUTING, arguments)[2][:3].tolist() == [[1, 1], [3, 2], [0, 0]]
 
 
 @pytest.mark.parametrize("smooth", [None, 1, 3])
 def test_rows_are_quantised_by_their_largest_number(smooth, seed):
     factors = None if smooth is None else random(smooth, 8, dtype=torch.float32).abs() + 0.5
-    arguments = routing_arguments(seed, quant_mode=1, scale=factors)
-    values, _, _, scales = call(INIT_ROUTING, arguments)
+    arguments = calls.routing(seed, quant_mode=1, scale=factors)
+    values, _, _, scales = call(calls.INIT_ROUTING, arguments)
     assert values.dtype == torch.int8
     for row, pair in enumerate(BY_EXPERT):
         expected = arguments["x"][pair // 2].double()
@@ -49,12 +38,12 @@ def test_rows_are_quantised_by_their_largest_number(smooth, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_probs", DTYPES)
 def test_rows_of_a_token_are_weighted_and_summed(dtype, of_probs, seed):
-    arguments = unpermute_arguments(seed, dtype)
+    arguments = calls.unpermute(seed, dtype)
     arguments["probs"] = arguments["probs"].to(of_probs)
     rows, probs = arguments["permuted_tokens"].double(), arguments["probs"].double()
     rows_read = rows.clone()
     arguments["permuted_tokens"][[2, 4]] = float("nan")  # of no pair
-    output, again = call(TOKEN_UNPERMUTE, arguments)
+    output, again = call(calls.TOKEN_UNPERMUTE, arguments)
     expected = torch.stack(
         (
             rows_read[3] * probs[0, 0] + rows_read[0] * probs[0, 1],
@@ -67,24 +56,24 @@ def test_rows_of_a_token_are_weighted_and_summed(dtype, of_probs, seed):
 
 
 def test_without_probabilities_there_is_one_row_a_token(seed):
-    arguments = unpermute_arguments(seed, torch.float32, probs=None)
+    arguments = calls.unpermute(seed, torch.float32, probs=None)
     arguments["sorted_indices"] = torch.tensor([3, 0, 99, 5, 1, 2], dtype=torch.int32)
-    output, _ = call(TOKEN_UNPERMUTE, arguments)
+    output, _ = call(calls.TOKEN_UNPERMUTE, arguments)
     rows = arguments["permuted_tokens"]
     assert torch.equal(output[[0, 1, 3, 4, 5]], rows[[3, 0, 5, 1, 2]])
     assert not output[2].any()
 
 
 def test_without_scales_there_is_one_row_a_token_or_none(seed):
-    arguments = finalize_arguments(seed, scales=None)
-    output = call(FINALIZE_ROUTING, arguments)
+    arguments = calls.finalize(seed, scales=None)
+    output = call(calls.FINALIZE_ROUTING, arguments)
     rows = arguments["expanded_permuted_rows"][:, 0]
     assert torch.equal(output[[0, 1, 3, 6]], rows[[3, 0, 2, 1]])
     assert not output[[2, 4, 5, 7]].any()
 
 
 def test_one_group_is_given_by_its_end():
-    arguments = rows_arguments(group_list=torch.tensor([4]), group_list_type=0)
+    arguments = calls.rows(group_list=torch.tensor([4]), group_list_type=0)
     arguments["weight"] = [arguments["weight"][0][:1]]
-    (output,) = call(GROUPED_MATMUL, arguments)
+    (output,) = call(calls.GROUPED_MATMUL, arguments)
     assert output[:4].isfinite().all() and output[4:].isnan().all()

@@ -8,8 +8,8 @@ from ascend_emulator import profiles
 from ascend_emulator.operators import KernelRefusalError
 from ascend_emulator.operators.delta_rule import RECURRENT
 from tests.emulator.operators.calls import call, mrope_arguments
-from tests.emulator.operators.delta_calls import recurrent_arguments
 from tests.emulator.operators.formula import DTYPES, assert_close, random
+from tests.emulator.operators.layer_calls import recurrent
 
 
 def test_rms_norm_over_several_dimensions(seed):
@@ -88,8 +88,8 @@ def test_k_has_a_limit_in_older_releases_and_documents(profile, largest):
             call("npu::npu_top_k_top_p", arguments | {"k": arguments["k"] + 1})
 
 
-def test_without_decays_nothing_is_forgotten(seed):
-    arguments = recurrent_arguments(seed=seed)
+def test_without_decays_nothing_is_forgotten():
+    arguments = recurrent()
     zeros = {**arguments, "state": arguments["state"].clone(), "g": arguments["g"] * 0}
     none = {**arguments, "state": arguments["state"].clone(), "g": None}
     assert torch.equal(call(RECURRENT, zeros), call(RECURRENT, none))

@@ -12,9 +12,10 @@ import torch
 from ascend_emulator import profiles
 from ascend_emulator.operators import check_placement, delta_rule
 from ascend_emulator.operators.fused_kernel_constraints import family_name
-from tests.emulator.operators import calls, delta_calls, expert_calls, int8_calls, latent_calls
+from tests.emulator.operators import calls, latent_calls, layer_calls
 from tests.emulator.operators.calls import V1, V2, Batch, call, fused, strided, triangle
 from tests.emulator.operators.fusion_calls import FUSION, SAME_KEYS, band, fusion, fusion_arguments
+from tests.emulator.operators.layer_calls import int32
 
 T = torch.Tensor
 RESHAPE, SCATTER = "atb::_npu_reshape_and_cache", "npu::npu_scatter_pa_kv_cache"
@@ -51,10 +52,6 @@ def in_profile(profile, violate):
             return violate()
 
     return run
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def int8(tensor):
@@ -562,7 +559,7 @@ GROUPED_MATMUL = [
     ("bias", matmuls(bias=first(T.float)), matmuls(bias=first(lambda b: b[:1]))),
 ]
 
-grouped = of("npu::npu_grouped_matmul", expert_calls.rows_arguments)
+grouped = of("npu::npu_grouped_matmul", layer_calls.rows)
 GROUPED_ROWS = [
     ("one tensor each", grouped(x=lambda x: x * 2), grouped(split_item=0)),
     ("plain", grouped(bias=[zeros(3, 6)]), grouped(act_type=5), grouped(output_dtype=1)),
@@ -587,7 +584,7 @@ GROUPED_ROWS = [
     ("group sizes", grouped(group_list=torch.tensor([2, 1, 3]), group_list_type=0)),
 ]
 
-int8_rows = of("npu::npu_grouped_matmul", int8_calls.grouped_arguments)
+int8_rows = of("npu::npu_grouped_matmul", layer_calls.int8_rows)
 INT8_ROWS = [
     ("one tensor each", int8_rows(weight=lambda w: w * 2), int8_rows(split_item=0)),
     ("form", int8_rows(bias=[zeros(3, 6, dtype=torch.int32)]), int8_rows(act_type=5)),
@@ -603,7 +600,7 @@ INT8_ROWS = [
         ),
     ),
     ("result", int8_rows(output_dtype=None)),
-    ("result", int8_rows(output_dtype=int8_calls.CODES[torch.int32])),
+    ("result", int8_rows(output_dtype=layer_calls.CODES[torch.int32])),
     ("scale", int8_rows(scale=None), int8_rows(scale=first(T.bfloat16))),
     ("scale", int8_rows(scale=first(lambda s: s.t().contiguous()))),
     ("token scale", int8_rows(per_token_scale=None), int8_rows(per_token_scale=first(T.half))),
@@ -614,18 +611,18 @@ INT8_ROWS = [
     ("group sizes", int8_rows(group_list=torch.tensor([2, 3, 3]))),
 ]
 
-dynamic = of(int8_calls.DYNAMIC, int8_calls.dynamic_arguments)
+dynamic = of(layer_calls.DYNAMIC, layer_calls.dynamic)
 DYNAMIC_QUANT = [
     ("dtype", dynamic(input=T.float)),
     ("rank", dynamic(input=lambda x: x[0])),
-    ("form", dynamic(smooth_scales=zeros(8)), dynamic(dst_type=int8_calls.CODES[torch.int32])),
+    ("form", dynamic(smooth_scales=zeros(8)), dynamic(dst_type=layer_calls.CODES[torch.int32])),
     ("form", dynamic(quant_mode="pertensor")),
 ]
 
-quantize = of(int8_calls.QUANTIZE, int8_calls.quantize_arguments)
+quantize = of(layer_calls.QUANTIZE, layer_calls.quantize)
 QUANTIZE = [
     ("dtype", quantize(input=T.double)),
-    ("form", quantize(div_mode=False), quantize(dtype=int8_calls.CODES[torch.int32])),
+    ("form", quantize(div_mode=False), quantize(dtype=layer_calls.CODES[torch.int32])),
     ("scale dtype", quantize(scales=T.half)),
     ("offset dtype", quantize(zero_points=T.float), quantize(zero_points=T.bfloat16)),
     ("sizes", quantize(zero_points=lambda z: z.repeat(8))),
@@ -633,9 +630,9 @@ QUANTIZE = [
     ("axis", quantize(axis=2)),
 ]
 
-matmul = of(int8_calls.MATMUL, int8_calls.matmul_arguments)
-static = of(int8_calls.MATMUL, lambda: int8_calls.matmul_arguments(static=True))
-static_bf16 = of(int8_calls.MATMUL, lambda: int8_calls.matmul_arguments(0, torch.bfloat16, True))
+matmul = of(layer_calls.QUANT_MATMUL, layer_calls.quant_matmul)
+static = of(layer_calls.QUANT_MATMUL, lambda: layer_calls.quant_matmul(static=True))
+static_bf16 = of(layer_calls.QUANT_MATMUL, lambda: layer_calls.quant_matmul(torch.bfloat16, True))
 QUANT_MATMUL = [
     ("dtype", matmul(x1=T.half), matmul(x2=T.int)),
     ("form", matmul(offset=torch.zeros(6)), matmul(group_sizes=[0, 0, 32])),
@@ -653,8 +650,8 @@ QUANT_MATMUL = [
     ("bias", matmul(bias=lambda b: b[:5]), matmul(bias=T.bfloat16), static(bias=T.float)),
 ]
 
-dynamic_norm = of(int8_calls.NORM, int8_calls.norm_arguments)
-static_norm = of(int8_calls.STATIC_NORM, int8_calls.static_norm_arguments)
+dynamic_norm = of(layer_calls.NORM, layer_calls.norm)
+static_norm = of(layer_calls.STATIC_NORM, layer_calls.static_norm)
 BOTH = (dynamic_norm, static_norm)
 INT8_NORMS = [
     ("dtype", *every(BOTH, x1=T.float, x2=T.float, gamma=T.float)),
@@ -673,8 +670,8 @@ INT8_NORMS = [
     ("static shapes", static_norm(zero_points1=lambda z: z[:1])),
 ]
 
-rounding = of(int8_calls.SWIGLU, int8_calls.swiglu_arguments)
-static_swiglu = of(int8_calls.SWIGLU, lambda: int8_calls.swiglu_arguments(static=True))
+rounding = of(layer_calls.SWIGLU, layer_calls.swiglu)
+static_swiglu = of(layer_calls.SWIGLU, lambda: layer_calls.swiglu(static=True))
 SWIGLU_QUANT = [
     ("dtype", rounding(x=T.float)),
     ("shape", rounding(x=lambda x: x[0]), rounding(x=lambda x: x[:, :11].contiguous())),
@@ -686,7 +683,7 @@ SWIGLU_QUANT = [
     ("static scales", rounding(quant_scale=torch.ones(1))),
 ]
 
-routing = of(expert_calls.INIT_ROUTING, expert_calls.routing_arguments)
+routing = of(layer_calls.INIT_ROUTING, layer_calls.routing)
 INIT_ROUTING = [
     ("dtype", routing(x=T.double), routing(x=int8, quant_mode=1)),
     ("shapes", routing(x=lambda x: x[:5]), routing(expert_idx=T.flatten)),
@@ -706,7 +703,7 @@ INIT_ROUTING = [
     ("scale", routing(quant_mode=1, scale=torch.ones(2, 8)), routing(offset=torch.ones(6))),
 ]
 
-unpermute = of(expert_calls.TOKEN_UNPERMUTE, expert_calls.unpermute_arguments)
+unpermute = of(layer_calls.TOKEN_UNPERMUTE, layer_calls.unpermute)
 TOKEN_UNPERMUTE = [
     ("dtype", unpermute(permuted_tokens=T.double), unpermute(probs=T.int)),
     ("shapes", unpermute(probs=lambda p: p[:2]), unpermute(sorted_indices=lambda s: s.view(3, 2))),
@@ -717,7 +714,7 @@ TOKEN_UNPERMUTE = [
     ("unsupported mode", unpermute(padded_mode=True), unpermute(restore_shape=[3, 8])),
 ]
 
-finalize = of(expert_calls.FINALIZE_ROUTING, expert_calls.finalize_arguments)
+finalize = of(layer_calls.FINALIZE_ROUTING, layer_calls.finalize)
 FINALIZE_ROUTING = [
     ("dtype", finalize(expanded_permuted_rows=T.double), finalize(scales=T.half)),
     ("dtype", finalize(expanded_permuted_rows=T.half, scales=T.float)),
@@ -742,7 +739,7 @@ FINALIZE_ROUTING = [
     ("unsupported argument", finalize(k=2)),
 ]
 
-gating = of(expert_calls.GATING, expert_calls.gating_arguments)
+gating = of(layer_calls.GATING, layer_calls.gating)
 GATING = [
     ("dtype", gating(x=T.double), gating(bias=T.half)),
     ("shapes", gating(bias=lambda b: b[:11]), gating(x=torch.zeros(2, 2049), bias=None)),
@@ -754,7 +751,7 @@ GATING = [
     ("no table", gating(input_ids=torch.zeros(5).int(), tid2eid=torch.zeros(9, 3).int())),
 ]
 
-softmax = of(expert_calls.GATING_SOFTMAX, expert_calls.softmax_arguments)
+softmax = of(layer_calls.GATING_SOFTMAX, layer_calls.softmax)
 GATING_SOFTMAX = [
     ("dtype", softmax(x=T.double)),
     ("shapes", softmax(x=torch.zeros(5), finished=None), softmax(finished=torch.zeros(4).bool())),
@@ -880,19 +877,19 @@ TRANSPOSE = [
     ("unused arguments", transposed(batch_split_factor=2)),
 ]
 
-recurrent = of(delta_rule.RECURRENT, delta_calls.recurrent_arguments)
-chunk = of(delta_rule.CHUNK, lambda: delta_calls.chunk_arguments((3, 1)))
+recurrent = of(delta_rule.RECURRENT, layer_calls.recurrent)
+chunk = of(delta_rule.CHUNK, layer_calls.chunk)
 
 
 def recurrent_of(lengths=(1, 1), blocks=4, **sizes):
     return of(
         delta_rule.RECURRENT,
-        lambda: delta_calls.recurrent_arguments(lengths, blocks=blocks, **sizes),
+        lambda: layer_calls.recurrent(lengths, blocks=blocks, **sizes),
     )()
 
 
 def chunk_of(**sizes):
-    return of(delta_rule.CHUNK, lambda: delta_calls.chunk_arguments((1, 1), **sizes))()
+    return of(delta_rule.CHUNK, lambda: layer_calls.chunk((1, 1), **sizes))()
 
 
 RECURRENT = [
@@ -929,7 +926,7 @@ RECURRENT = [
     ("lengths of vectors", recurrent(query=lambda q: q * 9), recurrent(key=lambda k: k * 9)),
     ("decays", recurrent(g=T.neg), recurrent(g=T.bfloat16), recurrent(g=lambda g: g[:, :1])),
     ("rates", recurrent(beta=lambda b: b + 1), recurrent(beta=T.neg)),
-    ("no decays of elements", recurrent(gk=torch.zeros(5, 4, delta_calls.DIM))),
+    ("no decays of elements", recurrent(gk=torch.zeros(5, 4, 128))),
 ]
 
 CHUNK = [
