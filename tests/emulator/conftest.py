@@ -31,6 +31,13 @@ def sync_error():
         return str(error)
     return ""
 
+def refused(call, *arguments, **keywords):
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
 def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
 """

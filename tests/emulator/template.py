@@ -6,6 +6,7 @@ that imports torch_npu, which reads the card's options, and this one forks for e
 answer is a JSON line: the exit code, and the reports that the script's processes left.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,15 @@ def become(job: dict[str, Any]) -> None:
     ):
         os.dup2(os.open(name, flags), number)
     sys.argv[:] = [job["script"]]
-    runpy.run_path(job["script"], run_name="__main__")
-    sys.exit()
+    code = 0
+    try:
+        runpy.run_path(job["script"], run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # to tear down what was imported takes longer than most scripts
 
 
 def be_a_card(environment: dict[str, str], jobs: Connection) -> None:
@@ -42,7 +51,7 @@ def be_a_card(environment: dict[str, str], jobs: Connection) -> None:
     os.environ.update(environment)
     importlib.import_module("torch_npu")
     gc.collect()
-    gc.freeze()  # what is imported need not be looked at, or torn down, in each fork
+    gc.freeze()  # what is imported need not be looked at in each fork
     while job := jobs.recv():
         before = set(REPORTS.iterdir())
         if not (pid := os.fork()):

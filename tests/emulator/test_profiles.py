@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ascend_emulator import faults, profiles
 from tests.emulator.test_graphs import GROUP
+from tests.helpers.emulator import import_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "changing" / "emulator.md"
 
@@ -45,7 +46,13 @@ def test_a_fault_changes_what_an_operator_computes(emulate):
     )
 
 
-def test_options_reach_the_runtime(emulate):
+def test_the_command_passes_its_options_and_fails_with_hazards(emulate, tmp_path, monkeypatch):
+    """To the runtime, to references, and to modules with references of one's own."""
+    (tmp_path / "their_references.py").write_text(
+        "def install(register_reference):\n"
+        "    register_reference('npu::npu_swiglu', lambda input, dim=-1: input.chunk(2, dim)[0])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", import_path(tmp_path))
     run = emulate(
         GROUP
         + """
@@ -57,11 +64,20 @@ def test_options_reach_the_runtime(emulate):
         graph.replay()
         torch.npu.synchronize()
         assert result.cpu()[0, 0, 0] == 5             # the length of the capture
+    y = torch_npu.npu_swiglu(torch.ones(2, 4, device="npu"))
+    assert torch.equal(y.cpu(), torch.ones(2, 2))
+    y.add_(1)
+    with torch.npu.stream(side):
+        y + 1                                         # which nothing orders, and no sync reports
+    emulator.let_run()
+    import os; os._exit(0)
     """,
-        *("--profile", "8.5", "--fault", "stale-lengths"),
+        *("--profile", "8.5", "--fault", "stale-lengths", "--references", "their_references"),
+        expect_code=3,
     )
     assert run.report["profile"] == "8.5" and run.report["faults"] == ["stale-lengths"]
-    assert run.report["hazards"] == run.report["errors"] == []
+    assert len(run.report["hazards"]) == 1 and run.report["errors"] == []
+    assert "no sync came after" in run.err
     assert "profile 8.5 (CANN 8.5.0)" in run.err
     assert "kernels misbehave on purpose: stale-lengths" in run.err
 

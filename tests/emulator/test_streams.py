@@ -206,11 +206,6 @@ UNREPORTED = (
 )
 
 
-def test_a_hazard_that_no_sync_reports_fails_the_command(emulate):
-    run = emulate(UNREPORTED, "--delay", "skewed", expect_code=3)
-    assert "no sync came after" in run.err
-
-
 def test_scripts_that_are_forked_fail_as_the_command_does(emulate):
     """With a hazard that no sync reports, and with an exception of their own."""
     with pytest.raises(AssertionError, match="exit code 3"):

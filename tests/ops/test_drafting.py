@@ -50,11 +50,7 @@ def scalar_step(
         slots.append(PADDING_SLOT if exceeds else slot)
         seq_lens[row] = min(1 if exceeds else seq_lens[row] + 1, max_model_len)
         out_positions.append(position)
-    return {
-        "seq_lens": seq_lens,
-        "out_clamped_positions": out_positions,
-        "out_slot_mapping": slots,
-    }
+    return {"seq_lens": seq_lens, "out_clamped_positions": out_positions, "out_slot_mapping": slots}
 
 
 @settings(max_examples=300)

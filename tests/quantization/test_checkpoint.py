@@ -47,11 +47,7 @@ def more(name, tensor):
 
 FILES = {
     "no scales": ("compressed", without(f"{Q}.weight_scale"), (f"{Q} has no weight_scale",)),
-    "no weight": (
-        "compressed",
-        without(f"{Q}.weight"),
-        (f"{Q} has a weight_scale but no weight",),
-    ),
+    "no weight": ("compressed", without(f"{Q}.weight"), (f"{Q} has a weight_scale but no weight",)),
     "too few scales": (
         "compressed",
         changed(f"{Q}.weight_scale", lambda s: s[:-1]),

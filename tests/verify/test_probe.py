@@ -139,16 +139,9 @@ def test_layers_are_probed_once_for_each_kind():
 
     def group(names, window):
         builder = SimpleNamespace(
-            sliding_window=window,
-            causal=True,
-            masks=None,
-            holds_states=False,
-            kernel_block_size=16,
+            sliding_window=window, causal=True, masks=None, holds_states=False, kernel_block_size=16
         )
-        return SimpleNamespace(
-            layer_names=names,
-            get_metadata_builder=lambda: builder,
-        )
+        return SimpleNamespace(layer_names=names, get_metadata_builder=lambda: builder)
 
     kinds = probe.probed_layers(
         [[group(["a", "b", "c", "e"], None)], [group(["d"], 7)]], layers, torch.float16

@@ -36,14 +36,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        lengths,
-        seed=0,
-        *,
-        dtype=torch.float16,
-        heads=(4, 2),
-        head_size=16,
-        block_size=128,
+        self, lengths, seed=0, *, dtype=torch.float16, heads=(4, 2), head_size=16, block_size=128
     ):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.heads, self.head_size = dtype, heads, head_size

@@ -154,51 +154,32 @@ def test_shared_prefixes_fit_unless_blocks_are_summed():
     assert explain("8.5", **equal).constraint[1] == "sum of blocks in PFA"
 
 
-def padded_decodes(count, **changes):
-    """Decodes of which the last two have no keys, and a call over their cache."""
-    batch = Batch([(130, 1)] * count, heads=(4, 2))
-    arguments = batch.paged(**NO_MASK, **changes)
-    arguments["actual_seq_lengths_kv"] = [131] * (count - 2) + [0, 0]
-    return batch, arguments
-
-
-def test_the_decode_kernel_leaves_rows_without_keys_undefined():
-    cores = profiles.cube_cores()
-    batch, arguments = padded_decodes(cores)
-    output, _ = fused(arguments)
-    assert output[-2:].isnan().all()
-    expected, _ = formula.of_batch(batch)
-    formula.assert_close(output[:-2], torch.cat(expected)[:-2], batch.dtype)
-
-
 @pytest.mark.parametrize(
-    "changes",
-    {
-        "a batch below the number of cores": {"count": -1},
-        "a mask": {"sparse_mode": 3},
-        "softmax_lse": {"softmax_lse_flag": True},
-        "another block size": {"block_size": 64},
-        "CANN 8.5": {"profile": "8.5"},
-        "a query of two tokens": {"longer": True},
-    }.items(),
-    ids=lambda item: item[0],
+    ("profile", "first", "fewer", "sizes", "changes"),
+    [
+        pytest.param("9.1", 1, 0, {}, NO_MASK, id="undefined"),
+        pytest.param("9.1", 1, 1, {}, NO_MASK, id="a batch below the number of cores"),
+        pytest.param("9.1", 1, 0, {}, {}, id="a mask"),
+        pytest.param("9.1", 1, 0, {}, {**NO_MASK, "softmax_lse_flag": True}, id="softmax_lse"),
+        pytest.param("9.1", 1, 0, {"block_size": 64}, NO_MASK, id="another block size"),
+        pytest.param("8.5", 1, 0, {}, NO_MASK, id="CANN 8.5"),
+        pytest.param("9.1", 2, 0, {}, NO_MASK, id="a query of two tokens"),
+    ],
 )
-def test_other_calls_define_rows_without_keys(changes):
-    changes = dict(changes[1])
-    profile = changes.pop("profile", "9.1")
-    count = profiles.cube_cores() + changes.pop("count", 0)
-    longer = changes.pop("longer", False)
-    block_size = changes.get("block_size", 128)
-    lengths = [(130, 2 if longer else 1)] + [(130, 1)] * (count - 1)
-    batch = Batch(lengths, heads=(4, 2), block_size=block_size)
-    mask = {} if changes.get("sparse_mode") else NO_MASK
-    arguments = batch.paged(**mask) | changes
+def test_rows_without_keys(profile, first, fewer, sizes, changes, request):
+    """The decode kernel leaves them as they are; any other call defines them."""
+    count = profiles.cube_cores() - fewer
+    batch = Batch([(130, first)] + [(130, 1)] * (count - 1), heads=(4, 2), **sizes)
+    arguments = batch.paged(**changes)
     arguments["actual_seq_lengths_kv"] = [*batch.kv_lens[:-2], 0, 0]
     with profiles.using(profile):
         output, lse = fused(arguments)
-    assert (output[-2:] == 0).all()
-    if changes.get("softmax_lse_flag"):
-        assert (lse[-2:] == math.inf).all()
+    if request.node.callspec.id == "undefined":
+        assert output[-2:].isnan().all()
+        expected, _ = formula.of_batch(batch)
+        formula.assert_close(output[:-2], torch.cat(expected)[:-2], batch.dtype)
+    else:
+        assert (output[-2:] == 0).all() and (lse[-2:] == math.inf).all()
 
 
 def test_explain_tells_which_requests_stay_undefined():

@@ -883,8 +883,7 @@ chunk = of(delta_rule.CHUNK, layer_calls.chunk)
 
 def recurrent_of(lengths=(1, 1), blocks=4, **sizes):
     return of(
-        delta_rule.RECURRENT,
-        lambda: layer_calls.recurrent(lengths, blocks=blocks, **sizes),
+        delta_rule.RECURRENT, lambda: layer_calls.recurrent(lengths, blocks=blocks, **sizes)
     )()
 
 
