@@ -62,10 +62,11 @@ def same_side_by_side(batch, arguments, visible=formula.everything, **kwargs):
         assert (output[request, len(rows) :] == 0).all()
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("lengths", "form"), [(PROMPTS, 0), (MIXED, 3), (DECODES, 3), (MIXED, 4)])
-def test_any_step(lengths, form, dtype, version, seed):
+@pytest.mark.parametrize(
+    ("lengths", "form", "version"), [(PROMPTS, 0, 1), (MIXED, 3, 2), (DECODES, 3, 1), (MIXED, 4, 2)]
+)
+def test_any_step(lengths, form, version, dtype, seed):
     """Over its own keys, or over a cache of rank 3 or 4; the latter goes to V3: no small heads."""
     batch = Batch(lengths, seed, dtype=dtype, head_size=64 if form == 4 else 16)
     same(batch, batch.paged(form) if form else batch.packed(), version=version)
@@ -78,8 +79,8 @@ def test_larger_blocks(block_size, seed):
     same(batch, batch.paged())
 
 
-@pytest.mark.parametrize("lengths", [PROMPTS, MIXED, DECODES])
-@pytest.mark.parametrize("size", [None, 1, 2, 17, 128, 1000])
+@pytest.mark.parametrize("lengths", [PROMPTS, MIXED])
+@pytest.mark.parametrize("size", [None, 1, 17])
 def test_a_window_of_w_is_pre_tokens_w_minus_one(size, lengths, seed):
     """Without a mask everything is seen."""
     batch = Batch(lengths, seed, head_size=64)
@@ -98,8 +99,10 @@ def test_bands(before, after, seed):
     same(batch, batch.paged(**changes), formula.band(before, after))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8])
-@pytest.mark.parametrize("shape", [(2048, 2048), (1, 2048, 2048), (1, 1, 2048, 2048)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.bool, (2048, 2048)), (torch.int8, (1, 2048, 2048)), (torch.uint8, (1, 1, 2048, 2048))],
+)
 def test_dtypes_and_shapes_of_the_constant_mask(dtype, shape, seed):
     batch = Batch(MIXED, seed)
     same(batch, batch.paged(atten_mask=triangle(dtype).view(shape)))
@@ -111,12 +114,13 @@ def one_cell():
     return mask
 
 
+ONES = torch.ones(2048, 2048, dtype=torch.int8)
 WRONG = {
-    "nothing masked": torch.zeros(2048, 2048),
-    "everything masked": torch.ones(2048, 2048),
-    "inverted": torch.tril(torch.ones(2048, 2048)),
-    "diagonal masked": torch.triu(torch.ones(2048, 2048)),
-    "one token ahead visible": torch.triu(torch.ones(2048, 2048), 2),
+    "nothing masked": torch.zeros_like(ONES),
+    "everything masked": ONES,
+    "inverted": ONES.tril(),
+    "diagonal masked": ONES.triu(),
+    "one token ahead visible": ONES.triu(2),
     "one cell": one_cell(),
 }
 
@@ -127,7 +131,7 @@ def test_a_wrong_constant_gives_wrong_results(name, mode, seed):
     batch = Batch(PROMPTS, seed, head_size=64)
     changes = {"sparse_mode": mode, "pre_tokens": 50, "next_tokens": 0}
     right, _ = fused(batch.packed(**changes))
-    output, _ = fused(batch.packed(**changes, atten_mask=WRONG[name].to(torch.int8)))
+    output, _ = fused(batch.packed(**changes, atten_mask=WRONG[name]))
     assert not torch.allclose(output, right, atol=1e-2, equal_nan=True)
 
 
