@@ -153,9 +153,7 @@ def metadata_of(state: AttentionState, lengths: list[tuple[int, int]], blocks: i
         (AttentionState.ChunkedPrefill, [(9, 1), (5, 4), (0, 6), (1, 3), (16, 2)]),
     ],
 )
-def test_attention_over_shared_contexts_is_attention_over_whole_ones(
-    state, lengths, interleave_size
-):
+def test_attention_over_shares_is_attention_over_the_whole(state, lengths, interleave_size):
     """Of requests with whole contexts, none, and parts on one rank alone."""
     blocks, kernels = 4, ReferenceKernels()
     metadata = metadata_of(state, lengths, blocks)
@@ -220,7 +218,7 @@ def test_a_dummy_run_without_decodes_has_rows_of_nobody():
     assert shared.rows.max_seq_len == 1 and shared.has_rows is None
 
 
-def test_every_rank_gathers_as_many_latent_rows_as_the_device_counts():
+def test_ranks_gather_as_many_latent_rows_as_the_device_counts():
     """The host sizes buffers and lists ends; the device finds rows by lengths of its own."""
     lens = [1, 7, 12, 0, 40]  # with runs of two on three ranks: rounds of six
     chunk = ContextChunk(

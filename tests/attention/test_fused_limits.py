@@ -101,9 +101,7 @@ def blocks_of(call: dict) -> int:
         ([2, 5], [24, 5], 2),  # as long as the cache
     ],
 )
-def test_a_batch_with_more_blocks_than_the_cache_is_served_by_several_calls(
-    fia, query_lens, seq_lens, calls
-):
+def test_a_batch_with_too_many_blocks_is_several_calls(fia, query_lens, seq_lens, calls):
     whole = attend(fia.module.FiaKernels(), step(query_lens, seq_lens))
     assert len(fia.calls) == 1 and not whole.isnan().any()
     fia.calls.clear()
@@ -113,17 +111,6 @@ def test_a_batch_with_more_blocks_than_the_cache_is_served_by_several_calls(
         assert torch.equal(attend(kernels, metadata), whole)
     assert len(fia.calls) == 2 * calls
     assert all(blocks_of(call) <= 6 for call in fia.calls)
-
-
-@pytest.mark.parametrize("num_reqs", [6, 7])  # one call, and two
-def test_a_step_is_planned_once_for_all_layers(fia, monkeypatch, num_reqs):
-    planned, split = [], fia.module._split
-    monkeypatch.setattr(fia.module, "_split", lambda *of: planned.append(of) or split(*of))
-    metadata = step([1] * num_reqs, [1] * num_reqs)
-    kernels = fia.module.FiaKernels(BatchLimits(apply=True))
-    for _ in range(3):  # layers
-        attend(kernels, metadata)
-    assert len(planned) == 1
 
 
 def test_prompts_are_split_by_their_number_alone(fia, monkeypatch):

@@ -92,7 +92,7 @@ def test_latent_rows_and_rotated_keys_are_planes_of_their_own():
         ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8),
     ],
 )
-def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block(window):
+def test_groups_in_one_region_agree_on_the_bytes_of_a_block(window):
     caches = allocate_planes(config(FullAttentionSpec(**SHAPE), window), CPUDevice())
     full, windowed = caches["model.layers.0.attn"], caches["model.layers.2.attn"]
     for one, other in zip(full, windowed):  # K and K, V and V
@@ -104,7 +104,7 @@ def test_groups_that_overlay_each_other_agree_on_the_bytes_of_a_block(window):
     assert not windowed[:, [0, 1, 2, 4]].any()
 
 
-def test_groups_of_other_heads_may_overlay_if_blocks_are_the_same_bytes():
+def test_groups_of_other_heads_may_share_blocks_of_equal_bytes():
     narrow = SlidingWindowSpec(
         **{**SHAPE, "num_kv_heads": 4, "head_size": 4, "block_size": 4}, sliding_window=8
     )
@@ -123,7 +123,7 @@ def test_zeroing_touches_the_blocks_it_is_told_in_both_planes():
     assert (cache[:, [0, 2, 3]] == 1).all()
 
 
-def test_groups_that_split_the_same_bytes_differently_are_refused():
+def test_groups_that_split_bytes_differently_are_refused():
     wide = FullAttentionSpec(**{**SHAPE, "block_size": 8})
     # As many bytes in a page, but latent rows fill it alone
     latent = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1, "head_size": 32})
@@ -153,7 +153,7 @@ def states(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Mamb
     return MambaSpec(4, shapes, (torch.float16, dtype), page_size_padded=page)
 
 
-def test_states_share_a_region_with_attention_and_touch_their_own_blocks_only():
+def test_states_touch_their_own_blocks_of_a_shared_region():
     spec = states((3, 5), (2, 3, 2))
     plan = config(FullAttentionSpec(**SHAPE), spec, layers=1)
     attention, (conv, rule) = allocate_planes(plan, CPUDevice()).values()

@@ -91,7 +91,7 @@ def groups(*specs) -> list[list[AttentionGroup]]:
     ]
 
 
-def test_groups_with_chunks_are_found_with_and_without_the_hybrid_manager():
+def test_groups_with_chunks_are_found():
     full = FullAttentionSpec(**SHAPE, block_size=4)
     chunks = ChunkedLocalAttentionSpec(**SHAPE, block_size=4, attention_chunk_size=12)
     as_full = dataclasses.replace(full, attention_chunk_size=12)
@@ -102,7 +102,7 @@ def test_groups_with_chunks_are_found_with_and_without_the_hybrid_manager():
 
 
 @pytest.mark.parametrize(("block_size", "chunk_size"), [(5, 12), (4, 16), (8, 12)])
-def test_chunks_that_are_not_alike_or_no_whole_blocks_are_refused(block_size, chunk_size):
+def test_chunks_that_differ_or_cut_blocks_are_refused(block_size, chunk_size):
     chunks = ChunkedLocalAttentionSpec(**SHAPE, block_size=4, attention_chunk_size=12)
     other = ChunkedLocalAttentionSpec(
         **SHAPE, block_size=block_size, attention_chunk_size=chunk_size

@@ -36,15 +36,8 @@ def test_device_masks_equal_the_definition(state, form, narrowed, seed):
             assert np.array_equal(mask.numpy(), expected)
 
 
-def test_decodes_build_no_mask():
-    cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
-    plan = plan_mask(AttentionState.DecodeOnly, MaskForm.DENSE, 4, 900)
-    assert cache.build(plan, torch.arange(4)) is None
-    assert not cache._matrices
-
-
 @pytest.mark.parametrize("window", [None, 5])
-def test_non_causal_groups_have_a_mask_for_compressed_windows_only(window):
+def test_encoders_have_a_mask_for_compressed_windows_only(window):
     for form in MaskForm:
         plan = plan_mask(
             AttentionState.PrefillNoCache, form, 4, 9, sliding_window=window, causal=False
@@ -63,17 +56,6 @@ def test_growing_leaves_masks_in_flight_alone():
     cache.build(plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 9, 900), torch.arange(9))
     assert torch.equal(before, copy)
     assert cache.build(small, torch.arange(9)).data_ptr() != before.data_ptr()
-
-
-def test_growth_doubles_and_stops_at_max_model_len():
-    cache = MaskCache(torch.device("cpu"), 1000, BUDGET)
-    sides = []
-    for length in (3, 129, 200, 300, 999):
-        cache.build(
-            plan_mask(AttentionState.PrefillNoCache, MaskForm.DENSE, 1, length), torch.arange(1)
-        )
-        sides.append(cache._matrices[None, True].shape[0])
-    assert sides == [128, 256, 256, 512, 1000]
 
 
 def test_a_matrix_beyond_the_budget_is_refused():

@@ -22,48 +22,25 @@ PUBLISHED = {  # heads as published models have them; K and V of a token: two he
     "num_key_value_heads": 2,
 }
 BF16 = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16"}
+NEXT = {**PUBLISHED, "linear_num_value_heads": 32}
+NEWER = {**PUBLISHED, "linear_num_value_heads": 48, "num_key_value_heads": 4}
+ONE_HEAD = {"num_key_value_heads": 1}
+SMALL = {"block_size": 16}
+DRAFTS, TWO_RANKS = {**SMALL, "speculative_config": NGRAM}, {**SMALL, "tensor_parallel_size": 2}
 
 # In float32, the rule's state of GATED_DELTA has 4 heads x 16 x 8 x 4 = 2,048 bytes, the
 # convolution's 3 tokens x 96 channels x 4 = 1,152; K and V of a token 2 x 2 heads x 16 x 4 = 256.
 CASES = {  # the model's config, settings; tokens of a block, parts, bytes of a token, exact
-    "as asked for": ({}, {"block_size": 16}, 16, [1152, 2048], 256, True),
+    "as asked for": ({}, SMALL, 16, [1152, 2048], 256, True),
     "by default": ({}, {}, 128, [1152, 2048], 256, False),
-    "grown": ({"linear_value_head_dim": 16}, {"block_size": 16}, 32, [1536, 4096], 256, True),
-    "not filled": ({"linear_value_head_dim": 12}, {"block_size": 16}, 32, [1344, 3072], 256, False),
-    "drafts": ({}, {"block_size": 16, "speculative_config": NGRAM}, 32, [2304, 2048], 256, False),
-    "two ranks": ({}, {"block_size": 16, "tensor_parallel_size": 2}, 16, [576, 1024], 128, True),
-    "one head of K and V": (
-        {"num_key_value_heads": 1},
-        {"block_size": 16},
-        32,
-        [1152, 2048],
-        128,
-        True,
-    ),
-    "one head of K and V, which two ranks have twice": (
-        {"num_key_value_heads": 1},
-        {"block_size": 16, "tensor_parallel_size": 2},
-        16,
-        [576, 1024],
-        128,
-        True,
-    ),
-    "Qwen3-Next": (
-        {**PUBLISHED, "linear_num_value_heads": 32},
-        BF16,
-        1024,
-        [49152, 1048576],
-        2048,
-        True,
-    ),
-    "Qwen3.5": (
-        {**PUBLISHED, "linear_num_value_heads": 48, "num_key_value_heads": 4},
-        BF16,
-        768,
-        [61440, 1572864],
-        4096,
-        True,
-    ),
+    "grown": ({"linear_value_head_dim": 16}, SMALL, 32, [1536, 4096], 256, True),
+    "not filled": ({"linear_value_head_dim": 12}, SMALL, 32, [1344, 3072], 256, False),
+    "drafts": ({}, DRAFTS, 32, [2304, 2048], 256, False),
+    "two ranks": ({}, TWO_RANKS, 16, [576, 1024], 128, True),
+    "one head of K and V": (ONE_HEAD, SMALL, 32, [1152, 2048], 128, True),
+    "a head that two ranks have twice": (ONE_HEAD, TWO_RANKS, 16, [576, 1024], 128, True),
+    "Qwen3-Next": (NEXT, BF16, 1024, [49152, 1048576], 2048, True),
+    "Qwen3.5": (NEWER, BF16, 768, [61440, 1572864], 4096, True),
 }
 
 

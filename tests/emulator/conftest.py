@@ -1,4 +1,4 @@
-"""Run a script as `ascend-emulator -- python` runs it."""
+"""Run a script on an emulated card, as `ascend-emulator -- python` runs it."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,47 @@ def sync_error():
         return str(error)
     return ""
 
+def refused(call, *arguments, **keywords):
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
 def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
 """
 
+RANKS = """
+import ctypes, multiprocessing, os, re, signal
+import psutil
+import torch.distributed as dist
+from tests.emulator.ranks import run_ranks
+from tests.helpers.waiting import LIMIT, wait_until
+
+hccl = ctypes.CDLL("libhccl.so")
+over = multiprocessing.get_context("fork").Event()  # for what one rank tells another one
+
+def is_inside():
+    # a collective or a transfer
+    return hccl.emulator_hccl_busy() > 0
+
+def ones(n=8, dtype=torch.float32):
+    return torch.ones(n, dtype=dtype, device="npu")
+
+def cause(message):
+    assert "HCCL, communicator" in message, message
+    return message.split("HCCL, communicator", 1)[1].splitlines()[0]
+"""
+
 TOOL = [sys.executable, "-m", "ascend_emulator"]
-TEMPLATE = "tests.emulator.template"
+TEMPLATE = (
+    "env",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+    sys.executable,
+    "-m",
+    "tests.emulator.template",
+)
 
 
 @dataclass
@@ -52,20 +87,12 @@ class Run:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
-FORKED_OPTIONS = ("--delay", "--devices", "--hang-seconds")
-"""Scripts with no other options are forked from a template."""
-
-
 class Template:
-    """A process of `tests.emulator.template` for scripts with the same options."""
+    """A process of `tests.emulator.template`, which forks one for each script."""
 
-    def __init__(self, options: tuple[str, ...]) -> None:
-        given = dict(zip(options[::2], options[1::2]))
-        self.options = Options(
-            delay=given.get("--delay", "none"), devices=int(given.get("--devices", 1))
-        )
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [*TOOL, "--quiet", *options, "--", sys.executable, "-m", TEMPLATE],
+            [*TOOL, "--quiet", "--", *TEMPLATE],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,24 +104,30 @@ class Template:
     def _next_line(self) -> str:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
-            if line.startswith(("ready", "{")):  # torch_npu prints, too
+            if line.startswith(("ready", "[")):  # torch_npu prints, too
                 return line.strip()
         raise AssertionError(f"the template ended with {self.process.wait()}")
 
-    def run(self, script: Path, folder: Path) -> Run:
+    def run(self, script: Path, options: Options, environment: Mapping[str, str]) -> Run:
         """Run a script in a fork."""
         assert self.process.stdin is not None
-        out, err = folder / "out", folder / "err"
-        job = {"script": str(script), "out": str(out), "err": str(err)}
+        out, err, own = (script.with_name(name) for name in ("out", "err", "reports"))
+        default, asked = (each.environment(Path(), Path()) for each in (Options(), options))
+        job = {
+            "environment": {**dict(asked.items() - default.items()), **environment},
+            "script": str(script),
+            "out": str(out),
+            "err": str(err),
+        }
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        done = json.loads(self._next_line())
-        own = folder / "reports"
+        code, reports = json.loads(self._next_line())
         own.mkdir()
-        for path in done["reports"]:
+        for path in reports:
             shutil.move(path, own)
-        report = merged_report(own, self.options)
-        code = done["code"] or (3 if report["unreported_faults"] else 0)  # as the command has it
+        report = merged_report(own, options)
+        code = code if code >= 0 else 128 - code  # as the command has it
+        code = code or (3 if report["unreported_faults"] else 0)
         return Run(code, out.read_text(), err.read_text(), report)
 
     def end(self) -> None:
@@ -111,49 +144,55 @@ def _needs_torch_npu():
 
 
 @pytest.fixture(scope="session")
-def templates() -> Iterator[dict[tuple[str, ...], Template]]:
-    """Templates by options, made when they are first needed."""
-    made: dict[tuple[str, ...], Template] = {}
+def template() -> Iterator[Template]:
+    made = Template()
     yield made
-    for template in made.values():
-        template.end()
+    made.end()
 
 
 @pytest.fixture
-def emulate(tmp_path, templates):
+def emulate(request, tmp_path):
     """Run a script; it must succeed unless the expected exit code says otherwise.
 
-    Scripts with other options than `FORKED_OPTIONS`, and those that are to end badly, are run by
-    the command itself.
+    Words are options of the command, which then runs it. Other scripts are forked from a template,
+    with keywords for the options of their card, and variables for its environment.
     """
 
-    def run(script: str, *options: str, expect_code: int | None = 0) -> Run:
+    def run(
+        script: str,
+        *words: str,
+        expect_code: int = 0,
+        environment: Mapping[str, str] = {},
+        **options: Any,
+    ) -> Run:
         folder = tmp_path / f"run-{len(os.listdir(tmp_path))}"
         folder.mkdir()
         path = folder / "script.py"
         path.write_text(PROLOGUE + textwrap.dedent(script))
-        if expect_code == 0 and all(name in FORKED_OPTIONS for name in options[::2]):
-            if options not in templates:
-                templates[options] = Template(options)
-            outcome = templates[options].run(path, folder)
+        if words:
+            outcome = run_by_command(path, folder / "report.json", words)
         else:
-            outcome = run_by_command(path, folder / "report.json", options)
-        assert expect_code is None or outcome.code == expect_code, str(outcome)
+            template = request.getfixturevalue("template")
+            outcome = template.run(path, Options(**options), environment)
+        assert outcome.code == expect_code, str(outcome)
         return outcome
 
     return run
 
 
-def run_by_command(script: Path, report: Path, options: tuple[str, ...]) -> Run:
+@pytest.fixture
+def ranks(emulate):
+    """Run a script with four devices, whose ranks may come late on a busy host."""
+    return lambda script: emulate(RANKS + textwrap.dedent(script), devices=4, hang_seconds=120)
+
+
+def run_by_command(script: Path, report: Path, words: tuple[str, ...]) -> Run:
     """Run a script with ``ascend-emulator``, in processes of its own."""
     done = subprocess.run(
-        [*TOOL, "--report", str(report), *options, "--", sys.executable, str(script)],
+        [*TOOL, "--report", str(report), *words, "--", sys.executable, str(script)],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
     )
-    outcome = Run(done.returncode, done.stdout, done.stderr)
-    if report.exists():
-        outcome.report = json.loads(report.read_text())
-    return outcome
+    return Run(done.returncode, done.stdout, done.stderr, json.loads(report.read_text()))

@@ -19,35 +19,13 @@ SECONDS_AFTER_FAILURE = 15
 """How long other ranks may go on after one has failed."""
 
 
-def sync_error() -> str:
-    """Message of the error that a sync of the device raises; empty without one."""
-    try:
-        torch.npu.synchronize()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def run_ranks(
     function: Callable[[int], Any], count: int = 2, *, group: bool = True, codes: Any = 0
 ) -> list[Any]:
-    """Run a function as each rank, in processes of their own.
+    """What a function of the rank returns as JSON in a process for each; None for a killed one.
 
-    Parameters
-    ----------
-    function
-        Called with the rank; what it returns is sent here as JSON.
-    count
-        Ranks; each has the device of its number.
-    group
-        Whether the default process group is made first.
-    codes
-        Exit code of all ranks, or of each. A negative one is the signal that ended the rank.
-
-    Returns
-    -------
-    list
-        What each rank returned; None for one that was killed.
+    Each rank has the device of its number, and a process group unless `group` is False. `codes` is
+    the exit code of all ranks, or of each; a negative one is the signal that ended the rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         pids = []

@@ -1,226 +1,36 @@
 """HCCL between emulated devices: results, groups, graphs, hazards."""
 
-import textwrap
 
-import pytest
-
-OPTIONS = ("--devices", "4", "--hang-seconds", "120")
-SETUP = """
-import torch.distributed as dist
-from tests.emulator.ranks import run_ranks
-"""
-
-
-@pytest.fixture
-def ranks(emulate):
-    """Run a script with four devices, whose ranks may come late on a busy host."""
-
-    def run(script: str, *options: str):
-        head, _, body = script.partition("\n")
-        assert not head.strip()
-        return emulate(SETUP + textwrap.dedent(body), *OPTIONS, *options)
-
-    return run
-
-
-def test_reductions_of_every_dtype_are_in_rank_order(ranks):
-    """float16 and bfloat16 are summed in float32 and rounded once."""
+def test_halves_are_summed_in_float32_in_rank_order(ranks):
+    """And rounded once; other reductions are rows of `verify-device`."""
     run = ranks(
         """
-        DTYPES = [torch.int8, torch.int16, torch.int32, torch.int64,
-                  torch.float16, torch.float32, torch.bfloat16]
-        SIZES = [1, 7, 1000, 70_001]  # 1000 bytes in one step, 70,001 by shares
-
-        def inputs(dtype, n, ranks=3):
+        def inputs(dtype, n):
             generator = torch.Generator().manual_seed(n)
-            if dtype.is_floating_point:
-                return [torch.randn(n, generator=generator).to(dtype) for _ in range(ranks)]
-            return [torch.randint(-9, 9, (n,), generator=generator, dtype=dtype)
-                    for _ in range(ranks)]
-
-        def expected(tensors, op):
-            wide = torch.float32 if tensors[0].dtype.is_floating_point else tensors[0].dtype
-            total = tensors[0].to(wide)
-            for each in tensors[1:]:
-                each = each.to(wide)
-                total = {"sum": torch.add, "prod": torch.mul,
-                         "max": torch.maximum, "min": torch.minimum}[op](total, each)
-            return total.to(tensors[0].dtype)
+            return [torch.randn(n, generator=generator).to(dtype) for _ in range(3)]
 
         def rank_main(rank):
-            for dtype in DTYPES:
-                for op in ("sum", "prod", "max", "min"):
-                    if op == "prod" and dtype in (torch.int16, torch.bfloat16):
-                        continue  # HCCL has no such product
-                    for n in SIZES:
-                        tensors = inputs(dtype, n)
-                        mine, of_all = tensors[rank].npu(), expected(tensors, op)
-                        reduce_op = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
-                        summed = mine.clone()
-                        dist.all_reduce(summed, reduce_op)
-                        assert torch.equal(summed.cpu(), of_all), (dtype, op, n)
-                        if n < 1000:
-                            continue
-                        rooted = mine.clone()
-                        dist.reduce(rooted, 1, reduce_op)
-                        assert rank != 1 or torch.equal(rooted.cpu(), of_all), (dtype, op, n)
-                        part = torch.empty(n // 3, dtype=dtype, device="npu")
-                        dist.reduce_scatter_single(part, mine[: n // 3 * 3], reduce_op)
-                        assert torch.equal(part.cpu(), of_all[: n // 3 * 3].chunk(3)[rank])
+            for dtype in (torch.float16, torch.float32, torch.bfloat16):
+                for n in (1, 7, 1000, 70_001):     # 1000 bytes in one step, 70,001 by shares
+                    tensors = inputs(dtype, n)
+                    expected = sum(each.float() for each in tensors).to(dtype)
+                    summed = tensors[rank].npu()
+                    dist.all_reduce(summed)
+                    assert torch.equal(summed.cpu(), expected), (dtype, n)
+                    part = torch.empty(n // 3, dtype=dtype, device="npu")
+                    dist.reduce_scatter_single(part, tensors[rank][: n // 3 * 3].npu())
+                    assert torch.equal(part.cpu(), expected[: n // 3 * 3].chunk(3)[rank])
             nan = torch.tensor([1.0, float("nan") if rank == 2 else 2.0], device="npu")
             dist.all_reduce(nan, dist.ReduceOp.MAX)
             assert nan.cpu()[0] == 1 and nan.cpu()[1].isnan()
             half = torch.tensor([2048.0, 1.0, 1.0][rank], dtype=torch.float16, device="npu")
             dist.all_reduce(half)
-            assert half.item() == 2050  # rounded after each operand: 2048
+            assert half.item() == 2050             # rounded after each operand: 2048
 
         run_ranks(rank_main, 3)
         """
     )
     assert not run.report["hazards"]
-
-
-def test_every_other_collective_moves_what_it_should(ranks):
-    run = ranks(
-        """
-        BIG = 3_000_001  # more than two pieces of 4 MB
-
-        def rank_main(rank, n=4):
-            def own(size, dtype=torch.int32):
-                return (torch.arange(size, device="npu") * n + rank).to(dtype)
-
-            def of(r, size, dtype=torch.int32):
-                return (torch.arange(size) * n + r).to(dtype)
-
-            big = own(BIG)
-            gathered = torch.empty(n * BIG, dtype=INT, device="npu")
-            dist.all_gather_single(gathered, big)
-            assert torch.equal(gathered.cpu(), torch.cat([of(r, BIG) for r in range(n)]))
-            dist.broadcast(big, 2)
-            assert torch.equal(big.cpu(), of(2, BIG))
-            for dtype in (torch.uint8, torch.bool, torch.float64, torch.int64, torch.bfloat16):
-                small = own(5, dtype)
-                dist.broadcast(small, 1)
-                assert torch.equal(small.cpu(), of(1, 5, dtype)), dtype
-            uneven = [torch.empty(r + 1, device="npu", dtype=INT) for r in range(n)]
-            dist.all_gather(uneven, own(rank + 1))
-            assert [u.cpu().tolist() for u in uneven] == [of(r, r + 1).tolist() for r in range(n)]
-
-            part = torch.empty(6, device="npu", dtype=INT)
-            parts = list(own(6 * n).chunk(n)) if rank == 3 else None
-            dist.scatter(part, parts, 3)
-            assert torch.equal(part.cpu(), of(3, 6 * n).chunk(n)[rank])
-            pieces = [torch.empty(6, device="npu", dtype=INT) for _ in range(n)]
-            dist.gather(own(6), pieces if rank == 0 else None, 0)
-            assert rank or [p.tolist() for p in pieces] == [of(r, 6).tolist() for r in range(n)]
-
-            even = torch.empty(2 * n, device="npu", dtype=INT)
-            dist.all_to_all_single(even, own(2 * n))
-            chunks = [of(r, 2 * n).chunk(n)[rank] for r in range(n)]
-            assert torch.equal(even.cpu(), torch.cat(chunks))
-            # Rank a sends (a + b) % 3 elements to rank b, some of them none; one piece is large.
-            sizes = [[(a + b) % 3 for b in range(n)] for a in range(n)]
-            sizes[1][2] = 1_000_000
-            received = [sizes[a][rank] for a in range(n)]
-            out = torch.empty(sum(received), device="npu", dtype=INT)
-            dist.all_to_all_single(out, own(sum(sizes[rank])), received, sizes[rank])
-            wanted = [of(a, sum(sizes[a])).split(sizes[a])[rank] for a in range(n)]
-            assert torch.equal(out.cpu(), torch.cat(wanted))
-            lists = [torch.empty(s, device="npu", dtype=INT) for s in received]
-            dist.all_to_all(lists, list(own(sum(sizes[rank])).split(sizes[rank])))
-            assert torch.equal(torch.cat(lists).cpu(), torch.cat(wanted))
-
-            if rank == 0:
-                dist.send(own(BIG), 1)
-            elif rank == 1:
-                target = torch.empty(BIG, device="npu", dtype=INT)
-                dist.recv(target, 0)
-                assert torch.equal(target.cpu(), of(0, BIG))
-            # A ring, in which everybody sends first: only as a batch it can't block.
-            target = torch.empty(9, device="npu", dtype=INT)
-            after, before = (rank + 1) % n, (rank - 1) % n
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own(9), after),
-                                                dist.P2POp(dist.irecv, target, before)]):
-                work.wait()
-            assert torch.equal(target.cpu(), of(before, 9))
-            dist.barrier()
-            mean = torch.full((4,), float(rank), device="npu")
-            dist.all_reduce(mean, dist.ReduceOp.AVG)
-            assert mean.cpu().eq(1.5).all()
-            dist.destroy_process_group()
-
-        run_ranks(rank_main, 4)
-        """
-    )
-    assert not run.report["hazards"] and not run.report["leaks"]
-    for name in ("AllGather", "Broadcast", "Scatter", "AlltoAll", "AlltoAllV", "Send", "Recv"):
-        assert run.report["kernels"][f"Hccl{name}"], name
-
-
-def test_uneven_gathers_and_scatters(ranks):
-    """Called as CANN's functions, with a piece that is empty and a gap between two."""
-    ranks(
-        """
-        import ctypes
-
-        hccl = ctypes.CDLL("libhccl.so")
-        root = ctypes.create_string_buffer(4108)
-        SIZES, AT, F32, SUM = [3, 0, 5], [0, 3, 4], 4, 0
-
-        def numbers(values):
-            return (ctypes.c_uint64 * len(values))(*values)
-
-        def address(tensor):
-            return ctypes.c_void_p(tensor.data_ptr())
-
-        def rank_main(rank, n=3):
-            handle = ctypes.c_void_p()
-            assert hccl.HcclCommInitRootInfo(n, root, rank, ctypes.byref(handle)) == 0
-            name, size = ctypes.create_string_buffer(128), ctypes.c_uint32()
-            assert hccl.HcclGetCommName(handle, name) == 0 and name.value
-            assert hccl.HcclGetRankSize(handle, ctypes.byref(size)) == 0 and size.value == n
-            stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-            own = torch.full((max(SIZES[rank], 1),), rank + 1.0, device="npu")
-            of_all, part = torch.zeros(9, device="npu"), torch.zeros(5, device="npu")
-            count = ctypes.c_uint64(SIZES[rank])
-            assert hccl.HcclAllGatherV(address(own), count, address(of_all), numbers(SIZES),
-                                       numbers(AT), F32, handle, stream) == 0
-            # The gap at position 3 stays as it was.
-            assert of_all.cpu().tolist() == [1.0] * 3 + [0.0] + [3.0] * 5
-            assert hccl.HcclReduceScatterV(address(of_all), numbers(SIZES), numbers(AT),
-                                           address(part), count, F32, SUM, handle, stream) == 0
-            wanted = [3.0 * (rank + 1)] * SIZES[rank]
-            assert part.cpu().tolist() == wanted + [0.0] * (5 - len(wanted))
-            assert hccl.HcclBarrier(handle, stream) == 0
-            torch.npu.synchronize()
-            assert hccl.HcclCommDestroy(handle) == 0
-            return name.value.decode()
-
-        hccl.HcclGetRootInfo(root)
-        assert len(set(run_ranks(rank_main, 3, group=False))) == 1
-        """
-    )
-
-
-def test_lists_of_unequal_tensors_are_gathered_and_scattered(ranks):
-    run = ranks(
-        """
-        def rank_main(rank, n=2):
-            sizes = [3, 5]
-            outputs = [torch.empty(s, device="npu") for s in sizes]
-            dist.all_gather(outputs, torch.full((sizes[rank],), rank + 1.0, device="npu"))
-            assert [o.cpu().tolist() for o in outputs] == [[1.0] * 3, [2.0] * 5]
-            part = torch.empty(sizes[rank], device="npu")
-            parts = [torch.full((s,), rank + 1.0 + s, device="npu") for s in sizes]
-            dist.reduce_scatter(part, parts)
-            assert part.cpu().eq(3 + 2 * sizes[rank]).all(), part.cpu()
-            dist.destroy_process_group()
-
-        run_ranks(rank_main)
-        """
-    )
-    kernels = run.report["kernels"]
-    assert kernels["HcclAllGatherV"] == kernels["HcclReduceScatterV"] == 2
 
 
 def test_groups_overlap_and_are_made_again(ranks):
@@ -251,34 +61,6 @@ def test_groups_overlap_and_are_made_again(ranks):
         """
     )
     assert not run.report["hazards"] and not run.report["leaks"]
-
-
-def test_captured_collectives_run_at_each_replay(ranks):
-    run = ranks(
-        """
-        def rank_main(rank, n=2):
-            x = torch.zeros(4, device="npu")
-            dist.all_reduce(x)
-            graph = torch.npu.NPUGraph()
-            with torch.npu.graph(graph):
-                y = x + rank + 1
-                dist.all_reduce(y)
-                z = torch.empty(n * 4, device="npu")
-                dist.all_gather_single(z, y * 2)
-            for value in (0.0, 10.0, -3.0):
-                x.fill_(value)
-                graph.replay()
-                dist.all_reduce(x)  # eager ones go between
-                assert z.cpu().eq(2 * (n * value + 3)).all(), z.cpu()
-                assert x.cpu().eq(n * value).all()
-            del graph
-            dist.destroy_process_group()
-
-        run_ranks(rank_main)
-        """
-    )
-    assert run.report["counters"]["graph_launches"] == 6
-    assert not run.report["hazards"]
 
 
 def test_a_missing_wait_names_rank_operator_and_streams(ranks):

@@ -1,58 +1,16 @@
 """Devices, generators, processes and counters."""
 
 
-def test_several_devices_copy_and_compute(emulate):
-    run = emulate(
-        """
-        assert torch.npu.is_available() and torch.npu.device_count() == 2
-        x = torch.arange(8.0, device="npu:1")
-        y = (x.to("npu:0") + 1).to("npu:1") + x
-        assert y.device.index == 1 and torch.equal(y.cpu(), 2 * torch.arange(8.0) + 1)
-        torch.npu.set_device(1)
-        assert torch.ones(3, device="npu").device.index == 1
-        assert acl.aclrtSetDevice(2) == 107001
-        """,
-        "--devices",
-        "2",
-    )
-    assert "npu:2 does not exist" in run.report["errors"][0]
-
-
-def test_visible_devices_and_the_chip_are_honoured(emulate, monkeypatch):
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,1,7")
+def test_visible_devices_and_the_chip_are_honoured(emulate):
     emulate(
         """
         assert torch.npu.device_count() == 2          # 7 is no device, and ends the list
         assert torch.npu.get_device_name(0) == "Ascend910_9391"
         """,
-        "--devices",
-        "4",
-        "--soc",
-        "Ascend910_9391",
+        devices=4,
+        soc="Ascend910_9391",
+        environment={"ASCEND_RT_VISIBLE_DEVICES": "3,1,7"},
     )
-
-
-def test_asking_for_devices_leaves_forked_and_spawned_processes_usable(emulate):
-    run = emulate(
-        """
-        import multiprocessing
-
-        def work(queue):
-            queue.put((torch.ones(4, device="npu") * 3).sum().item())
-
-        if __name__ == "__main__":
-            assert torch.npu.is_available() and torch.npu.device_count() == 1
-            for method in ("fork", "spawn"):
-                context = multiprocessing.get_context(method)
-                queue = context.Queue()
-                process = context.Process(target=work, args=(queue,))
-                process.start()
-                assert queue.get(timeout=60) == 12
-                process.join()
-                assert process.exitcode == 0
-        """
-    )
-    assert run.report["processes"] >= 2 and run.report["kernels"]["aten::mul"] == 2
 
 
 def test_generators_are_seeded_and_differ_from_the_cpus(emulate):
@@ -81,12 +39,7 @@ def test_generators_are_seeded_and_differ_from_the_cpus(emulate):
         state = torch.get_rng_state()
         torch.rand(8, device="npu").cpu()
         assert torch.equal(state, torch.get_rng_state())
-        try:
-            torch.rand(4, device="npu", generator=torch.Generator())
-        except RuntimeError:
-            pass
-        else:
-            raise AssertionError("a CPU generator was accepted")
+        refused(torch.rand, 4, device="npu", generator=torch.Generator())
         """
     )
 
@@ -109,7 +62,7 @@ def test_counters_count_regions(emulate):
         assert emulator.count().__enter__().nonzero() == {}
         assert emulator.is_active()
         """,
-        "--trace",
+        trace=True,
     )
     assert "call aclrtMemcpyAsync" in run.err and "launch aten::add" in run.err
     assert run.report["calls"]["aclrtMemcpyAsync"] >= 1

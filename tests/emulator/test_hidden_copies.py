@@ -1,7 +1,7 @@
 """Copies that operators of a device make of strided tensors are counted, apart from launches."""
 
 
-def test_each_strided_input_counts_one_and_a_strided_result_another(emulate):
+def test_each_strided_input_and_result_counts_one(emulate):
     run = emulate(
         """
         torch.inference_mode().__enter__()

@@ -23,17 +23,10 @@ GRAPHS = """
         while free_streams() > wanted:
             streams.append(ctypes.c_void_p())
             assert acl.aclrtCreateStream(ctypes.byref(streams[-1])) == 0
-
-    def refused(call, *arguments, **keywords):
-        try:
-            call(*arguments, **keywords)
-        except RuntimeError as error:
-            return str(error)
-        raise AssertionError("there was a stream left")
 """
 
 
-def test_each_captured_stream_holds_one_until_its_graph_is_destroyed(emulate):
+def test_a_captured_stream_is_held_as_long_as_its_graph(emulate):
     emulate(
         GRAPHS
         + """
@@ -52,7 +45,7 @@ def test_each_captured_stream_holds_one_until_its_graph_is_destroyed(emulate):
     )
 
 
-def test_spent_streams_are_error_207008_and_a_destroyed_graph_helps(emulate):
+def test_spent_streams_are_error_207008(emulate):
     run = emulate(
         GRAPHS
         + """
@@ -107,7 +100,6 @@ def test_the_options_set_the_numbers_and_the_driver(emulate):
     run = emulate(
         GRAPHS
         + """
-    import os
     assert free_streams() == 6
     leave(4)
     graphs.append(capture(before_end=lambda: acl.emulator_note_communication(
@@ -116,8 +108,6 @@ def test_the_options_set_the_numbers_and_the_driver(emulate):
     assert "npu:0 has 40 streams" in refused(capture)
     assert torch_npu.npu.utils.get_cann_version("DRIVER") == "24.1.RC3"
     assert torch_npu.npu.utils.get_cann_version("CANN") == "9.1.0"
-    with open(os.environ["ASCEND_DRIVER_PATH"] + "/version.info") as info:
-        assert info.readline() == "Version=24.1.RC3\\n"
     text = ctypes.create_string_buffer(128)
     assert acl.aclsysGetVersionStr(b"driver", text) == 0 and text.value == b"24.1.RC3"
     del graphs[:]
@@ -138,7 +128,9 @@ def test_the_options_set_the_numbers_and_the_driver(emulate):
     graph.replay()
     assert y.tolist() == [2, 2]                       # with the arguments of the capture
     """,
-        *("--streams", "40", "--hccl-streams", "3", "--driver", "24.1.RC3"),
+        streams=40,
+        hccl_streams=3,
+        driver="24.1.RC3",
     )
     assert "driver and firmware packages do not match" in run.out
     assert "driver 25.0.RC1 or later, this is 24.1.RC3" in run.report["errors"][0]

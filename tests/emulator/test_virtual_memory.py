@@ -1,4 +1,4 @@
-"""Addresses that are reserved, physical memory that is mapped to them, and expandable segments."""
+"""Addresses that are reserved, and physical memory that is mapped to them."""
 
 import signal
 
@@ -123,7 +123,7 @@ def test_wrong_calls_are_refused_by_name(emulate):
     ]
 
 
-def test_hazards_and_unmapped_accesses_are_found_at_mapped_addresses(emulate):
+def test_hazards_are_found_at_mapped_addresses(emulate):
     run = emulate(
         PAGES
         + """
@@ -169,76 +169,3 @@ def test_the_host_can_not_touch_mapped_memory_either(emulate):
     )
     assert "the host touched device memory" in run.err
     assert "byte 5 of reservation #1 of 4194304 bytes, mapped to physical allocation #2" in run.err
-
-
-EXPANDABLE = """
-    import os
-    os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
-    total = torch.npu.mem_get_info()[1]
-    MIB = 1 << 20
-
-    def used():
-        return total - torch.npu.mem_get_info()[0]
-
-    def tensor(mib, value=1):
-        return torch.full((mib * MIB,), value, dtype=torch.uint8, device="npu")
-"""
-
-
-def test_expandable_segments_grow_shrink_and_keep_their_addresses(emulate):
-    run = emulate(
-        EXPANDABLE
-        + """
-    x = tensor(30)
-    start = x.data_ptr()
-    assert used() == 40 * MIB                         # pages of 20 MiB
-    y = tensor(30, 2)
-    assert y.data_ptr() - start in range(30 * MIB, 31 * MIB) and used() == 80 * MIB
-    assert (x[:8].tolist(), y[-8:].tolist()) == ([1] * 8, [2] * 8)
-    del x
-    torch.npu.empty_cache()
-    assert used() == 60 * MIB                         # the page under both tensors stays
-    z = tensor(25, 3)
-    assert z.data_ptr() == start and used() == 80 * MIB
-    assert z.float().mean().item() == 3 and y.float().mean().item() == 2
-    del y, z
-    torch.npu.empty_cache()
-    assert used() == 0
-    side = torch.npu.Stream()
-    with torch.npu.stream(side):
-        w = tensor(10, 4)
-    torch.npu.current_stream().wait_stream(side)
-    assert (w + w)[0].item() == 8
-    graph, a = torch.npu.NPUGraph(), torch.arange(4.0, device="npu")
-    with torch.npu.graph(graph):
-        b = a * 2 + 1
-    for start in (0, 5):
-        a.copy_(torch.arange(4.0) + start)
-        graph.replay()
-        assert torch.equal(b.cpu(), (torch.arange(4.0) + start) * 2 + 1)
-    del b, graph
-    """
-    )
-    calls = run.report["calls"]
-    assert calls["aclrtReserveMemAddress"] >= 3 and calls["aclrtMapMem"] > calls["aclrtUnmapMem"]
-    assert run.report["errors"] == run.report["hazards"] == run.report["leaks"] == []
-    assert run.report["held_at_exit"]["bytes"] > 0
-
-
-def test_expandable_segments_run_out_of_memory_and_go_on(emulate):
-    run = emulate(
-        EXPANDABLE
-        + """
-    assert total == 64 * MIB
-    kept = tensor(30)
-    try:
-        tensor(40)
-    except torch.OutOfMemoryError as error:
-        assert "out of memory" in str(error)
-    else:
-        raise AssertionError("70 MiB fitted into 64")
-    assert tensor(15, 2).sum().item() == 30 * MIB and kept.sum().item() == 30 * MIB
-    """,
-        *("--memory", "64M"),
-    )
-    assert run.report["errors"] == run.report["hazards"] == []

@@ -56,7 +56,7 @@ BY_NAME = {
     "attention/metadata.py": "engine/test_graphs.py",
     "attention/mla.py": "attention/test_mla.py engine/test_mla.py",
     "attention/states.py": (
-        "attention/test_state_groups.py engine/test_hybrids.py npu/on_device/test_hybrids.py"
+        "prep/test_states.py engine/test_hybrids.py npu/on_device/test_hybrids.py"
     ),
     "attention/step_memory.py": "engine/test_start.py npu/on_device/test_memory.py",
     "attention/kernels/fia.py": "attention/test_fused_limits.py npu/on_device/test_kernels.py",

@@ -50,11 +50,7 @@ def scalar_step(
         slots.append(PADDING_SLOT if exceeds else slot)
         seq_lens[row] = min(1 if exceeds else seq_lens[row] + 1, max_model_len)
         out_positions.append(position)
-    return {
-        "seq_lens": seq_lens,
-        "out_clamped_positions": out_positions,
-        "out_slot_mapping": slots,
-    }
+    return {"seq_lens": seq_lens, "out_clamped_positions": out_positions, "out_slot_mapping": slots}
 
 
 @settings(max_examples=300)
@@ -82,7 +78,7 @@ def test_a_draft_step_equals_the_scalar_reading(
     check(launch, expected)
 
 
-def test_a_draft_at_the_end_of_the_context_starts_over_without_a_slot():
+def test_a_draft_behind_the_context_starts_over_without_slot():
     launch = next_draft_step(3, 1, 4, 16, False, 0)
     launch.arguments["positions_1d"].copy_(torch.tensor([13, 14, 15]))
     launch.arguments["seq_lens"].copy_(torch.tensor([14, 15, 16, 0]))
@@ -177,7 +173,7 @@ def test_expanded_inputs_equal_the_scalar_reading(query_lens, num_slots, shift, 
     check(launch, scalar_expansion(launch.arguments))
 
 
-def test_drafts_in_parallel_follow_the_sample_and_rejected_tokens_come_last():
+def test_drafts_in_parallel_follow_the_sample():
     launch = expanded_inputs([3, 2], 3, True, 0)
     launch.arguments["target_token_ids_ptr"].copy_(torch.tensor([10, 11, 12, 20, 21]))
     launch.arguments["target_positions_ptr"].copy_(torch.tensor([5, 6, 7, 40, 41]))

@@ -49,7 +49,7 @@ def test_a_mistyped_switch_names_the_nearest():
         parse_config({"npu_prep": {"fused": {"qkv": 3}}})
 
 
-def test_an_operator_that_torch_npu_lacks_is_left_out_with_a_line(monkeypatch):
+def test_an_operator_that_torch_npu_lacks_is_left_out(monkeypatch):
     present = {name: None for name in fused.OPERATORS.values() if name != "npu_mrope"}
     monkeypatch.setattr(fused.torch.ops, "npu", SimpleNamespace(**present), raising=False)
     registered = []

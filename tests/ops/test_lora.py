@@ -121,7 +121,7 @@ def test_embeddings_are_looked_up_in_the_row_s_own_adapter(seed, num_slots):
     torch.testing.assert_close(got, oracle(y, own, (), (lora_b,), slots))
 
 
-def test_what_another_adapter_makes_of_a_row_is_dropped_even_if_infinite(seed):
+def test_infinities_of_another_adapter_are_dropped(seed):
     rng, ids_by_slot = np.random.default_rng(seed), SLOTS_TO_IDS[3]
     wrapper = wrapper_of(3)
     lora_a, lora_b = weights(rng, 3, (8,))

@@ -77,7 +77,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("name", REACHED)
-def test_kernels_of_the_v2_runner_are_replaced_where_they_are_launched(name):
+def test_kernels_of_v2_are_replaced_where_they_are_launched(name):
     register_overrides("replace", for_v2_runner=True)
     module = importlib.import_module(f"vllm.v1.worker.gpu.{name}")
     replaced = {k for k, v in vars(module).items() if isinstance(v, KernelOverride)}

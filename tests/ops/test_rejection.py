@@ -8,9 +8,7 @@ from tests.helpers.kernels import VOCAB, Drafts
 from vllm_npu_prep.ops import register_overrides
 
 drafts = st.builds(
-    Drafts,
-    st.lists(st.integers(0, 4), min_size=1, max_size=6),
-    st.integers(0, 10**6),
+    Drafts, st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 10**6)
 )
 
 register_overrides("replace")

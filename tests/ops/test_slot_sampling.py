@@ -96,28 +96,43 @@ def test_counts_of_new_requests(rng):
     assert torch.equal(counts, expected_counts)
 
 
-def test_penalties(rng):
+def drafted_rows(rng, counts):
+    """Rows of logits of requests that verify so many drafts: slot, place, and input of each."""
+    slots = rng.permutation(SLOTS)[: len(counts)]
+    of_rows = [slot for slot, count in zip(slots, counts) for _ in range(count + 1)]
+    places = [place for count in counts for place in range(count + 1)]
+    logits = torch.tensor(rng.normal(0, 3, (len(places), VOCAB)), dtype=torch.float32)
+    return logits, torch.tensor(of_rows), tensor(places), tensor(rng.integers(0, 3, len(places)))
+
+
+WITH_DRAFTS = pytest.mark.parametrize("counts", [[0] * SLOTS, [2, 0, 3, 1]], ids=["none", "some"])
+
+
+@WITH_DRAFTS
+def test_penalties(rng, counts):
+    """A row's drafts count, as far as they come before it."""
     tokens, prompt, known = known_tokens(rng)
     tokens %= 7  # several times
-    mask, counts = counted(tokens, prompt, known, torch.arange(SLOTS))
-    logits, slots = rows_of(rng, SLOTS)
+    mask, known_counts = counted(tokens, prompt, known, torch.arange(SLOTS))
+    logits, slots, places, inputs = drafted_rows(rng, counts)
     repetition = tensor([1, 1.5, 0.7, 1, 2, 1.1], torch.float32)
     frequency = tensor([0, 0.5, 0, -0.3, 0, 2], torch.float32)
     presence = tensor([0, 0, 0.5, 0.2, 0, -1], torch.float32)
     expected = logits.clone()
-    for row, slot in enumerate(slots.tolist()):
+    for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist())):
+        before = inputs[row - place + 1 : row + 1].tolist()
         for token in range(VOCAB):
-            value, count = float(expected[row, token]), int(counts[slot, token])
+            value = float(expected[row, token])
+            count = int(known_counts[slot, token]) + before.count(token)
             in_prompt = int(mask[slot, token // 32]) >> token % 32 & 1
             if in_prompt or count:
                 factor = float(repetition[slot])
                 value = value / factor if value > 0 else value * factor
             value -= float(frequency[slot]) * count
             expected[row, token] = value - float(presence[slot]) * (count > 0)
-    places = torch.zeros(len(slots), dtype=torch.int32)
     slot_sampling.apply_penalties(
-        *(logits, VOCAB, slots, places, places, repetition, frequency, presence),
-        *(mask, WORDS, counts, VOCAB, VOCAB),
+        *(logits, VOCAB, slots, inputs, places, repetition, frequency, presence),
+        *(mask, WORDS, known_counts, VOCAB, VOCAB),
     )
     equal(logits, expected)
 
@@ -163,14 +178,15 @@ def test_logit_bias(rng, restores):
     equal(logits, expected)
 
 
-def test_bad_words(rng):
+@WITH_DRAFTS
+def test_bad_words(rng, counts):
+    """What comes before a word may be drafted."""
     hits = 0
-    for _ in range(20):
+    for _ in range(40):
         tokens, prompt, known = known_tokens(rng)
         tokens %= 3  # prefixes match often
-        logits, slots = rows_of(rng)
-        words, offsets = torch.zeros(SLOTS, 16), torch.zeros(SLOTS, 6)
-        words, offsets = words.int(), offsets.int()
+        logits, slots, places, inputs = drafted_rows(rng, counts)
+        words, offsets = torch.zeros(SLOTS, 16).int(), torch.zeros(SLOTS, 6).int()
         num_words = tensor(rng.integers(0, 6, SLOTS))
         expected = logits.clone()
         for slot in range(SLOTS):
@@ -180,23 +196,23 @@ def test_bad_words(rng):
                 words[slot, end : end + len(word)] = tensor(word)
                 end += len(word)
                 offsets[slot, index + 1] = end
-                output = tokens[slot, prompt[slot] : known[slot]].tolist()
                 prefix = word[:-1]
-                fits = len(prefix) <= len(output)
-                if fits and output[len(output) - len(prefix) :] == prefix:
-                    for row in torch.nonzero(slots == slot)[:, 0]:
+                for row in torch.nonzero(slots == slot)[:, 0].tolist():
+                    place = int(places[row])
+                    output = tokens[slot, prompt[slot] : known[slot]].tolist()
+                    output += inputs[row - place + 1 : row + 1].tolist()
+                    if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
                         expected[row, word[-1]] = -INF
-                        hits += 1
-        places = torch.zeros(len(slots), dtype=torch.int32)
+                        hits += bool(prefix) and place == max(counts)
         slot_sampling.forbid_bad_words(
             *(logits, VOCAB, slots, words, 16, offsets, 6, num_words),
-            *(tokens, LENGTH, prompt, known, places, places),
+            *(tokens, LENGTH, prompt, known, inputs, places),
         )
         equal(logits, expected)
-    assert hits > 40
+    assert hits > 10
 
 
-def test_a_bad_word_that_ends_in_a_token_without_a_logit_forbids_nothing():
+def test_a_bad_word_outside_of_the_logits_forbids_nothing():
     tokens, one = tensor([[7, 3, 5, 0]]), tensor([1])
     words, offsets = tensor([[5, VOCAB + 1, 3, 5, 9]]), tensor([[0, 2, 5]])
     logits, none = torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32)
@@ -299,98 +315,22 @@ def hashed(*words: int, domain: int = 0) -> int:
     return value ^ value >> 16
 
 
-def test_noise_of_seeds(rng):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_of_seeds(dtype):
+    """In float64, 53 bits of two hashes, as ``murmur3_uniform64`` has them."""
     seeds = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
     pos = torch.tensor([0, 7, 4095, 3, 131071])
-    noise = gumbel_noise(seeds, pos, VOCAB)
-    for row in range(5):
-        seed, position, whole = int(seeds[row]), int(pos[row]), (1 << 32) - 1
-        for token in range(VOCAB):
-            word = hashed(seed & whole, seed >> 32 & whole, position & whole, token)
-            uniform = (word + 0.5) / 2**32
-            expected = -math.log(-math.log1p(-uniform))
-            assert float(noise[row, token]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-def test_noise_of_seeds_in_float64(rng):
-    """53 bits of two hashes, as ``murmur3_uniform64`` has them."""
-    seeds = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
-    pos = torch.tensor([0, 7, 4095, 3, 131071])
-    noise = gumbel_noise(seeds, pos, VOCAB, torch.float64)
-    assert noise.dtype == torch.float64
+    noise = gumbel_noise(seeds, pos, VOCAB, dtype)
+    assert noise.dtype == dtype
     for row in range(5):
         seed, position, whole = int(seeds[row]), int(pos[row]), (1 << 32) - 1
         for token in range(VOCAB):
             words = seed & whole, seed >> 32 & whole, position & whole, token
             low, high = hashed(*words), hashed(*words, domain=0x9E3779B9)
-            uniform = ((high << 32 | low) >> 11) * 2**-53 + 2**-54
-            expected = -math.log(-math.log(uniform))
-            assert float(noise[row, token]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-def drafted_rows(rng, counts):
-    """Rows of logits of requests that verify so many drafts: slot, place, and input of each."""
-    slots = rng.permutation(SLOTS)[: len(counts)]
-    of_rows = [slot for slot, count in zip(slots, counts) for _ in range(count + 1)]
-    places = [place for count in counts for place in range(count + 1)]
-    logits = torch.tensor(rng.normal(0, 3, (len(places), VOCAB)), dtype=torch.float32)
-    return logits, torch.tensor(of_rows), tensor(places), tensor(rng.integers(0, 3, len(places)))
-
-
-def test_penalties_count_the_drafts_before_a_row(rng):
-    tokens, prompt, known = known_tokens(rng)
-    tokens %= 7
-    mask, counts = counted(tokens, prompt, known, torch.arange(SLOTS))
-    logits, slots, places, inputs = drafted_rows(rng, [2, 0, 3, 1])
-    repetition = tensor([1, 1.5, 0.7, 1, 2, 1.1], torch.float32)
-    frequency = tensor([0, 0.5, 0, -0.3, 0, 2], torch.float32)
-    presence = tensor([0, 0, 0.5, 0.2, 0, -1], torch.float32)
-    expected = logits.clone()
-    for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist())):
-        before = inputs[row - place + 1 : row + 1].tolist()
-        for token in range(VOCAB):
-            value = float(expected[row, token])
-            count = int(counts[slot, token]) + before.count(token)
-            in_prompt = int(mask[slot, token // 32]) >> token % 32 & 1
-            if in_prompt or count:
-                factor = float(repetition[slot])
-                value = value / factor if value > 0 else value * factor
-            value -= float(frequency[slot]) * count
-            expected[row, token] = value - float(presence[slot]) * (count > 0)
-    slot_sampling.apply_penalties(
-        *(logits, VOCAB, slots, inputs, places, repetition, frequency, presence),
-        *(mask, WORDS, counts, VOCAB, VOCAB),
-    )
-    equal(logits, expected)
-
-
-def test_bad_words_end_in_drafts(rng):
-    in_drafts = 0
-    for _ in range(40):
-        tokens, prompt, known = known_tokens(rng)
-        tokens %= 3
-        logits, slots, places, inputs = drafted_rows(rng, [2, 0, 3, 1])
-        words, offsets = torch.zeros(SLOTS, 16).int(), torch.zeros(SLOTS, 6).int()
-        num_words = tensor(rng.integers(0, 6, SLOTS))
-        expected = logits.clone()
-        for slot in range(SLOTS):
-            end = 0
-            for index in range(int(num_words[slot])):
-                word = [*rng.integers(0, 3, rng.integers(0, 3)).tolist(), int(rng.integers(VOCAB))]
-                words[slot, end : end + len(word)] = tensor(word)
-                end += len(word)
-                offsets[slot, index + 1] = end
-                prefix = word[:-1]
-                for row in torch.nonzero(slots == slot)[:, 0].tolist():
-                    place = int(places[row])
-                    output = tokens[slot, prompt[slot] : known[slot]].tolist()
-                    output += inputs[row - place + 1 : row + 1].tolist()
-                    if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
-                        expected[row, word[-1]] = -INF
-                        in_drafts += bool(prefix) and place > 0
-        slot_sampling.forbid_bad_words(
-            *(logits, VOCAB, slots, words, 16, offsets, 6, num_words),
-            *(tokens, LENGTH, prompt, known, inputs, places),
-        )
-        equal(logits, expected)
-    assert in_drafts > 40
+            if dtype == torch.float32:
+                uniform = (low + 0.5) / 2**32
+                expected = pytest.approx(-math.log(-math.log1p(-uniform)), rel=1e-3, abs=1e-4)
+            else:
+                uniform = ((high << 32 | low) >> 11) * 2**-53 + 2**-54
+                expected = pytest.approx(-math.log(-math.log(uniform)), rel=1e-12, abs=1e-12)
+            assert float(noise[row, token]) == expected

@@ -47,11 +47,7 @@ def more(name, tensor):
 
 FILES = {
     "no scales": ("compressed", without(f"{Q}.weight_scale"), (f"{Q} has no weight_scale",)),
-    "no weight": (
-        "compressed",
-        without(f"{Q}.weight"),
-        (f"{Q} has a weight_scale but no weight",),
-    ),
+    "no weight": ("compressed", without(f"{Q}.weight"), (f"{Q} has a weight_scale but no weight",)),
     "too few scales": (
         "compressed",
         changed(f"{Q}.weight_scale", lambda s: s[:-1]),
@@ -118,14 +114,6 @@ def check_refused(folder, parts):
     assert all(part in text for part in parts), text
 
 
-def described(**entries):
-    def change(description):
-        for name, kind in entries.items():
-            description[name] = kind
-
-    return change
-
-
 DESCRIPTIONS = {
     "a layer that the model lacks": (
         {"model.layers.7.self_attn.q_proj.weight": "W8A8_DYNAMIC"},
@@ -185,7 +173,7 @@ def test_int8_drafters_are_refused(model, tmp_path, form, method):
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
-def test_a_module_that_the_model_lacks_is_named_before_weights_are_loaded(model, tmp_path, form):
+def test_a_module_that_the_model_lacks_is_named_early(model, tmp_path, form):
     """Files and description agree, so it shows only when the model has been made."""
     QUANTIZE(model, tmp_path / "int8", form)
     other = "model.layers.1.mlp.other_proj"
@@ -258,7 +246,7 @@ def test_modules_are_left_out_by_name_and_pattern(model, tmp_path):
         check_compressed(tmp_path / "int8", headers, ["re:layers.0.mlp"], 2)
 
 
-def test_modules_outside_of_layers_are_left_out_by_the_end_of_their_names():
+def test_modules_outside_of_layers_are_named_by_their_ends():
     """vLLM may have them in other modules; the end is one that no int8 module shares."""
     int8 = {"encoder.layer.0.output.dense", "encoder.layer.0.attention.self.query"}
     assert end_of("pooler.dense", int8) == r"re:(.*\.)?pooler\.dense$"

@@ -106,7 +106,7 @@ def test_a_row_that_hangs_is_dead_after_its_time(run):
     assert found.results[1].got == "no end after 2 seconds"
 
 
-def test_a_device_that_is_gone_ends_the_run_with_a_result_for_each_row(run, tmp_path):
+def test_without_a_device_each_row_left_has_a_result(run, tmp_path):
     found = run(a="die", b="same", c="same", last_start=1)
     assert set(verdicts(found).values()) == {"DEAD"}
     assert "the device is gone: no more" in found.results[2].got

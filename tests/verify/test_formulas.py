@@ -66,9 +66,7 @@ def test_norm_activation_and_rotation_are_those_of_torch(seed):
 
 
 def test_a_gated_delta_net_is_that_of_transformers(seed):
-    from transformers.models.qwen3_next.modeling_qwen3_next import (
-        torch_recurrent_gated_delta_rule,
-    )
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
     generator = torch.Generator().manual_seed(seed)
     heads, dim, tokens = 4, 8, 6

@@ -94,7 +94,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_wrong_kernel_ends_the_start_in_a_line_that_names_the_form(monkeypatch, name):
+def test_a_wrong_kernel_ends_the_start_and_is_named(monkeypatch, name):
     verb, change, kinds, form, shown = PLANTED[name]
     wrong(monkeypatch, verb, change)
     with pytest.raises(PrepError) as error:
@@ -139,16 +139,9 @@ def test_layers_are_probed_once_for_each_kind():
 
     def group(names, window):
         builder = SimpleNamespace(
-            sliding_window=window,
-            causal=True,
-            masks=None,
-            holds_states=False,
-            kernel_block_size=16,
+            sliding_window=window, causal=True, masks=None, holds_states=False, kernel_block_size=16
         )
-        return SimpleNamespace(
-            layer_names=names,
-            get_metadata_builder=lambda: builder,
-        )
+        return SimpleNamespace(layer_names=names, get_metadata_builder=lambda: builder)
 
     kinds = probe.probed_layers(
         [[group(["a", "b", "c", "e"], None)], [group(["d"], 7)]], layers, torch.float16
@@ -161,7 +154,7 @@ def test_layers_are_probed_once_for_each_kind():
     ]
 
 
-def test_a_fused_operator_that_differs_is_switched_off_with_one_line():
+def test_a_fused_operator_that_differs_is_switched_off():
     x = torch.linspace(-1, 1, 9)
     lines: list[str] = []
     assert probe_operator("doubled", lambda: x * 2, lambda: x.double() * 2, lines.append)

@@ -36,14 +36,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        lengths,
-        seed=0,
-        *,
-        dtype=torch.float16,
-        heads=(4, 2),
-        head_size=16,
-        block_size=128,
+        self, lengths, seed=0, *, dtype=torch.float16, heads=(4, 2), head_size=16, block_size=128
     ):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.heads, self.head_size = dtype, heads, head_size
@@ -275,8 +268,3 @@ def strided(tensor):
     doubled = torch.stack([tensor, tensor], -1)[..., 0]
     assert not doubled.is_contiguous() and doubled.shape == tensor.shape
     return doubled
-
-
-def spoiled(arguments, **functions):
-    """Arguments with some of them replaced by a function of themselves."""
-    return arguments | {name: function(arguments[name]) for name, function in functions.items()}

@@ -8,6 +8,10 @@ import math
 import torch
 
 
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def causal(position, column):
     return column <= position
 
@@ -58,6 +62,7 @@ def of_batch(batch, visible=causal, **kwargs):
     return attention(batch.queries, batch.keys, batch.values, batch.scale, visible, **kwargs)
 
 
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-6}
 
 

@@ -8,14 +8,13 @@ import torch
 from ascend_emulator import profiles
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.operators.fused_arguments import bind
-from ascend_emulator.operators.fused_route import FORMS, explain, route
+from ascend_emulator.operators.fused_route import explain, route
 from tests.emulator.operators import formula
 from tests.emulator.operators.calls import Batch, fused
-from tests.emulator.operators.kernel_violations import KERNEL_VIOLATIONS
+from tests.emulator.operators.violations import BY_KERNEL, in_profile
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NO_MASK = {"sparse_mode": 0, "atten_mask": None}
-PAGED = ("decode", "chunk", "paged window")
 
 ROUTES = [
     # form, heads, head size, block size, changes, kernel on 8.5, kernel on 9.1
@@ -96,31 +95,23 @@ def test_layouts_with_a_batch_axis_have_routes_of_their_own():
     assert by_layout("BNSD_BSND", 4, 16, (4, 2)) == ("PFA", "V3")
 
 
-NEIGHBOURS = [
-    pytest.param(violation, id=f"{name}, {violation.profile}, {number}")
-    for (_, name), violations in KERNEL_VIOLATIONS.items()
-    for number, violation in enumerate(violations)
-]
+CASES = [case for cases in BY_KERNEL.values() for case in cases]
 
 
-@pytest.mark.parametrize("violation", NEIGHBOURS)
-def test_the_neighbour_of_a_refused_call_is_taken(violation):
-    output, _ = violation.keep()
+@pytest.mark.parametrize(("name", "profile", "refused", "accepted"), CASES)
+def test_the_neighbour_of_a_refused_call_is_taken(name, profile, refused, accepted):
+    output, _ = in_profile(profile, accepted)()
     assert output.isfinite().all()
 
 
-ONLY_ONE_DEMANDS = [
-    "sum of blocks",
-    "keys for every query of mode 3",
-    "block size of TND",
-]
-
-
-@pytest.mark.parametrize("name", ONLY_ONE_DEMANDS)
-def test_what_the_documentation_alone_demands_the_kernels_take(name):
-    for violation in KERNEL_VIOLATIONS["fused attention, documentation", name]:
-        output, _ = violation._replace(profile="9.1").violate()
-        assert output.isfinite().all()
+@pytest.mark.parametrize(
+    "name", ["sum of blocks", "keys for every query of mode 3", "block size of TND"]
+)
+def test_kernels_take_what_the_documents_alone_refuse(name):
+    for demand, _, refused, _ in BY_KERNEL["documentation"]:
+        if demand == name:
+            output, _ = in_profile("9.1", refused)()
+            assert output.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -143,70 +134,7 @@ def test_how_many_lengths_a_call_may_have(profile, heads, count, broken):
     assert (verdict.constraint and verdict.constraint[1]) == broken
 
 
-MATRIX_HEADS = {"equal": (8, 8), "grouped": (8, 2), "one K/V head": (8, 1)}
-SIZES = (64, 80, 96, 128, 192, 256, 512)
-BLOCKS = (16, 64, 128, 256, 512, 1024)
-
-
-def accepted_of(profile, form, dtype, heads):
-    """Head sizes and, for paged forms, block sizes that a profile takes."""
-    return {
-        (size, block)
-        for size in SIZES
-        for block in (BLOCKS if form in PAGED else (0,))
-        if explain(
-            profile,
-            form=form,
-            dtype=dtype,
-            heads=heads[0],
-            kv_heads=heads[1],
-            head_size=size,
-            block_size=block,
-        ).accepted
-    }
-
-
-def expected_of(profile, form, dtype, heads):
-    """Say the same as a rule, written from the notes and not from the route."""
-    equal = heads[0] == heads[1]
-    several = form in ("chunk", "paged window")
-    cells = {(size, block) for size in SIZES for block in (BLOCKS if form in PAGED else (0,))}
-    if profile == "8.5":
-        if form in ("window", "paged window"):
-            return {(size, block) for size, block in cells if size in (64, 128)}
-        older = {192} if equal and dtype == BF16 else set()  # PFA, blocks of a multiple of 128
-        newer = {64, 128} if equal else {64, 80, 96, 128, 192, 256}
-        return {
-            (size, block)
-            for size, block in cells
-            if (size in newer and (block <= 512 or size in (64, 128)))
-            or (size in older and block % 128 == 0)
-        }
-    taken = set()
-    for size, block in cells:
-        if size > 256:
-            continue
-        if profile == "docs":
-            fits = block <= 128 and (not several or block == 128 or not block)
-        else:
-            # V3 takes what FAI does not: 1024 is above 512 for one query token of 192
-            fits = block <= 512 or size in (64, 128) or (size == 192 and several)
-        if fits:
-            taken.add((size, block))
-    return taken
-
-
-@pytest.mark.parametrize("profile", list(profiles.PROFILES))
-@pytest.mark.parametrize("heads", MATRIX_HEADS.values(), ids=MATRIX_HEADS)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_the_matrix_of_heads_sizes_and_blocks(profile, heads, dtype):
-    for form in FORMS:
-        found = accepted_of(profile, form, dtype, heads)
-        wanted = expected_of(profile, form, dtype, heads)
-        assert found == wanted, (form, sorted(found ^ wanted))
-
-
-def test_requests_that_share_a_prefix_fit_a_small_cache_unless_blocks_are_summed():
+def test_shared_prefixes_fit_unless_blocks_are_summed():
     call = {
         "form": "decode",
         "dtype": BF16,
@@ -226,51 +154,32 @@ def test_requests_that_share_a_prefix_fit_a_small_cache_unless_blocks_are_summed
     assert explain("8.5", **equal).constraint[1] == "sum of blocks in PFA"
 
 
-def padded_decodes(count, **changes):
-    """Decodes of which the last two have no keys, and a call over their cache."""
-    batch = Batch([(130, 1)] * count, heads=(4, 2))
-    arguments = batch.paged(**NO_MASK, **changes)
-    arguments["actual_seq_lengths_kv"] = [131] * (count - 2) + [0, 0]
-    return batch, arguments
-
-
-def test_the_decode_kernel_leaves_rows_without_keys_undefined():
-    cores = profiles.cube_cores()
-    batch, arguments = padded_decodes(cores)
-    output, _ = fused(arguments)
-    assert output[-2:].isnan().all()
-    expected, _ = formula.of_batch(batch)
-    formula.assert_close(output[:-2], torch.cat(expected)[:-2], batch.dtype)
-
-
 @pytest.mark.parametrize(
-    "changes",
-    {
-        "a batch below the number of cores": {"count": -1},
-        "a mask": {"sparse_mode": 3},
-        "softmax_lse": {"softmax_lse_flag": True},
-        "another block size": {"block_size": 64},
-        "CANN 8.5": {"profile": "8.5"},
-        "a query of two tokens": {"longer": True},
-    }.items(),
-    ids=lambda item: item[0],
+    ("profile", "first", "fewer", "sizes", "changes"),
+    [
+        pytest.param("9.1", 1, 0, {}, NO_MASK, id="undefined"),
+        pytest.param("9.1", 1, 1, {}, NO_MASK, id="a batch below the number of cores"),
+        pytest.param("9.1", 1, 0, {}, {}, id="a mask"),
+        pytest.param("9.1", 1, 0, {}, {**NO_MASK, "softmax_lse_flag": True}, id="softmax_lse"),
+        pytest.param("9.1", 1, 0, {"block_size": 64}, NO_MASK, id="another block size"),
+        pytest.param("8.5", 1, 0, {}, NO_MASK, id="CANN 8.5"),
+        pytest.param("9.1", 2, 0, {}, NO_MASK, id="a query of two tokens"),
+    ],
 )
-def test_other_calls_define_rows_without_keys(changes):
-    changes = dict(changes[1])
-    profile = changes.pop("profile", "9.1")
-    count = profiles.cube_cores() + changes.pop("count", 0)
-    longer = changes.pop("longer", False)
-    block_size = changes.get("block_size", 128)
-    lengths = [(130, 2 if longer else 1)] + [(130, 1)] * (count - 1)
-    batch = Batch(lengths, heads=(4, 2), block_size=block_size)
-    mask = {} if changes.get("sparse_mode") else NO_MASK
-    arguments = batch.paged(**mask) | changes
+def test_rows_without_keys(profile, first, fewer, sizes, changes, request):
+    """The decode kernel leaves them as they are; any other call defines them."""
+    count = profiles.cube_cores() - fewer
+    batch = Batch([(130, first)] + [(130, 1)] * (count - 1), heads=(4, 2), **sizes)
+    arguments = batch.paged(**changes)
     arguments["actual_seq_lengths_kv"] = [*batch.kv_lens[:-2], 0, 0]
     with profiles.using(profile):
         output, lse = fused(arguments)
-    assert (output[-2:] == 0).all()
-    if changes.get("softmax_lse_flag"):
-        assert (lse[-2:] == math.inf).all()
+    if request.node.callspec.id == "undefined":
+        assert output[-2:].isnan().all()
+        expected, _ = formula.of_batch(batch)
+        formula.assert_close(output[:-2], torch.cat(expected)[:-2], batch.dtype)
+    else:
+        assert (output[-2:] == 0).all() and (lse[-2:] == math.inf).all()
 
 
 def test_explain_tells_which_requests_stay_undefined():
