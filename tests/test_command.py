@@ -17,11 +17,7 @@ from vllm_npu_prep.wording import counted
 PATH = worked_examples.path_of("chunked-prefill")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [("explain", PATH), ("explain", PATH, "--json"), ("--help",), ("--version",), ("doctor",)],
-    ids=lambda args: " ".join(map(str, args)).replace(str(PATH), "FILE"),
-)
+@pytest.mark.parametrize("args", [("explain", PATH), ("--help",), ("doctor",)], ids=lambda a: a[0])
 def test_output_that_can_not_be_written_is_one_line(args):
     with open("/dev/full", "w") as full:
         done = command(*args, stdout=full)
@@ -31,19 +27,11 @@ def test_output_that_can_not_be_written_is_one_line(args):
     assert lines == [say]
 
 
-def test_output_that_is_closed_and_a_reader_that_leaves_are_no_errors():
-    done = subprocess.run(
-        f"{sys.executable} -m vllm_npu_prep.cli explain {PATH} >&-", shell=True, capture_output=True
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    done = subprocess.run(
-        f"{sys.executable} -m vllm_npu_prep.cli explain {PATH} --json | head -c 1; "
-        "echo ${PIPESTATUS[0]}",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-    )
-    assert (done.stdout, done.stderr) == (b"{0\n", b"")
+def test_output_that_nobody_reads_to_its_end_is_no_error():
+    explain = f"{sys.executable} -m vllm_npu_prep.cli explain {PATH}"
+    for rest, printed in ((">&-", b""), ("--json | head -c 1; echo ${PIPESTATUS[0]}", b"{0\n")):
+        done = subprocess.run(["bash", "-c", f"{explain} {rest}"], capture_output=True)
+        assert (done.stdout, done.stderr) == (printed, b""), rest
 
 
 def parsers(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
@@ -55,35 +43,31 @@ def parsers(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argpar
     return found
 
 
-@pytest.mark.parametrize("name", parsers(cli._parser()))
-def test_every_option_of_the_command_has_a_description(name):
-    parser = parsers(cli._parser())[name]
-    assert parser.description
-    for action in parser._actions:
-        described = re.sub(r"\(default: .*?\)", "", action.help or "").strip()
-        is_list = isinstance(action, argparse._SubParsersAction)
-        assert is_list or len(described) > 5, f"{name} {action.option_strings or action.dest}"
-        for choice in action._choices_actions if is_list else ():
-            assert choice.help, choice.dest
+def test_every_option_of_the_command_has_a_description():
+    without = []
+    for name, parser in parsers(cli._parser()).items():
+        assert parser.description, name
+        for action in parser._actions:
+            described = re.sub(r"\(default: .*?\)", "", action.help or "").strip()
+            if isinstance(action, argparse._SubParsersAction):
+                without += [each.dest for each in action._choices_actions if not each.help]
+            elif len(described) <= 5:
+                without.append(f"{name} {action.option_strings or action.dest}")
+    assert without == []
 
 
-SCRIPTS = [
-    path
-    for folder in ("examples", "benchmarks", "scripts", "tests")
-    for path in sorted((Path(__file__).parents[1] / folder).rglob("*.py"))
-    if ".add_argument(" in path.read_text() and path.name[:5] != "test_"
-]
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_option_of_a_script_has_a_description(path):
-    found = 0
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found += 1
-            name = ast.unparse(node.args[0])
-            assert [k for k in node.keywords if k.arg == "help" and ast.unparse(k.value)], name
-    assert found
+def test_every_option_of_a_script_has_a_description():
+    root, options = Path(__file__).parents[1], {}
+    for folder in ("examples", "benchmarks", "scripts", "tests"):
+        for path in (root / folder).rglob("*.py"):
+            if ".add_argument(" not in (text := path.read_text()) or path.name[:5] == "test_":
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                    option = f"{path.relative_to(root)} {ast.unparse(node.args[0])}"
+                    options[option] = any(k.arg == "help" for k in node.keywords)
+    assert len(options) > 50
+    assert [option for option, has_help in options.items() if not has_help] == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +75,6 @@ def test_every_option_of_a_script_has_a_description(path):
     [
         ((0, "step"), "0 steps"),
         ((1, "step"), "1 step"),
-        ((2, "step"), "2 steps"),
         ((1200, "query", "queries"), "1,200 queries"),
         ((1, "query", "queries"), "1 query"),
     ],
@@ -104,19 +87,17 @@ def test_no_message_of_the_package_counts_by_a_bare_plural():
     """`counted` knows that it is 1 step. Sizes that are never 1 may stand as they are."""
     nouns = "steps|requests|records|lists|ids|drafts|ranks|adapters|lines|functions|streams"
     slip = re.compile(rf"\{{[^{{}}]+\}} (?:{nouns})\b")
+    never_one = {
+        "{MAX_LENGTHS} requests",
+        "{num_ranks} ranks",  # said of several ranks only
+        "{parallel_config.world_size} ranks",
+        "{len(files)} records",
+    }
     package = Path(__file__).parents[1] / "vllm_npu_prep"
-    found = [
-        f"{path.relative_to(package)}: {match[0]}"
-        for path in sorted(package.rglob("*.py"))
+    found = {
+        f"{path.relative_to(package)}: {text}"
+        for path in package.rglob("*.py")
         if "emulator" not in path.parts
-        for match in slip.finditer(path.read_text())
-    ]
-    assert [each for each in found if each.partition(": ")[2] not in NEVER_ONE] == []
-
-
-NEVER_ONE = {
-    "{MAX_LENGTHS} requests",
-    "{num_ranks} ranks",  # said of several ranks only
-    "{parallel_config.world_size} ranks",
-    "{len(files)} records",
-}
+        for text in set(slip.findall(path.read_text())) - never_one
+    }
+    assert found == set()

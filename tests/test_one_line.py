@@ -91,7 +91,7 @@ def test_who_started_processes_raises_what_one_of_them_left(file):
     assert isinstance(caught(start, RuntimeError("see above")), RuntimeError)
 
 
-def test_several_refusals_stay_together_between_processes_and_at_the_end(file, monkeypatch, capsys):
+def test_several_refusals_stay_together_to_the_end(file, monkeypatch, capsys):
     text = "2 things have to be changed:\n  --quantization fp8: no\n  --enable-sleep-mode: no"
     one_line.leave(text)
 
@@ -105,20 +105,16 @@ def test_several_refusals_stay_together_between_processes_and_at_the_end(file, m
     assert capsys.readouterr().err == f"vllm_npu_prep: error: {text}\n"
 
 
-def test_an_inherited_file_is_another_engines(file, monkeypatch):
+def test_files_of_other_engines_and_hosts_are_not_touched(file, monkeypatch):
     theirs = file.with_name("vllm-npu-prep-1-x.refusal")
     theirs.write_text("theirs")
-    monkeypatch.setenv(one_line.FILE_ENV_VAR, str(theirs))
+    monkeypatch.setenv(one_line.FILE_ENV_VAR, str(theirs))  # inherited
     one_line.share_file()
-    assert one_line.left() is None
-    assert theirs.read_text() == "theirs"
-
-
-def test_a_host_without_the_file_gets_none(file):
-    file.unlink()
+    assert (one_line.left(), theirs.read_text()) == (None, "theirs")
+    mine = Path(os.environ[one_line.FILE_ENV_VAR])
+    mine.unlink()  # as on another host
     one_line.leave(WHY)
-    assert not file.exists()
-    assert one_line.left() is None
+    assert (one_line.left(), mine.exists()) == (None, False)
 
 
 def test_ranks_leave_what_they_raise_and_what_they_answer(file):
@@ -137,7 +133,7 @@ def test_ranks_leave_what_they_raise_and_what_they_answer(file):
     assert file.read_text() == "raised"
 
 
-def test_what_a_rank_left_is_read_whole_while_another_leaves_its_own(file):
+def test_what_a_rank_left_is_read_whole_while_another_writes(file):
     """The file is never seen empty in between: who reads it then finds the text of the first."""
     one_line.leave("the first rank's")
     with file.open() as reader:
@@ -147,7 +143,7 @@ def test_what_a_rank_left_is_read_whole_while_another_leaves_its_own(file):
     assert list(file.parent.glob(f"{file.name}*")) == [file]
 
 
-def test_logs_have_the_text_of_a_refusal_and_the_traceback_of_a_bug():
+def test_logs_have_texts_of_refusals_and_tracebacks_of_bugs():
     class Handler(logging.Handler):
         emit = staticmethod(lambda record: records.append(record))
 
@@ -173,7 +169,7 @@ def test_logs_have_the_text_of_a_refusal_and_the_traceback_of_a_bug():
     assert bug.exc_info[1].args == ("bug",)
 
 
-def test_a_server_logs_what_the_engine_answered_and_no_traceback_of_its_own():
+def test_a_server_logs_what_the_engine_answered_in_one_line():
     answer = f"Call to wake_up method failed: {WHY}"
     shown = []
     for error in (Exception(answer), RuntimeError(answer), Exception("bug")):
@@ -213,30 +209,34 @@ class Config(BaseModel):
     size: int = Field(ge=1)
 
 
-def test_what_vllm_says_of_flags_is_a_mistake_of_the_user(upstream):
-    def mistake(error):
-        return one_line.mistake_of(caught(upstream["create_engine_config"], raises, error))
-
-    shown = " (VLLM_LOGGING_LEVEL=DEBUG shows where)"
-    assert mistake(ValueError("no such\n  model")) == "no such model" + shown
-    assert mistake(KeyError("invalid parser")) == "invalid parser" + shown
-    assert mistake(OSError("no config.json")) == "no config.json" + shown
-    wrong = caught(upstream["create_engine_config"], lambda: Config(size=0))
-    assert one_line.mistake_of(wrong) == (
-        "size: Input should be greater than or equal to 1" + shown
-    )
+WRONG_BY_FLAGS = [
+    (ValueError("no such\n  model"), "no such model"),
+    (KeyError("invalid parser"), "invalid parser"),
+    (OSError("no config.json"), "no config.json"),
+    (caught(lambda: Config(size=0)), "size: Input should be greater than or equal to 1"),
+]
 
 
-def test_what_failed_by_itself_or_later_is_a_bug(upstream):
-    def mistake(where, function, *args):
-        return one_line.mistake_of(caught(upstream[where], function, *args))
+@pytest.mark.parametrize(
+    ("error", "text"), WRONG_BY_FLAGS, ids=[text for _, text in WRONG_BY_FLAGS]
+)
+def test_what_vllm_says_of_flags_is_a_mistake_of_the_user(upstream, error, text):
+    said = one_line.mistake_of(caught(upstream["create_engine_config"], raises, error))
+    assert said == f"{text} (VLLM_LOGGING_LEVEL=DEBUG shows where)"
 
-    assert mistake("create_engine_config", int, "x") is None
-    assert mistake("create_engine_config", lambda: {}["x"]) is None
-    assert mistake("create_engine_config", lambda: [a for a, b in [(1,)]]) is None
-    assert mistake("create_engine_config", raises, RuntimeError("no device")) is None
-    assert mistake("serve", raises, ValueError("of a request")) is None
-    assert one_line.mistake_of(caught(raises, ValueError("nobody's"))) is None
+
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("create_engine_config", (int, "x")),
+        ("create_engine_config", (lambda: {}["x"],)),
+        ("create_engine_config", (lambda: [a for a, b in [(1,)]],)),
+        ("create_engine_config", (raises, RuntimeError("no device"))),
+        ("serve", (raises, ValueError("of a request"))),
+    ],
+)
+def test_what_failed_by_itself_or_later_is_a_bug(upstream, where, call):
+    assert one_line.mistake_of(caught(upstream[where], *call)) is None
 
 
 def test_a_port_that_is_taken_is_named(upstream):
@@ -251,9 +251,7 @@ def test_a_port_that_is_taken_is_named(upstream):
     )
 
 
-def test_the_hook_prints_tracebacks_of_bugs_and_of_programs_that_are_not_vllms(
-    upstream, monkeypatch, capsys
-):
+def test_the_hook_prints_tracebacks_of_bugs_and_other_programs(upstream, monkeypatch, capsys):
     hook, shown = one_line.OneLineErrors(), []
     hook.previous = lambda *args: shown.append(args)
 
@@ -301,54 +299,46 @@ main()
 """Imports once, and runs ``vllm serve`` with each list of flags in a process of its own."""
 
 
-def test_vllm_serve_ends_with_one_line_for_what_its_user_has_to_change(tmp_path):
-    model = make_model(tmp_path / "qwen3", num_hidden_layers=1)
-    taken = socket.socket()
-    taken.bind(("", 0))
-    taken.listen()
-    port = taken.getsockname()[1]
+def test_vllm_serve_ends_with_one_line_for_mistakes_of_its_user(tmp_path):
+    model = str(make_model(tmp_path / "qwen3", num_hidden_layers=1))
     (tmp_path / "file").touch()
     small = ("--skip-tokenizer-init", "--max-model-len", "128")
-    config = "--additional-config"
-    asked = {
-        f"--port {port}: Address already in use": [str(model), "--port", str(port), *small],
-        "/no/such/model": ["/no/such/model", *small],
-        "not JSON": [str(model), config, "{npu_prep", *small],
-        "must be an object; write for example": [str(model), config, "[1]", *small],
-        '"npu_prep" must be an object': [str(model), config, '{"npu_prep": 5}', *small],
-        'no key "mask_budget" (did you mean "mask_budget_bytes"?)': [
-            *(str(model), config, '{"npu_prep": {"mask_budget": 5}}', *small)
-        ],
-        '"npu_prep.record.dir" = ': [
-            *(str(model), config, f'{{"npu_prep": {{"record": {{"dir": "{tmp_path}/file/r"}}}}}}'),
-            *small,
-        ],
-        "torch.float32": [str(model), "--quantization", "fp8", "--dtype", "float32", *small],
-    }
-    several = [
-        "vllm_npu_prep: error: 2 things have to be changed:",
-        "  --sleep-mode-offload-cudagraph is not supported",
-        "  --enable-nccl-comm-suspend is not supported",
-    ]
-    sleeping = ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
-    flags = [str(model), *sleeping, "--enable-nccl-comm-suspend", *small]
-    early = 3  # of these vLLM logs nothing but which plugins there are
-    with taken:
-        subprocess.run(
-            [sys.executable, "-c", SERVE, str(tmp_path)],
-            input=repr([*asked.values(), flags]),
-            text=True,
-            check=True,
-        )
+
+    def configured(text: str) -> list[str]:
+        return [model, "--additional-config", text, *small]
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        asked = {
+            f"--port {port}: Address already in use": [model, "--port", str(port), *small],
+            "/no/such/model": ["/no/such/model", *small],
+            "not JSON": configured("{npu_prep"),
+            "must be an object; write for example": configured("[1]"),
+            '"npu_prep" must be an object': configured('{"npu_prep": 5}'),
+            'no key "mask_budget" (did you mean "mask_budget_bytes"?)': configured(
+                '{"npu_prep": {"mask_budget": 5}}'
+            ),
+            '"npu_prep.record.dir" = ': configured(
+                f'{{"npu_prep": {{"record": {{"dir": "{tmp_path}/file/r"}}}}}}'
+            ),
+            "torch.float32": [model, "--quantization", "fp8", "--dtype", "float32", *small],
+            "2 things have to be changed": [
+                *(model, "--enable-sleep-mode", "--sleep-mode-offload-cudagraph"),
+                *("--enable-nccl-comm-suspend", *small),
+            ],
+        }
+        command = [sys.executable, "-c", SERVE, str(tmp_path)]
+        subprocess.run(command, input=repr([*asked.values()]), text=True, check=True)
     for number, message in enumerate(asked):
         text = (tmp_path / str(number)).read_text()
-        *_, last, end = text.splitlines()
-        assert message in last, text
-        assert "error: " in last and end == "ended with 2", text
+        *lines, end = text.splitlines()
+        assert end == "ended with 2", text
         assert "Traceback" not in text
-        if 2 <= number < 2 + early:
+        (told,) = (i for i, line in enumerate(lines) if "error: " in line)
+        assert message in lines[told], text
+        said = lines[told + 1 :]
+        assert [line[:4] for line in said] == (["  --"] * 2 if message[0] == "2" else []), text
+        if number in (2, 3, 4):  # before vLLM logs more than which plugins there are
             assert "non-default args" not in text
-    *_, first, second, third, end = (tmp_path / str(len(asked))).read_text().splitlines()
-    for line, start in zip((first, second, third), several):
-        assert line.startswith(start)
-    assert end == "ended with 2"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import multiprocessing
 import re
 import threading
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 import numba
 import pytest
 
-from tests.helpers.examples import EXAMPLES
 from tests.helpers.waiting import LIMIT, until
 from vllm_npu_prep import progress
 from vllm_npu_prep.server.draining import (
@@ -175,29 +173,3 @@ def test_an_engine_has_time_beside_that_of_its_workers(monkeypatch):
 
     drain_and_shut_down(engine, 60, shut_down, RuntimeError, print)
     assert given == [END_SECONDS + 30] * 2
-
-
-def test_making_a_demo_model_says_that_it_goes_on(hurried, tmp_path, monkeypatch, capfd):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import tiny_model
-
-    told = multiprocessing.get_context("fork").Event()  # by this process to the one that makes it
-
-    def fill(folder) -> None:
-        assert told.wait(LIMIT)
-        folder.mkdir()
-
-    def log(line: str) -> None:
-        print(line)
-        if re.fullmatch(r"a model: \d+ s \.\.\.", line):
-            told.set()
-
-    monkeypatch.setattr(tiny_model, "log", log)
-    make = (tmp_path / "model", "recipe", fill)
-    tiny_model.make_once("a model", *make)
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[0].startswith("a model: making ")
-    assert sum(line.endswith(" ...") for line in lines[1:]) >= 1
-    assert lines[-1].endswith(" in all")
-    tiny_model.make_once("a model", *make)
-    assert capfd.readouterr().out.splitlines() == [f"a model: {tmp_path / 'model'} is up to date"]

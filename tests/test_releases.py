@@ -37,16 +37,13 @@ def test_start_up_says_with_which_torch_a_release_was_tested():
 
 
 @pytest.mark.parametrize(
-    ("interval", "skips", "holds"),
+    ("interval", "skips", "begins"),
     [(1, False, []), (4, False, ["prefills wait"]), (1, True, ["drafts may be"])],
 )
-def test_steps_that_vllm_0_33_decides_by_all_requests_are_left_to_it(interval, skips, holds):
+def test_steps_that_vllm_0_33_decides_by_all_are_left_to_it(interval, skips, begins):
     scheduler = SimpleNamespace(local_prefill_interval=interval, can_skip_drafts=skips)
     reasons = SchedulerRules033().reasons_for_upstream(scheduler)
-    assert [r for r, h in reasons.items() if h and r.startswith(tuple(holds or "?"))] == [
-        r for r, h in reasons.items() if h
-    ]
-    assert sum(reasons.values()) == len(holds)
+    assert [reason[:13] for reason, holds in reasons.items() if holds] == begins
 
 
 @pytest.mark.parametrize(
@@ -60,7 +57,7 @@ def test_a_step_counts_as_executed_if_upstream_saw_none_of_it(scheduled, taken, 
     assert scheduler.num_executed_steps == counted
 
 
-def test_encoder_inputs_of_requests_that_upstream_did_not_see_are_told_to_the_runner():
+def test_encoder_inputs_that_upstream_did_not_see_are_told():
     asked = []
     scheduler = SimpleNamespace(
         num_executed_steps=0,
@@ -73,7 +70,7 @@ def test_encoder_inputs_of_requests_that_upstream_did_not_see_are_told_to_the_ru
     assert output.encoder_input_updates == {"b": {}, "a": {0: None}}
 
 
-def test_ray_compiles_graphs_only_where_vllm_still_has_that_executor(monkeypatch):
+def test_ray_compiles_graphs_where_vllm_has_that_executor(monkeypatch):
     from vllm import envs
 
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
@@ -129,7 +126,7 @@ def test_connectors_are_told_when_the_cache_sleeps_and_wakes(version, sleeper, m
     assert told == tells[version]
 
 
-def test_a_connector_has_its_cache_again_if_the_engine_could_not_sleep(sleeper, monkeypatch):
+def test_a_connector_has_its_cache_again_after_a_failed_sleep(sleeper, monkeypatch):
     worker, told = sleeper
     monkeypatch.setattr(connectors, "is_since", lambda release: True)
 

@@ -18,7 +18,6 @@ from vllm_npu_prep.compat.models import TORCHVISION
 ROOT = Path(__file__).parents[1]
 FITS = next(Path(sys.prefix).glob("lib/python*/site-packages/psutil/*.so")).read_bytes()
 """A library that loads."""
-
 UNFIT = b"of another torch"
 
 DESCRIBED = """
@@ -36,6 +35,7 @@ from vllm_npu_prep.torchvision_import import TorchvisionFinder, install
 install()
 install()
 assert sys.meta_path.count(TorchvisionFinder) == 1
+assert not {'torch', 'torchvision', 'numpy'} & set(sys.modules)
 """
 
 WITHOUT_HOOK = """
@@ -76,55 +76,47 @@ def write_torchvision(folder: Path, library: bytes) -> None:
     (package / "_C.so").write_bytes(library)
 
 
-def test_a_script_of_the_environment_imports_models_without_the_plugin(tmp_path):
-    """Transformers imports torchvision with every model. In folders of no package of ours."""
+def test_a_script_of_the_environment_imports_models(tmp_path):
+    """Without the plugin: transformers imports torchvision with every model."""
     code = (
         "import sys, torchvision.transforms.v2.functional\n"
         "from transformers import Qwen2VLVideoProcessor, Qwen3ForCausalLM\n"
         "assert not {'vllm', 'vllm_npu_prep'} & set(sys.modules)"
     )
-    command = [sys.executable, "-c", code]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert metadata.version("torchvision").partition("+")[0] == TORCHVISION.partition("==")[2]
     assert TORCHVISION in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_a_build_whose_library_does_not_load_can_be_imported(python, tmp_path):
+    """With the hook, which imports nothing before somebody imports torchvision."""
     write_torchvision(tmp_path, UNFIT)
-    run = python(WITH_HOOK, "import torchvision")
-    assert run.returncode == 0, run.stderr
+    run = python(WITH_HOOK, "import torchvision\nprint(torchvision.__file__)")
+    assert run.stdout.strip() == str(tmp_path / "torchvision" / "__init__.py"), run.stderr
     run = python(WITHOUT_HOOK, "import torchvision")
     assert "torchvision::nms does not exist" in run.stderr, "what it would be without"
-
-
-def test_nothing_is_imported_before_somebody_imports_torchvision(python, tmp_path):
-    write_torchvision(tmp_path, UNFIT)
-    code = (
-        "import importlib.util\n"
-        "assert importlib.util.find_spec('torchvision').origin.startswith({!r})\n"
-        "assert importlib.util.find_spec('torchvision_of_another_name') is None\n"
-        "assert not {{'torch', 'torchvision', 'numpy'}} & set(sys.modules)"
-    )
-    run = python(WITH_HOOK, code.format(str(tmp_path)))
-    assert run.returncode == 0, run.stderr
 
 
 def test_a_build_that_fits_is_left_alone(python, tmp_path):
     write_torchvision(tmp_path, FITS)
     run = python(
-        WITH_HOOK, "import torch, torchvision\nassert not hasattr(torch.ops.torchvision, 'nms')"
+        WITH_HOOK, "import torch, torchvision\nprint(hasattr(torch.ops.torchvision, 'nms'))"
     )
-    assert run.returncode == 0, run.stderr
+    assert run.stdout == "False\n", run.stderr
+
+
+def test_operators_that_somebody_defined_are_left_alone(python, tmp_path):
     schema = "(Tensor a, Tensor b) -> Tensor"
-    own = f"import torch\ntorch.library.define('torchvision::nms', {schema!r})"
     write_torchvision(tmp_path, UNFIT)
     (tmp_path / "torchvision" / "__init__.py").write_text("")
+    own = f"import torch\ntorch.library.define('torchvision::nms', {schema!r})"
     show = "import torchvision\nprint(torch.ops.torchvision.nms.default._schema)"
-    run = python(own, WITH_HOOK, show)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == f"torchvision::nms{schema}"
+    run = python(WITH_HOOK, own, show)
+    assert run.stdout.strip() == f"torchvision::nms{schema}", run.stderr
 
 
 @pytest.fixture
@@ -155,11 +147,10 @@ def test_the_installation_adds_the_hook_where_it_is_needed(environment, library)
     assert ("for another torch" in install.stdout) == (library == UNFIT)
     command = [root / "bin/python", "-P", "-c", "import sys, torchvision; print(torchvision)"]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT)
-    assert run.returncode == 0, run.stderr
-    assert str(environment) in run.stdout
+    assert str(environment) in run.stdout, run.stderr
 
 
-def test_without_one_text_is_served_and_a_model_that_sees_is_refused(python, tmp_path):
+def test_without_it_text_is_served_and_a_model_that_sees_refused(python, tmp_path):
     text = make_model(tmp_path / "text", num_hidden_layers=1)
     config = transformers.Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"])
     config.save_pretrained(tmp_path / "sees")

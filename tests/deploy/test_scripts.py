@@ -7,13 +7,14 @@ import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.deploy import ROOT, files_of
+from tests.helpers.deploy import ROOT, files_of, ran
 from tests.helpers.waiting import LIMIT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -38,47 +39,40 @@ def image(tmp_path):
 
 
 def start(image: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [image / "bin" / "entrypoint.sh", *command],
-        env={
-            **{"PATH": "/usr/bin:/bin", "TMPDIR": str(image / "tmp")},
-            **{"NPU_PREP_CANN_ROOT": str(image / "Ascend"), **environment},
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    own = {"PATH": "/usr/bin:/bin", "TMPDIR": str(image / "tmp")}
+    own["NPU_PREP_CANN_ROOT"] = str(image / "Ascend")
+    return ran(image / "bin" / "entrypoint.sh", *command, env=own | environment)
 
 
 def test_the_doctor_looks_before_the_command_runs(image):
-    ran = start(image, "echo", "vllm", "serve", "a model", "--port", "8001")
-    assert ran.returncode == 0, ran.stderr
+    done = start(image, "echo", "vllm", "serve", "a model", "--port", "8001")
+    assert done.returncode == 0, done.stderr
     command = "vllm serve a model --port 8001"
-    assert ran.stdout.splitlines() == ["doctor doctor: CANN absent", command]
+    assert done.stdout.splitlines() == ["doctor doctor: CANN absent", command]
     assert (image / "tmp" / "npu_prep_command").read_text() == f"echo {command}\n"
 
 
-def test_a_failure_ends_it_before_a_model_loads(image):
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ({}, 2, "NPU_PREP_DOCTOR=show"),
+        ({"NPU_PREP_DOCTOR": "show"}, 0, ""),
+        ({"NPU_PREP_DOCTOR": "off"}, 0, ""),
+        ({"NPU_PREP_DOCTOR": "of"}, 2, "refuse, show or off"),
+    ],
+    ids=str,
+)
+def test_a_failure_ends_it_before_a_model_loads(image, how, code, said):
+    """Unless it is only shown, or nobody looks, which takes a word without a mistake."""
     write_command(image / "bin" / "vllm-npu-prep", "echo failure: no device nodes; exit 1")
-    ran = start(image, "touch", str(image / "loaded"))
-    assert ran.returncode == 2
-    assert "no device nodes" in ran.stdout and "NPU_PREP_DOCTOR=show" in ran.stderr
-    assert not (image / "loaded").exists()
-
-    ran = start(image, "touch", str(image / "loaded"), NPU_PREP_DOCTOR="show")
-    assert ran.returncode == 0 and "no device nodes" in ran.stdout
-    assert (image / "loaded").exists()
-
-
-def test_the_doctor_can_be_left_out_but_not_by_a_mistyped_word(image):
-    assert start(image, "echo", "served", NPU_PREP_DOCTOR="off").stdout == "served\n"
-    ran = start(image, "echo", "served", NPU_PREP_DOCTOR="of")
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert "refuse, show or off" in ran.stderr
+    done = start(image, "touch", str(image / "loaded"), **how)
+    assert (done.returncode, (image / "loaded").exists()) == (code, code == 0)
+    assert said in done.stderr
+    assert ("no device nodes" in done.stdout) == (how.get("NPU_PREP_DOCTOR", "show") == "show")
 
 
 @pytest.mark.parametrize(("status", "code"), [("WARNING", 0), ("FAILURE", 2)])
-def test_a_failure_that_the_doctor_finds_is_one_for_the_entry_point(image, status, code):
+def test_a_failure_that_the_doctor_finds_ends_the_entry_point(image, status, code):
     script = (
         "import sys; from vllm_npu_prep import cli; from vllm_npu_prep.inspect import doctor\n"
         "from vllm_npu_prep.inspect.doctor.finding import Finding, Status\n"
@@ -90,10 +84,10 @@ def test_a_failure_that_the_doctor_finds_is_one_for_the_entry_point(image, statu
     write_command(
         image / "bin" / "vllm-npu-prep", f'exec "{sys.executable}" {image / "doctor.py"} "$@"'
     )
-    ran = start(image, "echo", "served", PYTHONPATH=str(ROOT))
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    assert "mount them" in ran.stdout
-    assert ("served" in ran.stdout) == (code == 0)
+    done = start(image, "echo", "served", PYTHONPATH=str(ROOT))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "mount them" in done.stdout
+    assert ("served" in done.stdout) == (code == 0)
 
 
 def test_variables_of_cann_reach_doctor_and_command(image):
@@ -105,9 +99,9 @@ def test_variables_of_cann_reach_doctor_and_command(image):
         'export CANN_IS="here $UNSET" PATH=/nowhere:$PATH\n[ -n "$1" ]\n'
     )
     (nnal / "set_env.sh").write_text('export ABI="$1"\nfalse\n')
-    ran = start(image, "sh", "-c", 'echo "$CANN_IS" "$ABI" "${PATH%%:*}"')
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
+    done = start(image, "sh", "-c", 'echo "$CANN_IS" "$ABI" "${PATH%%:*}"')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
         "doctor doctor: CANN here ",
         f"here  --cxx_abi=1 {image / 'bin'}",
     ]
@@ -158,14 +152,11 @@ def test_health_is_the_servers_answer(tmp_path):
     def health(port: int | None) -> int:
         if port:
             (tmp_path / "npu_prep_command").write_text(f"vllm serve a --port {port}\n")
-        command = [sys.executable, "-I", SCRIPTS / "healthcheck.py"]
         # A proxy is for the world outside.
         environment = {**os.environ, "TMPDIR": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
-        ran = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT
-        )
-        assert "Traceback" not in ran.stderr
-        return ran.returncode
+        done = ran(sys.executable, "-I", SCRIPTS / "healthcheck.py", env=environment)
+        assert "Traceback" not in done.stderr
+        return done.returncode
 
     assert health(None) == 1  # the doctor still looks
     assert health(server.server_port) == 0
@@ -177,25 +168,19 @@ def test_health_is_the_servers_answer(tmp_path):
 
 
 def image_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [SCRIPTS / "image.sh", *arguments],
-        env={"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    return ran(SCRIPTS / "image.sh", *arguments, env={"PATH": "/usr/bin:/bin", **environment})
 
 
 def test_a_soc_is_one_that_cann_has_images_for():
     assert [image_sh("soc", soc).returncode for soc in ("910b", "a3")] == [0, 0]
-    ran = image_sh("soc", "310p")
-    assert ran.returncode == 0 and "refuses Ascend 310P" in ran.stderr
-    ran = image_sh("soc", "910c")
-    assert ran.returncode == 1 and "910b (A2), a3 or 310p" in ran.stderr
+    done = image_sh("soc", "310p")
+    assert done.returncode == 0 and "refuses Ascend 310P" in done.stderr
+    done = image_sh("soc", "910c")
+    assert done.returncode == 1 and "910b (A2), a3 or 310p" in done.stderr
     assert image_sh("sco", "a3").returncode == 1
 
 
-def test_the_packages_of_build_tools_are_removed_and_nothing_else(tmp_path):
+def test_packages_of_build_tools_are_removed_and_nothing_else(tmp_path):
     tools = {"gcc": "gcc-11", "cc": "gcc-11", "make": "make", "ld": "binutils"}
     for name in tools:
         write_command(tmp_path / name, "")
@@ -212,75 +197,58 @@ def test_the_packages_of_build_tools_are_removed_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("steps", ["plugin", "plugin,caches"])
 def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
-    # The libraries are those of this environment; plugin and caches are installed as the image
-    # does, from a copy of what its context has.
+    """The libraries are this environment's; the rest comes from a copy of the image's context."""
     source, venv = tmp_path / "context", tmp_path / "venv"
-    source.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__")
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):
             path, target = ROOT / line[1:], source / line[1:]
-            target.parent.mkdir(exist_ok=True)
-            if path.is_dir():
-                shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(path, target)
+            target.parent.mkdir(exist_ok=True, parents=True)
+            copy = (shutil.copytree, shutil.copy)[path.is_file()]
+            copy(path, target, **({} if path.is_file() else {"ignore": ignored}))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     [packages] = venv.glob("lib/python*/site-packages")
-    (packages / "libraries.pth").write_text(
-        next(path for path in sys.path if path.endswith("site-packages")) + "\n"
-    )
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         **{"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "NUMBA_CACHE_DIR": str(tmp_path / "numba")},
         **{"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
     }
-    ran = subprocess.run(
-        [
-            *(source / "scripts" / "install.sh", "--venv", venv, "--python", sys.executable),
-            *("--no-editable", "--extras", "", "--steps", steps),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    install = [source / "scripts/install.sh", "--venv", venv, "--python", sys.executable]
+    done = ran(*install, "--no-editable", "--extras", "", "--steps", steps, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
     installed, files = packages / "vllm_npu_prep", set(files_of(source / "vllm_npu_prep"))
     assert set(files_of(installed)) == files
     shutil.rmtree(source)
+    modules = [installed / file for file in files if file.suffix == ".py"]
     # An image's layer keeps whole seconds, and numba compares times to the last digit.
-    for file in files:
-        if file.suffix == ".py":
-            assert (installed / file).stat().st_mtime_ns % 10**9 == 0, file
+    assert [file for file in modules if file.stat().st_mtime_ns % 10**9] == []
     if "caches" not in steps:
         return
-    assert len(list(installed.rglob("__pycache__/*.pyc"))) == sum(
-        file.suffix == ".py" for file in files
-    )
-    script = (
-        "import gc; from numba.core.dispatcher import Dispatcher\n"
-        "from vllm_npu_prep.observe import step_snapshot; from vllm_npu_prep.prep import batch\n"
-        "step_snapshot.warm_up(batch.warm_up())\n"
-        "found = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]\n"
-        "found = [one for one in found if one.py_func.__module__.startswith('vllm_npu_prep')]\n"
-        "print(batch.__file__, sum(sum(one.stats.cache_misses.values()) for one in found),"
-        " sum(bool(one.stats.cache_hits) for one in found))"
-    )
-    ran = subprocess.run(
-        [venv / "bin" / "python", "-P", "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert ran.returncode == 0, ran.stderr
-    file, misses, hits = ran.stdout.split()
+    assert len(list(installed.rglob("__pycache__/*.pyc"))) == len(modules)
+    done = ran(venv / "bin" / "python", "-P", "-c", COMPILED, env=environment)
+    assert done.returncode == 0, done.stderr
+    file, misses, hits = done.stdout.split()
     assert Path(file) == installed / "prep" / "batch.py"
     assert int(misses) == 0 and int(hits) >= 4
 
 
-def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_path):
+COMPILED = """
+import gc
+from numba.core.dispatcher import Dispatcher
+from vllm_npu_prep.observe import step_snapshot
+from vllm_npu_prep.prep import batch
+
+step_snapshot.warm_up(batch.warm_up())
+found = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]
+found = [one for one in found if one.py_func.__module__.startswith("vllm_npu_prep")]
+misses = sum(sum(one.stats.cache_misses.values()) for one in found)
+print(batch.__file__, misses, sum(bool(one.stats.cache_hits) for one in found))
+"""
+
+
+def test_all_is_installed_by_the_constraints_and_tools_go(tmp_path):
     # A Python that notes what it is asked for, and nothing else.
     log, python = tmp_path / "log", tmp_path / "python"
     note = f'echo "$VLLM_TARGET_DEVICE|$*" >>{log}'
@@ -292,12 +260,8 @@ def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_pat
     )
     install = SCRIPTS / "install.sh"
     all_steps = re.search(r"^all_steps=(\S+)", install.read_text(), re.MULTILINE)[1]
-    subprocess.run(
-        [install, "--venv", tmp_path / "venv", "--python", python, "--steps", f"{all_steps},trim"],
-        check=True,
-        capture_output=True,
-        timeout=LIMIT,
-    )
+    steps = f"{all_steps},trim"
+    ran(install, "--venv", tmp_path / "venv", "--python", python, "--steps", steps, check=True)
     calls = [line.partition("|") for line in log.read_text().splitlines()]
     pip = [(device, call.split()[2:]) for device, _, call in calls if call.startswith("-m pip ")]
     installed = [(device, words) for device, words in pip if words[0] == "install"]
@@ -319,11 +283,7 @@ def test_everything_is_installed_from_the_constraints_and_build_tools_go(tmp_pat
 
 
 def test_an_unknown_step_is_refused(tmp_path):
-    ran = subprocess.run(
-        [SCRIPTS / "install.sh", "--venv", tmp_path / "venv", "--steps", "torch,caches,vlm"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert ran.returncode == 1 and "unknown step vlm; steps are environment," in ran.stderr
+    steps = ("--venv", tmp_path / "venv", "--steps", "torch,caches,vlm")
+    done = ran(SCRIPTS / "install.sh", *steps)
+    assert done.returncode == 1 and "unknown step vlm; steps are environment," in done.stderr
     assert not (tmp_path / "venv").exists()

@@ -17,7 +17,6 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,26 +99,19 @@ def pictures(page: Path) -> dict[Path, bytes]:
     return drawn
 
 
-@dataclass(frozen=True)
-class Formula:
-    """What a page says of a step."""
-
-    text: str
-    file: str  # of the step
-
-    def values(self) -> list[Any]:
-        """Of all its sides."""
-        return [eval(side, variables(self.file)) for side in self.text.split(" = ")]
+def values(formula: str, file: str) -> list[Any]:
+    """Of all sides of what a page says of a step."""
+    return [eval(side, variables(file)) for side in formula.split(" = ")]
 
 
-def formulas(text: str) -> Iterator[Formula]:
-    """Everything that a page says with an equals sign, in order."""
+def formulas(text: str) -> Iterator[tuple[str, str]]:
+    """Everything that a page says with an equals sign, in order, and the file of the step."""
     file = ""
     for match in re.finditer(f"{MARKER.pattern}|{FORMULA.pattern}", text):
         if match["command"]:
             file = shlex.split(match["command"])[0]
         else:
-            yield Formula(match[match.lastindex or 0], file)
+            yield match[match.lastindex or 0], file
 
 
 @cache
@@ -142,11 +134,6 @@ def variables(file: str) -> dict[str, Any]:
     places = {name: spec.offset for name, spec in view.step.layout.arrays.items()}
     functions = {"ceil": math.ceil, "min": min, "max": max, "sum": sum, "len": len}
     return {**arrays, **functions, "offset": places, "__builtins__": {}}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two sides of a formula are equal."""
-    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
 
 def main() -> None:

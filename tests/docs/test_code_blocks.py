@@ -1,8 +1,8 @@
 """Every code block of the READMEs and docs/ runs, unless a comment before it says why it can't.
 
 Blocks of a page share a folder, in which the repository's folders lie, the demo model, and
-``steps``, recorded by the server. One server runs behind ``localhost:8000``, started by the command
-of ``docs/start/serve.md``; other ``vllm serve`` start nothing. The flags of all of them, marked or
+``steps``, recorded by the server. One server runs behind ``localhost:8000``, with the flags of
+``docs/start/serve.md``; other ``vllm serve`` start nothing. The flags of all of them, marked or
 not, are read by vLLM's own parser.
 """
 
@@ -11,11 +11,8 @@ import json
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, CodeBlock
 from tests.helpers.emulator import import_path
 from tests.helpers.releases import serve_parser
-from tests.helpers.waiting import LIMIT, wait_until
+from tests.server.process import Server
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.inspect.scenario import parse_scenario
@@ -32,11 +29,10 @@ from vllm_npu_prep.inspect.scenario import parse_scenario
 BLOCKS = [block for page in PAGES.values() for block in page.blocks]
 RUNNABLE = [block for block in BLOCKS if block.language != "text" and block.not_run is None]
 SHELL = [block for block in BLOCKS if block.language in ("bash", "console")]
+ASKS_A_SERVER = re.compile(r"localhost:8000|\b(?:explain|replay) steps|Path\(\"steps\"\)")
+WITH_SERVER = {block.page for block in RUNNABLE if ASKS_A_SERVER.search(block.text)}
+EMULATED = {block.page for block in RUNNABLE if "ascend-emulator" in block.run_with + block.text}
 SERVE_PAGE = ROOT / "docs" / "start" / "serve.md"
-RECORD = '{"npu_prep": {"record": {"dir": "steps"}}}'
-PROFILER = '{"profiler": "torch", "torch_profiler_dir": "profile"}'
-MORE_FLAGS = ["--enforce-eager", "--additional-config", RECORD, "--profiler-config", PROFILER]
-"""What other pages need of the server; eager is ready sooner."""
 
 NO_COMMANDS = """
 command_not_found_handle() { printf '%s\\0' "$@" >"$NOTES/$SRANDOM"; }
@@ -90,16 +86,21 @@ def read_flags(words: list[str]) -> None:
 
 
 class Bench:
-    """A page's folder, in which its blocks run in order."""
+    """A page's folder, in which its blocks run in order: a checkout, with the demo model."""
 
-    def __init__(self, folder: Path, server: "Server") -> None:
-        link_all(folder, server.demo_model)
-        (folder / "steps").symlink_to(server.folder / "steps")
+    def __init__(self, folder: Path, demo_model: Path, server: Server | None) -> None:
+        for name in ("tests", "examples", "benchmarks", "scripts", "docs", "Makefile"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / ".venv").symlink_to(sys.prefix)
+        (folder / ".cache").mkdir()
+        (folder / ".cache" / demo_model.name).symlink_to(demo_model)
+        if server is not None:
+            (folder / "steps").symlink_to(server.log_path.with_name("steps"))
         (folder / "bin").mkdir()
         stand_in = folder / "bin" / "vllm"
         stand_in.write_text("#!/bin/sh\n")
         stand_in.chmod(0o755)
-        self.folder, self.port = folder, server.port
+        self.folder, self.port = folder, server and server.port
         path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": import_path()}
         self.ran: set[CodeBlock] = set()
@@ -161,95 +162,60 @@ def read_json(data: dict) -> None:
         raise AssertionError(f"what reads {list(data)}?")
 
 
-def link_all(folder: Path, model: Path) -> None:
-    """What a reader's folder has: a checkout, its environment and the demo model."""
-    for name in ("tests", "examples", "benchmarks", "scripts", "docs", "Makefile"):
-        (folder / name).symlink_to(ROOT / name)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / ".cache").mkdir()
-    (folder / ".cache" / model.name).symlink_to(model)
-
-
-class Server:
-    """The server that the documentation starts, with a record of its first steps."""
-
-    def __init__(self, folder: Path, demo_model: Path) -> None:
-        self.folder, self.demo_model, self.log = folder, demo_model, folder / "log"
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
-        (block,) = (b for b in SHELL if b.page == SERVE_PAGE and "vllm serve" in b.text)
-        (words,) = words_of_commands(block, folder / "notes")
-        command = [*words, *MORE_FLAGS, "--port", str(self.port)]
-        command[0] = str(Path(sys.executable).with_name("vllm"))
-        link_all(folder, demo_model)
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"},
-            stdout=self.log.open("wb"),
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-
-    def wait(self) -> None:
-        """Wait until it answers, ask it something, and have the steps of that written."""
-        wait_until(self.is_up, SECONDS)
-        model = f".cache/{self.demo_model.name}"
-        prompt = {"model": model, "prompt": "What is a slot mapping?", "max_tokens": 8}
-        assert self.answers("/v1/completions", prompt), self.log.read_text()
-        assert self.answers("/collective_rpc", {"method": "dump_steps"}), self.log.read_text()
-
-    def is_up(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        return self.answers("/health")
-
-    def answers(self, path: str, body: dict | None = None) -> bool:
-        request = urllib.request.Request(
-            f"http://localhost:{self.port}{path}",
-            None if body is None else json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=SECONDS) as response:
-                return response.status == 200
-        except OSError:
-            return False
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
-
-
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"), demo_model)
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.stop()
+    """The server that the documentation starts, with a record of its first steps."""
+    folder = tmp_path_factory.mktemp("server")
+    (block,) = (b for b in SHELL if b.page == SERVE_PAGE and "vllm serve" in b.text)
+    ((_, _, model, *flags),) = words_of_commands(block, folder / "notes")
+    record = {"npu_prep": {"record": {"dir": str(folder / "steps")}}}
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(folder / "profile")}
+    server = Server(
+        Path(model),
+        folder / "log",
+        *flags,
+        "--enforce-eager",  # is ready sooner
+        *("--additional-config", json.dumps(record), "--profiler-config", json.dumps(profiler)),
+        VLLM_SERVER_DEV_MODE="1",
+    )
+    server.complete("What is a slot mapping?", max_tokens=8)
+    assert server.request("POST", "/collective_rpc", {"method": "dump_steps"})[0] == 200
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="module")
-def benches(server, tmp_path_factory):
+def benches(request, demo_model, tmp_path_factory):
     """Makes a page's bench when it is first asked for."""
     made: dict[Path, Bench] = {}
 
     def bench_of(page: Path) -> Bench:
         if page not in made:
-            made[page] = Bench(tmp_path_factory.mktemp(page.stem), server)
+            server = request.getfixturevalue("server") if page in WITH_SERVER else None
+            made[page] = Bench(tmp_path_factory.mktemp(page.stem), demo_model, server)
         return made[page]
 
     return bench_of
 
 
-@pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: block.name)
+def blocks_of(pages: set[Path]) -> pytest.MarkDecorator:
+    """Runs a test for each block of these pages."""
+    blocks = [block for block in RUNNABLE if block.page in pages]
+    return pytest.mark.parametrize("block", blocks, ids=lambda block: block.name)
+
+
+@blocks_of({block.page for block in RUNNABLE} - WITH_SERVER - EMULATED)
 def test_it_runs(block, benches):
+    benches(block.page).run_up_to(block)
+
+
+@blocks_of(WITH_SERVER)
+def test_it_runs_beside_a_server(block, benches):
+    benches(block.page).run_up_to(block)
+
+
+@blocks_of(EMULATED)
+def test_it_runs_on_an_emulated_card(block, benches):
     benches(block.page).run_up_to(block)
 
 

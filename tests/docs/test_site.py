@@ -64,7 +64,7 @@ def test_every_page_is_there_and_no_other_host_is_asked(site):
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", style.read_text()), style
 
 
-def test_it_is_light_and_dark_and_has_an_index_to_search_without_a_server(site):
+def test_it_is_light_and_dark_and_is_searched_without_a_server(site):
     index = (site / "index.html").read_text()
     assert {"default", "slate"} == set(re.findall(r'data-md-color-scheme="(\w+)"', index)) - {""}
     assert "assets/iframe-worker.js" in index, "workers don't start from a file"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_model
@@ -26,8 +27,6 @@ LEARNED = dict(tiny_model.exchanges())
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_model):
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(demo_model)
 
 
@@ -60,7 +59,7 @@ def test_offline_batch_prints_the_greedy_tokens_of_transformers(
     assert f"\nrequests: 4, tokens: {sum(map(len, expected))}, " in printed
 
 
-def test_speculative_decoding_prints_equal_answers_in_fewer_steps(demo_drafters, tokenizer):
+def test_speculative_decoding_prints_equal_answers(demo_drafters, tokenizer):
     printed = run_example("speculative_decoding.py")
     total = sum(len(tokenizer(answer).input_ids) + 1 for answer in LEARNED.values())
     assert f"\nequal answers: {len(LEARNED)} of {len(LEARNED)}, tokens: {total}\n" in printed
@@ -73,7 +72,7 @@ def test_speculative_decoding_prints_equal_answers_in_fewer_steps(demo_drafters,
     assert abs(float(per_step) - 1 - sum(rates)) < 0.01
 
 
-def test_lora_prints_the_answers_of_the_model_and_of_merged_weights(
+def test_lora_prints_the_answers_of_merged_weights(
     demo_model, demo_adapter, tokenizer, greedy_answers, tmp_path
 ):
     merged = merge(demo_model, demo_adapter, tmp_path / "merged")
@@ -110,7 +109,7 @@ def test_embeddings_prints_those_of_transformers(demo_model, tokenizer):
         assert f"\n{text} is most like: {texts[other]}\n" in printed
 
 
-def test_record_and_replay_finds_the_planted_bug_and_nothing_else(tmp_path):
+def test_record_and_replay_finds_the_planted_bug_alone(tmp_path):
     printed = run_example("record_and_replay.py", "--dir", str(tmp_path))
     answers = re.findall(r"assistant: (.*)\n", printed)
     assert len(answers) == 3 and set(answers) <= set(LEARNED.values())

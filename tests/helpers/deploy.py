@@ -9,10 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from dockerfile_parse import DockerfileParser
@@ -29,13 +28,11 @@ GIVEN = {
 }
 
 
-@dataclass
-class Stage:
+class Stage(NamedTuple):
     """A stage of the Dockerfile: its base and its instructions, as (name, value)."""
 
     base: str
-    name: str
-    instructions: list[tuple[str, str]] = field(default_factory=list)
+    instructions: list[tuple[str, str]]
 
     def all(self, *names: str) -> list[str]:
         return [value for name, value in self.instructions if name in names]
@@ -53,7 +50,7 @@ def read_dockerfile() -> tuple[dict[str, str], dict[str, Stage]]:
             continue
         if name == "FROM":
             base, name = re.fullmatch(r"(\S+) AS (\S+)", value).groups()
-            stage = stages[name] = Stage(base, name)
+            stage = stages[name] = Stage(base, [])
         elif stage is not None:
             stage.instructions.append((name, value))
         else:
@@ -70,6 +67,12 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
+
+
+def ran(*command: str | Path, **how: Any) -> subprocess.CompletedProcess:
+    """What a command did and said."""
+    how = {"capture_output": True, "text": True, "timeout": LIMIT, **how}
+    return subprocess.run([*map(str, command)], **how)
 
 
 def tool(name: str) -> str:
@@ -109,23 +112,19 @@ def entry_point() -> list[str]:
 
 def compose(path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """What ``docker compose config`` says of a file."""
-    return subprocess.run(
-        [tool("docker-compose"), "-f", path, "--profile", "*", "config", *arguments],
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    command = (tool("docker-compose"), "-f", path, "--profile", "*", "config", *arguments)
+    own = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    return ran(*command, env=own | environment)
 
 
-@lru_cache
+@cache
 def services() -> dict[str, dict[str, Any]]:
     """Name and configuration of each service, as compose itself reads it."""
     found = {}
     for path in COMPOSE:
-        ran = compose(path, "--format", "json", **GIVEN)
-        assert ran.returncode == 0, ran.stderr
-        for name, service in json.loads(ran.stdout)["services"].items():
+        shown = compose(path, "--format", "json", **GIVEN)
+        assert shown.returncode == 0, shown.stderr
+        for name, service in json.loads(shown.stdout)["services"].items():
             found[f"{path.name} {name}"] = service
     return found
 

@@ -1,11 +1,13 @@
 """Names of vLLM that tests use and that its supported releases have in different places."""
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from vllm_npu_prep.compat.releases import is_since
 
 
+@cache
 def serve_parser() -> Any:
     """The parser of ``vllm serve``'s flags."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -9,11 +9,9 @@ import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -21,10 +19,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from tests.helpers.engine import engine
-from tests.server.hostile import CHAT, COMPLETIONS, tool
-from tests.server.test_server import QUESTIONS, XGRAMMAR
+from tests.helpers.prompts import chat_prompt
+from tests.server.hostile import tool
+from tests.server.process import CHAT, COMPLETIONS, QUESTIONS, TOKENS, XGRAMMAR, Server
 
-TOKENS = "/inference/v1/generate"
 FIELDS: dict[str, list[str]] = {
     TOKENS: [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")],
     CHAT: list(ChatCompletionRequest.model_fields),
@@ -35,8 +33,8 @@ FIELDS: dict[str, list[str]] = {
 LEAST = -9999.0
 """What vLLM's servers tell of a token that a grammar leaves no probability."""
 
-MOST, PARALLEL, DOZEN = 8, 16, 12
-"""Tokens of an answer; requests at once; pairs that are drawn where not all are asked."""
+MOST, PARALLEL = 8, 16
+"""Tokens of an answer; requests at once."""
 
 REASONING = '{"reasoning_start_str": "one", "reasoning_end_str": "</think>"}'
 """Answers begin to think by themselves; no thought has the end's first token, which would end it on
@@ -164,25 +162,12 @@ REFUSED_BY_V1 = {"prompt_logprob_start", "prompt_logprob_token_ids"}
 """Fields that vLLM takes on V2 alone."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A request.
-
-    Attributes
-    ----------
-    path
-        Where it is sent.
-    names
-        Of the fields that it sets; one of them, or two.
-    set
-        What it sets.
-    body
-        What is sent.
-    """
+class Case(NamedTuple):
+    """A request that sets one field, or two."""
 
     path: str
     names: tuple[str, ...]
-    set: dict[str, Any]
+    set: dict[str, Any]  # with what those fields need
     body: dict[str, Any]
 
     @property
@@ -191,20 +176,9 @@ class Case:
         return "temperature" not in self.set and "use_beam_search" not in self.set
 
 
-def cases(path: str, prompts: list[tuple[str, list[int]]], pairs: int | None, seed: int) -> list:
-    """Requests with each field, and with pairs of them, in any order.
-
-    Parameters
-    ----------
-    path
-        A key of `FIELDS`.
-    prompts
-        Text and token ids of each; requests take them in turn.
-    pairs
-        How many pairs; None: all.
-    seed
-        Of the pairs, and of the order.
-    """
+def cases(path: str, model: Path, pairs: int | None, seed: int) -> list[Case]:
+    """Requests with each field, and with pairs of them (None: all), in any order."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
     rng = random.Random(seed)
     names = [name for name in FIELDS[path] if name in VALUES]
     drawn = list(itertools.combinations(names, 2))
@@ -213,8 +187,8 @@ def cases(path: str, prompts: list[tuple[str, list[int]]], pairs: int | None, se
     every = [(name,) for name in names] + drawn
     rng.shuffle(every)
     made = []
-    for index, each in enumerate(every):
-        text, ids = prompts[index % len(prompts)]
+    for each, (question, _) in zip(every, itertools.cycle(QUESTIONS)):
+        ids = chat_prompt(tokenizer, question)
         fields: dict[str, Any] = {}
         for name in each:
             fields |= NEEDS.get(name, {})
@@ -227,14 +201,14 @@ def cases(path: str, prompts: list[tuple[str, list[int]]], pairs: int | None, se
         if path == TOKENS:
             body = {"token_ids": ids, "sampling_params": body}
         elif path == CHAT:
-            body = {"messages": [{"role": "user", "content": text}], **body}
+            body = {"messages": [{"role": "user", "content": question}], **body}
         else:
             body = {"prompt": ids, **body}
         made.append(Case(path, each, fields, body))
     return made
 
 
-def ask(server: Any, made: list[Case]) -> list[tuple[int, Any]]:
+def ask(server: Server, made: list[Case]) -> list[tuple[int, Any]]:
     """Status and answer of each request, many of which run at once; of a stream, its pieces."""
 
     def send(case: Case) -> tuple[int, Any]:
@@ -249,94 +223,15 @@ def ask(server: Any, made: list[Case]) -> list[tuple[int, Any]]:
         return list(pool.map(send, made))
 
 
-def check(
-    server: Any, model: Path, path: str, pairs: int | None, seed: int, refused: set[str]
-) -> None:
-    """Send requests with fields in pairs: nothing fails, and drafts change no greedy answer.
-
-    Parameters
-    ----------
-    server
-        A `Server` that drafts.
-    model
-        That it has.
-    path, pairs, seed
-        As `cases` takes them.
-    refused
-        Fields that are refused by themselves.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = []
-    for question, _ in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        prompts.append((question, tokenizer.encode(text, add_special_tokens=False)))
-    made = cases(path, prompts, pairs, seed)
-    answers = check_answers(server, made, refused)
-    question, answer = QUESTIONS[0]
-    assert server.chat(question) == answer
-    if path == TOKENS:
-        check_tokens(model, made, answers)
+def statuses(status: int, answer: Any) -> set[int]:
+    """Of an answer: a refusal may come in a stream, too."""
+    pieces = answer if isinstance(answer, list) else []
+    return {status} | {piece["error"]["code"] for piece in pieces if "error" in piece}
 
 
-def fails(piece: dict[str, Any]) -> bool:
-    """Whether a piece of a stream tells of a failure: a refusal may come in a stream, too."""
-    return "error" in piece and piece["error"]["code"] not in (400, 422)
-
-
-def check_answers(server: Any, made: list[Case], refused: set[str]) -> list[tuple[int, Any]]:
-    """Ask, and check that nothing fails, and that no field is refused that is served by itself.
-
-    Parameters
-    ----------
-    server
-        A `Server`.
-    made
-        Requests.
-    refused
-        Fields that are refused by themselves.
-
-    Returns
-    -------
-    list
-        Status and answer of each.
-    """
-    answers = ask(server, made)
-    failed = {
-        case.names: (status, answer)
-        for case, (status, answer) in zip(made, answers, strict=True)
-        if status not in (200, 400, 422)
-        or (isinstance(answer, list) and any(fails(piece) for piece in answer))
-    }
-    assert not failed, failed
-    alone = {
-        case.names[0]: status == 200
-        for case, (status, _) in zip(made, answers, strict=True)
-        if len(case.names) == 1
-    }
-    assert {name for name, served in alone.items() if not served} == refused & alone.keys()
-    pairs = [status == 200 for case, (status, _) in zip(made, answers) if len(case.names) == 2]
-    assert sum(pairs) > len(pairs) / 2
-    return answers
-
-
-def check_tokens(model: Path, made: list[Case], answers: list[tuple[int, Any]]) -> None:
-    """Check that greedy answers of `TOKENS` are those of V1 without drafts.
-
-    Parameters
-    ----------
-    model
-        That the server has.
-    made, answers
-        As `check_answers` took and returned them.
-    """
-    compared = [
-        (case, answer)
-        for case, (status, answer) in zip(made, answers, strict=True)
-        if status == 200 and case.is_greedy and not REFUSED_BY_V1 & case.set.keys()
-    ]
-    prompts = [{"prompt_token_ids": case.body["token_ids"]} for case, _ in compared]
-    params = [GenerateRequest.model_validate(case.body).sampling_params for case, _ in compared]
+def without_drafts(model: Path, made: list[Case]) -> list[Any]:
+    """What V1 answers to requests of `TOKENS` without drafts."""
+    params = [GenerateRequest.model_validate(case.body).sampling_params for case in made]
     for each in params:  # all that a stream would tell in pieces
         each.output_kind = type(each.output_kind).FINAL_ONLY
     with engine(
@@ -346,29 +241,21 @@ def check_tokens(model: Path, made: list[Case], answers: list[tuple[int, Any]]) 
         reasoning_config=json.loads(REASONING),
         structured_outputs_config=json.loads(XGRAMMAR),
     ) as llm:
-        expected = llm.generate(prompts, params, use_tqdm=False)
-    wrong = {}
-    for (case, answer), output in zip(compared, expected, strict=True):
-        (choice,), (wanted,) = answer["choices"], output.outputs
-        told = choice["token_ids"], choice["finish_reason"]
-        known = list(wanted.token_ids), wanted.finish_reason
-        if told != known:
-            wrong[case.names] = told, known
-    assert not wrong, wrong
-    for (case, answer), output in zip(compared, expected, strict=True):
-        (choice,), (wanted,) = answer["choices"], output.outputs
-        rows: list[tuple[dict[int, float], Any]] = []
-        if "logprobs" in case.set:
-            told = choice["logprobs"]["content"]
-            assert len(told) == len(wanted.token_ids), case
-            told = [{e["token_id"]: e["logprob"] for e in (t, *t["top_logprobs"])} for t in told]
-            rows += zip(told, wanted.logprobs)
-        if "prompt_logprobs" in case.set:
-            told = [
-                {int(t): e["logprob"] for t, e in row.items()}
-                for row in answer["prompt_logprobs"][1:]
-            ]
-            rows += zip(told, output.prompt_logprobs[1:], strict=True)
-        for found, entries in rows:
-            known = {token: max(entries[token].logprob, LEAST) for token in found}
-            assert found == pytest.approx(known, abs=1e-3), case
+        prompts = [{"prompt_token_ids": case.body["token_ids"]} for case in made]
+        return llm.generate(prompts, params, use_tqdm=False)
+
+
+def log_probabilities(case: Case, answer: Any, output: Any) -> list[tuple[dict, dict]]:
+    """Those of a request's tokens and prompt, a row each: as a server told, and as they are."""
+    rows = []
+    if "logprobs" in case.set:
+        told = answer["choices"][0]["logprobs"]["content"]
+        told = [{e["token_id"]: e["logprob"] for e in (t, *t["top_logprobs"])} for t in told]
+        rows += zip(told, output.outputs[0].logprobs, strict=True)
+    if "prompt_logprobs" in case.set:
+        told = answer["prompt_logprobs"][1:]
+        told = [{int(t): entry["logprob"] for t, entry in row.items()} for row in told]
+        rows += zip(told, output.prompt_logprobs[1:], strict=True)
+    return [
+        (row, {token: max(entries[token].logprob, LEAST) for token in row}) for row, entries in rows
+    ]

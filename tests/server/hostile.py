@@ -11,40 +11,27 @@ Advisories on images, GHSA-ph72-cqr5-qpp7 and PYSEC-2026-4353 among them, are ca
 
 import base64
 import io
-from dataclasses import dataclass, field
-from typing import Any
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from tests.server.process import CHAT, COMPLETIONS, Server
+
 HUGE = 2**40
 REFUSED = frozenset({400, 422})
 SERVED_OR_REFUSED = REFUSED | {200}
 
 
-@dataclass(frozen=True)
-class Hostile:
-    """One request.
-
-    Attributes
-    ----------
-    advisory
-        Identifier of the advisory, and what it describes in a few words.
-    body
-        What is sent besides model, prompt and number of tokens.
-    path
-        Where it is sent.
-    statuses
-        Of the answer. Others than `REFUSED` where vLLM serves such a request by now.
-    headers
-        Of the request.
-    """
+class Hostile(NamedTuple):
+    """A request: what is sent besides model, prompt and number of tokens, and what may come."""
 
     advisory: str
     body: dict[str, Any]
     path: str = COMPLETIONS
-    statuses: frozenset[int] = REFUSED
-    headers: dict[str, str] = field(default_factory=dict)
+    statuses: frozenset[int] = REFUSED  # others where vLLM serves such a request by now
+    headers: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
 
 
 def encoded(tensor: Any) -> str:
@@ -74,6 +61,20 @@ def structured(**what: Any) -> dict[str, Any]:
     return {"structured_outputs": what}
 
 
+def send(server: Server, hostile: Hostile, question: str) -> tuple[int, dict, str]:
+    """Status and answer of a request, and what another client is told beside it."""
+    chat = hostile.path == CHAT
+    body = (
+        {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": "one, two,"}
+    )
+    body |= {"temperature": 0, "max_tokens": 4, **hostile.body}
+    body = {name: value for name, value in body.items() if value is not None}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.chat, question)
+        status, told = server.request("POST", hostile.path, body, **hostile.headers)
+        return status, json.loads(told), other.result()
+
+
 NESTED: dict[str, Any] = {"type": "integer"}
 for _ in range(400):
     NESTED = {"type": "object", "properties": {"a": NESTED}, "required": ["a"]}
@@ -89,6 +90,11 @@ HOSTILE = (
     Hostile("CVE-2026-93989 bias of ids below zero", {"logit_bias": {"-4": 5}}),
     Hostile(
         "CVE-2026-93989 stops past the vocabulary", {"stop_token_ids": [60_000], "min_tokens": 2}
+    ),
+    Hostile(
+        "CVE-2026-93989 more stops than V2 has room for",
+        {"stop_token_ids": [*range(121)], "min_tokens": 2},
+        statuses=SERVED_OR_REFUSED,
     ),
     Hostile("PYSEC-2026-4350 more log-probabilities than the server gives", {"logprobs": 30_000}),
     Hostile("PYSEC-2026-4350 prompt log-probabilities", {"prompt_logprobs": 30_000}),

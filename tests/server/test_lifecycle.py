@@ -1,4 +1,4 @@
-"""A server's life: it answers, drains and stops; ends when it loses a process, and comes back."""
+"""A server that loses a process: its records and metrics before, how it ends, and what stays."""
 
 import contextlib
 import http.client
@@ -8,51 +8,131 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 
 from tests.helpers.waiting import LIMIT, wait_until
-from tests.server.hostile import COMPLETIONS
-from tests.server.test_server import QUESTIONS, Server, check_all_gone, check_clean_stop
+from tests.server.process import COMPLETIONS, ENDLESS, QUESTIONS, Server, free_port
 from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR
 
-FLAGS = ("--max-model-len", "1024", "--shutdown-timeout", str(LIMIT), "--enforce-eager")
-LONG = {"prompt": "one, two,", "ignore_eos": True, "stream": True, "temperature": 0}
-SEEDED = {"temperature": 2.0, "seed": 7}
+CLIENTS = 6
+ERROR = "vllm_npu_prep: error: "
 
 
-def stream(server: Server, max_tokens: int) -> http.client.HTTPResponse:
-    """A long answer of which the first bytes are there."""
-    connection = server.connect()
-    body = {**LONG, "max_tokens": max_tokens}
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    response = connection.getresponse()
-    assert response.read(20)
-    return response
+class Loss(NamedTuple):
+    """A server, and what is killed of it."""
+
+    flags: tuple[str, ...]
+    killed: str  # how its name begins; "" of the main process
+    why: str  # what the log says of it
+    engines: int = 1
+    ranks: int = 1  # of all engines
 
 
-def answers(server: Server) -> list[list[int]]:
-    """Token ids; the last of them sampled with a seed, a long prompt in chunks among them."""
+LOST = {
+    "worker": Loss(
+        ("--tensor-parallel-size", "2"),
+        "VLLM::Worker_TP1",
+        "Worker proc VllmWorker-1 died unexpectedly",
+        ranks=2,
+    ),
+    "engine": Loss((), "VLLM::EngineCore", "EngineCore was killed by SIGKILL"),
+    "one of two engines": Loss(
+        ("--data-parallel-size", "2", "--api-server-count", "1"),
+        "VLLM::EngineCore_DP1",
+        f"{ERROR}the engine died",
+        engines=2,
+        ranks=2,
+    ),
+    "API server": Loss(("--api-server-count", "2"), "VLLM::APIServer_1", "ApiServer_1"),
+    "main process": Loss(
+        ("--tensor-parallel-size", "2", "--api-server-count", "2"),
+        "",
+        "stops: the process that started it",
+        ranks=2,
+    ),
+}
 
-    def tokens(question: str, **params) -> list[int]:
-        return server.choice(question, return_token_ids=True, **params)["token_ids"]
 
-    questions = [question for question, _ in QUESTIONS[:3]]
-    asked = [*questions, " ".join(questions * 3)]
-    return [tokens(each) for each in asked] + [tokens(each, **SEEDED) for each in asked]
+@pytest.fixture(scope="module")
+def port():
+    """Of all servers here, one after another."""
+    return free_port()
+
+
+@pytest.fixture(scope="module", params=LOST.values(), ids=LOST)
+def loss(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(loss, demo_model, port, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lost")
+    config = json.dumps({"npu_prep": {"record": {"dir": str(folder / "records")}}})
+    flags = ("--enforce-eager", "--additional-config", config, *loss.flags)
+    server = Server(demo_model, folder / "log", *flags, port=port)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """What the first of the servers answered to requests with a seed."""
+    return []
+
+
+def test_answers_are_those_of_the_server_before(server, loss, sampled):
+    """Also those with a seed, here to a long prompt, which is computed in chunks."""
+    (question, answer), long = QUESTIONS[0], " ".join(question for question, _ in QUESTIONS)
+    seeded = {"temperature": 2.0, "seed": 7, "return_token_ids": True, "max_tokens": 16}
+    for engine in range(loss.engines):
+        assert server.choice(question, engine)["message"]["content"] == answer
+        sampled.append(server.choice(long, engine, **seeded)["token_ids"])
+        assert sampled[-1] == sampled[0]
+
+
+def test_a_step_of_all_ranks_is_counted_once(server, loss):
+    """By the engine that was asked; others know nothing of it."""
+
+    def steps() -> list[float]:
+        samples = map(server.metrics, range(loss.engines))
+        return [each.get("prepare_time_seconds_count", 0) for each in samples]
+
+    before = steps()
+    server.complete([*range(40, 53)], loss.engines - 1, max_tokens=4, ignore_eos=True)
+    counted = [now - was for now, was in zip(steps(), before)]
+    assert counted == [0] * (loss.engines - 1) + [4]
+
+
+def test_sigusr1_to_any_process_writes_records_of_all_ranks(server, loss):
+    """Of what each has prepared since the last time. No process dies of the signal."""
+    records = server.log_path.parent / "records"
+
+    def written() -> dict[Path, int]:
+        # The first of several engines does not know of others, and its folder has no rank.
+        folders = {each.parent for each in records.glob("*/step-*")}
+        return {each: len([*each.glob("step-*")]) for each in folders}
+
+    for pid in (server.process.pid, *(each.pid for each in server.of_vllm())):
+        before = written()
+        for engine in range(loss.engines):
+            assert server.choice(QUESTIONS[0][0], engine)["message"]["content"] == QUESTIONS[0][1]
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(
+            lambda before=before: (
+                len(now := written()) == loss.ranks
+                and all(now[each] > before.get(each, 0) for each in now)
+            )
+        )
 
 
 def shared_by(server: Server) -> set[Path]:
-    """Shared memory that its processes have mapped, and the folder that they count steps in.
-
-    Several API servers count in a folder of vLLM's.
-    """
+    """Shared memory that its processes have mapped, and the folder that they count steps in."""
     found = set()
     for process in server.children:
         with contextlib.suppress(psutil.Error):
@@ -65,32 +145,29 @@ def shared_by(server: Server) -> set[Path]:
 
 
 @contextlib.contextmanager
-def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[list[str]]:
-    """Requests of several clients until the server ends; gives what came of each.
+def asking(server: Server, prompts: list[str], seed: int) -> Iterator[list]:
+    """Several clients ask until the server ends, which the block is to see to.
 
-    The block runs once all clients have had answers, and is to end the server. An answer that comes
-    has to be right, and each client has to hear of the end.
+    Gives what came of each request, an error's words or a prompt with its tokens. The block runs
+    once all clients have had answers.
     """
-    outcomes: list[str] = []
+    outcomes: list[str | tuple[str, list[int]]] = []
     served, over = threading.Semaphore(0), threading.Event()
 
     def client(number: int) -> None:
         rng = random.Random(seed + number)
         while not over.is_set():
-            question = rng.choice(list(expected))
-            body = {"prompt": question, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+            prompt = rng.choice(prompts)
+            body = {**ENDLESS, "prompt": prompt, "max_tokens": 8, "return_token_ids": True}
             try:
-                status, told = server.request(
-                    "POST", COMPLETIONS, body | {"return_token_ids": True}
-                )
+                status, told = server.request("POST", COMPLETIONS, body)
             except (OSError, http.client.HTTPException) as error:
                 outcomes.append(type(error).__name__)
                 return
             if status != 200:
                 outcomes.append(f"{status} {json.loads(told)['error']['message']}")
                 return
-            assert json.loads(told)["choices"][0]["token_ids"] == expected[question]
-            outcomes.append("answered")
+            outcomes.append((prompt, json.loads(told)["choices"][0]["token_ids"]))
             served.release()
 
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -105,151 +182,61 @@ def load(server: Server, expected: dict[str, list[int]], seed: int) -> Iterator[
             over.set()
 
 
-CLIENTS = 12
-KILLED = {
-    "engine": ("VLLM::EngineCore", (), "EngineCore was killed by SIGKILL"),
-    "worker": (
-        "VLLM::Worker_TP1",
-        ("--tensor-parallel-size", "2"),
-        "Worker proc VllmWorker-1 died unexpectedly",
-    ),
-    "API server": ("VLLM::APIServer_1", ("--api-server-count", "2"), "ApiServer_1"),
-    "main process": (None, (), "stops: the process that started it"),
-}
-"""What is killed: how its name begins, flags of the server, and what its log says of it."""
-
-
-@pytest.mark.parametrize("killed", KILLED)
-def test_a_server_that_loses_a_process_under_load_ends_and_the_next_one_answers(
-    demo_model, tmp_path, seed, killed
-):
-    """No answer is wrong, each client hears of it, nothing is left of it, and its port is free.
-
-    The second server on this port gives the same answers, and drains when it is told to stop.
-    """
-    name, flags, why = KILLED[killed]
-    first = Server(demo_model, tmp_path / "first", *FLAGS, *flags)
-    try:
-        expected = answers(first)
-        assert not any(likely == sampled for likely, sampled in zip(expected[:4], expected[4:]))
-        prompts = {}
-        for question, _ in QUESTIONS[:6]:
-            body = {"prompt": question, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-            told = first.request("POST", COMPLETIONS, body | {"return_token_ids": True})[1]
-            prompts[question] = json.loads(told)["choices"][0]["token_ids"]
-        shared = shared_by(first)
-        with load(first, prompts, seed) as outcomes:
-            time.sleep(random.Random(f"{seed} {killed}").random())
-            if name is None:
-                first.process.kill()
-            else:
-                (victim,) = (each for each in first.children if each.name().startswith(name))
-                os.kill(victim.pid, signal.SIGKILL)
-            code = first.process.wait(LIMIT)
-        check_all_gone(first)
-        failed = [each for each in outcomes if each != "answered"]
-        print(killed, "exit code", code, Counter(outcomes))
-        assert len(failed) == CLIENTS, "each client heard of it"
-        assert not any("Traceback" in each for each in failed)
-        assert why in first.log()
-        if name is not None:
-            errors = [line for line in first.log().splitlines() if "vllm_npu_prep: error:" in line]
-            # Of an API server that is gone vLLM's main process tells, in its own words
-            assert code == 1 and len(errors) == int(killed != "API server"), errors
-        if killed == "engine":
-            assert "Traceback" not in first.log()
-    finally:
-        first.kill()
+def test_a_server_that_loses_a_process_under_load_ends(server, loss, seed):
+    """No answer is wrong, each client hears of it, nothing is left, and nobody has its port."""
+    prompts = [question for question, _ in QUESTIONS[:6]]
+    asked = {"max_tokens": 8, "ignore_eos": True}
+    expected = {prompt: server.complete(prompt, **asked)["token_ids"] for prompt in prompts}
+    shared = shared_by(server)
+    victim = server.process
+    if loss.killed:
+        (victim,) = (each for each in server.children if each.name().startswith(loss.killed))
+    with asking(server, prompts, seed) as outcomes:
+        time.sleep(random.Random(f"{seed} {loss.killed}").random())
+        victim.kill()
+        code = server.process.wait(LIMIT)
+    assert server.left() == []
+    errors = [each for each in outcomes if isinstance(each, str)]
+    assert len(errors) == CLIENTS, "each client heard of it"
+    assert not any("Traceback" in each for each in errors)
+    answers = [each for each in outcomes if not isinstance(each, str)]
+    assert [tokens for _, tokens in answers] == [expected[prompt] for prompt, _ in answers]
+    log = server.log()
+    assert loss.why in log
+    if loss.killed:
+        # Of an API server that is gone vLLM's main process tells, in its own words.
+        assert (code, log.count(ERROR)) == (1, int("APIServer" not in loss.killed))
     # A main process that is killed can't remove its folder, in which the next one doesn't look.
-    assert len(shared) > 0
-    left = {path for path in shared if path.exists()}
-    assert {path for path in left if name is not None or "/dev/shm" in str(path)} == set()
-
-    # Of two API servers the one without a request would end at once, whatever is sent to it.
-    again = () if killed == "API server" else flags
-    second = Server(demo_model, tmp_path / "second", *FLAGS, *again, port=first.port)
-    try:
-        assert answers(second) == expected
-        running = stream(second, 900)
-        second.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: second.request("GET", "/health")[0] == 503)
-        refused, told = second.request("POST", COMPLETIONS, {**LONG, "max_tokens": 4})
-        assert refused == 503
-        assert json.loads(told)["error"]["code"] == 503
-        assert second.request("GET", "/metrics")[0] == 200
-        rest = running.read()
-        assert rest.count(b'"finish_reason":"length"') == 1
-        assert rest.rstrip().endswith(b"data: [DONE]")
-        check_clean_stop(second)
-        assert f"Stopping: waiting up to {LIMIT} s for 1 request to finish." in second.log()
-        assert "Waiting for the engine to start" in second.log()
-    finally:
-        second.kill()
+    left = {path for path in shared if path.exists() and (loss.killed or "/dev/shm" in str(path))}
+    assert shared and left == set()
 
 
 FAILING = {
-    "memory": (
-        (),
-        "out of memory in a step with 1 token of 1 request (NPU out of memory. Tried to allocate "
-        "9.00 GiB); lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs",
-    ),
-    "kernel": (
-        (),
-        "the device failed, as was seen in a step with 1 token of 1 request (aclnnGatherV2 failed, "
-        "error code 507015); start again.",
-    ),
+    "memory": "out of memory in a step with 1 token of 1 request (NPU out of memory. Tried to "
+    "allocate 9.00 GiB); lower --gpu-memory-utilization, --max-num-batched-tokens or "
+    "--max-num-seqs",
+    "kernel": "the device failed, as was seen in a step with 1 token of 1 request (aclnnGatherV2 "
+    "failed, error code 507015); start again.",
 }
 
 
 @pytest.mark.parametrize("manner", FAILING)
 def test_a_step_that_fails_ends_the_server_with_its_reason(demo_model, tmp_path, manner):
     """A client that waits gets an error, and no process is left."""
-    flags, why = FAILING[manner]
-    server = Server(
-        demo_model,
-        tmp_path / "log",
-        *("--max-model-len", "1024", "--enforce-eager", *flags),
-        *("--logits-processors", "tests.helpers.failing:Fail"),
-    )
+    flags = ("--enforce-eager", "--logits-processors", "tests.server.loaded:Hinder")
+    server = Server(demo_model, tmp_path / "log", *flags)
     try:
-        assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
-        body = {**LONG, "max_tokens": 900, "stream": False, "vllm_xargs": {"fail": manner}}
+        body = {**ENDLESS, "max_tokens": 400, "vllm_xargs": {"hinder": manner}}
         with contextlib.suppress(OSError, http.client.HTTPException):  # cut, or told
             status, told = server.request("POST", COMPLETIONS, body)
             assert status == 500, told
         assert server.process.wait(LIMIT) == 1
         log = server.log()
-        assert why in log
-        assert log.count("vllm_npu_prep: error: the engine died") == 1
+        assert log.count(f"{ERROR}the engine died") == 1
         # Of the process that failed; vLLM's API server adds its own
         told = [line for line in log.splitlines() if line.startswith("(EngineCore")]
-        assert any(why in line for line in told)
+        assert any(FAILING[manner] in line for line in told)
         assert not any("Traceback" in line for line in told)
-        check_all_gone(server)
-    finally:
-        server.kill()
-
-
-def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(demo_model, tmp_path):
-    """Told by Ctrl-C. Its stream ends with an error; the log tells progress and has none."""
-    seconds = 6  # of which the first two are not worth a line
-    flags = ("--shutdown-timeout", str(seconds), "--enforce-eager", "--max-model-len", "4096")
-    server = Server(demo_model, tmp_path / "log", *flags)
-    try:
-        running = stream(server, 4000)
-        began = time.monotonic()
-        server.process.send_signal(signal.SIGINT)
-        rest = running.read()
-        assert b"error" in rest and b"DONE" not in rest[: rest.find(b"error")]
-        assert time.monotonic() - began > seconds - 0.5
-        check_clean_stop(server)
-        log = server.log()
-        for line in (
-            f"Stopping: waiting up to {seconds} s for 1 request to finish.",
-            "s, 1 request left, ",
-            f"Aborting 1 request that did not finish within {seconds} s.",
-        ):
-            assert line in log
-        assert "force killing" not in log, log
+        assert server.left() == []
     finally:
         server.kill()

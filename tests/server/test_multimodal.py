@@ -3,11 +3,10 @@
 import base64
 import io
 import json
-import signal
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +19,12 @@ from tests.helpers.examples import run_client
 from tests.helpers.hybrids import make_model_that_sees
 from tests.helpers.mtp import add_mtp_layer
 from tests.helpers.vision import FPS, Reference, chat, make_image, make_video
-from tests.server.test_server import Server
+from tests.server.process import CHAT, COMPLETIONS, TOKENS, Server
 
 MAX_TOKENS = 12
+WHAT = "What is this?"
+QUESTION = {"type": "text", "text": WHAT}
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
 
 
 def encoded(image: Image.Image, kind: str) -> str:
@@ -31,224 +33,198 @@ def encoded(image: Image.Image, kind: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def decoded(frame: str) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(frame))))
+def decoded(data: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
-def url(kind: str, address: str) -> dict:
-    return {"type": kind, kind: {"url": address}}
+def url(address: str) -> dict:
+    kind = address.partition("/")[0] + "_url"
+    return {"type": kind, kind: {"url": f"data:{address}"}}
 
 
-def check_image_request_example(server: Server, reference: Reference) -> None:
-    """It says what transformers says of the same image, and how long the prompts are."""
+def png(image: Image.Image) -> dict:
+    return url(f"image/png;base64,{encoded(image, 'PNG')}")
+
+
+class VisionServer(Server):
+    """A server, what transformers says of the same model, and a request whose answer is known."""
+
+    def __init__(self, model: Path, log: Path, seed: int, *flags: str) -> None:
+        self.reference, self.image = Reference(model), make_image(seed)
+        self.expected = self.reference.answer(chat(self.image, WHAT), MAX_TOKENS).tokens
+        super().__init__(model, log, "--enable-scale-out", *flags)
+
+    def ask(self, content: list[dict], **params) -> tuple[int, dict]:
+        """Status and answer of a request."""
+        body = {"messages": [{"role": "user", "content": content}], "return_token_ids": True}
+        body |= {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
+        status, answer = self.request("POST", CHAT, body)
+        return status, json.loads(answer)
+
+    def tokens(self, content: list[dict], **params) -> list[int]:
+        status, answer = self.ask(content, **params)
+        assert status == 200, answer
+        return answer["choices"][0]["token_ids"]
+
+    def beside(self, path: str, body: dict) -> tuple[int, bool]:
+        """Status of a request, and whether another one, beside it, got its tokens."""
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(self.tokens, [png(self.image), QUESTION])
+            status, _ = self.request("POST", path, body)
+            return status, other.result() == self.expected
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5 with its MTP layer"])
+def server(request, vision_models, tmp_path_factory):
+    folder, flags = tmp_path_factory.mktemp("sees"), []
+    model = vision_models / request.param
+    if request.param.startswith("qwen3_5"):  # a hybrid, as published
+        model = make_model_that_sees(folder / "qwen3_5")
+        add_mtp_layer(model, "Qwen3_5")
+        flags = ["--block-size", "16", "--speculative-config", json.dumps(DRAFTS)]
+    flags += ["--media-io-kwargs", json.dumps({"video": {"fps": FPS}})]
+    server = VisionServer(model, folder / "log", 3, *flags)
+    yield server
+    server.kill()
+
+
+def test_images_and_videos_beside_text(server, seed):
+    one, other = server.image, make_image(seed + 1, 64, 32)
+    frames = [encoded(Image.fromarray(frame), "JPEG") for frame in make_video(seed)]
+    video = np.stack([np.asarray(decoded(frame)) for frame in frames])  # JPEG loses some
+    jpegs = url("video/jpeg;base64," + ",".join(frames))
+    # GHSA-c65p-x677-fgj6: the same bytes in another shape are another image
+    turned = Image.frombytes("RGB", (one.height, one.width), one.tobytes())
+    asked = {
+        "one image": ([png(one), QUESTION], (one, WHAT)),
+        "the same bytes": ([png(turned), QUESTION], (turned, WHAT)),
+        "two images": ([png(other), png(one), QUESTION], (other, one, WHAT)),
+        "a video": ([jpegs, QUESTION], (video, WHAT)),
+        "a video and an image": ([jpegs, png(other)], (video, other)),
+        "text": ([QUESTION], (WHAT,)),
+    }
+    with ThreadPoolExecutor(8) as pool:
+        told = pool.map(server.tokens, [content for content, _ in asked.values()])
+    expected = {
+        name: server.reference.answer(chat(*parts), MAX_TOKENS).tokens
+        for name, (_, parts) in asked.items()
+    }
+    assert dict(zip(asked, told)) == expected
+    assert "Encoder: " in server.log()
+
+
+def test_the_image_request_example_says_what_transformers_says(server):
+    """Of an image and without one; and how long the prompts are."""
     printed = run_client("image_request.py", server.port)
-    sunset = Image.open(io.BytesIO(base64.b64decode(demo.image_url().partition(",")[2])))
-    tokenizer, lengths = reference.processor.tokenizer, []
+    sunset = decoded(demo.image_url().partition(",")[2])
+    tokenizer, lengths = server.reference.processor.tokenizer, []
     for image, parts in (("[a sunset] ", [sunset]), ("", [])):
-        answer = reference.answer(chat(*parts, "What is this?"), MAX_TOKENS)
+        answer = server.reference.answer(chat(*parts, WHAT), MAX_TOKENS)
         end = answer.tokens.index(2) if 2 in answer.tokens else MAX_TOKENS
         text = tokenizer.decode(answer.tokens[:end], skip_special_tokens=True)
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # vLLM leaves out what ends within one
-        assert f"user:      {image}What is this?\nassistant: {text}\n\n" in printed
+        assert f"user:      {image}{WHAT}\nassistant: {text}\n\n" in printed
         lengths.append(len(answer.prompt_token_ids))
     took = lengths[0] - lengths[1]
     assert f"\ntokens of the prompt: {lengths[0]}, of the image: {took}\n" in printed
 
 
-def check_hostile_requests(
-    server: Server,
-    model: Path,
-    ask: Callable[[list[dict]], tuple[int, dict]],
-    other: Callable[[], list[int]],
-    expected: list[int],
-) -> None:
-    """What advisories describe of models that see; others are served beside each and after it."""
-    question = {"type": "text", "text": "What is this?"}
-
-    def image(width: int, height: int) -> dict:
-        png = encoded(make_image(3, width, height), "PNG")
-        return url("image_url", f"data:image/png;base64,{png}")
-
-    hostile = {
-        # GHSA-hpv8-x276-m59f: tokens that stand for images, without one
-        "placeholders": [
-            {"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>" * 3}
-        ],
-        "placeholders beside an image": [
-            {"type": "text", "text": "<|image_pad|><|video_pad|>"},
-            image(32, 32),
-            question,
-        ],
-        # GHSA-grg2-63fw-f2qr: sizes that a processor doesn't expect
-        "one pixel": [image(1, 1), question],
-        "three pixels wide": [image(3, 1), question],
-        "a strip": [image(1, 900), question],
-        # GHSA-pmqf-x6x8-p7qw: embeddings in place of an image
-        "embeddings": [{"type": "image_embeds", "image_embeds": "AAAA"}, question],
-    }
-    with ThreadPoolExecutor(1) as pool:
-        for name, content in hostile.items():
-            beside = pool.submit(other)
-            status, told = ask(content)
-            assert status in (200, 400, 422), (name, told)
-            assert beside.result() == expected, name
-    # GHSA-gx7p-2j49-hfq4: a size that only memory would limit
-    body = {
-        "messages": [{"role": "user", "content": [image(64, 64), question]}],
-        "mm_processor_kwargs": {"min_pixels": 2**36, "max_pixels": 2**40},
-        "max_tokens": 2,
-    }
-    assert server.request("POST", "/v1/chat/completions", body)[0] in (400, 422)
-    # GHSA-hpv8-x276-m59f once more: ids of placeholders in a prompt of token ids
-    config = json.loads((model / "config.json").read_text())
-    pads = [config["image_token_id"], config["video_token_id"]] * 2
-    body = {"prompt": [7, *pads, 8], "max_tokens": 2}
-    assert server.request("POST", "/v1/completions", body)[0] in (200, 400, 422)
-    assert other() == expected
+HOSTILE = {
+    "no base64": [url("image/png;base64,####"), QUESTION],
+    "no image": [url("image/png;base64,aGVsbG8="), QUESTION],
+    "no video": [url("video/jpeg;base64,aa"), QUESTION],
+    # GHSA-hpv8-x276-m59f: tokens that stand for images, without one
+    "placeholders": [{"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>" * 3}],
+    "placeholders beside an image": [
+        {"type": "text", "text": "<|image_pad|><|video_pad|>"},
+        png(make_image(3, 32, 32)),
+    ],
+    # GHSA-grg2-63fw-f2qr: sizes that a processor doesn't expect
+    "one pixel": [png(make_image(3, 1, 1)), QUESTION],
+    "three pixels wide": [png(make_image(3, 3, 1)), QUESTION],
+    "a strip": [png(make_image(3, 1, 900)), QUESTION],
+    # GHSA-pmqf-x6x8-p7qw: embeddings in place of an image
+    "embeddings": [{"type": "image_embeds", "image_embeds": "AAAA"}, QUESTION],
+}
 
 
-def check_refused_requests(server: Server, reference: Reference, seed: int) -> None:
-    """An image that comes with a refused request first is seen with the next one."""
-    question = "What is this?"
-    refused = {
-        "logit_bias": {"logit_bias": {"1000000": 1}},
-        "length": {"max_tokens": 1 << 20},
-        "number": {"n": 1 << 20},
-    }
-    for number, (name, change) in enumerate(refused.items()):
-        image = make_image(seed + number, 48, 32)
-        png = url("image_url", f"data:image/png;base64,{encoded(image, 'PNG')}")
-        body = {
-            "messages": [{"role": "user", "content": [png, {"type": "text", "text": question}]}],
-            **{"temperature": 0, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True},
-        }
-        status, told = server.request("POST", "/v1/chat/completions", body | change)
-        assert status == 400, (name, told)
-        status, told = server.request("POST", "/v1/chat/completions", body)
-        assert status == 200, (name, told)
-        expected = reference.answer(chat(image, question), 4).tokens
-        assert json.loads(told)["choices"][0]["token_ids"] == expected, name
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_what_advisories_describe_is_answered_beside_others(server, content):
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    status, others_are_well = server.beside(CHAT, body)
+    assert status in (200, 400, 422) and others_are_well
 
 
-def check_forged_items(
-    server: Server, image: dict, other: Callable[[], list[int]], expected: list[int]
-) -> None:
-    """GHSA-ph72-cqr5-qpp7, PYSEC-2026-4353: items as a client says that they were processed.
+def test_sizes_without_a_limit_and_ids_of_placeholders(server):
+    """GHSA-gx7p-2j49-hfq4: a size that only memory would limit; and GHSA-hpv8-x276-m59f by ids."""
+    sizes = {"min_pixels": 2**36, "max_pixels": 2**40}
+    content = [png(make_image(3, 64, 64)), QUESTION]
+    assert server.ask(content, mm_processor_kwargs=sizes)[0] in (400, 422)
+    config = json.loads((Path(server.model) / "config.json").read_text())
+    prompt = [7, *[config["image_token_id"], config["video_token_id"]] * 2, 8]
+    status, others_are_well = server.beside(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
+    assert status in (200, 400, 422) and others_are_well
 
-    The engine goes on, and others get their tokens, whatever the request claims of places, numbers
-    and kinds. Hashes are another matter: vLLM 0.32 takes a client's word for them, which is why
+
+REFUSED = [{"logit_bias": {"1000000": 1}}, {"max_tokens": 1 << 20}, {"n": 1 << 20}]
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: next(iter(change)))
+def test_an_image_of_a_refused_request_is_seen_with_the_next(server, seed, change):
+    image = make_image(seed + 10 + REFUSED.index(change), 48, 32)
+    content = [png(image), QUESTION]
+    assert server.ask(content, **change)[0] == 400
+    expected = server.reference.answer(chat(image, WHAT), MAX_TOKENS).tokens
+    assert server.tokens(content) == expected
+
+
+@pytest.fixture(scope="module")
+def rendered(server):
+    """A request with an image as it is processed, which a client may send itself."""
+    content = [png(make_image(7, 64, 32)), QUESTION]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    status, told = server.request("POST", f"{CHAT}/render", body)
+    assert status == 200, told
+    return json.loads(told)
+
+
+FORGED = {
+    "nobody's hash": lambda of: {"mm_hashes": {"image": ["f" * 64]}},
+    "no item": lambda of: {"mm_hashes": {"image": ["0" * 64]}, "kwargs_data": None},
+    "twice": lambda of: {
+        "mm_placeholders": {"image": [of.place] * 2},
+        "mm_hashes": {"image": [of.hash] * 2},
+        "kwargs_data": {"image": [of.item] * 2},
+    },
+    "two hashes": lambda of: {"mm_hashes": {"image": [of.hash] * 2}},
+    "past the end": lambda of: {"mm_placeholders": {"image": [{**of.place, "offset": of.last}]}},
+    "of nothing": lambda of: {"mm_placeholders": {"image": [{**of.place, "length": 0}]}},
+    "below zero": lambda of: {"mm_placeholders": {"image": [{**of.place, "length": -3}]}},
+    "shorter": lambda of: {"mm_placeholders": {"image": [{**of.place, "length": 1}]}},
+    "no data": lambda of: {"kwargs_data": {"image": ["AAAA"]}},
+    "a video": lambda of: {
+        "mm_placeholders": {"video": [of.place]},
+        "mm_hashes": {"video": [of.hash]},
+        "kwargs_data": {"video": [of.item]},
+    },
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_forged_items_harm_nobody_else(server, rendered, forge):
+    """GHSA-ph72-cqr5-qpp7, PYSEC-2026-4353: what clients claim of places, numbers and kinds.
+
+    Hashes are another matter: vLLM 0.32 takes a client's word for them, which is why
     `docs/guides/serving.md` says who is to reach this path.
     """
-    question = {"type": "text", "text": "What is this?"}
-
-    def rendered(content: list[dict]) -> dict:
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
-        status, told = server.request("POST", "/v1/chat/completions/render", body)
-        assert status == 200, told
-        return json.loads(told)
-
-    plain = rendered([image, question])
-    assert server.request("POST", "/inference/v1/generate", plain)[0] == 200
-    (place,) = plain["features"]["mm_placeholders"]["image"]
-    length = len(plain["token_ids"])
-    (item,) = plain["features"]["kwargs_data"]["image"]
-    (own,) = plain["features"]["mm_hashes"]["image"]
-    forged = {
-        "nobody's hash": {"mm_hashes": {"image": ["f" * 64]}},
-        "no item under a new hash": {"mm_hashes": {"image": ["0" * 64]}, "kwargs_data": None},
-        "a place twice": {
-            "mm_placeholders": {"image": [place, place]},
-            "mm_hashes": {"image": [own, own]},
-            "kwargs_data": {"image": [item, item]},
-        },
-        "two hashes": {"mm_hashes": {"image": [own, own]}},
-        "a place past the end": {"mm_placeholders": {"image": [{**place, "offset": length - 1}]}},
-        "a place of nothing": {"mm_placeholders": {"image": [{**place, "length": 0}]}},
-        "a place below zero": {"mm_placeholders": {"image": [{**place, "length": -3}]}},
-        "a shorter place": {"mm_placeholders": {"image": [{**place, "length": 1}]}},
-        "no item at all": {"kwargs_data": {"image": ["AAAA"]}},
-        "a video": {name: {"video": plain["features"][name]["image"]} for name in FEATURES},
-    }
-    with ThreadPoolExecutor(1) as pool:
-        for name, change in forged.items():
-            beside = pool.submit(other)
-            body = {**plain, "request_id": name, "features": {**plain["features"], **change}}
-            status, told = server.request("POST", "/inference/v1/generate", body)
-            print(name, status)
-            assert status in (200, 400, 422, 500), (name, told)
-            assert beside.result() == expected, name
-    assert other() == expected
-
-
-FEATURES = ("mm_hashes", "mm_placeholders", "kwargs_data")
-
-
-DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5 with its MTP layer"])
-def test_images_and_videos_over_http(vision_models, seed, tmp_path, name):
-    model, one = vision_models / name, make_image(seed)
-    drafts = name.startswith("qwen3_5")
-    if drafts:  # a hybrid, as published
-        model = make_model_that_sees(tmp_path / "qwen3_5")
-        add_mtp_layer(model, "Qwen3_5")
-    other, question = make_image(seed + 1, 64, 32), {"type": "text", "text": "What is this?"}
-    frames = [encoded(Image.fromarray(frame), "JPEG") for frame in make_video(seed)]
-    video = np.stack([decoded(frame) for frame in frames])  # JPEG loses some
-    # GHSA-c65p-x677-fgj6: the same bytes in another shape are another image
-    turned = Image.frombytes("RGB", (one.height, one.width), one.tobytes())
-    images = (one, other, turned)
-    png = [url("image_url", f"data:image/png;base64,{encoded(i, 'PNG')}") for i in images]
-    jpegs = url("video_url", "data:video/jpeg;base64," + ",".join(frames))
-    asked = {
-        "one image": ([png[0], question], chat(one, "What is this?")),
-        "the same bytes": ([png[2], question], chat(turned, "What is this?")),
-        "two images": ([png[1], png[0], question], chat(other, one, "What is this?")),
-        "a video": ([jpegs, question], chat(video, "What is this?")),
-        "a video and an image": ([jpegs, png[1]], chat(video, other)),
-        "text": ([question], chat("What is this?")),
-    }
-    reference = Reference(model)
-    expected = {
-        name: reference.answer(each, MAX_TOKENS).tokens for name, (_, each) in asked.items()
-    }
-    io_kwargs = json.dumps({"video": {"fps": FPS}})
-    flags = ["--media-io-kwargs", io_kwargs, "--enable-scale-out"]
-    if drafts:
-        flags += ["--block-size", "16", "--speculative-config", json.dumps(DRAFTS)]
-    server = Server(model, tmp_path / "log", *flags)
-    try:
-
-        def ask(content: list[dict]) -> tuple[int, dict]:
-            body = {
-                "messages": [{"role": "user", "content": content}],
-                **{"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True},
-                "return_token_ids": True,
-            }
-            status, answer = server.request("POST", "/v1/chat/completions", body)
-            return status, json.loads(answer)
-
-        def tokens(name: str) -> list[int]:
-            status, answer = ask(asked[name][0])
-            assert status == 200, answer
-            return answer["choices"][0]["token_ids"]
-
-        with ThreadPoolExecutor(8) as pool:
-            assert dict(zip(asked, pool.map(tokens, asked))) == expected
-        check_image_request_example(server, reference)
-        for data in ("image/png;base64,####", "image/png;base64,aGVsbG8=", "video/jpeg;base64,aa"):
-            kind = data.partition("/")[0] + "_url"
-            status, answer = ask([url(kind, "data:" + data), question])
-            assert 400 <= status < 500, answer
-        check_hostile_requests(
-            server, model, ask, lambda: tokens("one image"), expected["one image"]
-        )
-        check_refused_requests(server, reference, seed + 10)
-        check_forged_items(server, png[1], lambda: tokens("one image"), expected["one image"])
-        assert tokens("two images") == expected["two images"]
-        assert server.stop(signal.SIGTERM) == 0
-        assert "Encoder: " in server.log()
-        assert ("a state of " in server.log()) == drafts
-    finally:
-        server.kill()
+    assert server.request("POST", TOKENS, rendered)[0] == 200
+    features = rendered["features"]
+    of = SimpleNamespace(
+        place=features["mm_placeholders"]["image"][0],
+        hash=features["mm_hashes"]["image"][0],
+        item=features["kwargs_data"]["image"][0],
+        last=len(rendered["token_ids"]) - 1,
+    )
+    body = {**rendered, "request_id": repr(forge), "features": {**features, **forge(of)}}
+    status, others_are_well = server.beside(TOKENS, body)
+    assert status in (200, 400, 422, 500) and others_are_well

@@ -1,74 +1,74 @@
 """`vllm serve` with a pooling model: embeddings and scores over HTTP are those of transformers."""
 
 import json
-import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.helpers.engine import make_model, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized
-from tests.server.test_server import Server
+from tests.server.process import COMPLETIONS, Server
 
 TEXTS = ["t5 t6 t7", "t400 t3", " ".join(f"t{token}" for token in range(2, 150))]
 
 
-@pytest.mark.parametrize("task", ["embed", "token_embed"])
-def test_embeddings_pooling_and_scores(tmp_path, task):
-    """Of whole texts; and scores token by token, for which workers keep the embeddings of a query.
-
-    GHSA-2phq-3phc-84px: concurrent requests that give the same name have the scores of their own
-    queries.
-    """
-    from transformers import AutoTokenizer
-
-    model = make_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    model = make_model(tmp_path_factory.mktemp("pooling") / "model")
     save_tokenizer(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    """Of each text, the normalised states of all its tokens."""
     prompts = [AutoTokenizer.from_pretrained(model)(text).input_ids for text in TEXTS]
-    rows = [normalized(each) for each in hidden_states(model, prompts)]
+    return [normalized(each) for each in hidden_states(model, prompts)]
+
+
+@pytest.fixture
+def server(model, tmp_path, request):
+    server = Server(model, tmp_path / "log", "--runner", "pooling", *request.param)
+    yield server
+    server.kill()
+
+
+def ask(server: Server, path: str, **body) -> list[dict]:
+    status, answer = server.request("POST", path, body, **{"X-Request-Id": "everybody's"})
+    assert status == 200, answer
+    return json.loads(answer)["data"]
+
+
+@pytest.mark.parametrize("server", [()], ids=["embed"], indirect=True)
+def test_embeddings_and_scores_of_whole_texts(server, rows):
     expected = [each[-1] for each in rows]
-    pooler = ("--pooler-config", json.dumps({"task": task})) if task != "embed" else ()
-    server = Server(model, tmp_path / "log", "--runner", "pooling", *pooler)
-    try:
-
-        def ask(path: str, **body) -> list:
-            headers = {"X-Request-Id": "everybody's"}
-            status, answer = server.request("POST", path, body, **headers)
-            assert status == 200, answer
-            return json.loads(answer)["data"]
-
-        if task == "token_embed":
-            check_scores(ask, rows)
-            assert server.stop(signal.SIGTERM) == 0
-            assert "Traceback" not in server.log()
-            return
-        for path in ("/v1/embeddings", "/pooling"):
-            data = ask(path, input=TEXTS)
-            got = [torch.tensor(each.get("embedding", each.get("data"))) for each in data]
-            check_close(got, expected)
-        (score,) = ask("/score", text_1=TEXTS[0], text_2=TEXTS[1])
-        assert abs(score["score"] - float(expected[0] @ expected[1])) < 1e-4
-        assert server.request("POST", "/v1/completions", {"prompt": "t5"})[0] in (400, 404)
-        assert server.stop(signal.SIGTERM) == 0
-        assert "Traceback" not in server.log()
-    finally:
-        server.kill()
+    for path in ("/v1/embeddings", "/pooling"):
+        data = ask(server, path, input=TEXTS)
+        check_close([torch.tensor(e.get("embedding", e.get("data"))) for e in data], expected)
+    (score,) = ask(server, "/score", text_1=TEXTS[0], text_2=TEXTS[1])
+    assert score["score"] == pytest.approx(float(expected[0] @ expected[1]), abs=1e-4)
+    assert server.request("POST", COMPLETIONS, {"prompt": "t5"})[0] in (400, 404)
 
 
-def check_scores(ask: Callable[..., list], rows: list[torch.Tensor]) -> None:
-    """Of each text as a query to all, many at a time: sums over its tokens of the best match."""
+BY_TOKEN = ("--pooler-config", '{"task": "token_embed"}')
+
+
+@pytest.mark.parametrize("server", [BY_TOKEN], ids=["token_embed"], indirect=True)
+def test_scores_by_token_are_those_of_a_requests_own_query(server, rows):
+    """GHSA-2phq-3phc-84px: workers keep a query's embeddings, and concurrent requests share a name.
+
+    A score is the sum over the query's tokens of the best match.
+    """
 
     def scores(query: int) -> list[float]:
-        found = ask("/score", text_1=TEXTS[query], text_2=TEXTS)
+        found = ask(server, "/score", text_1=TEXTS[query], text_2=TEXTS)
         return [each["score"] for each in sorted(found, key=lambda each: each["index"])]
 
     queries = [*range(len(TEXTS))] * 6
-    expected = [
-        [float((rows[query] @ text.T).amax(1).sum()) for text in rows]
-        for query in range(len(TEXTS))
-    ]
     with ThreadPoolExecutor(len(queries)) as pool:
-        for query, got in zip(queries, pool.map(scores, queries)):
-            assert got == pytest.approx(expected[query], rel=1e-4), f"query {query}"
+        found = list(pool.map(scores, queries))
+    for query, got in zip(queries, found):
+        expected = [float((rows[query] @ text.T).amax(1).sum()) for text in rows]
+        assert got == pytest.approx(expected, rel=1e-4), f"query {query}"

@@ -53,7 +53,7 @@ if __name__ == "__main__":
         ("somebody's", "orderly", "fork"),
     ],
 )
-def test_a_process_of_vllm_s_outlives_its_parent_by_seconds_at_most(tmp_path, name, manner, method):
+def test_a_process_of_vllm_s_ends_soon_after_its_parent(tmp_path, name, manner, method):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with subprocess.Popen(

@@ -86,27 +86,25 @@ def test_json_has_the_folder_of_each_rank(alone, capsys):
     assert json.loads(capsys.readouterr().out) == {"pid": os.getpid(), "ranks": WRITTEN}
 
 
-def test_without_new_steps_the_exit_code_is_1(alone, capsys):
+@pytest.mark.parametrize(
+    ("engine", "code", "said"),
+    [
+        (Engine(NOTHING), 1, "no new step to write\nno new step to write"),
+        (Engine([WRITTEN[0], NOTHING[1]]), 0, "64 steps are in 0\nno new step to write"),
+        (Engine(WRITTEN, {}), 2, "no steps are recorded: start with --additional-config"),
+        (
+            Engine(RuntimeError("gone,\nand so on")),
+            2,
+            "the engine could not be asked: RuntimeError: gone, and so on",
+        ),
+    ],
+    ids=["nothing new", "of one rank", "no records", "a dead engine"],
+)
+def test_what_keeps_records_from_being_written_is_told(alone, capsys, engine, code, said):
     alone.append(here())
-    assert while_serving(Engine(NOTHING), lambda: main(["record"])) == 1
-    assert capsys.readouterr().out == "no new step to write\n" * 2
-    some = [WRITTEN[0], NOTHING[1]]
-    assert while_serving(Engine(some), lambda: main(["record"])) == 0
-
-
-def test_a_server_that_records_nothing_says_how_to(alone, capsys):
-    alone.append(here())
-    assert while_serving(Engine(WRITTEN, {}), lambda: main(["record"])) == 2
-    error = capsys.readouterr().err
-    assert "no steps are recorded: start with --additional-config" in error
-    assert error.count("\n") == 1
-
-
-def test_an_engine_that_died_is_one_line(alone, capsys):
-    alone.append(here())
-    died = Engine(RuntimeError("gone,\nand so on"))
-    assert while_serving(died, lambda: main(["record"])) == 2
-    assert "the engine could not be asked: RuntimeError: gone, and so on" in capsys.readouterr().err
+    assert while_serving(engine, lambda: main(["record"])) == code
+    told = capsys.readouterr()
+    assert said in told.out + told.err and told.err.count("\n") == (code == 2)
 
 
 def test_a_server_that_hangs_is_given_up(alone, capsys):

@@ -4,20 +4,19 @@ import ctypes
 import http.client
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.helpers.waiting import LIMIT
-from tests.server.test_server import ROOT, Server
+from tests.server.process import ROOT, Server
 
 ADDRESSES = ("198.18.0.1", "198.18.0.2")  # of a range that is nobody's
 PORT = 6379
@@ -50,12 +49,6 @@ class Host:
         self.ray: subprocess.Popen | None = None
         _ip("netns", "add", name)
 
-    def plug_in(self) -> None:
-        """Give ``eth0`` its address."""
-        _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            _ip("-n", self.name, "link", "set", device, "up")
-
     def cut(self) -> None:
         """Pull the cable."""
         _ip("-n", self.name, "link", "set", "eth0", "down")
@@ -87,25 +80,25 @@ class Host:
         """All that run here."""
         found = []
         for pid in _ip("netns", "pids", self.name).stdout.split():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(int(pid)))
-            except psutil.NoSuchProcess:
-                continue
         return found
 
     def workers(self) -> list[psutil.Process]:
         """Ranks of an engine that run here."""
         return [each for each in self.processes() if "RayWorkerProc" in _title(each)]
 
+    def kill(self) -> None:
+        """End whatever runs here."""
+        for each in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
     def remove(self) -> None:
         """End whatever runs here, and the namespace."""
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
-            for each in left:
-                try:
-                    each.send_signal(signal.SIGKILL)
-                except psutil.NoSuchProcess:
-                    continue
+            self.kill()
             psutil.wait_procs(left, timeout=1)
         if self.ray is not None:
             self.ray.wait(LIMIT)
@@ -121,13 +114,7 @@ def _title(process: psutil.Process) -> str:
 
 @contextmanager
 def two_hosts(**environment: str) -> Iterator[tuple[Host, Host]]:
-    """The head of a Ray cluster, and a host that is about to join it.
-
-    Parameters
-    ----------
-    environment
-        Settings of Ray.
-    """
+    """The head of a Ray cluster with these settings, and a host that is about to join it."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # names of sockets are short
         stack.callback(shutil.rmtree, folder)
@@ -141,7 +128,9 @@ def two_hosts(**environment: str) -> Iterator[tuple[Host, Host]]:
         ends = ("eth0", "netns", head.name, "type", "veth", "peer", "name", "eth0")
         _ip("link", "add", *ends, "netns", other.name)
         for host in hosts:
-            host.plug_in()
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", host.name, "link", "set", device, "up")
         flags = ("--head", f"--port={PORT}", "--include-dashboard=false")
         if head.start_ray(*flags, **environment).wait(LIMIT):
             raise OSError((folder / "0" / "ray.log").read_text())
