@@ -15,10 +15,22 @@ from unittest import mock
 import numpy as np
 
 from tests.helpers.engine import runner_of
-from tests.helpers.violations import ending
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
 from vllm_npu_prep.prep.padding import GraphMode
+
+
+def ending(
+    given: object,
+    allowed: object,
+    request: str | None = None,
+    token: int | None = None,
+    group: int | None = None,
+) -> str:
+    """The end of a message, from the place of the fault on."""
+    where = {"request": request, "token": token, "KV-cache group": group}
+    place = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+    return f": {place}{': ' if place else ''}given {given}, allowed {allowed}"
 
 
 @dataclass
