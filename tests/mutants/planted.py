@@ -41,12 +41,8 @@ OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[con
 ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
 SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
 TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_another_decodes",)
-REFUSALS_ON_RANKS = (
-    "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
-)
-DRAFTS_AFTER_SLEEP = (
-    "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps_and_reloads"
-)
+REFUSALS_ON_RANKS = ("tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions",)
+DRAFTS_AFTER_SLEEP = "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps"
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -66,9 +62,7 @@ INT8_TOKENS = (
     "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
 )
 INT8_RANKS = ("tests/engine/test_quantization.py::test_two_ranks_compute_with_their_slices",)
-INT8_LATENT = (
-    "tests/engine/test_quantization.py::test_latent_attention_with_rounded_weights_and_inputs",
-)
+INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
@@ -632,7 +626,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
         ("int8: experts in one tensor of layers that draft are taken for int8", 'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:', "if True:", INT8_MTP),
         ("int8: layers of MiMo that draft begin at the first layer", "layers.{num_decoder_layers + int(found[1])}.", "layers.{int(found[1])}.", INT8_MTP),
-        ("int8: mixtures of MiniMax are looked for by the names of their weights", 'module.replace(".block_sparse_moe.", ".mlp.")', "module", (f"{INT8[0]}::test_experts_are_those_of_rounded_weights_and_inputs",)),
+        ("int8: mixtures of MiniMax are looked for by the names of their weights", 'module.replace(".block_sparse_moe.", ".mlp.")', "module", (f"{INT8_TOKENS[0]}[MiniMaxM2]",)),
         ("int8: scales of columns pass the check of files", "{(), (1,)}, {(outputs,), (outputs, 1)}", "{(), (1,)}, {(outputs,), (outputs, 1), (1, outputs)}", INT8_FILES),
     ],
     "quantization/compressed.py": [
