@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -27,14 +26,12 @@ from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_difference import first_difference
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.inspect.upstream import UpstreamReplay
 from vllm_npu_prep.observe.step_snapshot import copy_step, enter_blocks
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep import batch, oracle
+from vllm_npu_prep.prep import batch
 from vllm_npu_prep.prep.checks import NOT_CHECKED
 from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.v2 import runner as v2_runner
@@ -218,39 +215,15 @@ def test_the_last_steps_are_written_when_asked(
         assert any(record.prepared["is_on_device"].any() for record in on_device)
         assert any(record.batch.token_ids.min() < 0 for record in on_device)
         check(records, "is_on_device", "sampled_token_targets", *DRAFT_ARRAYS)
-        change_targets(on_device)
     else:
         check(records, *DRAFT_ARRAYS)
 
 
-def change_targets(records: list) -> None:
-    """Samples and drafts that the device would put elsewhere are found by upstream."""
-    upstream, changed = UpstreamReplay(), set()
-    for record in records:
-        spare = record.settings.layout.offset_int32("input_ids")
-        spare += record.settings.num_input_tokens
-        said = upstream.prepare(record)
-        for place, target in enumerate(record.prepared["sampled_token_targets"]):
-            if target == spare:
-                continue
-            wrong = dict(record.prepared)
-            wrong["sampled_token_targets"] = record.prepared["sampled_token_targets"].copy()
-            wrong["sampled_token_targets"][place] = spare
-            changed_record = StepRecord(record.settings, record.batch, wrong)
-            found = first_difference(changed_record, said, "upstream")
-            assert (found.variable, found.index) == ("sampled_token_targets", (place,))
-            assert (found.recorded, found.expected) == (spare, target)
-            changed.add(place % (1 + 2 * record.settings.num_sampled_drafts))
-    assert changed == set(range(7))  # a row has a sample, three drafts, the drafts once more
-
-
 @pytest.mark.parametrize("runner_name", ALSO_V2)
-def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
-    tmp_path_factory, tmp_path, capsys, runner_name
-):
-    """A bug in preparation is recorded, and found beside neither device nor model."""
+def test_steps_are_written_when_the_engine_fails(tmp_path_factory, tmp_path, capsys, runner_name):
+    """With chunked local attention: a bug in preparation is found without device and model."""
     model = make_model(tmp_path_factory.mktemp("llama4"), **LLAMA4)
-    prepare_step, oracle_step = batch.prepare_step, oracle.oracle_step
+    prepare_step = batch.prepare_step
 
     def wrong(*args):
         step = prepare_step(*args)
@@ -259,15 +232,6 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
             step.arrays.slot_mapping[:, token] += 1
             step.arrays.seq_lens[2] += 1
         return step
-
-    def wrong_oracle(requests, **settings):
-        said = oracle_step(requests, **settings)
-        if len(requests) == 3 and max(said["seq_lens"]) > 60:
-            token = said["query_start_loc"][1]
-            for name, place in (("slot_mapping", token), ("seq_lens", 2)):
-                said[name][place] += 1
-                said[f"{name}_padded"][place] += 1
-        return said
 
     with engine_of(
         runner_name,
@@ -311,27 +275,9 @@ def test_chunked_local_attention_and_what_is_written_when_the_engine_fails(
     assert main(["replay", str(tmp_path)]) == 1
     assert f"{len(differing)} of {len(records)} steps differ" in capsys.readouterr().out
 
-    # A bug that the core and the oracle share
-    command = ["replay", str(tmp_path), "--step", str(record.number)]
-    with (
-        mock.patch.object(batch, "prepare_step", wrong),
-        mock.patch.object(oracle, "oracle_step", wrong_oracle),
-    ):
-        assert main(command) == 0
-        assert "core and oracle prepare what was recorded" in capsys.readouterr().out
-        assert main([*command, "--upstream"]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("1 of 1 step differs, first in ")
-    assert told[1:] == [str(replace(found, by="upstream"))]
-    assert told[1].endswith(f"recorded {found.recorded}, upstream says {found.expected}")
-
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)
-@pytest.mark.parametrize("level", ["cheap", "full"])
-def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(
-    tmp_path_factory, tmp_path, level, runner_name
-):
-    model = make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
+def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(qwen3, tmp_path, runner_name):
     prepare_step = model_runner.prepare_step
 
     def wrong(*args):
@@ -341,9 +287,9 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(
             step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
         return step
 
-    options = recording(tmp_path, "last 8", check=level, request_ids="plain")
+    options = recording(tmp_path, "last 8", check="full", request_ids="plain")
     sizes = {"block_size": 4, "max_model_len": 64}
-    with engine_of(runner_name, model, **sizes, additional_config=options) as llm:
+    with engine_of(runner_name, qwen3, **sizes, additional_config=options) as llm:
         with (
             mock.patch.object(PREPARED_BY[runner_name], "prepare_step", wrong),
             pytest.raises(StepCheckError, match="token 1, KV-cache group 0: given") as raised,
