@@ -48,7 +48,6 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, family, monkeypatch, r
     if "compilation_config" in settings:
         assert {"full graph", "piecewise graphs"} <= set(counts)
         assert any(calls), "some steps had padding"
-    print(family, len(calls), "calls,", sum(calls), "with padding", dict(counts))
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import engine, generate, greedy, runner_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.watch import around_forward
@@ -41,11 +41,6 @@ ON_V2 = {"_model_forward": "prepare_attn", "_sample": "sample"}
 """V2's methods at these places of a step; its model is called in several ways."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
-
-
 def fail_once(runner, method: str, kind: type[Exception], text: str, call: int) -> None:
     """Let a method of the runner fail at one of its calls."""
     work, calls = getattr(runner, method), count(1)
@@ -61,7 +56,7 @@ def fail_once(runner, method: str, kind: type[Exception], text: str, call: int) 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("asynchronous", "runner_name"), on_both({"sync": False, "async": True}))
 def test_a_step_that_fails_ends_the_engine_with_its_reason(
-    model, seed, tmp_path, fault, asynchronous, runner_name
+    qwen3, seed, tmp_path, fault, asynchronous, runner_name
 ):
     """Nothing of that engine stays, its last steps are on disk, and the next one serves."""
     method, kind, text, told = FAULTS[fault]
@@ -70,7 +65,7 @@ def test_a_step_that_fails_ends_the_engine_with_its_reason(
     prompts = prompts_of(seed, LENGTHS)
     record = {"record": {"dir": str(tmp_path), "steps": "last 4"}}
     settings = {"async_scheduling": asynchronous, "additional_config": {"npu_prep": record}}
-    with engine_of(runner_name, model, **settings) as llm:
+    with engine_of(runner_name, qwen3, **settings) as llm:
         expected = generate(llm, prompts, greedy(8))
         runner = runner_of(llm)
         fail_once(runner, method, kind, text, call=5)
@@ -83,11 +78,11 @@ def test_a_step_that_fails_ends_the_engine_with_its_reason(
     assert cache() is None, "the KV cache is given back"
     (folder,) = tmp_path.iterdir()
     assert len(record_files(folder)) == 4
-    with engine_of(runner_name, model, async_scheduling=asynchronous) as llm:
+    with engine_of(runner_name, qwen3, async_scheduling=asynchronous) as llm:
         assert generate(llm, prompts, greedy(8)) == expected
 
 
-def test_a_full_disk_under_a_record_ends_the_record_only(model, seed, tmp_path, monkeypatch):
+def test_a_full_disk_under_a_record_ends_the_record_only(qwen3, seed, tmp_path, monkeypatch):
     prompts, fsync, calls = prompts_of(seed, LENGTHS), os.fsync, count(1)
 
     def full(descriptor: int) -> None:
@@ -100,7 +95,7 @@ def test_a_full_disk_under_a_record_ends_the_record_only(model, seed, tmp_path, 
     monkeypatch.setattr(
         recorder.logger, "log", lambda level, text, *args: lines.append(text % args)
     )
-    with engine(model, additional_config={"npu_prep": record}) as llm:
+    with engine(qwen3, additional_config={"npu_prep": record}) as llm:
         monkeypatch.setattr(os, "fsync", full)
         first = generate(llm, prompts, greedy(8))
         assert generate(llm, prompts, greedy(8)) == first
@@ -113,17 +108,17 @@ def test_a_full_disk_under_a_record_ends_the_record_only(model, seed, tmp_path, 
     assert "can't be written: No space left on device" in stopped
     left = {each.name for each in recording.folder.iterdir()} - {each.name for each in files}
     assert left == {"manifest.json"}, "and nothing half written"
-    with engine(model) as llm:
+    with engine(qwen3) as llm:
         assert generate(llm, prompts, greedy(8)) == first
 
 
-def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(model, seed, tmp_path, monkeypatch):
+def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(qwen3, seed, tmp_path, monkeypatch):
     """The host's clock is set a day ahead and two days back, again and again."""
     prompts, clock = prompts_of(seed, LENGTHS), time.time
     monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
     share_folder()  # a process that has one of its own takes the test's as it is
     monkeypatch.setenv(FOLDER_ENV_VAR, str(tmp_path))
-    with engine(model, disable_log_stats=False) as llm:
+    with engine(qwen3, disable_log_stats=False) as llm:
         expected = generate(llm, prompts, greedy(8))
     before = scraped(tmp_path)
     for file in tmp_path.iterdir():
@@ -131,7 +126,7 @@ def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(model, seed, tmp_
     jumps = count()
     monkeypatch.setattr(time, "time", lambda: clock() + (DAY, -DAY)[next(jumps) % 2])
     began = time.perf_counter()
-    with engine(model, disable_log_stats=False) as llm:
+    with engine(qwen3, disable_log_stats=False) as llm:
         core = llm.llm_engine.engine_core.engine_core
         runner, at = runner_of(llm), SimpleNamespace(steps=0)
 

@@ -22,11 +22,6 @@ BLOCK_SIZE = 4
 LENGTHS = [30, 28, 25, 41, 22, 3, 29]  # 25 less one token is whole blocks
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
-
-
 def connected(folder, **settings) -> dict:
     """Settings of an engine that stores and loads in a folder."""
     return {
@@ -57,12 +52,12 @@ def whole_blocks(length: int) -> int:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_engine_loads_what_another_one_stored(
-    model, tmp_path, seed, caplog, monkeypatch, runner
+    qwen3, tmp_path, seed, caplog, monkeypatch, runner
 ):
     """Tokens are those of transformers before and after; changed files change them."""
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 40)
-    with engine_of(runner, model, **connected(tmp_path), async_scheduling=False) as llm:
+    expected = reference(qwen3, prompts, 40)
+    with engine_of(runner, qwen3, **connected(tmp_path), async_scheduling=False) as llm:
         computed = count_tokens(llm)
         assert generate(llm, prompts, greedy(40)) == expected
     assert computed["scheduled"] == sum(LENGTHS) + 39 * len(LENGTHS)
@@ -75,7 +70,7 @@ def test_an_engine_loads_what_another_one_stored(
         caplog.at_level(logging.INFO, logger="vllm"),
         engine_of(
             runner,
-            model,
+            qwen3,
             **connected(tmp_path, num_gpu_blocks_override=40),
             async_scheduling=True,
             enforce_eager=False,
@@ -106,18 +101,18 @@ def test_an_engine_loads_what_another_one_stored(
 def test_latent_rows_leave_an_engine_for_the_next(tmp_path, seed):
     """In upstream's form; tokens are those of transformers until files change."""
     sizes = {"q_lora_rank": 20, **LATENT, **V3_EXPERTS}
-    model = make_model(tmp_path / "model", "DeepseekV3", **sizes)
+    latent = make_model(tmp_path / "model", "DeepseekV3", **sizes)
     prompts, folder = prompts_of(seed, LENGTHS), tmp_path / "kv"
-    expected = reference(model, prompts, 12)
+    expected = reference(latent, prompts, 12)
     check_varied(expected)
-    with engine(model, **connected(folder)) as llm:
+    with engine(latent, **connected(folder)) as llm:
         assert generate(llm, prompts, greedy(12)) == expected
     files = {file: load_file(file)["kv_cache"] for file in folder.glob("*/*.safetensors")}
     width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
     assert sorted(rows.shape for rows in files.values()) == sorted(
         (whole_blocks(length), width) for length in LENGTHS for _ in range(2)
     )
-    with engine(model, **connected(folder), **graphs("PIECEWISE", 1, 8)) as llm:
+    with engine(latent, **connected(folder), **graphs("PIECEWISE", 1, 8)) as llm:
         computed = count_tokens(llm)
         assert generate(llm, prompts, greedy(12)) == expected
         left = sum(length - whole_blocks(length) for length in LENGTHS)
@@ -130,10 +125,10 @@ def test_latent_rows_leave_an_engine_for_the_next(tmp_path, seed):
         assert (row == tokens) == (whole_blocks(length) == 0), length
 
 
-def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, seed):
+def test_prompts_that_are_salted_or_half_stored_are_computed(qwen3, tmp_path, seed):
     """A salt says that a prompt is not to be shared; a file may be missing for good."""
     plain, salted = prompts_of(seed, [30, 25])
-    expected = reference(model, [plain, salted], 6)
+    expected = reference(qwen3, [plain, salted], 6)
 
     def run(llm):
         computed = count_tokens(llm)
@@ -146,14 +141,14 @@ def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, se
         return computed["scheduled"]
 
     everything = 30 + 25 + 2 * 5
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert run(llm) == everything
     files = sorted(tmp_path.glob("*/*.safetensors"))
     assert len(files) == 2, "a file for each layer of the prompt that is shared"
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert run(llm) == everything - whole_blocks(30)
     files[1].unlink()
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert run(llm) == everything
         with pytest.raises(PrepError, match="ExampleConnector, which has no reset_cache"):
             llm.collective_rpc("reload_weights")
@@ -180,16 +175,16 @@ async def store_and_load(prompts, change, ranks):
     return stored, changed, await ranks.generate(prompts, 12)
 
 
-def test_ranks_store_and_load_their_own_heads(model, tmp_path, seed):
+def test_ranks_store_and_load_their_own_heads(qwen3, tmp_path, seed):
     """Each of two; half of the prompts from files that changed. One rank reads neither's."""
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 12)
+    expected = reference(qwen3, prompts, 12)
     talk = partial(store_and_load, prompts, partial(negate_half, tmp_path, 2 * 2))
     settings = connected(tmp_path, tensor_parallel_size=2)
-    stored, changed, loaded = serve_on_ranks(model, settings, talk)
+    stored, changed, loaded = serve_on_ranks(qwen3, settings, talk)
     assert stored == expected
     assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed)
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert generate(llm, prompts, greedy(12)) == expected
 
 
@@ -202,14 +197,14 @@ def negate_and_remove(folder) -> tuple[list, str]:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_stages_store_and_load_their_own_layers(model, tmp_path, seed, runner):
+def test_stages_store_and_load_their_own_layers(qwen3, tmp_path, seed, runner):
     """Each of two; a prompt that only the first one has stored is computed again."""
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 12)
+    expected = reference(qwen3, prompts, 12)
     talk = partial(store_and_load, prompts, partial(negate_and_remove, tmp_path))
     settings = connected(tmp_path, pipeline_parallel_size=2, async_scheduling=False)
     with asked_for(runner):
-        stored, (changed, removed), loaded = serve_on_ranks(model, settings, talk)
+        stored, (changed, removed), loaded = serve_on_ranks(qwen3, settings, talk)
     assert stored == expected
     assert "layers.1" in removed
     assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed) - 1

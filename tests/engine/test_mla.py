@@ -94,7 +94,6 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     assert got == [expected] * 2
     check_varied(expected)
     assert forced.of("all", "latent", "full graphs")
-    print(dict(states), dict(counts), "padding", watch.padding_seen)
     assert set(states) == {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
     assert states["PrefillNoCache"] == 1, "the second time, long prompts come from the cache"
     assert {"full graph", "piecewise graphs"} <= set(counts)
@@ -158,7 +157,6 @@ def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, ma
     expected = reference(folder, prompts, 16)
     assert got == expected
     check_varied(expected)
-    print(dict(states), dict(counts))
     assert set(states) == {"PrefillNoCache", "PrefillCacheHit", "DecodeOnly"}
     assert (counts["full graph"] > 20) == (mask == "compressed")
 
@@ -198,7 +196,6 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
             count_halves(llm),
         )
         got = generate(llm, prompts, greedy(40))
-    print(dict(states), dict(count))
     assert got == reference(folder, prompts, 40)
     assert count["preempted"] > 0
     assert "SpecDecoding" in states

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, tensors_in
+from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_states
 from vllm_npu_prep.errors import PrepError
@@ -69,7 +69,6 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings, runner):
         got += pooled(llm, later, "embed")
         counts = runner_of(llm).padding.counts.by_kind
     check_close(got, [normalized(rows[-1]) for rows in hidden_states(qwen3, prompts + later)])
-    print(dict(states), steps, dict(counts))
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(states)
     assert states.total() - steps <= 3  # 273 tokens in steps of 48
     if "compilation_config" in settings:
@@ -103,26 +102,32 @@ def test_classes_of_whole_prompts(folder, seed, runner):
     assert set(states) == {"PrefillNoCache", "PrefillCacheHit"}
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
-    """A process reward model: two numbers for each token that ends a step."""
-    from safetensors.torch import load_file, save_file
+REWARDS = {
+    **WHOLE_PROMPTS,
+    "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
+    "pooler_config": {"step_tag_id": 7},
+}
 
-    model = folder("Qwen2")
-    weights = load_file(model / "model.safetensors")
-    generator = torch.Generator().manual_seed(seed)
+
+def reward_model(folder):
+    """A process reward model, and the weights of its head."""
+    model, generator = folder("Qwen2"), torch.Generator().manual_seed(0)
     shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
     head = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
-    weights |= {f"score.{name}": tensor for name, tensor in head.items()}
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    change_tensors(
+        model, lambda tensors: tensors.update({f"score.{n}": t for n, t in head.items()})
+    )
+    return model, head
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
+    """Two numbers for each token that ends a step."""
+    model, head = reward_model(folder)
     prompts = prompts_of(seed, LENGTHS)
     for prompt in prompts:
         prompt[len(prompt) // 2] = prompt[-1] = 7
-    config = {
-        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
-        "pooler_config": {"step_tag_id": 7},
-    }
-    with engine_of(runner, model, **WHOLE_PROMPTS, **config) as llm:
+    with engine_of(runner, model, **REWARDS) as llm:
         got = pooled(llm, prompts, "token_classify")
     expected = []
     for prompt, rows in zip(prompts, hidden_states(model, prompts)):
@@ -159,9 +164,8 @@ def test_embeddings_of_an_encoder_with_int8_weights(bert, tmp_path, seed, runner
     check_close(got, [normalized(rows[0]) for rows in rounded])
 
 
-def test_an_int8_copy_without_the_head_of_a_reward_model_is_refused(folder, tmp_path, monkeypatch):
+def test_an_int8_copy_without_the_head_is_refused(folder, tmp_path, monkeypatch):
     """vLLM gives the head no name, so that nothing can leave it out of int8."""
-    from safetensors.torch import load_file, save_file
 
     def what_memory_may_hold(self, layer, *args, **extra):
         upstream(self, layer, *args, **extra)
@@ -169,19 +173,11 @@ def test_an_int8_copy_without_the_head_of_a_reward_model_is_refused(folder, tmp_
 
     upstream = CompressedTensorsLinearMethod.create_weights
     monkeypatch.setattr(CompressedTensorsLinearMethod, "create_weights", what_memory_may_hold)
-    model = folder("Qwen2")
-    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
-    head = {f"score.{name}": torch.ones(shape) for name, shape in shapes.items()}
-    path = model / "model.safetensors"
-    save_file(load_file(path) | head, path, {"format": "pt"})
+    model, _ = reward_model(folder)
     QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
-    config = {
-        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
-        "pooler_config": {"step_tag_id": 7},
-    }
     with (
         pytest.raises(PrepError, match="is to be int8, but no file gives it a weight_scale"),
-        engine_of("V1", tmp_path / "int8", **WHOLE_PROMPTS, **config),
+        engine_of("V1", tmp_path / "int8", **REWARDS),
     ):
         pass
 

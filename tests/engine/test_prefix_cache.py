@@ -4,18 +4,13 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.cache import SharedBlocksWatch
-from tests.helpers.engine import generate, greedy, make_model
+from tests.helpers.engine import generate, greedy
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.watch import record_states
 
 BLOCK_SIZE = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
 
 
 def shared_prompts() -> list[list[int]]:
@@ -26,8 +21,8 @@ def shared_prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model):
-    return reference(model, shared_prompts(), 12)
+def expected(qwen3):
+    return reference(qwen3, shared_prompts(), 12)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +35,12 @@ def expected(model):
         }
     ),
 )
-def test_tokens_and_states_of_hits(model, expected, caching, chunked, budget, runner):
+def test_tokens_and_states_of_hits(qwen3, expected, caching, chunked, budget, runner):
     prompts = shared_prompts()
     whole, one_more, two_blocks = prompts[0], prompts[1], prompts[5][:16]
     with engine_of(
         runner,
-        model,
+        qwen3,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=64,
         max_num_seqs=4,

@@ -628,7 +628,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: scales of columns pass the check of files", "{(), (1,)}, {(outputs,), (outputs, 1)}", "{(), (1,)}, {(outputs,), (outputs, 1), (1, outputs)}", INT8_FILES),
     ],
     "quantization/compressed.py": [
-        ("int8: what memory held passes for scales that no file has", "scale.data.zero_()", "pass", ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_of_a_reward_model_is_refused",)),
+        ("int8: what memory held passes for scales that no file has", "scale.data.zero_()", "pass", ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_is_refused",)),
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
